@@ -67,11 +67,6 @@ class HealthState:
         self._is_ready = self._is_warm = True
         await self._publish()
 
-    async def not_serving(self) -> None:
-        """Not ready, until `serving` is called again."""
-        self._is_ready = False
-        await self._publish()
-
     async def alive(self, is_alive: bool) -> None:
         """Sets whether the loops run; if not, the server is not ready either. Call it at regular intervals from the
         event

@@ -1,4 +1,4 @@
-"""A service of raw bytes on a real server, to see statuses, drains and cancels with. Also a process: see `main`."""
+"""A service of raw bytes on a real server, for tests of statuses, drains and cancels. Also a process: see `main`."""
 
 import asyncio
 import sys
@@ -21,14 +21,11 @@ Fault = Callable[[], Exception]
 
 
 class Probe:
-    """Fails as `fault` says, or answers; `closed` is set once a stream came to its end. What begins with `BAD` is no
-    message of its.
-    """
+    """Echoes, or raises the exception of `fault`. A request that begins with `BAD` cannot be decoded."""
 
     def __init__(self, fault: Fault | None = None) -> None:
         self.fault = fault
         self.started = self.decoded = 0
-        self.closed = asyncio.Event()
 
     def _maybe_fail(self) -> None:
         if self.fault is not None:
@@ -48,15 +45,12 @@ class Probe:
 
     @errors.guarded
     async def Many(self, request: bytes, context: Any) -> AsyncIterator[bytes]:
-        """Two answers, the second after as many seconds as the request says."""
+        """Two responses, the second after as many seconds as the request names."""
         self.started += 1
-        try:
-            yield b"first"
-            self._maybe_fail()
-            await asyncio.sleep(float(request or b"0"))
-            yield b"last"
-        finally:
-            self.closed.set()
+        yield b"first"
+        self._maybe_fail()
+        await asyncio.sleep(float(request))
+        yield b"last"
 
     @errors.guarded
     async def Both(self, requests: AsyncIterator[bytes], context: Any) -> AsyncIterator[bytes]:
@@ -108,10 +102,10 @@ def both(channel: Any) -> Any:
 
 
 async def main(grace_s: float) -> None:
-    """Serves until a signal, and says so line by line."""
+    """Serve until a signal, and print each state."""
 
     async def on_drain() -> None:
-        print("told", flush=True)
+        print("draining", flush=True)
 
     server = create_server(max_message_bytes=1 << 20)
     Probe().register(server)

@@ -1,4 +1,4 @@
-"""Who is let in over real connections: by the names of its certificate, by its token, and no more often than it may."""
+"""Authentication by certificate names and tokens, and limits per client, over real connections."""
 
 import logging
 from collections.abc import AsyncIterator, Callable, Sequence
@@ -13,7 +13,6 @@ from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 
 from outrider.rpc import errors
 from outrider.rpc.auth import (
-    LEAST_CHARS,
     AllowedClients,
     Authentication,
     ClientLimits,
@@ -67,9 +66,13 @@ def channel_of(address: str, authority: Authority, *names: str) -> grpc.aio.Chan
 
 
 async def refusal(call: Any) -> RequestError:
+    async def read_all() -> None:
+        async for _ in call:
+            pass
+
     ending = Ending(call)  # a write that meets the refusal has an error of its own
     with pytest.raises(grpc.RpcError):
-        await (_read_to_its_end(call) if hasattr(call, "__aiter__") else call)
+        await (read_all() if hasattr(call, "__aiter__") else call)
     return errors.from_rpc_error(await ending.status())
 
 
@@ -78,36 +81,31 @@ def every(message: bytes, before: Sequence[bytes] = ()) -> list[tuple[Callable[.
     return [(once, message), (many, message), (both, iter([*before, message]))]
 
 
-async def _read_to_its_end(call: Any) -> None:
-    async for _ in call:
-        pass
+def bearer(token: str) -> tuple[tuple[str, str], ...]:
+    return (("authorization", f"Bearer {token}"),)
 
 
-# ------------------------------------------------------------------------------------------------------------- names
+# ----------------------------------------------------------------------------------------------- certificate names
 
 
 @pytest.mark.parametrize("names", [ALLOWED[:1], ALLOWED[1:], ("other.models.svc", ALLOWED[0]), ("cn:x", ALLOWED[1])])
-async def test_a_client_that_is_named_comes_in(authority: Authority, names: tuple[str, ...]) -> None:
+async def test_a_client_with_an_allowed_name_is_admitted(authority: Authority, names: tuple[str, ...]) -> None:
     auth = Authentication(allowed=AllowedClients(ALLOWED))
-    async with (
-        guarded(authority, auth, Probe()) as address,
-        channel_of(address, authority, *names) as channel,
-    ):
+    async with guarded(authority, auth, Probe()) as address, channel_of(address, authority, *names) as channel:
         assert await once(channel)(b"x", timeout=60) == b"x"
-        assert [answer async for answer in both(channel)(iter([b"x"]), timeout=60)] == [b"x"]
 
 
 @pytest.mark.parametrize(
     "names",
     [
-        ("other.models.svc",),
         ("models.svc", "draft.models.svc.evil.example", "a.draft.models.svc", "*.models.svc", "DRAFT.models.svc"),
         ("spiffe://models/ns/drafts/x", "spiffe://models/ns"),
-        ("cn:draft.models.svc",),  # the subject is not a subjectAltName
-        ("cn:draft.models.svc", "127.0.0.1"),
+        ("cn:draft.models.svc", "127.0.0.1"),  # the subject is not a subjectAltName
     ],
 )
-async def test_a_client_of_the_ca_that_is_not_named_does_not(authority: Authority, names: tuple[str, ...]) -> None:
+async def test_a_client_of_the_ca_without_an_allowed_name_is_refused(
+    authority: Authority, names: tuple[str, ...]
+) -> None:
     probe, auth = Probe(), Authentication(allowed=AllowedClients(ALLOWED))
     async with guarded(authority, auth, probe) as address, channel_of(address, authority, *names) as channel:
         for method, request in every(b"0"):
@@ -119,8 +117,8 @@ async def test_a_client_of_the_ca_that_is_not_named_does_not(authority: Authorit
     assert probe.started == 0
 
 
-async def test_without_a_certificate_nobody_is_named() -> None:
-    """Were a listener in front of the list without TLS, the list would hold all the same."""
+async def test_a_client_without_a_certificate_is_refused() -> None:
+    """The list of names holds even without TLS."""
     auth = Authentication(allowed=AllowedClients(ALLOWED))
     async with serving(Probe(), first=[auth]) as address, open_channel(address) as channel:
         error = await refusal(once(channel)(b""))
@@ -128,49 +126,33 @@ async def test_without_a_certificate_nobody_is_named() -> None:
     assert "presented no certificate" in error.message
 
 
-async def test_who_may_not_come_in_learns_its_health_and_nothing_else(authority: Authority) -> None:
+async def test_health_is_open_to_all_and_reflection_is_not(authority: Authority) -> None:
     auth = Authentication(allowed=AllowedClients(ALLOWED))
-    async with (
-        guarded(authority, auth, Probe()) as address,
-        channel_of(address, authority, "other") as channel,
-    ):
+    async with guarded(authority, auth, Probe()) as address, channel_of(address, authority, "other") as channel:
         health: Any = health_pb2_grpc.HealthStub(channel)
         assert (await health.Check(health_pb2.HealthCheckRequest(), timeout=60)).status == 1
         reflection: Any = reflection_pb2_grpc.ServerReflectionStub(channel)
-        asked = iter([reflection_pb2.ServerReflectionRequest(list_services="")])
-        error = await refusal(reflection.ServerReflectionInfo(asked, timeout=60))
+        requests = iter([reflection_pb2.ServerReflectionRequest(list_services="")])
+        error = await refusal(reflection.ServerReflectionInfo(requests, timeout=60))
         assert error.code is grpc.StatusCode.PERMISSION_DENIED
 
 
 # ------------------------------------------------------------------------------------------------------------ tokens
 
 
-async def test_each_call_bears_a_token(tokens: Tokens, caplog: pytest.LogCaptureFixture) -> None:
+async def test_every_call_needs_a_token(tokens: Tokens, caplog: pytest.LogCaptureFixture) -> None:
     probe = Probe()
     async with serving(probe, first=[Authentication(tokens=tokens)]) as address, open_channel(address) as channel:
         for token in TOKENS:
-            good = (("authorization", f"Bearer {token}"),)
-            assert await once(channel)(b"x", metadata=good) == b"x"
-            assert [answer async for answer in many(channel)(b"0", metadata=good)] == [b"first", b"last"]
-        bad = (("authorization", f"Bearer {TOKENS[0][:-1]}"),)
-        for metadata in ((), bad):
+            assert await once(channel)(b"x", metadata=bearer(token)) == b"x"
+            assert [answer async for answer in many(channel)(b"0", metadata=bearer(token))] == [b"first", b"last"]
+        for metadata in ((), bearer(FIRST[:-1])):
             for method, request in [*every(b"0"), *every(BAD)]:
                 error = await refusal(method(channel)(request, metadata=metadata))
                 assert (error.code, error.reason) == (grpc.StatusCode.UNAUTHENTICATED, "UNAUTHENTICATED")
-    assert (probe.started, probe.decoded) == (4, 4), "what is refused is not decoded either"
+    assert (probe.started, probe.decoded) == (4, 4), "a refused request is not decoded either"
     assert "was refused: UNAUTHENTICATED" in caplog.text
-    assert TOKENS[0][:-1] not in caplog.text
-
-
-async def test_a_name_does_not_do_for_a_token_nor_a_token_for_a_name(authority: Authority, tokens: Tokens) -> None:
-    auth = Authentication(allowed=AllowedClients(ALLOWED), tokens=tokens)
-    bearing = (("authorization", f"Bearer {TOKENS[0]}"),)
-    async with guarded(authority, auth, Probe()) as address:
-        async with channel_of(address, authority, ALLOWED[0]) as channel:
-            assert await once(channel)(b"x", metadata=bearing) == b"x"
-            assert (await refusal(once(channel)(b"x"))).code is grpc.StatusCode.UNAUTHENTICATED
-        async with channel_of(address, authority, "other") as channel:
-            assert (await refusal(once(channel)(b"x", metadata=bearing))).code is grpc.StatusCode.PERMISSION_DENIED
+    assert FIRST[:-1] not in caplog.text
 
 
 async def test_a_message_that_cannot_be_decoded_is_an_invalid_argument(caplog: pytest.LogCaptureFixture) -> None:
@@ -186,96 +168,49 @@ async def test_a_message_that_cannot_be_decoded_is_an_invalid_argument(caplog: p
     assert not caplog.records
 
 
-async def test_calls_are_limited_for_each_token_or_else_for_each_address(tokens: Tokens) -> None:
-    limits: dict[str, Any] = {"limits": ClientLimits(max_sequences=1)}
-    async with (
-        serving(Probe(), first=[Authentication(tokens=tokens, **limits)]) as address,
-        open_channel(address) as channel,
-    ):
-        held = [await hold(channel, token) for token in TOKENS]
-        for token in TOKENS:
-            error = await refusal(many(channel)(b"0", metadata=(("authorization", f"Bearer {token}"),)))
-            assert (error.code, error.metadata["limit"]) == (grpc.StatusCode.RESOURCE_EXHAUSTED, "max-client-sequences")
-        assert not any(call.done() for call in held)
-    limits = {"limits": ClientLimits(max_sequences=1)}
-    own = [("grpc.use_local_subchannel_pool", 1)]  # a connection, and so a port, of its own
-    async with (
-        serving(Probe(), first=[Authentication(**limits)]) as address,
-        open_channel(address) as first,
-        open_channel(address, options=own) as second,
-    ):
-        call = await hold(first)
-        assert (await refusal(many(second)(b"0"))).code is grpc.StatusCode.RESOURCE_EXHAUSTED
-        assert await once(second)(b"x") == b"x", "what is no sequence is free"
-        assert not call.done()
+def check(tokens: Tokens, *values: str) -> str:
+    return tokens.check([("user-agent", "test"), *(("authorization", value) for value in values)])
 
 
-async def hold(channel: grpc.aio.Channel, token: str = "") -> Any:
-    """A call in progress."""
-    call = both(channel)(metadata=(("authorization", f"Bearer {token}"),) if token else (), timeout=60)
-    await call.write(b"x")
-    assert await call.read() == b"x"
-    return call
-
-
-# ----------------------------------------------------------------------------------------------------- token files
-
-FIRST, SECOND = "first-token-0123456789", "second.token~0123456789=="
-
-
-def bearing(*values: str) -> list[tuple[str, str | bytes]]:
-    return [("user-agent", "test"), *(("authorization", value) for value in values)]
-
-
-def turned_away(tokens: Tokens, *values: str) -> str:
-    with pytest.raises(RequestError) as caught:
-        tokens.check(bearing(*values))
+@pytest.mark.parametrize(
+    ("values", "message"),
+    [
+        *(
+            ([f"Bearer {token}"], "not accepted")
+            for token in (FIRST[:-1], FIRST + "0", FIRST.upper(), "", "# of the clients", "é" * 20)
+        ),
+        ([], "has no token"),
+        ([FIRST], "is not 'Bearer TOKEN'"),
+        ([f"Basic {FIRST}"], "is not 'Bearer TOKEN'"),
+        ([f"Bearer {FIRST}", f"Bearer {SECOND}"], "is not 'Bearer TOKEN'"),
+    ],
+)
+def test_any_other_token_is_refused_and_not_repeated(tokens: Tokens, values: list[str], message: str) -> None:
+    with pytest.raises(RequestError, match=message) as caught:
+        check(tokens, *values)
     assert (caught.value.code, caught.value.reason) == (grpc.StatusCode.UNAUTHENTICATED, "UNAUTHENTICATED")
     assert not any(value[7:] in str(caught.value) for value in values if len(value) > 8)
-    return caught.value.message
 
 
-@pytest.mark.parametrize("token", [FIRST[:-1], FIRST + "0", FIRST.upper(), "", "# of the clients", "é" * 20])
-def test_what_is_nearly_a_token_is_none(tokens: Tokens, token: str) -> None:
-    assert "not accepted" in turned_away(tokens, f"Bearer {token}")
-
-
-def test_a_call_bears_one_token_by_its_scheme(tokens: Tokens) -> None:
-    assert "has no token" in turned_away(tokens)
-    assert "is not 'Bearer TOKEN'" in turned_away(tokens, FIRST)
-    assert "is not 'Bearer TOKEN'" in turned_away(tokens, f"Basic {FIRST}")
-    assert "is not 'Bearer TOKEN'" in turned_away(tokens, f"Bearer {FIRST}", f"Bearer {SECOND}")
-
-
-def test_a_changed_file_holds_from_the_next_call_on(file: Path) -> None:
-    tokens, own = Tokens(file), OwnToken(file)
-    assert own.metadata() == (("authorization", f"Bearer {FIRST}"),)
-    write(file, f"{SECOND}\n{'n' * LEAST_CHARS}\n".encode())
-    turned_away(tokens, f"Bearer {FIRST}")
-    assert tokens.check(bearing(f"Bearer {'n' * LEAST_CHARS}"))
-    assert own.metadata() == (("authorization", f"Bearer {SECOND}"),)
-
-
-def test_a_file_that_makes_no_sense_changes_nothing_and_shows_nothing(
-    file: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_an_invalid_file_changes_nothing_and_is_logged_once(file: Path, caplog: pytest.LogCaptureFixture) -> None:
     tokens = Tokens(file)
     with caplog.at_level(logging.DEBUG):
         for content in (b"", b"# all of them are gone\n", b"too-short\n", b"not a token, but some words\n"):
             write(file, content)
-            assert tokens.check(bearing(f"Bearer {FIRST}"))
+            assert check(tokens, f"Bearer {FIRST}")
         file.unlink()
-        assert tokens.check(bearing(f"Bearer {FIRST}"))
-        assert tokens.check(bearing(f"Bearer {FIRST}"))
+        assert check(tokens, f"Bearer {FIRST}")
+        assert check(tokens, f"Bearer {FIRST}")
     assert len(caplog.records) == 5, "a line for each change, and not for each call"
     assert "too-short" not in caplog.text
     assert "some words" not in caplog.text
     write(file, f"{SECOND}\n".encode())
-    turned_away(tokens, f"Bearer {FIRST}")
+    with pytest.raises(RequestError):
+        check(tokens, f"Bearer {FIRST}")
 
 
 @pytest.mark.parametrize(
-    ("content", "says"),
+    ("content", "message"),
     [
         (b"", "has no token; write"),
         (b"fifteen-letters\n", "line 1 has 15 characters; a token has at least 16"),
@@ -283,73 +218,89 @@ def test_a_file_that_makes_no_sense_changes_nothing_and_shows_nothing(
         ("ünïcödé-tokens-are-none".encode(), "not ASCII text"),
     ],
 )
-def test_a_file_without_tokens_is_refused_at_the_start(file: Path, content: bytes, says: str) -> None:
+def test_a_file_without_tokens_is_refused_at_the_start(file: Path, content: bytes, message: str) -> None:
     write(file, content)
-    for make in (Tokens, OwnToken):
-        with pytest.raises(FileProblem, match=says):
-            make(file)
+    for kind in (Tokens, OwnToken):
+        with pytest.raises(FileProblem, match=message):
+            kind(file)
 
 
-# ------------------------------------------------------------------------- limits by a clock
+# ------------------------------------------------------------------------------------------------------------ limits
 
 
-class Clients:
-    """Limits with a clock of their own."""
+async def hold(channel: grpc.aio.Channel, token: str = "") -> Any:
+    """A call in progress."""
+    call = both(channel)(metadata=bearer(token) if token else (), timeout=60)
+    await call.write(b"x")
+    assert await call.read() == b"x"
+    return call
 
-    def __init__(self, rate: float | None = None, burst: int | None = None, max_sequences: int | None = None) -> None:
-        self.now = 100.0
-        self.limits = ClientLimits(rate=rate, burst=burst, max_sequences=max_sequences, clock=lambda: self.now)
 
-    def call(self, name: str = "a") -> None:
-        with self.limits.enter(name):
-            pass
+async def test_calls_are_limited_for_each_token_or_else_for_each_address(tokens: Tokens) -> None:
+    by_token = Authentication(tokens=tokens, limits=ClientLimits(max_sequences=1))
+    async with serving(Probe(), first=[by_token]) as address, open_channel(address) as channel:
+        held = [await hold(channel, token) for token in TOKENS]
+        for token in TOKENS:
+            error = await refusal(many(channel)(b"0", metadata=bearer(token)))
+            assert (error.code, error.metadata["limit"]) == (grpc.StatusCode.RESOURCE_EXHAUSTED, "max-client-sequences")
+        assert not any(call.done() for call in held)
+    own = [("grpc.use_local_subchannel_pool", 1)]  # a connection, and so a port, of its own
+    async with (
+        serving(Probe(), first=[Authentication(limits=ClientLimits(max_sequences=1))]) as address,
+        open_channel(address) as first,
+        open_channel(address, options=own) as second,
+    ):
+        call = await hold(first)
+        assert (await refusal(many(second)(b"0"))).code is grpc.StatusCode.RESOURCE_EXHAUSTED
+        assert await once(second)(b"x") == b"x", "unary calls are no sequences"
+        assert not call.done()
 
-    def refused(self, name: str = "a") -> RequestError:
-        with pytest.raises(RequestError) as caught:
-            self.call(name)
-        assert (caught.value.code, caught.value.reason) == (grpc.StatusCode.RESOURCE_EXHAUSTED, "OVERLOADED")
-        return caught.value
+
+def assert_refused(limits: ClientLimits) -> RequestError:
+    with pytest.raises(RequestError) as caught, limits.enter("a"):
+        pass
+    assert (caught.value.code, caught.value.reason) == (grpc.StatusCode.RESOURCE_EXHAUSTED, "OVERLOADED")
+    return caught.value
 
 
 def test_a_burst_passes_and_then_calls_at_the_rate() -> None:
-    clients = Clients(rate=4, burst=3)
-    for _ in range(3):
-        clients.call()
-    for _ in range(20):
-        clients.refused()
-        clients.now += 0.25
-        clients.call()
-    clients.now += 1000.0  # a long pause saves up one burst, and no more
-    for _ in range(3):
-        clients.call()
-    clients.refused()
+    now = [100.0]
+    limits = ClientLimits(rate=4, burst=3, clock=lambda: now[0])
+    for pause in (0.0, 1000.0):  # a long pause saves up one burst, and no more
+        now[0] += pause
+        for _ in range(3):
+            with limits.enter("a"):
+                pass
+        for _ in range(20):
+            assert_refused(limits)
+            now[0] += 0.25
+            with limits.enter("a"):
+                pass
 
 
-def test_calls_at_once_are_bounded_and_given_back_however_they_end() -> None:
-    clients = Clients(max_sequences=2)
+def test_concurrent_calls_are_bounded_and_released_however_they_end() -> None:
+    limits = ClientLimits(max_sequences=2)
     for _ in range(3):
-        with suppress(ZeroDivisionError), clients.limits.enter("a"), clients.limits.enter("a"):
-            error = clients.refused()
+        with suppress(ZeroDivisionError), limits.enter("a"), limits.enter("a"):
+            error = assert_refused(limits)
             assert error.message == "this client has 2 sequences in progress and starts 1 more; at most 2"
             assert error.metadata == {"limit": "max-client-sequences", "given": "3", "maximum": "2"}
             raise ZeroDivisionError
-    clients.call()
 
 
 def test_each_sample_of_a_call_counts_as_a_sequence_until_the_call_ends() -> None:
-    clients = Clients(max_sequences=4)
-    with clients.limits.enter("a"):
+    limits = ClientLimits(max_sequences=4)
+    with limits.enter("a"):
         count_sequences("n", 3)
-        clients.call()
-        with clients.limits.enter("a"):
-            clients.refused()
+        with limits.enter("a"):
+            assert_refused(limits)
             with pytest.raises(RequestError) as caught:
                 count_sequences("n", 2)
             assert caught.value.metadata == {"limit": "max-client-sequences", "given": "5", "maximum": "4"}
-    with clients.limits.enter("a"):
+    with limits.enter("a"):
         count_sequences("n", 4)
-        clients.refused()
-    with clients.limits.enter("a"), pytest.raises(RequestError) as caught:
-        count_sequences("n", 5)  # which a client never has: trying again would not help
+        assert_refused(limits)
+    with limits.enter("a"), pytest.raises(RequestError) as caught:
+        count_sequences("n", 5)  # never possible: a retry would not help
     assert caught.value.code is grpc.StatusCode.INVALID_ARGUMENT
     assert caught.value.metadata == {"field": "n", "given": "5", "maximum": "4"}

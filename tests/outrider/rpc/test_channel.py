@@ -1,11 +1,10 @@
-"""What names stand for, and that hosts of two families count once. DNS is the test's own."""
+"""Names are resolved to addresses of one family, and keep them while DNS fails. DNS is the test's own."""
 
-from collections.abc import Mapping, Sequence
 from typing import Any
 
 import pytest
 
-from outrider.rpc.channel import Lookup, Resolver, of_one_family
+from outrider.rpc.channel import Resolver, of_one_family
 
 FOUR = ["10.0.0.1:5", "10.0.0.2:5"]
 SIX = ["[fd00::1]:5", "[fd00::2]:5"]
@@ -20,25 +19,22 @@ SIX = ["[fd00::1]:5", "[fd00::2]:5"]
         ([*SIX[:1], *FOUR], SIX, FOUR),  # the family with more
     ],
 )
-def test_which_addresses_stand_for_a_name(addresses: list[str], before: list[str], taken: list[str]) -> None:
+def test_a_host_of_two_families_counts_once(addresses: list[str], before: list[str], taken: list[str]) -> None:
     assert of_one_family(addresses, before) == taken
 
 
-def table(entries: Mapping[str, Sequence[str] | OSError]) -> Lookup:
-    """Knows these hosts; what the mapping holds may change."""
+class Table(dict[str, Any]):
+    """The IP addresses of hosts, or the error of their lookup."""
 
-    async def lookup(host: str, port: int) -> list[str]:
-        found = entries[host]
-        if isinstance(found, OSError):
-            raise found
-        return [f"{address}:{port}" for address in found]
-
-    return lookup
+    async def lookup(self, host: str, port: int) -> list[str]:
+        if isinstance(self[host], OSError):
+            raise self[host]
+        return [f"{address}:{port}" for address in self[host]]
 
 
-async def test_a_name_stands_for_all_its_addresses_and_an_address_for_itself() -> None:
-    lookup = table({"verifiers": ["10.0.0.1", "10.0.0.2", "10.0.0.1"], "more": ["10.0.0.2", "10.0.0.3"]})
-    resolver = Resolver(["verifiers:5", "10.0.0.9:6", "[::1]:7", "more:5", "unix:/run/v.sock"], lookup)
+async def test_a_name_has_all_its_addresses_and_an_address_itself() -> None:
+    table = Table(verifiers=["10.0.0.1", "10.0.0.2", "10.0.0.1"], more=["10.0.0.2", "10.0.0.3"])
+    resolver = Resolver(["verifiers:5", "10.0.0.9:6", "[::1]:7", "more:5", "unix:/run/v.sock"], table.lookup)
     assert await resolver.resolve() == {
         "10.0.0.1:5": "verifiers:5",
         "10.0.0.2:5": "verifiers:5",
@@ -53,10 +49,10 @@ async def test_a_name_stands_for_all_its_addresses_and_an_address_for_itself() -
 
 @pytest.mark.parametrize("failure", [OSError("no such name"), []])
 async def test_a_name_that_cannot_be_resolved_keeps_its_addresses(failure: Any) -> None:
-    entries: dict[str, Any] = {"verifiers": ["10.0.0.1"]}
-    resolver = Resolver(["verifiers:5"], table(entries))
+    table = Table(verifiers=["10.0.0.1"])
+    resolver = Resolver(["verifiers:5"], table.lookup)
     before = await resolver.resolve()
-    entries["verifiers"] = failure
+    table["verifiers"] = failure
     assert await resolver.resolve() == before
-    entries["verifiers"] = ["10.0.0.2"]
+    table["verifiers"] = ["10.0.0.2"]
     assert list(await resolver.resolve()) == ["10.0.0.2:5"]

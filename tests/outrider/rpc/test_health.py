@@ -1,4 +1,4 @@
-"""What each name of the health service means, asked over real gRPC."""
+"""The names of the health service over real gRPC, in each state of a server."""
 
 import asyncio
 from collections.abc import AsyncIterator, Awaitable, Callable
@@ -31,7 +31,7 @@ async def healthy() -> AsyncIterator[tuple[HealthState, grpc.aio.Channel, str]]:
 
 async def serving(channel: grpc.aio.Channel) -> set[str]:
     """The names that are SERVING now; all others are NOT_SERVING."""
-    stub: Any = health_pb2_grpc.HealthStub(channel)  # its stubs forget its methods
+    stub: Any = health_pb2_grpc.HealthStub(channel)  # its stubs have no types
     found = set()
     for name in (*READY, LIVENESS, STARTUP):
         status = (await stub.Check(health_pb2.HealthCheckRequest(service=name))).status
@@ -42,9 +42,9 @@ async def serving(channel: grpc.aio.Channel) -> set[str]:
 
 
 STATES: dict[str, tuple[list[Callable[[HealthState], Awaitable[None]]], set[str]]] = {
-    "from birth": ([], {LIVENESS}),
+    "new": ([], {LIVENESS}),
+    "warm": ([HealthState.warm], {LIVENESS, STARTUP}),
     "serving": ([HealthState.serving], {LIVENESS, STARTUP, *READY}),
-    "serving no longer": ([HealthState.serving, HealthState.not_serving], {LIVENESS, STARTUP}),
     "stuck": ([HealthState.serving, lambda health: health.alive(False)], {STARTUP}),
     "draining, never to serve again": (
         [HealthState.serving, HealthState.drain, HealthState.serving],
@@ -54,7 +54,7 @@ STATES: dict[str, tuple[list[Callable[[HealthState], Awaitable[None]]], set[str]
 
 
 @pytest.mark.parametrize(("changes", "names"), STATES.values(), ids=STATES.keys())
-async def test_each_name_has_its_meaning(
+async def test_each_name_follows_the_state(
     changes: list[Callable[[HealthState], Awaitable[None]]], names: set[str]
 ) -> None:
     async with healthy() as (health, channel, address):

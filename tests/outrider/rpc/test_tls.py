@@ -1,4 +1,7 @@
-"""Over real sockets: who has no certificate of the CA gets nowhere, and files that change are taken up."""
+"""TLS over real sockets: which certificates are accepted, and files that are invalid or change.
+
+`tests/draft_service/test_mutual_tls.py` has the rotation of all files under load.
+"""
 
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
@@ -9,10 +12,9 @@ from typing import Any
 import grpc
 import pytest
 
-from outrider.rpc.auth import AllowedClients, Authentication
 from outrider.rpc.channel import RenewedChannel
 from outrider.rpc.tls import TLS, ChannelTLS, FileProblem, ServerTLS, Watched
-from tests.certificates import Authority, Certificate, write
+from tests.certificates import Authority, write
 from tests.outrider.rpc.probe import Probe, both, once, serving
 
 SERVER, CLIENT = "probe.models.svc", "client.models.svc"
@@ -27,12 +29,9 @@ class Files:
         self.client = self.ours.issue(CLIENT, file="client")
         self.tls = TLS(ca=self.ours.pem, cert=self.client.cert, key=self.client.key, name=SERVER)
 
-    def asking(self) -> ServerTLS:
-        """A listener that asks clients for a certificate."""
-        return ServerTLS(self.server.cert, self.server.key, self.ours.pem)
-
-    def showing(self, shown: Certificate | None) -> TLS:
-        return replace(self.tls, cert=None if shown is None else shown.cert, key=None if shown is None else shown.key)
+    def credentials(self) -> grpc.ServerCredentials:
+        """Those of a server that requires a client certificate."""
+        return ServerTLS(self.server.cert, self.server.key, self.ours.pem).credentials()
 
 
 @pytest.fixture
@@ -42,96 +41,64 @@ def files(tmp_path: Path) -> Files:
 
 @asynccontextmanager
 async def calling(address: str, tls: TLS | None, name: str = "") -> AsyncIterator[RenewedChannel[Any]]:
-    made = None if tls is None else ChannelTLS(tls)
-    channel: RenewedChannel[Any] = RenewedChannel(address, Stub, max_message_bytes=1 << 20, tls=made, name=name)
+    credentials = None if tls is None else ChannelTLS(tls)
+    channel: RenewedChannel[Any] = RenewedChannel(
+        address, lambda channel: channel, max_message_bytes=1 << 20, tls=credentials, name=name
+    )
     try:
         yield channel
     finally:
         await channel.close()
 
 
-class Stub:
-    """The probe's methods on a channel."""
-
-    def __init__(self, channel: grpc.aio.Channel) -> None:
-        self.once, self.both = once(channel), both(channel)
+def begin(channel: RenewedChannel[Any]) -> Any:
+    return channel.begin(lambda opened: once(opened)(b"x", timeout=60))
 
 
-async def echo(channel: RenewedChannel[Any]) -> None:
-    assert await channel.begin(lambda stub: stub.once(b"x", timeout=60)) == b"x"
+async def echo(address: str, tls: TLS, name: str = "") -> None:
+    async with calling(address, tls, name) as channel:
+        assert await begin(channel) == b"x"
 
 
-async def stream(channel: RenewedChannel[Any]) -> Any:
-    """A call in progress."""
-    call = channel.begin(lambda stub: stub.both(timeout=60))
-    await goes_on(call)
-    return call
-
-
-async def goes_on(call: Any) -> None:
-    await call.write(b"more")
-    assert await call.read() == b"more"
-
-
-async def fails(address: str, tls: TLS | None, name: str = "") -> str:
+async def failure(address: str, tls: TLS | None, name: str = "") -> str:
     """The details of a call without a connection."""
     async with calling(address, tls, name) as channel:
         with pytest.raises(grpc.RpcError) as caught:
-            await channel.begin(lambda stub: stub.once(b"x", timeout=60))
+            await begin(channel)
     assert caught.value.code() is grpc.StatusCode.UNAVAILABLE
     return str(caught.value.details())
 
 
-# --------------------------------------------------------------------------------------------------- the handshake
-
-
-async def test_clients_without_one_or_of_another_ca_or_expired_get_nowhere(files: Files) -> None:
+async def test_a_client_needs_a_valid_certificate_of_the_ca(files: Files) -> None:
+    foreign, expired = files.foreign.issue(CLIENT), files.ours.issue(CLIENT, expired=True)
     probe = Probe()
-    strangers = {
-        "none": files.showing(None),
-        "of another CA": files.showing(files.foreign.issue(CLIENT)),
-        "expired": files.showing(files.ours.issue(CLIENT, expired=True)),
-        "no TLS": None,
-    }
-    async with serving(probe, credentials=files.asking().credentials()) as address:
-        for tls in strangers.values():
-            await fails(address, tls)
+    async with serving(probe, credentials=files.credentials()) as address:
+        for tls in (
+            replace(files.tls, cert=None, key=None),
+            replace(files.tls, cert=foreign.cert, key=foreign.key),
+            replace(files.tls, cert=expired.cert, key=expired.key),
+            None,
+        ):
+            assert await failure(address, tls)
         assert probe.started == 0
-        async with calling(address, files.tls) as channel:  # the server is well, and it was they
-            await echo(channel)
+        await echo(address, files.tls)
 
 
-async def test_a_server_is_believed_by_its_ca_and_by_its_name(files: Files) -> None:
-    """The name is that which was asked for, or the one that was given in its place."""
-    async with serving(Probe(), credentials=files.asking().credentials()) as address:
-        unnamed = replace(files.tls, name=None)
-        assert "Hostname Verification" in await fails(address, unnamed)
-        assert "Hostname Verification" in await fails(address, replace(files.tls, name="other.models.svc"))
-        assert "Hostname Verification" in await fails(address, unnamed, "other.models.svc:50052")
-        assert "handshake" in await fails(address, replace(files.tls, ca=files.foreign.pem))
-        async with calling(address, unnamed, f"{SERVER}:50052") as channel:  # an address that a name was resolved to
-            await echo(channel)
+async def test_a_server_certificate_needs_the_ca_and_the_name(files: Files) -> None:
+    """The name is that of the address before its resolution, or the one given instead."""
+    unnamed = replace(files.tls, name=None)
+    async with serving(Probe(), credentials=files.credentials()) as address:
+        for tls, name, reason in (
+            (unnamed, "", "Hostname Verification"),
+            (replace(files.tls, name="other.models.svc"), "", "Hostname Verification"),
+            (unnamed, "other.models.svc:50052", "Hostname Verification"),
+            (replace(files.tls, ca=files.foreign.pem), "", "handshake"),
+        ):
+            assert reason in await failure(address, tls, name)
+        await echo(address, unnamed, f"{SERVER}:50052")
 
 
-# ------------------------------------------------------------------------------------------------ files that change
-
-
-async def test_a_new_certificate_of_the_server_is_shown_to_new_connections_and_ends_no_call(files: Files) -> None:
-    async with (
-        serving(Probe(), credentials=files.asking().credentials()) as address,
-        calling(address, files.tls) as old,
-    ):
-        running = await stream(old)
-        files.ours.issue("new.models.svc", file="server")
-        async with calling(address, replace(files.tls, name="new.models.svc")) as new:
-            await echo(new)
-        await fails(address, files.tls)
-        await goes_on(running)
-        await echo(old)  # its connection was there before
-
-
-async def test_a_new_certificate_of_a_client_is_shown_by_the_next_call_and_ends_none(files: Files) -> None:
-    first = [Authentication(allowed=AllowedClients(["second.models.svc", CLIENT]))]
+async def test_the_next_call_shows_a_new_client_certificate_and_calls_in_progress_continue(files: Files) -> None:
     seen: list[str] = []
 
     class Naming(Probe):
@@ -140,44 +107,36 @@ async def test_a_new_certificate_of_a_client_is_shown_by_the_next_call_and_ends_
             return request
 
     async with (
-        serving(Naming(), first=first, credentials=files.asking().credentials()) as address,
+        serving(Naming(), credentials=files.credentials()) as address,
         calling(address, files.tls) as channel,
     ):
-        await echo(channel)
-        running = await stream(channel)
-        files.ours.issue("second.models.svc", file="client")
-        await echo(channel)
-        await goes_on(running)
-        await echo(channel)
+        running = channel.begin(lambda opened: both(opened)(timeout=60))
+        for number in range(3):
+            if number == 1:
+                files.ours.issue("second.models.svc", file="client")
+            await begin(channel)
+            await running.write(b"more")
+            assert await running.read() == b"more"
     assert seen == [CLIENT, "second.models.svc", "second.models.svc"]
 
 
-async def test_a_change_that_makes_no_sense_leaves_things_as_they_are(
-    files: Files, caplog: pytest.LogCaptureFixture
-) -> None:
+async def test_an_invalid_change_of_files_changes_nothing(files: Files, caplog: pytest.LogCaptureFixture) -> None:
     """A certificate whose key has not come yet, a file that is gone, and one that is cut off."""
-    async with serving(Probe(), credentials=files.asking().credentials()) as address:
+    async with serving(Probe(), credentials=files.credentials()) as address:
         key = files.server.key.read_bytes()
         write(files.server.key, files.client.key.read_bytes())
-        async with calling(address, files.tls) as channel:
-            await echo(channel)
+        await echo(address, files.tls)
         assert "server.key: is not the key of the certificate" in caplog.text
         files.server.key.unlink()
-        async with calling(address, files.tls) as channel:
-            await echo(channel)
+        await echo(address, files.tls)
         write(files.server.key, key[: len(key) // 2])
-        async with calling(address, files.tls) as channel:
-            await echo(channel)
-            assert "PRIVATE" not in caplog.text
-            files.ours.issue("third.models.svc", file="server")
-            async with calling(address, replace(files.tls, name="third.models.svc")) as new:
-                await echo(new)
+        await echo(address, files.tls)
+        assert "PRIVATE" not in caplog.text
+        files.ours.issue("new.models.svc", file="server")
+        await echo(address, replace(files.tls, name="new.models.svc"))
 
 
-# ----------------------------------------------------------------------------------------------- files at the start
-
-
-def test_files_that_are_not_what_they_should_be_are_named(files: Files, tmp_path: Path) -> None:
+def test_invalid_files_are_named_at_the_start(files: Files, tmp_path: Path) -> None:
     cert, key, ca = files.server.cert, files.server.key, files.ours.pem
     text = tmp_path / "text"
     text.write_text("no PEM at all")
@@ -191,13 +150,13 @@ def test_files_that_are_not_what_they_should_be_are_named(files: Files, tmp_path
         (lambda: ChannelTLS(TLS(ca=ca, cert=cert)), "go together"),
         (lambda: ChannelTLS(TLS(ca=ca, cert=cert, key=files.client.key)), "is not the key"),
     ]
-    for make, says in bad:
-        with pytest.raises(FileProblem, match=says):
-            make()
+    for load, message in bad:
+        with pytest.raises(FileProblem, match=message):
+            load()
 
 
-def test_the_folder_of_a_kubernetes_secret_is_followed(tmp_path: Path) -> None:
-    """Its files are links through a link, which is what changes."""
+def test_the_folder_of_a_kubernetes_secret_is_watched(tmp_path: Path) -> None:
+    """Its files are links through a link, and that one changes."""
     for name in ("one", "two"):
         (tmp_path / name).mkdir()
         write(tmp_path / name / "tls.key", name.encode())
