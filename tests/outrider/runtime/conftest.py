@@ -1,4 +1,4 @@
-"""Fixtures: tiny checkpoints, made once a run."""
+"""Fixtures: tiny checkpoints, saved once a run."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -35,7 +35,7 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path
 
 @pytest.fixture(scope="session")
 def load(checkpoint: Callable[[str], Path]) -> Callable[..., LoadedModel]:
-    """Loads a tiny model afresh: a fused one has given its weights away."""
+    """Loads a tiny model anew: fusing takes the weights out of a model."""
 
     def get(name: str, dtype: str = "float32") -> LoadedModel:
         return load_model(ModelSource(str(checkpoint(name)), dtype=dtype, device="cpu"))

@@ -1,23 +1,22 @@
-"""Random steps of a model runner, and what stands for graphs where there is no device."""
+"""Random steps of a model runner, and their logits by transformers."""
 
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 
-from outrider.runtime.cuda_graph import CannotCapture
 from outrider.runtime.model_runner import Chunk, ModelRunner
 from outrider.runtime.paged_attention import EAGER, AttentionChoice
-from tests.outrider.runtime.tiny import VOCABULARY, Truth
+from tests.outrider.runtime.tiny import VOCABULARY, Reference
 
 PAGED = AttentionChoice(EAGER, "a test", block_tokens=4)
 MAX_LENGTH = 32
 
-Wanted = tuple[tuple[int, ...], int]
-"""A text, and of how many of its last tokens there are logits."""
+Rows = tuple[tuple[int, ...], int]
+"""A text, and how many of its last tokens have logits."""
 
 
 def random_steps(
@@ -28,16 +27,16 @@ def random_steps(
     *,
     sequences: int = 4,
     unwanted: float = 0.8,
-) -> tuple[list[Tensor], list[list[Wanted]]]:
-    """Return the logits of each step of a few sequences, and what they are of.
+) -> tuple[list[Tensor], list[list[Rows]]]:
+    """Return the logits of each step of a few sequences, and the rows of each.
 
-    Sequences come, go, fork, are rolled back, and share steps in any mixture. Of a share of the chunks some rows are
-    `unwanted`.
+    Sequences come, go, fork, are rolled back, and share steps in any mixture. In a share `unwanted` of the chunks some
+    rows need no logits.
     """
     rng = random.Random(seed)
     texts: dict[int, list[int]] = {}
     found: list[Tensor] = []
-    wanted: list[list[Wanted]] = []
+    wanted: list[list[Rows]] = []
     while len(found) < steps:
         if len(texts) < 2 or (len(texts) < sequences and rng.random() < 0.3):
             if texts and rng.random() < 0.5:
@@ -69,28 +68,10 @@ def random_steps(
     return found, wanted
 
 
-def logits_by(truth: Truth, wanted: list[list[Wanted]]) -> list[Tensor]:
-    """Return the logits of each step by transformers, which reads whole texts."""
+def reference_logits(reference: Reference, wanted: list[list[Rows]]) -> list[Tensor]:
+    """Return the logits of each step by transformers, which runs whole texts."""
     whole: dict[tuple[int, ...], Tensor] = {}
     for text in sorted({text for step in wanted for text, _ in step}, key=len, reverse=True):
         longer = next((each for each in whole if each[: len(text)] == text), None)
-        whole[text] = truth(list(text)) if longer is None else whole[longer][: len(text)]
+        whole[text] = reference(list(text)) if longer is None else whole[longer][: len(text)]
     return [torch.cat([whole[text][len(text) - count :] for text, count in step]) for step in wanted]
-
-
-class Ticking:
-    """A capturer whose graphs take a second each and hold a MiB, and fail from a time on."""
-
-    def __init__(self, fails_at: float = float("inf")) -> None:
-        self.now, self.bytes, self._fails_at = 0.0, 0, fails_at
-
-    def clock(self) -> float:
-        return self.now
-
-    def capture(self, run: Callable[[], None]) -> Callable[[], None]:
-        if self.now >= self._fails_at:
-            raise CannotCapture("it asks for a number")
-        run()
-        self.now += 1.0
-        self.bytes += 1 << 20
-        return run

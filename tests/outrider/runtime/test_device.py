@@ -1,4 +1,4 @@
-"""Transformers does not take our folder `kernels` for its package."""
+"""Transformers does not mistake our package `kernels` for a distribution of that name."""
 
 import importlib.metadata
 import importlib.util
@@ -14,10 +14,10 @@ from outrider.runtime.errors import CheckpointError
 def test_transformers_sees_no_kernels_package() -> None:
     found = importlib.util.find_spec("kernels")
     assert found is not None
-    assert found.origin is not None, "our package is what the name finds"
-    assert import_utils.is_kernels_available() is False
-    import_utils.is_kernels_available.cache_clear()
-    assert import_utils.is_kernels_available() is False
+    assert found.origin is not None, "the name finds our package"
+    for _ in range(2):
+        assert import_utils.is_kernels_available() is False
+        import_utils.is_kernels_available.cache_clear()
     check_environment()
 
 

@@ -1,4 +1,7 @@
-"""Layers by Triton's kernels and by torch's operations: the same logits; what is chosen; what is refused."""
+"""Layers by Triton's kernels give the logits of torch's operations, or are not chosen.
+
+Captured on a device: `test_gpu`.
+"""
 
 from __future__ import annotations
 
@@ -12,23 +15,16 @@ from torch import Tensor
 
 from outrider.runtime import fused_decoder, layer_ops
 from outrider.runtime.batch import PagedBatch
-from outrider.runtime.cuda_graph import CudaCapturer
 from outrider.runtime.fused_decoder import FusedDecoder, fuse_model
 from outrider.runtime.fused_layers import FusedLayers
 from outrider.runtime.layer_ops import LayerOps, TritonOps, choose_layer_ops
 from outrider.runtime.loader import LoadedModel, ModelSource, load_model
 from outrider.runtime.model_runner import Chunk, ModelRunner
-from outrider.runtime.paged_attention import choose_attention
 from tests.kernels.paths import DEVICE, TRITON
 from tests.outrider.runtime.steps import PAGED
 from tests.outrider.runtime.tiny import VOCABULARY
 
 Load = Callable[..., LoadedModel]
-
-
-def choose(kind: type[LayerOps], monkeypatch: pytest.MonkeyPatch) -> None:
-    """Makes models that are built from here on take these operations."""
-    monkeypatch.setattr(fused_decoder, "choose_layer_ops", lambda layers, dtype: kind(layers, "a test"))
 
 
 def logits_of(model: ModelRunner) -> Tensor:
@@ -49,7 +45,7 @@ def logits_of(model: ModelRunner) -> Tensor:
         ("qwen2", "float32", 1e-5),  # queries, keys and values with biases
         ("qwen3", "float32", 1e-5),  # norms of heads
         ("qwen3", "float16", 0.01),
-        ("qwen2", "bfloat16", 0.1),  # which the interpreter truncates instead of rounding
+        ("qwen2", "bfloat16", 0.1),  # the interpreter truncates instead of rounding
     ],
 )
 def test_triton_gives_the_logits_that_torch_gives(
@@ -57,7 +53,7 @@ def test_triton_gives_the_logits_that_torch_gives(
 ) -> None:
     logits = []
     for kind in (LayerOps, TritonOps):
-        choose(kind, monkeypatch)
+        monkeypatch.setattr(fused_decoder, "choose_layer_ops", lambda layers, dtype, kind=kind: kind(layers, "a test"))
         loaded = load_model(ModelSource(str(checkpoint(name)), dtype=dtype, device=DEVICE))
         model = ModelRunner.build(loaded, 2, 16, attention=PAGED)
         assert model.layer_choice is not None
@@ -106,7 +102,7 @@ class Uncompiled(LayerOps):
 def test_wrong_operations_are_not_chosen(
     kind: type[LayerOps], reason: str, layers: FusedLayers, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """On a device that could run them, torch's are chosen."""
+    """On a device that could run them."""
     monkeypatch.setattr(layer_ops, "_obstacle", lambda device: "")
     monkeypatch.setattr(layer_ops, "TritonOps", kind)
     choice = choose_layer_ops(layers, torch.float32)
@@ -114,31 +110,3 @@ def test_wrong_operations_are_not_chosen(
     assert choice.reason.startswith(f"the Triton kernels cannot run: {reason}")
     monkeypatch.setattr(layer_ops, "TritonOps", type("Good", (LayerOps,), {}))
     assert choose_layer_ops(layers, torch.float32).reason == "the Triton kernels agree with torch"
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize("name", ["llama", "qwen2", "qwen3", "mistral-sliding"])
-def test_a_graph_holds_a_step_by_triton(
-    name: str, checkpoint: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Chosen by itself, captured, and near to torch's operations."""
-    device = torch.device("cuda")
-
-    def build() -> ModelRunner:
-        loaded = load_model(ModelSource(str(checkpoint(name)), dtype="bfloat16", device="cuda"))
-        attention = choose_attention("triton", loaded.layers, loaded.dtype, device)
-        return ModelRunner.build(loaded, 2, 16, attention=attention)
-
-    by_triton = build()
-    assert by_triton.layer_choice is not None
-    assert by_triton.layer_choice.name == "triton", by_triton.layer_choice.reason
-    eager = logits_of(by_triton)
-    captured = build()
-    captured.capture(CudaCapturer(device), max_sequences=2, widest=8, seconds=60, most_bytes=1 << 30)
-    assert captured.captured is not None
-    assert captured.captured.sizes
-    choose(LayerOps, monkeypatch)
-    wanted = logits_of(build())
-    size = float(wanted.abs().max())
-    for found in (eager, logits_of(captured)):
-        assert float((found - wanted).abs().max()) <= 0.1 * size

@@ -1,4 +1,4 @@
-"""Checkpoints are read correctly, and those we cannot run are refused in one line with the reason."""
+"""Checkpoints are loaded as configured, and those that we cannot run are refused in one line with the reason."""
 
 import json
 import re
@@ -10,18 +10,9 @@ from typing import Any
 import huggingface_hub.constants
 import pytest
 import torch
+import transformers
 from safetensors.torch import load_file, save_file
-from transformers import (
-    AutoModelForCausalLM,
-    FalconConfig,
-    GPT2Config,
-    Lfm2Config,
-    Llama4TextConfig,
-    LlamaConfig,
-    PreTrainedConfig,
-    StableLmConfig,
-    T5Config,
-)
+from transformers import AutoModelForCausalLM, GPT2Config, LlamaConfig, PreTrainedConfig, T5Config
 from transformers.models.gpt2.modeling_gpt2 import GPT2MLP, GPT2Attention
 
 from outrider.runtime import loader
@@ -32,7 +23,6 @@ from tests.outrider.runtime import tiny
 Load = Callable[..., LoadedModel]
 Checkpoint = Callable[[str], Path]
 SMALL: dict[str, Any] = tiny.SHAPE | {"num_hidden_layers": 2}
-GPT2 = {"vocab_size": 97, "n_positions": 64, "n_embd": 32, "n_layer": 2, "n_head": 4}
 
 
 def refusal(folder: Path | str, **source: Any) -> str:
@@ -42,7 +32,7 @@ def refusal(folder: Path | str, **source: Any) -> str:
     return str(caught.value)
 
 
-def test_a_loaded_model_has_its_numbers(load: Load, checkpoint: Checkpoint) -> None:
+def test_a_loaded_model_has_the_values_of_its_configuration(load: Load, checkpoint: Checkpoint) -> None:
     loaded = load("llama")
     assert (loaded.vocab_size, loaded.context_length, loaded.eos_token_ids) == (97, 64, (2,))
     assert (loaded.dtype, loaded.device) == (torch.float32, torch.device("cpu"))
@@ -55,7 +45,7 @@ def test_a_loaded_model_has_its_numbers(load: Load, checkpoint: Checkpoint) -> N
     ] * 3
 
 
-def test_all_stop_tokens_of_the_generation_config_count(tmp_path: Path) -> None:
+def test_stop_tokens_are_those_of_the_generation_config(tmp_path: Path) -> None:
     folder = tiny.save(LlamaConfig(**SMALL), tmp_path)
     path = folder / "generation_config.json"
     path.write_text(json.dumps({**json.loads(path.read_text()), "eos_token_id": [2, 7, 11]}))
@@ -73,7 +63,7 @@ def test_all_stop_tokens_of_the_generation_config_count(tmp_path: Path) -> None:
     ],
     ids=str,
 )
-def test_auto_takes_the_checkpoints_dtype_where_the_cpu_computes_in_it(
+def test_auto_dtype_is_the_checkpoints_if_the_cpu_computes_in_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, stored: torch.dtype, computes_bfloat16: bool, chosen: torch.dtype
 ) -> None:
     monkeypatch.setattr(loader, "_cpu_computes_bfloat16", lambda: computes_bfloat16)
@@ -82,7 +72,7 @@ def test_auto_takes_the_checkpoints_dtype_where_the_cpu_computes_in_it(
     assert loaded.dtype_reason
 
 
-def test_a_hub_id_is_its_local_snapshot(
+def test_a_hub_id_is_loaded_from_the_cache(
     checkpoint: Checkpoint, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     commit = "0123456789abcdef0123456789abcdef01234567"
@@ -98,7 +88,7 @@ def test_a_hub_id_is_its_local_snapshot(
     assert "cannot be reached" in refusal("someone/other")
 
 
-def test_a_folder_that_is_no_checkpoint_is_refused(checkpoint: Checkpoint, tmp_path: Path) -> None:
+def test_an_invalid_checkpoint_is_refused(checkpoint: Checkpoint, tmp_path: Path) -> None:
     assert refusal(tmp_path / "nowhere") == f"no folder '{tmp_path / 'nowhere'}'"
     assert "neither a folder here nor a possible hub id" in refusal("not a name!")
     assert "has no config.json" in refusal(tmp_path)
@@ -125,9 +115,9 @@ def test_unknown_dtypes_and_devices_are_named(source: dict[str, str], message: s
     assert message in refusal(checkpoint("llama"), **source)
 
 
-REFUSED: dict[str, tuple[Callable[[], PreTrainedConfig], str]] = {
+UNSUPPORTED: dict[str, tuple[Callable[[], PreTrainedConfig], str]] = {
     "chunks": (
-        lambda: Llama4TextConfig(
+        lambda: transformers.Llama4TextConfig(
             **SMALL,
             num_key_value_heads=2,
             head_dim=8,
@@ -137,21 +127,20 @@ REFUSED: dict[str, tuple[Callable[[], PreTrainedConfig], str]] = {
         ),
         "all but 4 positions.* no layer has that .*chunked attention",
     ),
-    "memory elsewhere": (
-        lambda: Lfm2Config(**SMALL, num_key_value_heads=2, layer_types=["conv", "full_attention"]),
+    "state outside attention": (
+        lambda: transformers.Lfm2Config(**SMALL, num_key_value_heads=2, layer_types=["conv", "full_attention"]),
         "Lfm2.* attention in 1 of 2 layers",
     ),
     "own attention": (
-        lambda: FalconConfig(vocab_size=97, hidden_size=32, num_hidden_layers=1, num_attention_heads=4),
+        lambda: transformers.FalconConfig(vocab_size=97, hidden_size=32, num_hidden_layers=1, num_attention_heads=4),
         "Falcon.* attention interface",
     ),
-    "no arguments": (lambda: StableLmConfig(**SMALL), "does not pass keyword arguments on"),
+    "no arguments": (lambda: transformers.StableLmConfig(**SMALL), "does not pass keyword arguments on"),
 }
 
 
-@pytest.mark.parametrize("feature", REFUSED)
-def test_features_beyond_the_packed_attention_are_named(feature: str, tmp_path: Path) -> None:
-    config, message = REFUSED[feature]
+@pytest.mark.parametrize(("config", "message"), UNSUPPORTED.values(), ids=UNSUPPORTED.keys())
+def test_unsupported_features_are_named(config: Callable[[], PreTrainedConfig], message: str, tmp_path: Path) -> None:
     assert re.search(message, refusal(tiny.save(config(), tmp_path)))
 
 
@@ -163,7 +152,7 @@ def test_features_beyond_the_packed_attention_are_named(feature: str, tmp_path: 
         ("s_aux", torch.zeros(4, 2), "sinks of layer 0 are [4, 2], not one per head"),
     ],
 )
-def test_arguments_that_our_attention_ignores_are_named(
+def test_unsupported_arguments_of_attention_are_named(
     name: str, value: torch.Tensor, message: str, checkpoint: Checkpoint, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     forward, more = GPT2Attention.forward, {name: value}
@@ -173,15 +162,13 @@ def test_arguments_that_our_attention_ignores_are_named(
 
 def test_a_model_that_packing_changes_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """State outside the attention, here a sum over the rows of a step, shows in the logits of the self-check."""
-    folder, model = tiny.save(GPT2Config(**GPT2), tmp_path), AutoModelForCausalLM.from_config(GPT2Config(**GPT2))
+    config = GPT2Config(vocab_size=97, n_positions=64, n_embd=32, n_layer=2, n_head=4)
+    folder, model = tiny.save(config, tmp_path), AutoModelForCausalLM.from_config(config)
     forward = GPT2MLP.forward
     monkeypatch.setattr(GPT2MLP, "forward", lambda self, x: forward(self, x) + x.cumsum(1))
     assert "give other logits than its own forward" in refusal(folder)
     with pytest.raises(CheckpointError, match="give other logits than its own forward"):
         adopt(model, "mine", "its fingerprint")
-
-
-# --------------------------------------------------------------------------------------------------------- fingerprint
 
 
 @pytest.fixture
@@ -204,25 +191,25 @@ def test_the_fingerprint_depends_on_the_content_alone(folder: Path, tmp_path: Pa
 
 
 @pytest.mark.parametrize(
-    ("name", "place"), [("config.json", None), ("model.safetensors", 12), ("model.safetensors", -1)]
+    ("name", "position"), [("config.json", None), ("model.safetensors", 12), ("model.safetensors", -1)]
 )
-def test_a_change_of_configuration_header_or_sample_changes_the_fingerprint(
-    folder: Path, name: str, place: int | None
+def test_the_fingerprint_follows_configuration_header_and_weights(
+    folder: Path, name: str, position: int | None
 ) -> None:
     before = weights_fingerprint(folder)
-    if place is None:
+    if position is None:
         edit(folder, rms_norm_eps=1e-4)
     else:
         content = bytearray((folder / name).read_bytes())
-        content[place] ^= 1
+        content[position] ^= 1
         (folder / name).write_bytes(content)
     assert weights_fingerprint(folder) != before
 
 
-def test_a_file_of_any_size_is_sampled(tmp_path: Path) -> None:
+def test_the_fingerprint_samples_large_files(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text("{}")
     path = tmp_path / "model.safetensors"
     save_file({"w": torch.zeros(8, dtype=torch.uint8)}, path)
     with path.open("r+b") as file:
-        file.truncate(1 << 40)  # a hole of a tebibyte: reading it whole would outlast any test
+        file.truncate(1 << 40)  # sparse: reading the whole would outlast any test
     assert len(weights_fingerprint(tmp_path)) == 64

@@ -1,4 +1,4 @@
-"""Memory is counted and shared out, and its lack is one line with the numbers."""
+"""The KV cache gets the memory that a profiling run leaves; out of memory is one line with the numbers."""
 
 from __future__ import annotations
 
@@ -8,17 +8,25 @@ from typing import Any
 import pytest
 import torch
 
-from outrider.runtime.loader import LoadedModel
+from outrider.runtime.kv_cache import BLOCK_TOKENS
+from outrider.runtime.loader import LoadedModel, ModelSource, load_model
 from outrider.runtime.memory import MIB, HostMemory, OutOfMemory, block_bytes, explain_out_of_memory, memory_of
 from outrider.runtime.model_runner import ModelRunner
-from outrider.service.loading import build_model_runner, kv_blocks, profiling_blocks, profiling_run
+from outrider.service.loading import (
+    DEFAULT_CPU_KV_MB,
+    build_model_runner,
+    kv_blocks,
+    profiling_blocks,
+    profiling_run,
+)
 from outrider.service.settings import ServiceSettings, SettingsError
+from tests.cluster import MODELS
 
 Load = Callable[..., LoadedModel]
 
 
 class FakeMemory:
-    """A device with so many MiB, of which a step takes some while it runs."""
+    """A device of so many MiB; a step takes some of them while it runs."""
 
     name = "cuda:7"
 
@@ -46,10 +54,8 @@ def test_out_of_memory_is_one_line_with_the_numbers() -> None:
     assert str(caught.value) == (
         "out of memory for the weights of 'm': cpu has no memory left (4503599627370496 bytes more were requested)"
     )
-    with (
-        pytest.raises(OutOfMemory) as caught,
-        explain_out_of_memory(FakeMemory(total=1000, free=30, takes=0), "keys and values"),
-    ):
+    device = FakeMemory(total=1000, free=30, takes=0)
+    with pytest.raises(OutOfMemory) as caught, explain_out_of_memory(device, "keys and values"):
         raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.50 GiB. GPU 7 has a total capacity of …")
     assert str(caught.value) == (
         "out of memory for keys and values: cuda:7 has 1000 MiB, 30 of them free (2.50 GiB more were requested)"
@@ -57,7 +63,7 @@ def test_out_of_memory_is_one_line_with_the_numbers() -> None:
 
 
 @pytest.mark.parametrize("attention", ["sdpa", "eager"])
-def test_the_profiling_run_has_its_size_and_leaves_nothing(attention: str, load: Load) -> None:
+def test_the_profiling_run_has_its_size_and_leaves_no_block(attention: str, load: Load) -> None:
     built = build_model_runner(settings("--attention", attention, "--device", "cpu"), load("llama"), 20, pass_tokens=50)
     packed = built.model_runner
     assert profiling_run(packed, 50).shape == (50, packed.loaded.vocab_size)
@@ -68,8 +74,21 @@ def test_the_profiling_run_has_its_size_and_leaves_nothing(attention: str, load:
     assert profiling_blocks(50, 20, 8) == 3 + 3 + 2
 
 
-def test_on_a_gpu_keys_and_values_get_their_share_of_what_the_rest_leaves(load: Load) -> None:
-    """Half of 60 MiB; and less than a sequence needs is refused with the numbers."""
+@pytest.mark.parametrize(("flags", "size"), [((), DEFAULT_CPU_KV_MB), (("--kv-cache-mb", "4"), 4)])
+def test_on_a_cpu_the_kv_cache_has_the_size_of_its_setting(load: Load, flags: tuple[str, ...], size: int) -> None:
+    loaded = load("llama")
+    count, block = kv_blocks(settings(*flags), loaded, BLOCK_TOKENS, left=0), block_bytes(loaded)
+    assert count * block <= size * MIB < (count + 1) * block
+
+
+def test_one_sequence_at_its_longest_must_fit() -> None:
+    target = load_model(ModelSource(str(MODELS / "target"), dtype="bfloat16", device="cpu"))
+    with pytest.raises(SettingsError, match=r"--kv-cache-mb: 1 MiB hold \d+ blocks .* --max-sequence-tokens 1024"):
+        kv_blocks(settings("--kv-cache-mb", "1"), target, BLOCK_TOKENS, left=0)
+
+
+def test_on_a_gpu_the_kv_cache_gets_its_fraction_of_the_free_memory(load: Load) -> None:
+    """Less than one sequence needs is refused with the numbers."""
     loaded = load("llama")
     loaded.device = torch.device("cuda:7")
     size = block_bytes(loaded, 32)
@@ -82,7 +101,7 @@ def test_on_a_gpu_keys_and_values_get_their_share_of_what_the_rest_leaves(load: 
         kv_blocks(settings("--kv-memory-fraction", "0.5"), loaded, 32, left=-5)
 
 
-def test_the_profiling_run_happens_without_a_pool_and_beside_one(load: Load) -> None:
+def test_the_profiling_run_happens_before_and_after_the_pool(load: Load) -> None:
     memory = FakeMemory(total=200, free=100, takes=10)
     seen: list[tuple[int, ...]] = []
     built = build_model_runner(
@@ -100,7 +119,7 @@ def test_the_profiling_run_happens_without_a_pool_and_beside_one(load: Load) -> 
 
 
 @pytest.mark.gpu
-def test_on_a_device_the_numbers_are_its_own(load: Load) -> None:
+def test_a_device_reports_its_memory(load: Load) -> None:
     memory = memory_of(torch.device("cuda:0"))
     before = memory.free()
     kept: list[torch.Tensor] = []

@@ -1,4 +1,4 @@
-"""Packed steps give the logits of transformers, for each family and however sequences are cut and mixed."""
+"""Packed steps give the logits of transformers, for each family and any mixture of chunks."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -7,39 +7,35 @@ import pytest
 import torch
 from torch import Tensor
 
+from outrider.runtime import sdpa
 from outrider.runtime.loader import LoadedModel
 from outrider.runtime.model_runner import Chunk, ModelRunner
-from tests.outrider.runtime.steps import MAX_LENGTH, logits_by, random_steps
-from tests.outrider.runtime.tiny import EXPERTS, FAMILIES, VOCABULARY, Truth
+from tests.outrider.runtime.steps import MAX_LENGTH, random_steps, reference_logits
+from tests.outrider.runtime.tiny import EXPERTS, FAMILIES, VOCABULARY, Reference
 
 Load = Callable[..., LoadedModel]
 Checkpoint = Callable[[str], Path]
-CLOSE = 1e-5
-COUNTS = (1, 1, 1, 2, 4, 7, 24)
 
 # |difference| / |logits| of the median row. One step of rounding is 2^-8 in bfloat16 and 2^-11 in float16. Where
 # rounding decides between two experts, that row and all that read it differ by more.
 NEAR = {"bfloat16": 0.05, "float16": 0.01}
 
 
-def close(found: Tensor, wanted: Tensor) -> bool:
-    """Within 1e-5 of the size of the logits, which is about 1."""
-    return not found.numel() or bool((found - wanted).abs().max() <= CLOSE * max(1.0, float(wanted.abs().max())))
-
-
-# ------------------------------------------------------------------------------------------------------------- families
-
-
 @pytest.mark.parametrize("fuse", [False, True], ids=["unfused", "fused"])
 @pytest.mark.parametrize("name", FAMILIES)
-def test_any_steps_give_the_logits_of_transformers(name: str, fuse: bool, load: Load, checkpoint: Checkpoint) -> None:
-    """Prompts, single tokens, forks, rollbacks, rows nobody wants; several windows long."""
+def test_any_steps_give_the_logits_of_transformers(
+    name: str, fuse: bool, load: Load, checkpoint: Checkpoint, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Prompts, single tokens, forks, rollbacks, rows without logits; several windows long, and cut into blocks."""
+    if fuse:
+        monkeypatch.setattr(sdpa, "BLOCK", 8)
     model = ModelRunner.build(load(name), 5, MAX_LENGTH, fuse=fuse)
-    found, wanted = random_steps(model, seed=1, steps=24, counts=COUNTS)
-    expected = logits_by(Truth(checkpoint(name)), wanted)
+    found, wanted = random_steps(model, seed=1, steps=24, counts=(1, 1, 1, 2, 4, 7, 24))
+    expected = reference_logits(Reference(checkpoint(name)), wanted)
     for step, (mine, theirs) in enumerate(zip(found, expected, strict=True)):
         assert (mine.shape, mine.dtype) == (theirs.shape, torch.float32)
-        assert close(mine, theirs), step
+        size = float(theirs.abs().max()) if len(theirs) else 0.0
+        assert torch.allclose(mine, theirs, rtol=0, atol=1e-5 * max(1.0, size)), step
 
 
 @pytest.mark.parametrize("dtype", NEAR)
@@ -53,9 +49,6 @@ def test_sixteen_bits_stay_near_float32(name: str, dtype: str, load: Load) -> No
     assert rounded.dtype == torch.float32
     distance = (rounded - exact).norm(dim=-1) / exact.norm(dim=-1)
     assert distance.median() <= NEAR[dtype] * (2 if name in EXPERTS else 1)
-
-
-# ------------------------------------------------------------------------------------------------------------- refusals
 
 
 @pytest.fixture(scope="module")
@@ -105,6 +98,6 @@ def test_chunks_that_do_not_fit_are_refused_with_their_numbers(
     assert model.pool.length(slot) == 3
 
 
-def test_a_pool_that_does_not_fit_the_model_is_refused(llama: LoadedModel) -> None:
+def test_a_pool_longer_than_the_context_is_refused(llama: LoadedModel) -> None:
     with pytest.raises(ValueError, match=r"max_length is 65; the context of .* has 64 positions"):
         ModelRunner.build(llama, 1, 65)

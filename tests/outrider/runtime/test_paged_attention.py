@@ -1,4 +1,4 @@
-"""Steps over blocks: the logits of contiguous memory, bit for bit, however blocks lie and steps are cut."""
+"""Steps over a paged KV cache give the logits of contiguous memory, bit for bit, for any blocks and chunks."""
 
 import re
 from collections.abc import Callable
@@ -20,7 +20,7 @@ from outrider.runtime.block_pool import MemoryShape, PagedMemory
 from outrider.runtime.cuda_graph import Repeating
 from outrider.runtime.decode_loop import DecodeLoop
 from outrider.runtime.errors import CheckpointError
-from outrider.runtime.fused_layers import Frame, FusedLayers, LayerWeights
+from outrider.runtime.fused_decoder import FusedDecoder, fuse_model
 from outrider.runtime.layer_ops import LayerOps, run_paged
 from outrider.runtime.loader import LoadedModel
 from outrider.runtime.model_runner import Chunk, ModelRunner
@@ -63,7 +63,7 @@ def _attend_by_scores(
 def test_blocks_give_the_bits_of_contiguous_memory(
     name: str, dtype: str, load: Load, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Where both compute scores as the definition says."""
+    """Where both compute the scores explicitly."""
     for module in (attention, fused_layers):
         monkeypatch.setattr(module, "attend", _attend_by_scores)
     monkeypatch.setattr(fused_decoder, "compiled", lambda module, device: module)
@@ -109,8 +109,8 @@ def test_our_kernel_gives_the_logits_of_torch(name: str, load: Load) -> None:
 
 
 @needs_triton
-def test_captured_steps_go_on_into_new_stretches(load: Load, monkeypatch: pytest.MonkeyPatch) -> None:
-    """By our kernel, whose work list serves all steps of a call. Stretches are short here."""
+def test_captured_steps_continue_in_new_stretches(load: Load, monkeypatch: pytest.MonkeyPatch) -> None:
+    """By our kernel, whose work list is made once for all steps of a call. Stretches are short here."""
     for module in ("attention_work", "triton_attention"):
         monkeypatch.setattr(f"kernels.{module}.STRETCH", 16)
     model = ModelRunner.build(load("qwen3"), 5, 48, attention=AttentionChoice("triton", "interpreted", block_tokens=4))
@@ -162,7 +162,7 @@ def test_wrong_attention_is_refused(change: str, monkeypatch: pytest.MonkeyPatch
         assert re.match(r"rows differ by .* of their size|(Index|Runtime)Error: ", reason), reason
 
 
-def test_the_choice_of_attention_and_its_reason(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_attention_is_chosen_with_a_reason(monkeypatch: pytest.MonkeyPatch) -> None:
     layers = KINDS[:1]
     assert choose_attention("auto", layers, torch.float32, CPU) == ORDINARY
     assert choose_attention("auto", layers, torch.float32, CPU, paged=True).name == EAGER
@@ -179,28 +179,21 @@ def test_the_choice_of_attention_and_its_reason(monkeypatch: pytest.MonkeyPatch)
         choose_attention("triton", layers, torch.bfloat16, CPU)
 
 
-def layers_on_meta() -> FusedLayers:
-    """A decoder of one layer, in bfloat16, that has shapes and no numbers."""
-
-    def empty(*shape: int, dtype: torch.dtype = torch.bfloat16) -> Tensor:
-        return torch.empty(*shape, device="meta", dtype=dtype)
-
-    heads, kv_heads, head_dim, size, inner = 4, 2, 16, 32, 48
-    frame = Frame(
-        heads, kv_heads, head_dim, eps=1e-5, packed=False, embedding=empty(VOCABULARY, size), norm=empty(2, size),
-        head=empty(VOCABULARY, size), head_bias=None, vocab_size=VOCABULARY,
-    )  # fmt: skip
-    layer = LayerWeights(
-        attention_norm=empty(2, size), qkv=empty((heads + 2 * kv_heads) * head_dim, size), qkv_bias=None,
-        head_norm=empty(heads + kv_heads, 1, head_dim, dtype=torch.float32), output=empty(size, heads * head_dim),
-        output_bias=None, mlp_norm=empty(2, size), gate_up=empty(2 * inner, size), gate_up_bias=None,
-        down=empty(size, inner), down_bias=None, scaling=0.25, window=7,
-    )  # fmt: skip
-    return FusedLayers(frame, [layer])
+def to_meta(value: Any) -> Any:
+    if isinstance(value, list):
+        return [to_meta(each) for each in value]
+    return value.to("meta") if isinstance(value, Tensor) else value
 
 
-def test_a_step_has_no_host_sync() -> None:
-    """On the device meta there are no numbers to be read back."""
+def test_a_step_has_no_host_sync(load: Load, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A tensor on the device meta has no values to read back."""
+    monkeypatch.setattr(fused_decoder, "can_pack", lambda dtype, device: False)
+    program = fuse_model(load("qwen3", "bfloat16"))
+    assert isinstance(program, FusedDecoder)
+    layers = program._layers
+    layers.small = 0  # as on a device
+    for name, value in list(vars(layers).items()):
+        setattr(layers, name, to_meta(value))
 
     def attend(query: Tensor, keys: Tensor, values: Tensor, batch: PagedBatch, scoring: Scoring) -> Tensor:
         return torch.empty_like(query)
@@ -212,8 +205,8 @@ def test_a_step_has_no_host_sync() -> None:
     batch = PagedBatch(
         tokens=tokens, positions=positions, slot_mapping=slot_mapping, rows=rows, row_starts=ints(4), lengths=ints(3),
         block_tables=ints(3, 2), items=ints(3, 5), row_slots=ints(5), slots=0, attention=attend,
-        memory=PagedMemory(MemoryShape((2,), (16,), 9, 32), torch.bfloat16, torch.device("meta")),
+        memory=PagedMemory(MemoryShape((2, 2, 2), (16, 16, 16), 9, 32), torch.bfloat16, torch.device("meta")),
     )  # fmt: skip
     rotations = torch.empty(64, 1, 8, device="meta", dtype=torch.complex64)
-    logits = run_paged(LayerOps(layers_on_meta(), ""), batch, rotations, None)
+    logits = run_paged(LayerOps(layers, ""), batch, rotations, None)
     assert (logits.shape, logits.dtype, logits.device.type) == ((5, VOCABULARY), torch.bfloat16, "meta")

@@ -1,7 +1,6 @@
-"""Quantised checkpoints run as transformers runs them, and what cannot be loaded is named.
+"""Quantised checkpoints give the logits of transformers, and other methods are refused by name.
 
-The method `gemma` (integers of 8, 4 or 2 bits with a scale per row) is the one that transformers computes with torch
-alone; the others need packages of their own.
+Only the method `gemma` (integers of 8, 4 or 2 bits with a scale per row) needs no package beside torch.
 """
 
 import json
@@ -17,10 +16,15 @@ from torch import Tensor
 
 from outrider.runtime.errors import CheckpointError
 from outrider.runtime.fused_decoder import FusedDecoder
-from outrider.runtime.loader import LoadedModel, ModelSource, load_model
+from outrider.runtime.loader import ModelSource, load_model
 from outrider.runtime.model_runner import ModelRunner
-from tests.outrider.runtime.steps import MAX_LENGTH, logits_by, random_steps
-from tests.outrider.runtime.tiny import Truth
+from tests.outrider.runtime.steps import MAX_LENGTH, random_steps, reference_logits
+from tests.outrider.runtime.tiny import Reference
+
+
+def configure(folder: Path, quantisation: dict[str, Any]) -> None:
+    path = folder / "config.json"
+    path.write_text(json.dumps({**json.loads(path.read_text()), "quantization_config": quantisation}))
 
 
 def quantise(source: Path, folder: Path) -> tuple[Path, Path]:
@@ -47,25 +51,16 @@ def quantise(source: Path, folder: Path) -> tuple[Path, Path]:
     return integers, floats
 
 
-def configure(folder: Path, quantisation: dict[str, Any]) -> None:
-    path = folder / "config.json"
-    path.write_text(json.dumps({**json.loads(path.read_text()), "quantization_config": quantisation}))
-
-
-def load_as(folder: Path, dtype: str = "float32") -> LoadedModel:
-    return load_model(ModelSource(str(folder), dtype=dtype, device="cpu"))
-
-
 @pytest.mark.parametrize("fuse", [False, True], ids=["unfused", "fused"])
 @pytest.mark.parametrize("name", ["llama", "gemma3", "mixtral"])
-def test_integer_weights_give_the_logits_of_the_same_numbers_as_floats(
+def test_integer_weights_give_the_logits_of_equal_floats(
     name: str, fuse: bool, checkpoint: Callable[[str], Path], tmp_path: Path
 ) -> None:
     integers, floats = quantise(checkpoint(name), tmp_path)
-    loaded = load_as(integers)
+    loaded = load_model(ModelSource(str(integers), dtype="float32", device="cpu"))
     found, steps = random_steps(ModelRunner.build(loaded, 5, MAX_LENGTH, fuse=fuse), 4)
-    wanted, original = (torch.cat(logits_by(Truth(folder), steps)) for folder in (floats, checkpoint(name)))
-    assert (wanted - original).abs().max() > 1e-2, "else quantising changed nothing"
+    wanted, original = (torch.cat(reference_logits(Reference(folder), steps)) for folder in (floats, checkpoint(name)))
+    assert (wanted - original).abs().max() > 1e-2, "quantising changes the logits"
     assert (torch.cat(found) - wanted).abs().max() <= 1e-5 * max(1.0, float(wanted.abs().max()))
     assert loaded.quantisation == "gemma"
     kinds = {type(module).__name__ for path, module in loaded.model.named_modules() if path.endswith("q_proj")}
@@ -89,6 +84,6 @@ def test_a_method_that_cannot_run_is_refused_with_the_reason(
     folder = Path(shutil.copytree(checkpoint("llama"), tmp_path / "quantised"))
     configure(folder, quantisation)
     with pytest.raises(CheckpointError, match=message) as caught:
-        load_as(folder)
+        load_model(ModelSource(str(folder), dtype="float32", device="cpu"))
     assert "quant_method" not in quantisation or f"quantised by '{quantisation['quant_method']}'" in str(caught.value)
     assert "\n" not in str(caught.value)

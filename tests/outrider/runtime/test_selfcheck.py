@@ -1,4 +1,4 @@
-"""`check` refuses what differs, raises or is NaN, and names it with the difference."""
+"""`check` refuses results that differ or are NaN, and errors, and names them."""
 
 from collections.abc import Callable
 

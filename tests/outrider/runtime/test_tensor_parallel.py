@@ -1,4 +1,4 @@
-"""Ranks: what they refuse, how they notice that one is gone, and that two give the logits of one."""
+"""Two ranks give the logits of one, refuse models that cannot be sharded, and end when one of them is lost."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from transformers import PreTrainedTokenizerFast
 
 from outrider.cli.processes import ServiceProcess
 from outrider.runtime.errors import CheckpointError, ModelLost
-from outrider.runtime.loader import ModelSource, load_model, sharding
+from outrider.runtime.loader import LoadedModel, sharding
 from outrider.runtime.model_runner import Chunk, ModelRunner
 from outrider.runtime.tensor_parallel import Ranks, Watch, is_worker, read_ranks
 from outrider.service.settings import SettingsError
@@ -29,11 +29,12 @@ from tests.cluster import Cluster, free_address
 from tests.outrider.runtime import tiny
 from tests.outrider.runtime.two_ranks import FLAGS, as_rank_0, ended_within, environment, reason, start_rank
 
+Checkpoint = Callable[[str], Path]
 SOON_S = 20.0
 WAITING = timedelta(seconds=60)
 
 
-def test_ranks_are_read_from_what_torchrun_sets(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_ranks_are_read_from_the_variables_of_torchrun(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in environment(0, "localhost:1"):
         monkeypatch.delenv(name, raising=False)
     assert read_ranks(1, "verifier_service") is None
@@ -71,8 +72,8 @@ def test_a_model_that_cannot_be_sharded_is_refused(
     assert str(refused.value).startswith(message)
 
 
-def test_a_worker_that_ends_gives_a_reason_and_rank_0_passes_it_on() -> None:
-    """Watches of three ranks in this process: a thread that waits in torch must not outlive Python."""
+def test_the_reason_of_a_worker_reaches_all_ranks() -> None:
+    """Watches of three ranks in this process. All end here: a thread that waits in torch would crash Python at exit."""
     store, lost = dist.HashStore(), [queue.SimpleQueue[str]() for _ in range(3)]
 
     def watch(rank: int) -> Watch:
@@ -91,24 +92,16 @@ def test_a_worker_that_ends_gives_a_reason_and_rank_0_passes_it_on() -> None:
             each.end("the test")
 
 
-# --------------------------------------------------------------------------------------------- the logits of real ranks
-
-CLOSE = 1e-4  # of logits of some size, whose sums are put together from two halves
+CLOSE = 1e-4  # relative: a sum of two halves is rounded otherwise
 SPLIT = ("llama-biased", "qwen3", "gemma3", "mixtral")
 WHOLE = ("olmo2",)
-"""Whose plan splits other layers, and leaves every rank all heads."""
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
-    """The folder of a tiny model by its name in `tiny.FAMILIES`."""
-    return lambda name: tiny.save(tiny.FAMILIES[name](), tmp_path_factory.mktemp(name))
+"""Its plan shards other layers, and leaves every rank all heads."""
 
 
 def history(runner: ModelRunner) -> Tensor:
     """Logits of sequences that are cut, forked in the middle of a block, rolled back and ended.
 
-    A fork that goes on writes into a copy of the block that it shares.
+    A fork that continues writes into a copy of the block that it shares.
     """
     pool = runner.pool
     first, second = pool.allocate(), pool.allocate()
@@ -127,11 +120,11 @@ def history(runner: ModelRunner) -> Tensor:
 
 
 @pytest.mark.parametrize("family", [*SPLIT, *WHOLE])
-def test_two_ranks_give_the_logits_of_one(folder: Callable[[str], Path], family: str) -> None:
-    model = folder(family)
-    loaded = load_model(ModelSource(str(model), dtype="float32", device="cpu"))
-    expected = history(ModelRunner.build(loaded, max_sequences=4, max_length=64, fuse=False))
-    with as_rank_0(model) as runner:
+def test_two_ranks_give_the_logits_of_one(
+    load: Callable[..., LoadedModel], checkpoint: Checkpoint, family: str
+) -> None:
+    expected = history(ModelRunner.build(load(family), max_sequences=4, max_length=64, fuse=False))
+    with as_rank_0(checkpoint(family)) as runner:
         found = history(runner)
         parts, config = 1 if family in WHOLE else 2, runner.loaded.config
         assert {layer.heads for layer in runner.loaded.layers} == {config.num_attention_heads // parts}
@@ -144,17 +137,17 @@ def test_two_ranks_give_the_logits_of_one(folder: Callable[[str], Path], family:
     assert float((found - expected).abs().max()) < CLOSE * float(expected.abs().max())
 
 
-def test_ranks_with_different_settings_do_not_begin(folder: Callable[[str], Path]) -> None:
+def test_ranks_with_different_settings_do_not_begin(checkpoint: Checkpoint) -> None:
     message = "tokens of a sequence differs between ranks: 64 on rank 0, 48 on rank 1"
     with (
         pytest.raises(CheckpointError, match=message),
-        as_rank_0(folder("llama"), theirs=("--max-sequence-tokens", "48")),
+        as_rank_0(checkpoint("llama"), theirs=("--max-sequence-tokens", "48")),
     ):
         pass
 
 
-def test_a_worker_whose_step_fails_gives_the_reason(folder: Callable[[str], Path]) -> None:
-    with as_rank_0(folder("llama"), ends_with=1) as runner:
+def test_a_worker_whose_step_fails_gives_the_reason(checkpoint: Checkpoint) -> None:
+    with as_rank_0(checkpoint("llama"), ends_with=1) as runner:
         assert runner.pool.paged is not None
         assert runner.pool.paged.on_copy is not None
         runner.pool.paged.on_copy([10**6], [0])  # in the worker's memory alone
@@ -162,42 +155,33 @@ def test_a_worker_whose_step_fails_gives_the_reason(folder: Callable[[str], Path
             history(runner)
 
 
-# --------------------------------------------------------------------------------------------------- before the loading
-
-
 @pytest.fixture(scope="module")
-def model(folder: Callable[[str], Path]) -> Path:
-    """A tiny model with a tokenizer of as many tokens as it has."""
-    path = folder("llama")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A tiny model with a tokenizer."""
+    path = tiny.save(tiny.FAMILIES["llama"](), tmp_path_factory.mktemp("llama"))
     words = {f"w{i}": i for i in range(tiny.VOCABULARY)}
     tokenizer = Tokenizer(models.WordLevel(words, unk_token="w0"))
     PreTrainedTokenizerFast(tokenizer_object=tokenizer).save_pretrained(path)
     return path
 
 
-@pytest.mark.parametrize("rank", [0, 1])
-def test_a_rank_ends_where_the_other_is_gone_before_the_load(rank: int, model: Path) -> None:
-    """The other is this process, which leaves once it has joined and received a heartbeat."""
+def test_a_worker_ends_if_rank_0_is_lost_before_the_load(model: Path) -> None:
+    """Rank 0 is this process, which leaves once it has joined and received a heartbeat."""
     address = free_address()
     host, _, port = address.rpartition(":")
-
-    def store(*, is_master: bool) -> dist.TCPStore:
-        return dist.TCPStore(host, int(port), 2, is_master, timeout=WAITING, wait_for_workers=not is_master)
-
-    meeting = store(is_master=True) if rank == 1 else None
+    store = dist.TCPStore(host, int(port), 2, is_master=True, timeout=WAITING, wait_for_workers=False)
     with Cluster() as cluster:
-        service = start_rank(cluster, rank, address, model)
-        prefix = dist.PrefixStore("outrider/watch", meeting or store(is_master=False))
-        group: Any = dist.ProcessGroupGloo(prefix, 1 - rank, 2, WAITING)
-        group.recv([torch.empty(Watch._MESSAGE_BYTES, dtype=torch.uint8)], rank, 0).wait(WAITING)
+        service = start_rank(cluster, 1, address, model)
+        group: Any = dist.ProcessGroupGloo(dist.PrefixStore("outrider/watch", store), 0, 2, WAITING)
+        group.recv([torch.empty(Watch._MESSAGE_BYTES, dtype=torch.uint8)], 1, 0).wait(WAITING)
         del group
         assert ended_within(SOON_S, [service]) == [1]
-        assert reason(service) == f"verifier_service: rank {1 - rank} is lost: it closed its connection"
+        assert reason(service) == "verifier_service: rank 0 is lost: it closed its connection"
 
 
 @pytest.mark.slow
 def test_torchrun_starts_the_ranks_and_its_signal_ends_them_in_order(model: Path) -> None:
-    """In all other tests of ranks the services are forked, with the variables that torchrun sets."""
+    """All other tests of ranks fork the services, with the variables of torchrun."""
     flags = ["--model", str(model), *clusters.FLAGS, *FLAGS, "--listen", "127.0.0.1:0"]
     arguments = ["torch.distributed.run", "--nproc-per-node", "2", "-m", "verifier_service", *flags]
     with ServiceProcess.launch(arguments) as ranks:

@@ -1,4 +1,4 @@
-"""Text streamed token by token is the text of all tokens, and never half a character, for every kind of tokenizer."""
+"""Text streamed token by token is the text of all tokens, in whole characters, for every kind of tokenizer."""
 
 from collections.abc import Callable, Sequence
 from functools import cache
@@ -13,12 +13,7 @@ from transformers import PreTrainedTokenizerFast
 
 from outrider.runtime.errors import CheckpointError
 from outrider.runtime.loader import ModelSource
-from outrider.runtime.tokenizer import (
-    ChatTemplateError,
-    IncrementalDetokenizer,
-    Tokenizer,
-    load_tokenizer,
-)
+from outrider.runtime.tokenizer import ChatTemplateError, IncrementalDetokenizer, Tokenizer, load_tokenizer
 
 BROKEN = "\ufffd"
 SPECIAL = ["<s>", "</s>", "<unk>"]
@@ -53,17 +48,13 @@ def byte_level_across_characters() -> Library:
 
 
 def sentence_piece_unigram() -> Library:
-    """As T5 and Llama read: ▁ for a space, one before the text, bytes for what the vocabulary lacks."""
+    """As T5 and Llama have it: ▁ for a space and before the text, bytes for characters outside the vocabulary."""
     pieces = [(token, 0.0) for token in SPECIAL]
     pieces += [(f"<0x{byte:02X}>", -20.0) for byte in range(256)]
     words = {word for line in CORPUS[:3] for word in line.split() if word.isascii()}
     pieces += [(f"▁{word}", -8.0) for word in sorted(words)]
     pieces += [("▁", -5.0)] + [(chr(code), -9.0) for code in range(33, 127)] + [("é", -9.0), ("好", -9.0)]
-    return _metaspaced(models.Unigram(pieces, unk_id=2, byte_fallback=True))
-
-
-def _metaspaced(model: models.Model) -> Library:
-    library = Library(model)
+    library = Library(models.Unigram(pieces, unk_id=2, byte_fallback=True))
     library.normalizer = normalizers.Sequence([normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")])
     library.decoder = decoders.Sequence(
         [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
@@ -97,7 +88,7 @@ def make(kind: str) -> Tokenizer:
 
 
 def stream(tokenizer: Tokenizer, prompt: Sequence[int], ids: Sequence[int]) -> tuple[list[str], str]:
-    """Return what each push gives, and the flush."""
+    """Return the text of each push, and that of the flush."""
     detokenizer = IncrementalDetokenizer(tokenizer, prompt)
     pieces = [detokenizer.push(token) for token in ids]
     pending = detokenizer.pending
@@ -124,7 +115,7 @@ TEXT = st.one_of(
 @pytest.mark.parametrize("kind", KINDS)
 @settings(max_examples=40, deadline=None, derandomize=True)
 @given(text=TEXT, data=st.data())
-def test_pieces_of_a_text_make_the_text(kind: str, text: str, data: st.DataObject) -> None:
+def test_pieces_join_to_the_text(kind: str, text: str, data: st.DataObject) -> None:
     tokenizer = make(kind)
     ids = tokenizer.encode(text)
     cut = data.draw(st.integers(0, len(ids)))
@@ -132,14 +123,14 @@ def test_pieces_of_a_text_make_the_text(kind: str, text: str, data: st.DataObjec
     assert not any(BROKEN in piece for piece in pieces)
     assert flushed == ""
     assert "".join(pieces) == tokenizer.decode(ids)[len(complete(tokenizer, ids[:cut])) :]
-    if not cut and kind in BYTES and "▁" not in text:  # which such a tokenizer reads as a space
+    if not cut and kind in BYTES and "▁" not in text:  # a space to such a tokenizer
         assert "".join(pieces) == text
 
 
 @pytest.mark.parametrize("kind", ["byte-level", "byte-level across characters", "word-piece"])
 @settings(max_examples=50, deadline=None, derandomize=True)
 @given(data=st.data())
-def test_any_tokens_in_pieces_decode_as_all_at_once(kind: str, data: st.DataObject) -> None:
+def test_pieces_of_any_tokens_join_to_their_text(kind: str, data: st.DataObject) -> None:
     tokenizer = make(kind)
     size = max(tokenizer.vocabulary().values()) + 1
     tokens = st.lists(st.integers(0, size + 2), max_size=90)  # ids without a token among them
@@ -156,7 +147,7 @@ def test_any_tokens_in_pieces_decode_as_all_at_once(kind: str, data: st.DataObje
 @settings(max_examples=50, deadline=None, derandomize=True)
 @given(data=st.data())
 def test_under_byte_fallback_only_invalid_bytes_may_differ(data: st.DataObject) -> None:
-    """The tokenizer judges a run of bytes as a whole, afterwards; all that is not such a run must be the same."""
+    """The tokenizer decodes a run of bytes as a whole; all other text must be the same."""
     tokenizer = make("sentence-piece unigram")
     size = max(tokenizer.vocabulary().values()) + 1
     ids = data.draw(st.lists(st.integers(0, size - 1), max_size=60))
@@ -174,8 +165,8 @@ def test_under_byte_fallback_only_invalid_bytes_may_differ(data: st.DataObject) 
 
 
 @pytest.mark.parametrize("kind", BYTES)
-def test_a_long_run_of_characters_spelled_in_bytes(kind: str) -> None:
-    """A tokenizer with byte fallback reads none of such a run where it is decoded from inside a character."""
+def test_a_long_run_of_byte_tokens_is_decoded(kind: str) -> None:
+    """A tokenizer with byte fallback decodes none of such a run if it begins inside a character."""
     tokenizer = make(kind)
     text = "x\n" + 100 * "🦜"
     ids = tokenizer.encode(text)
@@ -184,21 +175,21 @@ def test_a_long_run_of_characters_spelled_in_bytes(kind: str) -> None:
         assert "".join(pieces) + flushed == text[len(complete(tokenizer, ids[:cut])) :]
 
 
-def test_bytes_that_are_no_character_come_out_once_that_is_certain() -> None:
+def test_invalid_bytes_are_replaced_once_no_character_is_possible() -> None:
     tokenizer = make("byte-level")
     [start, *_], [letter] = tokenizer.encode("😀"), tokenizer.encode("x")
     detokenizer = IncrementalDetokenizer(tokenizer)
     assert detokenizer.push(start) == ""
     assert detokenizer.push(letter) == BROKEN + "x"
     after = IncrementalDetokenizer(tokenizer, [start])
-    assert after.push(letter) == "x", "the broken character was the prompt's"
+    assert after.push(letter) == "x", "the incomplete character was the prompt's"
     endless = IncrementalDetokenizer(tokenizer)
     written = "".join(endless.push(start) for _ in range(500))
-    assert len(written) > 400, "bytes that never become a character must not be kept for ever"
+    assert len(written) > 400, "bytes that never complete a character are not held for ever"
     assert written + endless.flush() == tokenizer.decode([start] * 500)
 
 
-def test_a_push_costs_the_same_however_long_the_text(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_push_costs_the_same_for_any_length_of_text(monkeypatch: pytest.MonkeyPatch) -> None:
     tokenizer = make("byte-level")
     ids = tokenizer.encode("some words and 😀 then more of them ") * 60
     longest: list[int] = []
@@ -216,7 +207,7 @@ def test_a_push_costs_the_same_however_long_the_text(monkeypatch: pytest.MonkeyP
     assert sum(longest) < 6 * len(ids)
 
 
-def test_special_tokens_have_text_only_where_asked_for() -> None:
+def test_special_tokens_have_text_only_on_request() -> None:
     tokenizer = make("sentence-piece unigram")
     ids = [*tokenizer.encode("The fox"), 1, *tokenizer.encode("fox")]
     hidden, shown = IncrementalDetokenizer(tokenizer), IncrementalDetokenizer(tokenizer, skip_special=False)
@@ -237,12 +228,12 @@ def test_vocabulary_and_fingerprint_include_added_tokens() -> None:
 
 
 TEMPLATE = (
-    "{% for m in messages %}{% if m.role == 'fool' %}{{ raise_exception('no fools') }}{% endif %}"
+    "{% for m in messages %}{% if m.role == 'narrator' %}{{ raise_exception('no narrators') }}{% endif %}"
     "<s>{{ m.role }}: {{ m.content }}</s>{% endfor %}{% if add_generation_prompt %}<s>assistant:{% endif %}"
 )
 
 
-def test_a_conversation_goes_through_the_template(tmp_path: Path) -> None:
+def test_a_conversation_follows_the_chat_template(tmp_path: Path) -> None:
     fast = PreTrainedTokenizerFast(tokenizer_object=byte_level(), bos_token="<s>", eos_token="</s>")
     fast.chat_template = TEMPLATE
     fast.save_pretrained(tmp_path)
@@ -251,10 +242,9 @@ def test_a_conversation_goes_through_the_template(tmp_path: Path) -> None:
     ids = tokenizer.encode_chat([("system", "be brief"), ("user", "hello")])
     wanted = "<s>system: be brief</s><s>user: hello</s><s>assistant:"
     assert tokenizer.decode(ids, skip_special=False) == wanted
-    assert ids.count(0) == 3
-    assert ids.count(1) == 2
-    with pytest.raises(ChatTemplateError, match="no fools"):
-        tokenizer.encode_chat([("fool", "hello")])
+    assert (ids.count(0), ids.count(1)) == (3, 2), "special tokens, not their text"
+    with pytest.raises(ChatTemplateError, match="no narrators"):
+        tokenizer.encode_chat([("narrator", "hello")])
 
 
 def test_a_folder_without_tokenizer_is_refused(tmp_path: Path) -> None:

@@ -1,41 +1,13 @@
-"""Tiny models with random weights, one per architecture, saved as checkpoints are."""
+"""Tiny models with random weights, one per architecture, as checkpoints."""
 
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import torch
+import transformers
 from torch import Tensor
-from transformers import (
-    AutoModelForCausalLM,
-    Cohere2Config,
-    CohereConfig,
-    DeepseekV3Config,
-    Gemma2Config,
-    Gemma3Config,
-    Gemma3TextConfig,
-    GemmaConfig,
-    GPT2Config,
-    GPTNeoXConfig,
-    GptOssConfig,
-    GraniteConfig,
-    LlamaConfig,
-    LongcatFlashConfig,
-    MistralConfig,
-    MixtralConfig,
-    Olmo2Config,
-    OlmoeConfig,
-    OPTConfig,
-    Phi3Config,
-    PhiConfig,
-    PreTrainedConfig,
-    Qwen2Config,
-    Qwen2MoeConfig,
-    Qwen3Config,
-    Qwen3MoeConfig,
-    SmolLM3Config,
-    Starcoder2Config,
-)
+from transformers import AutoModelForCausalLM, PreTrainedConfig
 
 VOCABULARY = 97
 WINDOW = 5
@@ -55,10 +27,10 @@ SHAPE: dict[str, Any] = {
 _ALTERNATING = ["sliding_attention", "full_attention", "sliding_attention"]
 
 CONFIGS: dict[str, Callable[[], PreTrainedConfig]] = {
-    "llama": lambda: LlamaConfig(**SHAPE, num_key_value_heads=2),
-    "llama-tied-mqa": lambda: LlamaConfig(**SHAPE, num_key_value_heads=1, tie_word_embeddings=True),
-    "llama-biased": lambda: LlamaConfig(**SHAPE, attention_bias=True, mlp_bias=True),
-    "llama-scaled-rope": lambda: LlamaConfig(
+    "llama": lambda: transformers.LlamaConfig(**SHAPE, num_key_value_heads=2),
+    "llama-tied-mqa": lambda: transformers.LlamaConfig(**SHAPE, num_key_value_heads=1, tie_word_embeddings=True),
+    "llama-biased": lambda: transformers.LlamaConfig(**SHAPE, attention_bias=True, mlp_bias=True),
+    "llama-scaled-rope": lambda: transformers.LlamaConfig(
         **SHAPE,
         num_key_value_heads=4,
         head_dim=12,
@@ -71,21 +43,21 @@ CONFIGS: dict[str, Callable[[], PreTrainedConfig]] = {
             "original_max_position_embeddings": 16,
         },
     ),
-    "qwen2": lambda: Qwen2Config(**SHAPE, num_key_value_heads=2),
-    "qwen2-sliding": lambda: Qwen2Config(
+    "qwen2": lambda: transformers.Qwen2Config(**SHAPE, num_key_value_heads=2),
+    "qwen2-sliding": lambda: transformers.Qwen2Config(
         **SHAPE, num_key_value_heads=2, use_sliding_window=True, sliding_window=WINDOW, max_window_layers=1
     ),
-    "qwen3": lambda: Qwen3Config(**SHAPE, num_key_value_heads=2, head_dim=16),
-    "mistral": lambda: MistralConfig(**SHAPE, num_key_value_heads=2, sliding_window=None),
-    "mistral-sliding": lambda: MistralConfig(**SHAPE, num_key_value_heads=2, sliding_window=WINDOW),
-    "gemma3": lambda: Gemma3TextConfig(
+    "qwen3": lambda: transformers.Qwen3Config(**SHAPE, num_key_value_heads=2, head_dim=16),
+    "mistral": lambda: transformers.MistralConfig(**SHAPE, num_key_value_heads=2, sliding_window=None),
+    "mistral-sliding": lambda: transformers.MistralConfig(**SHAPE, num_key_value_heads=2, sliding_window=WINDOW),
+    "gemma3": lambda: transformers.Gemma3TextConfig(
         **SHAPE, num_key_value_heads=2, head_dim=8, sliding_window=WINDOW, layer_types=_ALTERNATING
     ),
-    "gpt2": lambda: GPT2Config(
+    "gpt2": lambda: transformers.GPT2Config(
         vocab_size=VOCABULARY, n_positions=64, n_embd=32, n_layer=3, n_head=4, bos_token_id=1, eos_token_id=2
     ),
-    "gpt-neox": lambda: GPTNeoXConfig(**SHAPE),
-    "opt": lambda: OPTConfig(
+    "gpt-neox": lambda: transformers.GPTNeoXConfig(**SHAPE),
+    "opt": lambda: transformers.OPTConfig(
         vocab_size=VOCABULARY,
         hidden_size=32,
         ffn_dim=48,
@@ -94,11 +66,11 @@ CONFIGS: dict[str, Callable[[], PreTrainedConfig]] = {
         max_position_embeddings=64,
         word_embed_proj_dim=32,
     ),
-    "phi": lambda: PhiConfig(**SHAPE),
+    "phi": lambda: transformers.PhiConfig(**SHAPE),
 }
 
 GATED = [name for name in CONFIGS if name.startswith(("llama", "qwen", "mistral"))]
-"""Those that the fused decoder computes."""
+"""Computed by the fused decoder."""
 
 
 _GROUPED: dict[str, Any] = {**SHAPE, "num_key_value_heads": 2}
@@ -121,13 +93,13 @@ _LATENT: dict[str, Any] = {
 
 
 EXPERTS: dict[str, Callable[[], PreTrainedConfig]] = {
-    "mixtral": lambda: MixtralConfig(
+    "mixtral": lambda: transformers.MixtralConfig(
         **_GROUPED, num_local_experts=4, num_experts_per_tok=2, sliding_window=None, rope_parameters=_ROPE
     ),
-    "qwen2-moe": lambda: Qwen2MoeConfig(**_EXPERTS, shared_expert_intermediate_size=24),
-    "qwen3-moe": lambda: Qwen3MoeConfig(**_EXPERTS, head_dim=16),
-    "olmoe": lambda: OlmoeConfig(**_GROUPED, num_experts=4, num_experts_per_tok=2),
-    "gpt-oss": lambda: GptOssConfig(
+    "qwen2-moe": lambda: transformers.Qwen2MoeConfig(**_EXPERTS, shared_expert_intermediate_size=24),
+    "qwen3-moe": lambda: transformers.Qwen3MoeConfig(**_EXPERTS, head_dim=16),
+    "olmoe": lambda: transformers.OlmoeConfig(**_GROUPED, num_experts=4, num_experts_per_tok=2),
+    "gpt-oss": lambda: transformers.GptOssConfig(
         **_GROUPED,
         head_dim=8,
         num_local_experts=4,
@@ -136,9 +108,9 @@ EXPERTS: dict[str, Callable[[], PreTrainedConfig]] = {
         layer_types=_ALTERNATING,
         rope_parameters=_ROPE,
     ),
-    "deepseek3": lambda: DeepseekV3Config(**_LATENT, n_group=1, topk_group=1, first_k_dense_replace=1),
+    "deepseek3": lambda: transformers.DeepseekV3Config(**_LATENT, n_group=1, topk_group=1, first_k_dense_replace=1),
     # Its router multiplies by the weight of a linear layer that nothing calls.
-    "longcat": lambda: LongcatFlashConfig(
+    "longcat": lambda: transformers.LongcatFlashConfig(
         **{**_LATENT, "num_hidden_layers": 4},
         head_dim=4,
         num_layers=2,
@@ -152,12 +124,12 @@ EXPERTS: dict[str, Callable[[], PreTrainedConfig]] = {
 FAMILIES: dict[str, Callable[[], PreTrainedConfig]] = {
     **CONFIGS,
     **EXPERTS,
-    "gemma": lambda: GemmaConfig(**_GROUPED, head_dim=8),
+    "gemma": lambda: transformers.GemmaConfig(**_GROUPED, head_dim=8),
     # Scores are soft-capped well below their size.
-    "gemma2": lambda: Gemma2Config(
+    "gemma2": lambda: transformers.Gemma2Config(
         **_GROUPED, head_dim=8, sliding_window=WINDOW, attn_logit_softcapping=0.5, layer_types=_ALTERNATING
     ),
-    "gemma3-with-vision": lambda: Gemma3Config(
+    "gemma3-with-vision": lambda: transformers.Gemma3Config(
         text_config={**_GROUPED, "head_dim": 8, "sliding_window": WINDOW, "layer_types": _ALTERNATING},
         vision_config={
             "hidden_size": 16,
@@ -168,19 +140,21 @@ FAMILIES: dict[str, Callable[[], PreTrainedConfig]] = {
             "patch_size": 14,
         },
     ),
-    "phi3": lambda: Phi3Config(**_GROUPED),
-    "granite": lambda: GraniteConfig(**_GROUPED, logits_scaling=2.0, residual_multiplier=0.7, attention_multiplier=0.4),
-    "olmo2": lambda: Olmo2Config(**_GROUPED),
-    "cohere": lambda: CohereConfig(**_GROUPED),
-    "cohere2": lambda: Cohere2Config(**_GROUPED, sliding_window=WINDOW, layer_types=_ALTERNATING),
-    "smollm3": lambda: SmolLM3Config(**_GROUPED, no_rope_layers=[1, 0, 1]),
-    "starcoder2": lambda: Starcoder2Config(**_GROUPED, sliding_window=WINDOW),
+    "phi3": lambda: transformers.Phi3Config(**_GROUPED),
+    "granite": lambda: transformers.GraniteConfig(
+        **_GROUPED, logits_scaling=2.0, residual_multiplier=0.7, attention_multiplier=0.4
+    ),
+    "olmo2": lambda: transformers.Olmo2Config(**_GROUPED),
+    "cohere": lambda: transformers.CohereConfig(**_GROUPED),
+    "cohere2": lambda: transformers.Cohere2Config(**_GROUPED, sliding_window=WINDOW, layer_types=_ALTERNATING),
+    "smollm3": lambda: transformers.SmolLM3Config(**_GROUPED, no_rope_layers=[1, 0, 1]),
+    "starcoder2": lambda: transformers.Starcoder2Config(**_GROUPED, sliding_window=WINDOW),
 }
 """Families compared with transformers."""
 
 
 def save(config: PreTrainedConfig, folder: Path, *, seed: int = 0, dtype: torch.dtype = torch.float32) -> Path:
-    """Save a model of random weights, with logits of some size."""
+    """Save a model of random weights, scaled so that logits are about 1."""
     torch.manual_seed(seed)
     model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
     with torch.no_grad():
@@ -195,8 +169,8 @@ def save(config: PreTrainedConfig, folder: Path, *, seed: int = 0, dtype: torch.
     return folder
 
 
-class Truth:
-    """The same checkpoint by transformers: no cache, eager attention."""
+class Reference:
+    """A checkpoint by transformers: no cache, eager attention."""
 
     def __init__(self, folder: Path) -> None:
         self._model = AutoModelForCausalLM.from_pretrained(

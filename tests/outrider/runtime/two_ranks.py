@@ -1,4 +1,4 @@
-"""Two ranks as torchrun would have them, without its seconds: forked services with the variables that it sets."""
+"""Two ranks as torchrun starts them, but faster: forked services with its environment variables."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ FLAGS = ("--kv-cache-mb", "1", "--tensor-parallel-size", "2")
 
 
 def environment(rank: int, address: str, *, size: int = 2) -> dict[str, str]:
-    """The variables that torchrun sets for a rank; `address` is that of rank 0."""
+    """The variables of torchrun for a rank; `address` is that of rank 0."""
     host, _, port = address.rpartition(":")
     return {
         "RANK": str(rank),
@@ -78,7 +78,7 @@ def as_rank_0(model: Path, *flags: str, theirs: Sequence[str] = (), ends_with: i
 
 
 def reason(service: ServiceProcess) -> str:
-    """The one line that an operator looks for, of a service that has ended."""
+    """The last error line of a service that has ended."""
     service.stop()
     words = [line for line in service.log_lines() if line.startswith("verifier_service: ")]
     return words[-1] if words else ""
