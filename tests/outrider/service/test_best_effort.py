@@ -1,4 +1,4 @@
-"""What is allowed to fail: errors are caught, counted and logged once a minute, and cancellation passes through."""
+"""A component catches, counts and logs its errors, and lets a cancellation pass."""
 
 from __future__ import annotations
 
@@ -28,31 +28,24 @@ def test_an_error_gives_the_default_and_is_counted(component: Component) -> None
     assert component.run(lambda: 3, 7) == 3
     assert component.errors == 0
     assert component.run(fail, 7.0) == 7.0
-    assert component.errors == 1
-    shown = generate_latest(Metrics().registry).decode()
-    assert f'outrider_internal_errors_total{{component="{component.name}"}} 1.0' in shown
-
-
-def test_a_number_is_clamped_to_its_range(component: Component) -> None:
-    values = {3.0: 3.0, -1.0: 0.0, 11.0: 10.0, math.inf: 10.0, -math.inf: 0.0, math.nan: 5.0}
-    for value, expected in values.items():
-        assert component.bounded(lambda: value, 5.0, low=0.0, high=10.0) == expected  # noqa: B023
-    assert component.bounded(fail, 5.0, low=0.0, high=10.0) == 5.0
-
-
-def test_a_quiet_function_never_raises(component: Component) -> None:
-    seen: list[int] = []
 
     @component.quiet
-    def note(value: int, *, twice: bool) -> None:
-        seen.append(value)
-        if twice:
-            raise ValueError("a bug")
+    def note() -> None:
+        fail()
 
-    note(1, twice=True)
-    note(2, twice=False)
-    assert seen == [1, 2]
-    assert component.errors == 1
+    note()
+    assert component.errors == 2
+    shown = generate_latest(Metrics().registry).decode()
+    assert f'outrider_internal_errors_total{{component="{component.name}"}} 2.0' in shown
+
+
+@pytest.mark.parametrize(
+    ("value", "expected"),
+    [(3.0, 3.0), (-1.0, 0.0), (11.0, 10.0), (math.inf, 10.0), (-math.inf, 0.0), (math.nan, 5.0)],
+)
+def test_a_number_is_clamped_to_its_range(component: Component, value: float, expected: float) -> None:
+    assert component.bounded(lambda: value, 5.0, low=0.0, high=10.0) == expected
+    assert component.bounded(fail, 5.0, low=0.0, high=10.0) == 5.0
 
 
 @pytest.mark.parametrize("error", [asyncio.CancelledError, KeyboardInterrupt, SystemExit])

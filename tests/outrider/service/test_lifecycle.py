@@ -1,4 +1,4 @@
-"""What the metrics say of health is true while the event loop, which answers probes, does not run."""
+"""The health metric is right while the event loop, which answers probes, does not run."""
 
 import asyncio
 from types import SimpleNamespace

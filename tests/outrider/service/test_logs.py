@@ -8,67 +8,36 @@ import pty
 import re
 import subprocess
 import sys
-from collections.abc import Iterator
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from pathlib import Path
-
-import pytest
 
 from outrider.service.logs import LineQueue
 from tests.commands import full_pipe
 from tests.project.tree import ROOT
 
 SECONDS = 60.0
-INFO = '{"event": "round %d", "level": "info"}\n'
-ERROR = '{"event": "failure %d", "level": "error"}\n'
+INFO = '{"event": "round %d", "level": "info"}'
+ERROR = '{"event": "failure %d", "level": "error"}'
 
 
-def _notice(lines: int) -> str:
-    return f"dropped {lines}"
-
-
-@pytest.fixture
-def pipe() -> Iterator[tuple[int, int]]:
-    with full_pipe() as ends:
-        yield ends
-
-
-class Reader:
-    """Reads lines of a pipe, past the empty ones that filled it."""
-
-    def __init__(self, descriptor: int) -> None:
-        self._file = open(descriptor, encoding="utf-8", closefd=False)  # noqa: SIM115  # the pipe's fixture closes it
-
-    def line(self) -> str:
-        return next(line for line in self._file if line != "\n").rstrip("\n")
-
-
-def test_a_full_queue_drops_new_lines_and_says_how_many_once_they_flow(pipe: tuple[int, int]) -> None:
-    queue = LineQueue(pipe[1], _notice, limit=2_000)
-    for number in range(200):
-        queue.write(INFO % number)
-    assert queue.dropped > 0
-    reader = Reader(pipe[0])
-    for number in range(200 - queue.dropped):
-        assert reader.line() == (INFO % number).rstrip()
-    assert reader.line() == f"dropped {queue.dropped}"
-    before = queue.dropped
-    queue.write("more\n")
-    assert (reader.line(), queue.dropped) == ("more", before)
-
-
-def test_errors_find_room_where_other_lines_do_not(pipe: tuple[int, int]) -> None:
-    queue = LineQueue(pipe[1], _notice, limit=2_000)
-    for number in range(200):
-        queue.write(INFO % number)
-    before = queue.dropped
-    queue.write(ERROR % 1)
-    queue.write(INFO % 200)
-    queue.write(ERROR % 2)
-    assert queue.dropped == before + 1
-    reader = Reader(pipe[0])
-    lines = [reader.line() for _ in range(200 - before + 3)]
-    assert lines[-3:] == [(ERROR % 1).rstrip(), (ERROR % 2).rstrip(), f"dropped {before + 1}"]
+def test_a_full_queue_drops_new_lines_and_errors_last() -> None:
+    with full_pipe() as (reading, writing):
+        queue = LineQueue(writing, lambda lines: f"dropped {lines}", limit=2_000)
+        for number in range(200):
+            queue.write(f"{INFO % number}\n")
+        kept = 200 - queue.dropped
+        assert 0 < kept < 200
+        for line in (ERROR % 1, INFO % 200, ERROR % 2):
+            queue.write(f"{line}\n")
+        assert queue.dropped == 201 - kept
+        with open(reading, encoding="utf-8", closefd=False) as file:
+            lines = (line.rstrip() for line in file if line != "\n")  # empty lines filled the pipe
+            for number in range(kept):
+                assert next(lines) == INFO % number
+            assert [next(lines) for _ in range(3)] == [ERROR % 1, ERROR % 2, f"dropped {201 - kept}"]
+            queue.write("more\n")
+            assert next(lines) == "more"
+        assert queue.dropped == 201 - kept
 
 
 # Lines of every kind, far more of them than the pipe and the queue hold.
@@ -94,7 +63,7 @@ open(sys.argv[1], "w").write(str(dropped_lines()))
 """
 
 
-def test_a_process_goes_on_and_ends_whatever_becomes_of_its_output(tmp_path: Path) -> None:
+def test_a_process_continues_and_ends_whatever_its_output(tmp_path: Path) -> None:
     """Output without a reader, a closed pipe, a full disk, closed descriptors."""
     with ExitStack() as open_now:
         _, unread = open_now.enter_context(full_pipe())
@@ -152,14 +121,9 @@ def test_on_a_terminal_lines_are_text() -> None:
     )
     os.close(theirs)
     shown = b""
-    while True:
-        try:
-            part = os.read(ours, 4096)
-        except OSError:  # the other end is closed
-            break
-        if not part:
-            break
-        shown += part
+    with suppress(OSError):  # the other end is closed
+        while part := os.read(ours, 4096):
+            shown += part
     os.close(ours)
     assert process.wait(SECONDS) == 0
     text = re.sub("\x1b\\[[0-9;]*m", "", shown.decode())

@@ -1,4 +1,4 @@
-"""Metrics are served over HTTP beside idle and broken connections, and an address in use is an error at once."""
+"""Metrics are served over HTTP beside idle and broken connections."""
 
 import socket
 import threading
@@ -12,24 +12,18 @@ from outrider.service import metrics as module
 from outrider.service.metrics import MAX_CONNECTIONS, Metrics, exposed
 
 
-def test_what_is_described_is_shown_and_the_port_is_free_afterwards() -> None:
+def test_metrics_are_served_and_the_port_is_free_afterwards() -> None:
     metrics = Metrics()
-    for _ in range(2):
-        with exposed(metrics, "127.0.0.1:0") as address:
-            metrics.describe(version="1", model='a "b"')
-            shown = urlopen(f"http://{address}/metrics", timeout=10).read().decode()
-            assert 'outrider_service_info{model="a \\"b\\"",version="1"} 1.0' in shown
-            assert "_created" not in shown
+    with exposed(metrics, "127.0.0.1:0") as address:
+        metrics.describe(version="1", model='a "b"')
+        shown = urlopen(f"http://{address}/metrics", timeout=10).read().decode()
+        assert 'outrider_service_info{model="a \\"b\\"",version="1"} 1.0' in shown
+        assert "_created" not in shown
+        in_use = f"^cannot serve metrics at {address}: Address already in use$"
+        with pytest.raises(StartupError, match=in_use), exposed(Metrics(), address):
+            pass
     with exposed(metrics, address) as again:
         assert again == address
-
-
-def test_a_port_that_is_taken_is_named() -> None:
-    with (
-        exposed(Metrics(), "127.0.0.1:0") as address,
-        pytest.raises(StartupError, match=f"^cannot serve metrics at {address}: Address already in use$"),
-    ):
-        exposed(Metrics(), address).__enter__()
 
 
 def _connect(address: str) -> socket.socket:
@@ -44,7 +38,7 @@ def _is_closed(connection: socket.socket) -> bool:
         return True
 
 
-def test_idle_connections_cost_few_threads_and_keep_nobody_out(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_idle_connections_take_few_threads_and_keep_no_scrape_out(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "CONNECTION_SECONDS", 3600.0)
     with exposed(Metrics(), "127.0.0.1:0") as address, ExitStack() as opened:
         threads = threading.active_count()
@@ -60,7 +54,7 @@ def test_idle_connections_cost_few_threads_and_keep_nobody_out(monkeypatch: pyte
 @pytest.mark.parametrize(
     "head", [b"GET\r\n\r\n", b"POST /metrics HTTP/1.1\r\n\r\n", b"\xff\xfe : \r\n:\r\n\r\n", b"x" * 70_000]
 )
-def test_a_request_that_is_none_harms_nobody(head: bytes) -> None:
+def test_an_invalid_request_harms_no_other(head: bytes) -> None:
     with exposed(Metrics(), "127.0.0.1:0") as address:
         with _connect(address) as connection:
             connection.sendall(head)

@@ -1,4 +1,4 @@
-"""Whatever a request may ask for, float32 holds it; and which rule judges a request that names none."""
+"""Parameters at the ends of their ranges give a distribution in float32, those beyond are refused; the default rule."""
 
 import math
 import random
@@ -37,6 +37,7 @@ BEYOND: list[dict[str, Any]] = [
     {"repetition_penalty": 0.0099},
     {"frequency_penalty": -3e38},
     {"lenience": 9e-7},
+    {"lenience": 0.5, "rule": sampling_pb2.ACCEPTANCE_RULE_BLOCK},
     {"logit_bias": [sampling_pb2.LogitBias(token_id=1, bias=3e38)]},
     {"rule": sampling_pb2.ACCEPTANCE_RULE_SIGMOID, "sigmoid": sampling_pb2.SigmoidScales(alpha=-3e38, beta=3e38)},
     {"rule": sampling_pb2.ACCEPTANCE_RULE_SIGMOID, "sigmoid": sampling_pb2.SigmoidScales(alpha=0, beta=9e-4)},
@@ -45,7 +46,7 @@ BEYOND: list[dict[str, Any]] = [
 
 def checked(**fields: Any) -> Sampling:
     params = sampling_pb2.SamplingParams(**fields)
-    return check_sampling(params, vocab_size=V, rules=OFFERED_RULES, default_rule=Rule.BLOCK)
+    return check_sampling(params, vocab_size=V, rules=OFFERED_RULES, default_rule=DEFAULT_RULE)
 
 
 def at_some_ends(rng: random.Random) -> Sampling:
@@ -67,26 +68,24 @@ def extreme_logits(rng: random.Random, rows: int) -> torch.Tensor:
 
 
 def round_of(sampling: Sampling, rng: random.Random) -> tuple[torch.Tensor, Proposed]:
-    """What a draft proposes from such logits, and the target's."""
+    """A proposal from extreme logits, and the logits of the target."""
     adjuster = Adjuster(sampling.logit_rules, PROMPT, V)
-    rows = []
-    for token in (*DRAFTED, None):
+    rows = [adjuster.row()]
+    for token in DRAFTED:
+        adjuster.push(token)
         rows.append(adjuster.row())
-        if token is not None:
-            adjuster.push(token)
     drafted = apply(extreme_logits(rng, GAMMA), rows[:GAMMA])
     assert not bad_rows(drafted).any()
     assert torch.isfinite(probabilities(drafted, sampling.params)).all()
-    laws: Any
     samples = sample(drafted, [Draw(sampling.params, rng.random()) for _ in range(GAMMA)], SparseConfig())
-    tokens, laws = [each.token for each in samples], [each.q for each in samples]
+    q: Any = [each.q for each in samples]
     if sampling.rule is Rule.COUPLED:
-        laws = ()
+        q = ()
     elif sampling.needs_logits:
-        laws = draft_logits(drafted, sampling.params)
+        q = draft_logits(drafted, sampling.params)
     proposed = Proposed(
-        tokens=tuple(tokens),
-        q=tuple(laws),
+        tokens=tuple(each.token for each in samples),
+        q=tuple(q),
         params=sampling.params,
         seed=rng.randrange(1 << 32),
         base_length=len(PROMPT),
@@ -99,7 +98,7 @@ def round_of(sampling: Sampling, rng: random.Random) -> tuple[torch.Tensor, Prop
 
 
 @pytest.mark.parametrize("path", HOST)
-def test_every_number_within_its_range_makes_a_law(path: str) -> None:
+def test_every_number_within_its_range_gives_a_distribution(path: str) -> None:
     rng = random.Random(7)
     logits, proposals = zip(*(round_of(at_some_ends(rng), rng) for _ in range(150)), strict=True)
     for proposed, result in zip(proposals, verify(torch.cat(logits), proposals, path), strict=True):
@@ -108,20 +107,13 @@ def test_every_number_within_its_range_makes_a_law(path: str) -> None:
 
 
 @pytest.mark.parametrize("fields", BEYOND, ids=str)
-def test_what_lies_beyond_is_refused(fields: dict[str, Any]) -> None:
+def test_a_number_beyond_its_range_is_refused(fields: dict[str, Any]) -> None:
     with pytest.raises(RequestError) as caught:
         checked(**fields)
     assert caught.value.reason == "INVALID_FIELD"
     assert next(iter(fields.keys() - {"rule"})) in caught.value.metadata["field"]
 
 
-def rule_of(**fields: float) -> Rule:
-    params = sampling_pb2.SamplingParams(**fields)  # type: ignore[arg-type]
-    return check_sampling(params, vocab_size=10, rules=OFFERED_RULES, default_rule=DEFAULT_RULE).rule
-
-
-def test_a_request_without_a_rule_has_block_or_with_lenience_tokenwise() -> None:
-    assert {rule_of(temperature=temperature) for temperature in (0.0, 0.7, 1.0)} == {Rule.BLOCK}
-    assert rule_of(lenience=0.5) is Rule.TOKENWISE
-    with pytest.raises(RequestError, match=r"lenience is 0\.5; it must be 1 under the rule block"):
-        rule_of(lenience=0.5, rule=sampling_pb2.ACCEPTANCE_RULE_BLOCK)
+def test_the_default_rule_is_block_or_with_lenience_tokenwise() -> None:
+    assert checked().rule is DEFAULT_RULE is Rule.BLOCK
+    assert checked(lenience=0.5).rule is Rule.TOKENWISE

@@ -1,4 +1,4 @@
-"""Flags and variables: those that are wrong are named, and a service is not left open without being asked to be."""
+"""Wrong flags and variables are named, and plaintext leaves the machine only on request."""
 
 from pathlib import Path
 from typing import Any
@@ -15,12 +15,13 @@ from verifier_service.settings import VerifierSettings
 
 
 class Files:
-    """What flags name."""
+    """An authority, a certificate, its key, and tokens."""
 
     def __init__(self, folder: Path) -> None:
         authority = Authority(folder / "pki")
         server = authority.issue("server", file="server")
         self.ca, self.cert, self.key = (str(path) for path in (authority.pem, server.cert, server.key))
+        self.tls = ("--tls-cert", self.cert, "--tls-key", self.key)
         self.tokens = str(folder / "tokens")
         Path(self.tokens).write_text("a-token-of-some-length\n")
 
@@ -30,12 +31,12 @@ def files(tmp_path: Path) -> Files:
     return Files(tmp_path)
 
 
-def made(kind: type[ServiceSettings], *flags: str) -> Any:
+def parse(kind: type[ServiceSettings], *flags: str) -> Any:
     return kind.from_command_line(["--model", "m", *flags], program="test")
 
 
 def listens(*flags: str, kind: type[ServiceSettings] = DraftSettings) -> Listening:
-    return listening(made(kind, *flags))
+    return listening(parse(kind, *flags))
 
 
 def refusal(*flags: str, kind: type[ServiceSettings] = DraftSettings) -> str:
@@ -47,31 +48,28 @@ def refusal(*flags: str, kind: type[ServiceSettings] = DraftSettings) -> str:
 
 @pytest.mark.parametrize("kind", [DraftSettings, VerifierSettings])
 @pytest.mark.parametrize("address", ["0.0.0.0:1", "[::]:1", "box:1"])
-def test_plaintext_leaves_the_machine_only_where_it_was_asked_for(
-    files: Files, kind: type[ServiceSettings], address: str
-) -> None:
-    says = f"--listen {address} is not a loopback address"
-    assert says in refusal("--listen", address, kind=kind)
-    assert "--plaintext" in refusal("--listen", address, kind=kind)
+def test_plaintext_leaves_the_machine_only_on_request(files: Files, kind: type[ServiceSettings], address: str) -> None:
+    refused = refusal("--listen", address, kind=kind)
+    assert f"--listen {address} is not a loopback address" in refused
+    assert "--plaintext" in refused
     assert listens("--listen", address, "--plaintext", kind=kind).tls is None
-    assert listens("--listen", address, "--tls-cert", files.cert, "--tls-key", files.key, kind=kind).tls is not None
+    assert listens("--listen", address, *files.tls, kind=kind).tls is not None
     for local in ("127.0.0.1:0", "unix:/run/outrider.sock"):
         assert listens("--listen", local, kind=kind) == Listening(None, [])
 
 
-def test_flags_that_need_each_other_say_so(files: Files) -> None:
-    tls = ("--tls-cert", files.cert, "--tls-key", files.key)
+def test_a_flag_without_the_flag_or_the_file_that_it_needs_is_refused(files: Files) -> None:
     assert refusal("--tls-cert", files.cert) == "--tls-cert needs --tls-key"
     assert "--tls-client-ca needs --tls-cert" in refusal("--tls-client-ca", files.ca)
-    assert "--allow-client-san needs --tls-client-ca" in refusal(*tls, "--allow-client-san", "a")
+    assert "--allow-client-san needs --tls-client-ca" in refusal(*files.tls, "--allow-client-san", "a")
     assert refusal("--client-burst", "3") == "--client-burst needs --client-rate"
-    for flags in (("--tls-cert", "/no", "--tls-key", files.key), (*tls, "--tls-client-ca", "/no")):
+    for flags in (("--tls-cert", "/no", "--tls-key", files.key), (*files.tls, "--tls-client-ca", "/no")):
         assert "/no: No such file" in refusal(*flags)
     assert "--auth-token-file: /no: No such file" in refusal("--auth-token-file", "/no")
 
 
-def test_a_verifier_admits_no_client_by_its_ca_alone(files: Files) -> None:
-    flags = ("--tls-cert", files.cert, "--tls-key", files.key, "--tls-client-ca", files.ca)
+def test_a_verifier_requires_allowed_names_beside_the_ca(files: Files) -> None:
+    flags = (*files.tls, "--tls-client-ca", files.ca)
     assert "--tls-client-ca needs --allow-client-san" in refusal(*flags, kind=VerifierSettings)
     found = listens(*flags, "--allow-client-san", "a", kind=VerifierSettings)
     assert found.tls is not None
@@ -80,41 +78,37 @@ def test_a_verifier_admits_no_client_by_its_ca_alone(files: Files) -> None:
     assert listens(*flags).first == []  # a draft service may admit every certificate of its CA
 
 
-def test_names_come_from_flags_and_from_the_environment(files: Files, monkeypatch: pytest.MonkeyPatch) -> None:
-    assert made(DraftSettings, "--allow-client-san", "a,b", "--allow-client-san", "c").allow_client_san == (
-        "a",
-        "b",
-        "c",
-    )
+def test_values_come_from_flags_and_from_the_environment(files: Files, monkeypatch: pytest.MonkeyPatch) -> None:
+    flags = ("--allow-client-san", "a,b", "--allow-client-san", "c")
+    assert parse(DraftSettings, *flags).allow_client_san == ("a", "b", "c")
     for name, value in {"TLS_CERT": files.cert, "TLS_KEY": files.key, "ALLOW_CLIENT_SAN": "a, spiffe://b"}.items():
         monkeypatch.setenv(f"OUTRIDER_{name}", value)
-    settings = made(VerifierSettings)
+    settings = parse(VerifierSettings)
     assert settings.allow_client_san == ("a", "spiffe://b")
     assert str(settings.tls_cert) == files.cert
 
 
-def test_the_way_to_verifiers_is_tls_or_local_or_meant(files: Files) -> None:
-    def way(*flags: str) -> Any:
-        return verifier_tls(made(DraftSettings, *flags))
+def test_a_verifier_elsewhere_needs_tls_or_plaintext_on_request(files: Files) -> None:
+    def connection(*flags: str) -> Any:
+        return verifier_tls(parse(DraftSettings, *flags))
 
-    def refused(*flags: str) -> str:
-        with pytest.raises(SettingsError) as caught:
-            way(*flags)
-        return str(caught.value)
-
-    assert way() is None
-    assert way("--verifier", "unix:/run/a.sock,127.0.0.1:1") is None
-    assert "--verifier box:1 is not a loopback address" in refused("--verifier", "127.0.0.1:1,box:1")
-    assert way("--verifier", "box:1", "--plaintext") is None
+    assert connection() is None
+    assert connection("--verifier", "unix:/run/a.sock,127.0.0.1:1") is None
+    assert connection("--verifier", "box:1", "--plaintext") is None
     whole = ("--verifier-tls-ca", files.ca, "--verifier-tls-cert", files.cert, "--verifier-tls-key", files.key)
-    assert way("--verifier", "box:1", *whole, "--verifier-tls-name", "v").name == "v"
-    assert way("--verifier", "box:1", "--plaintext", *whole) is not None
-    assert refused(*whole[:4]) == "--verifier-tls-cert needs --verifier-tls-key"
-    assert refused("--verifier-tls-name", "v") == "--verifier-tls-name needs --verifier-tls-ca"
-    assert "has no PEM certificate" in refused("--verifier-tls-ca", files.tokens)
+    assert connection("--verifier", "box:1", *whole, "--verifier-tls-name", "v").name == "v"
+    assert connection("--verifier", "box:1", "--plaintext", *whole) is not None
+    for flags, message in (
+        (("--verifier", "127.0.0.1:1,box:1"), "--verifier box:1 is not a loopback address"),
+        (whole[:4], "^--verifier-tls-cert needs --verifier-tls-key$"),
+        (("--verifier-tls-name", "v"), "^--verifier-tls-name needs --verifier-tls-ca$"),
+        (("--verifier-tls-ca", files.tokens), "has no PEM certificate"),
+    ):
+        with pytest.raises(SettingsError, match=message):
+            connection(*flags)
 
 
-async def test_a_client_speaks_plaintext_to_other_machines_only_where_it_is_told_to(files: Files) -> None:
+async def test_a_client_of_another_machine_needs_tls_or_plaintext_on_request(files: Files) -> None:
     with pytest.raises(ValueError, match=r"box:1 is not a loopback address.*plaintext=True"):
         AsyncClient(["127.0.0.1:1", "box:1"])
     with pytest.raises(ValueError, match="No such file"):
@@ -128,7 +122,7 @@ async def test_a_client_speaks_plaintext_to_other_machines_only_where_it_is_told
 
 
 @pytest.mark.parametrize(
-    ("flags", "variables", "said"),
+    ("flags", "variables", "message"),
     [
         ([], {}, "test: --model is required, or OUTRIDER_MODEL in the environment"),
         (["--model", "m", "--max-gamma", "x"], {}, "test: --max-gamma should be a valid integer, not 'x'"),
@@ -139,7 +133,7 @@ async def test_a_client_speaks_plaintext_to_other_machines_only_where_it_is_told
 def test_a_wrong_setting_is_named_as_it_was_given(
     flags: list[str],
     variables: dict[str, str],
-    said: str,
+    message: str,
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
@@ -147,28 +141,16 @@ def test_a_wrong_setting_is_named_as_it_was_given(
         monkeypatch.setenv(f"OUTRIDER_{name}", value)
     with pytest.raises(SystemExit) as caught:
         DraftSettings.from_command_line(flags, program="test")
-    assert (caught.value.code, capsys.readouterr().err) == (2, said + "\n")
-
-
-def test_help_and_version(capsys: pytest.CaptureFixture[str]) -> None:
-    for flag in ("--version", "--help"):
-        with pytest.raises(SystemExit) as caught:
-            DraftSettings.from_command_line([flag], program="test")
-        assert caught.value.code == 0
-    version, _, shown = capsys.readouterr().out.partition("\n")
-    assert version.startswith("outrider ")
-    for part in ("--model DIR_OR_ID", "--verifier HOST:PORT,...", "--ngram-corpus FILE", "--gamma N"):
-        assert part in shown
-    assert "None" not in shown
+    assert (caught.value.code, capsys.readouterr().err) == (2, message + "\n")
 
 
 def test_a_mistyped_variable_is_logged_with_the_nearest_setting(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Not one of the other service, which may share the environment, nor one of Kubernetes or far from all."""
     for name in ("KV_CACH_MB", "GAMMA", "VERIFIER_SERVICE_HOST", "VERIFIER_PORT_50052_TCP_ADDR", "ZEBRA"):
         monkeypatch.setenv(f"OUTRIDER_{name}", "8")
-    with capture_logs() as lines:
-        made(DraftSettings).warn_of_variables()
-    (line,) = lines
-    assert (line["variable"], line["nearest"]) == ("OUTRIDER_KV_CACH_MB", "OUTRIDER_KV_CACHE_MB")
-    with capture_logs() as lines:
-        made(VerifierSettings).warn_of_variables()  # --gamma is of the draft service, which may share the environment
-    assert [line["variable"] for line in lines] == ["OUTRIDER_KV_CACH_MB"]
+    for kind in (DraftSettings, VerifierSettings):
+        with capture_logs() as lines:
+            parse(kind).warn_of_variables()
+        assert [(line["variable"], line["nearest"]) for line in lines] == [
+            ("OUTRIDER_KV_CACH_MB", "OUTRIDER_KV_CACHE_MB")
+        ]

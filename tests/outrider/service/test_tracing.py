@@ -1,4 +1,4 @@
-"""`traceparent` goes from metadata to metadata and into log lines as W3C Trace Context has it."""
+"""`traceparent` is forwarded in metadata and added to log lines, as in W3C Trace Context."""
 
 from contextvars import copy_context
 from typing import Any
@@ -10,8 +10,8 @@ from outrider.service.tracing import Tracing, add_trace_ids, outgoing
 TRACE, SPAN = "4bf92f3577b34da6a3ce929d0e0e4736", "00f067aa0ba902b7"
 
 
-def passed_on(metadata: Any) -> Any:
-    """The metadata and the log line of a call that came with these."""
+def forwarded(metadata: Any) -> Any:
+    """The outgoing metadata and the log line of a call with this metadata."""
 
     def call() -> Any:
         with Tracing().call("x", metadata) as trace:
@@ -22,14 +22,14 @@ def passed_on(metadata: Any) -> Any:
 
 
 @pytest.mark.parametrize("flags", ["00", "01"])
-def test_it_goes_from_metadata_to_metadata_and_into_log_lines(flags: str) -> None:
+def test_traceparent_is_forwarded_and_logged(flags: str) -> None:
     text = f"00-{TRACE}-{SPAN}-{flags}"
     ids = {"trace_id": TRACE, "span_id": SPAN}
-    assert passed_on([("user-agent", "x"), ("traceparent", text)]) == ((("traceparent", text),), ids)
-    of_later_version = passed_on([("traceparent", f"01-{TRACE}-{SPAN}-{flags}-more")])
-    assert of_later_version == ((("traceparent", text),), ids), "what is known of it is read"
+    assert forwarded([("user-agent", "x"), ("traceparent", text)]) == ((("traceparent", text),), ids)
+    later_version = forwarded([("traceparent", f"01-{TRACE}-{SPAN}-{flags}-more")])
+    assert later_version == ((("traceparent", text),), ids), "its known part is read"
     vendor = (("traceparent", text), ("tracestate", "a=b"))
-    assert passed_on(vendor)[0] == vendor
+    assert forwarded(vendor)[0] == vendor
 
 
 @pytest.mark.parametrize(
@@ -42,5 +42,5 @@ def test_it_goes_from_metadata_to_metadata_and_into_log_lines(flags: str) -> Non
         "00-" + "é" * 32 + f"-{SPAN}-01",
     ],
 )
-def test_what_makes_no_sense_is_no_trace(text: str) -> None:
-    assert passed_on([("traceparent", text)]) == (None, {})
+def test_an_invalid_traceparent_is_ignored(text: str) -> None:
+    assert forwarded([("traceparent", text)]) == (None, {})

@@ -1,4 +1,4 @@
-"""How large a message may become, and what a server takes by default."""
+"""The computed size limits hold for the largest messages, and a server allows as much by default."""
 
 import json
 from pathlib import Path
@@ -29,95 +29,79 @@ LIMITS: dict[str, int] = {
     "max_stop_token_ids": STOPS,
 }
 
-
-def distribution() -> speculation_pb2.TokenDistribution:
-    sparse = speculation_pb2.SparseDistribution(token_ids=bytes(4 * SUPPORT), weights=bytes(2 * SUPPORT))
-    return speculation_pb2.TokenDistribution(sparse=sparse)
-
-
-def logits() -> speculation_pb2.TokenDistribution:
-    return speculation_pb2.TokenDistribution(logits=speculation_pb2.DenseLogits(values=bytes(2 * V)))
-
-
-def asked() -> sampling_pb2.SamplingParams:
-    return sampling_pb2.SamplingParams(
-        temperature=0.7,
-        seed=2**64 - 1,
-        banned_token_ids=[LAST] * MAX_TOKEN_LIST,
-        logit_bias=[sampling_pb2.LogitBias(token_id=LAST, bias=-1.5)] * MAX_TOKEN_LIST,
-    )
-
-
-def opening() -> verifier_service_pb2.VerifyRequest:
-    message = verifier_service_pb2.OpenSequence(
-        prompt_token_ids=[LAST] * (TOKENS // 2),
-        committed_token_ids=[LAST] * (TOKENS // 2),
-        sampling=asked(),
-        stop_token_ids=[LAST] * STOPS,
-        request_id="γ" * 128,
-        cache_salt="γ" * 128,
-    )
-    return verifier_service_pb2.VerifyRequest(sequence_id="γ" * 128, open=message)
+SAMPLING = sampling_pb2.SamplingParams(
+    temperature=0.7,
+    seed=2**64 - 1,
+    banned_token_ids=[LAST] * MAX_TOKEN_LIST,
+    logit_bias=[sampling_pb2.LogitBias(token_id=LAST, bias=-1.5)] * MAX_TOKEN_LIST,
+)
+COMMON: dict[str, Any] = {
+    "sampling": SAMPLING,
+    "stop_token_ids": [LAST] * STOPS,
+    "request_id": "γ" * 128,
+    "cache_salt": "γ" * 128,
+}
+OPENING = verifier_service_pb2.VerifyRequest(
+    sequence_id="γ" * 128,
+    open=verifier_service_pb2.OpenSequence(
+        prompt_token_ids=[LAST] * (TOKENS // 2), committed_token_ids=[LAST] * (TOKENS // 2), **COMMON
+    ),
+)
+LOGPROB = sampling_pb2.TokenLogprob(token_id=LAST, raw=-1.5, adjusted=-1.5)
+VERDICT = verifier_service_pb2.VerifyResponse(
+    sequence_id="γ" * 128,
+    verdict=speculation_pb2.Verdict(
+        token_ids=[LAST] * (GAMMA + 1),
+        beta=[0.5] * GAMMA,
+        logprobs=[sampling_pb2.PositionLogprobs(token=LOGPROB, top=[LOGPROB] * MAX_TOP_LOGPROBS)] * (GAMMA + 1),
+    ),
+)
 
 
-def proposal(of: speculation_pb2.TokenDistribution) -> verifier_service_pb2.VerifyRequest:
+def proposal(**distribution: Any) -> verifier_service_pb2.VerifyRequest:
     message = speculation_pb2.Proposal(
         round=1 << 20,
         base_length=TOKENS,
         prefix_hash=bytes(8),
         token_ids=[LAST] * GAMMA,
-        distributions=[of] * GAMMA,
+        distributions=[speculation_pb2.TokenDistribution(**distribution)] * GAMMA,
         seen_round=1 << 20,
     )
     return verifier_service_pb2.VerifyRequest(sequence_id="γ" * 128, proposal=message)
 
 
-def verdict() -> verifier_service_pb2.VerifyResponse:
-    one = sampling_pb2.TokenLogprob(token_id=LAST, raw=-1.5, adjusted=-1.5)
-    message = speculation_pb2.Verdict(
-        token_ids=[LAST] * (GAMMA + 1),
-        beta=[0.5] * GAMMA,
-        logprobs=[sampling_pb2.PositionLogprobs(token=one, top=[one] * MAX_TOP_LOGPROBS)] * (GAMMA + 1),
+def test_every_message_of_a_verify_stream_fits_and_the_largest_decides() -> None:
+    sparse = largest_verify_message(**LIMITS, vocab_size=None)
+    dense = largest_verify_message(**LIMITS, vocab_size=V)
+    distribution = speculation_pb2.SparseDistribution(token_ids=bytes(4 * SUPPORT), weights=bytes(2 * SUPPORT))
+    for message in (OPENING, proposal(sparse=distribution), VERDICT):
+        assert message.ByteSize() <= sparse
+    assert OPENING.ByteSize() > sparse / 3
+    logits = speculation_pb2.DenseLogits(values=bytes(2 * V))
+    assert sparse < proposal(logits=logits).ByteSize() <= dense == bytes_with_logits(GAMMA, V)
+    assert server_limit(sparse) == LEAST_LIMIT
+    assert dense < server_limit(sparse, dense) < 1.01 * dense
+
+
+def test_the_longest_generate_request_fits() -> None:
+    size = largest_generate_request(
+        sequence_tokens=TOKENS, max_stop_token_ids=STOPS, max_stop_strings=16, max_stop_chars=256
     )
-    return verifier_service_pb2.VerifyResponse(sequence_id="γ" * 128, verdict=message)
+    text = "x" * (16 * TOKENS)
+    prompts: list[dict[str, Any]] = [
+        {"text": text},
+        {"token_ids": draft_service_pb2.TokenIds(ids=[LAST] * TOKENS), "committed_token_ids": [LAST] * TOKENS},
+        {"chat": draft_service_pb2.ChatPrompt(messages=[draft_service_pb2.ChatMessage(role="user", content=text)])},
+    ]
+    for prompt in prompts:
+        assert draft_service_pb2.GenerateRequest(**prompt, **COMMON, stop=["γ" * 256] * 16).ByteSize() <= size
 
 
 def settings_of(kind: type[ServiceSettings], model: Path) -> Any:
     return kind.from_command_line(["--model", str(model)], program="test")
 
 
-def test_every_message_of_a_verify_stream_fits_and_the_largest_decides() -> None:
-    sparse = largest_verify_message(**LIMITS, vocab_size=None)
-    dense = largest_verify_message(**LIMITS, vocab_size=V)
-    for message in (opening(), proposal(distribution()), verdict()):
-        assert message.ByteSize() <= sparse
-    assert opening().ByteSize() > sparse / 3
-    assert sparse < proposal(logits()).ByteSize() <= dense == bytes_with_logits(GAMMA, V)
-    assert server_limit(sparse) == LEAST_LIMIT
-    assert dense < server_limit(sparse, dense) < 1.01 * dense
-
-
-def test_the_longest_request_for_text_fits() -> None:
-    size = largest_generate_request(
-        sequence_tokens=TOKENS, max_stop_token_ids=STOPS, max_stop_strings=16, max_stop_chars=256
-    )
-    rest: Any = {
-        "sampling": asked(),
-        "stop": ["γ" * 256] * 16,
-        "stop_token_ids": [LAST] * STOPS,
-        "request_id": "γ" * 128,
-        "cache_salt": "γ" * 128,
-    }
-    by_text = draft_service_pb2.GenerateRequest(text="x" * (16 * TOKENS), **rest)
-    by_ids = draft_service_pb2.GenerateRequest(
-        token_ids=draft_service_pb2.TokenIds(ids=[LAST] * TOKENS), committed_token_ids=[LAST] * TOKENS, **rest
-    )
-    said = draft_service_pb2.ChatMessage(role="user", content="x" * (16 * TOKENS))
-    by_chat = draft_service_pb2.GenerateRequest(chat=draft_service_pb2.ChatPrompt(messages=[said]), **rest)
-    assert max(message.ByteSize() for message in (by_text, by_ids, by_chat)) <= size
-
-
-def test_a_service_takes_what_its_model_asks_for(tmp_path: Path) -> None:
+def test_a_server_allows_the_messages_of_its_model(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(json.dumps({"text_config": {"vocab_size": V}}))
     draft, verifier = settings_of(DraftSettings, tmp_path), settings_of(VerifierSettings, tmp_path)
     for limit in (message_limit(draft), verifier_limit(verifier)):
