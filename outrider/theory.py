@@ -1,7 +1,7 @@
 """The paper's formulas, with the network added: expected tokens, speed-up, operations, and the best γ.
 
 Pure arithmetic on plain numbers. Functions of α assume independent acceptances of equal probability [L 3.1], roughly
-true of real texts; others take a probability for each position, or recorded rounds.
+true of real texts; others take recorded rounds.
 """
 
 from __future__ import annotations
@@ -26,24 +26,6 @@ def expected_tokens(alpha: float, gamma: int) -> float:
     if 1 - alpha < 1e-6:  # the quotient loses precision, the sum does not
         return math.fsum(alpha**i for i in range(gamma + 1))
     return (1 - alpha ** (gamma + 1)) / (1 - alpha)
-
-
-def expected_tokens_by_position(chances: Sequence[float]) -> float:
-    """Return the expected tokens of one round of `len(chances)` drafts, 1 + Σ_i Π_{j≤i} β_j.
-
-    `chances` are β_1, β_2, …: the probability that each drafted token is accepted if all before it were. Equal ones
-    give `expected_tokens`.
-
-    Raises:
-        ValueError: one is outside [0, 1].
-    """
-    expected = reached = 1.0
-    for chance in chances:
-        if not 0 <= chance <= 1:
-            raise ValueError(f"a chance is {chance}; each must lie in [0, 1]")
-        reached *= chance
-        expected += reached
-    return expected
 
 
 def fixed_rate(accepted: Sequence[int], gamma: int, seconds: Callable[[int], float]) -> float:

@@ -1,4 +1,4 @@
-"""The formulas against the paper's own tables, and against simulation where it prints none."""
+"""The formulas give the paper's tables, and the rates of simulated rounds."""
 
 import math
 import random
@@ -8,7 +8,6 @@ import pytest
 from outrider.theory import (
     best_gamma,
     expected_tokens,
-    expected_tokens_by_position,
     fixed_rate,
     improvement,
     operations,
@@ -48,23 +47,10 @@ def test_table_1_is_reproduced(alpha: float, gamma: int, work: float, speed: flo
 
 @pytest.mark.parametrize(("gamma", "alpha", "c", "expected"), TABLE_4)
 def test_table_4_is_reproduced(gamma: int, alpha: float, c: float, expected: float) -> None:
-    # The paper rounds α to two places and c to two: its one decimal follows within what they leave open.
+    # The paper rounds α to two places and c to two: its one decimal follows within that error.
     low = improvement(alpha - 0.005, gamma, c + 0.005)
     high = improvement(alpha + 0.005, gamma, max(c - 0.005, 0))
     assert low - 0.05 <= expected <= high + 0.05
-
-
-@pytest.mark.parametrize(("alpha", "gamma"), [(0.3, 4), (0.75, 7)])
-def test_expected_tokens_is_the_mean_of_simulated_rounds(alpha: float, gamma: int) -> None:
-    """40,000 rounds: the standard error is below 0.014, and five of them are allowed."""
-    source = random.Random(5)
-    total = 0
-    for _ in range(40_000):
-        accepted = 0
-        while accepted < gamma and source.random() < alpha:
-            accepted += 1
-        total += accepted + 1
-    assert total / 40_000 == pytest.approx(expected_tokens(alpha, gamma), abs=0.07)
 
 
 def test_expected_tokens_at_the_ends() -> None:
@@ -83,38 +69,29 @@ def test_tokens_per_second_is_the_improvement_over_one_target_step() -> None:
     step = 0.02
     rate = tokens_per_second(0.8, 5, draft_step=0.1 * step, verify_pass=1.3 * step, round_trip=0.25 * step)
     assert rate * step == pytest.approx(improvement(0.8, 5, c=0.1, round_trip=0.25, verify_cost=1.3))
-
-
-def test_the_network_costs_what_it_takes() -> None:
     assert improvement(0.8, 5, c=0.05, round_trip=1.25) == pytest.approx(improvement(0.8, 5, c=0.05) / 2)
 
 
-@pytest.mark.parametrize(("alpha", "c"), [(0.1, 0.05), (0.5, 0.4), (0.9, 0.85)])
-def test_a_draft_better_than_it_costs_pays(alpha: float, c: float) -> None:
-    """[L Cor. 3.9]: for α > c some γ improves, by (1 + α)/(1 + c) at least."""
-    assert improvement(alpha, best_gamma(alpha, c), c) >= (1 + alpha) / (1 + c) - 1e-12
-
-
-@pytest.mark.parametrize(("alpha", "c"), [(0.05, 0.1), (0.5, 0.5), (0.3, 2.0)])
-def test_a_draft_that_costs_more_is_not_used(alpha: float, c: float) -> None:
-    assert best_gamma(alpha, c) == 0
-
-
-@pytest.mark.parametrize("alpha", [0.4, 0.6, 0.75, 0.9])
-@pytest.mark.parametrize("c", [0.01, 0.05, 0.1])
+@pytest.mark.parametrize("alpha", [0.05, 0.4, 0.6, 0.75, 0.9])
+@pytest.mark.parametrize("c", [0.01, 0.05, 0.1, 0.4, 2.0])
 def test_no_other_gamma_beats_the_best(alpha: float, c: float) -> None:
+    """[L Cor. 3.9]: for α > c some γ improves, by (1 + α)/(1 + c) at least."""
     best = improvement(alpha, best_gamma(alpha, c), c)
     assert all(improvement(alpha, gamma, c) <= best for gamma in range(60))
+    if alpha > c:
+        assert best >= (1 + alpha) / (1 + c) - 1e-12
+    else:
+        assert best_gamma(alpha, c) == 0
 
 
-def test_the_best_gamma_minds_how_the_pass_grows() -> None:
+def test_the_best_gamma_follows_the_cost_of_a_pass_and_the_round_trip() -> None:
     assert best_gamma(0.9, 0.01, verify_cost=lambda tokens: 1 + 0.2 * (tokens - 1)) < best_gamma(0.9, 0.01)
     assert best_gamma(0.9, 0.01, round_trip=3) > best_gamma(0.9, 0.01)
     assert best_gamma(1.0, 0.01, max_gamma=7) == 7
 
 
 @pytest.mark.parametrize(
-    ("arguments", "named"),
+    ("arguments", "message"),
     [
         ({"alpha": 1.1, "gamma": 2, "c": 0.1}, "alpha is 1.1"),
         ({"alpha": math.nan, "gamma": 2, "c": 0.1}, "alpha is nan"),
@@ -124,27 +101,19 @@ def test_the_best_gamma_minds_how_the_pass_grows() -> None:
         ({"alpha": 0.5, "gamma": 2, "c": 0.1, "verify_cost": 0.0}, "verify_cost is 0.0"),
     ],
 )
-def test_numbers_out_of_range_are_named(arguments: dict[str, float], named: str) -> None:
-    with pytest.raises(ValueError, match=named):
+def test_numbers_out_of_range_are_named(arguments: dict[str, float], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
         improvement(**arguments)  # type: ignore[arg-type]
 
 
-def test_chances_by_position_with_one_chance_are_the_papers_formula() -> None:
-    for gamma in (0, 1, 7):
-        assert expected_tokens_by_position([0.7] * gamma) == pytest.approx(expected_tokens(0.7, gamma))
-    assert expected_tokens_by_position([0.5, 1.0, 0.0, 1.0]) == 1 + 0.5 + 0.5
-    with pytest.raises(ValueError, match=r"a chance is 1.5"):
-        expected_tokens_by_position([0.5, 1.5])
-
-
 def _rounds(alpha: float, count: int) -> list[int]:
-    """How many drafts each round accepts where there is no end to them."""
+    """Accepted drafts of each round, with no limit on γ."""
     source = random.Random(7)
     return [int(math.log(1 - source.random()) / math.log(alpha)) for _ in range(count)]
 
 
-def test_an_oracle_writes_one_over_one_minus_alpha_tokens_a_round() -> None:
-    """[L 3.5]; and recorded rounds give each fixed γ what the formula of the network gives."""
+def test_recorded_rounds_give_the_rates_of_the_formulas() -> None:
+    """An oracle writes 1/(1 - α) tokens a round [L 3.5]; 40,000 rounds."""
     accepted = _rounds(0.8, 40_000)
     assert oracle_rate(accepted, lambda gamma: 1.0) == pytest.approx(1 / (1 - 0.8), rel=0.02)
     for gamma in (1, 3, 8):
@@ -154,8 +123,8 @@ def test_an_oracle_writes_one_over_one_minus_alpha_tokens_a_round() -> None:
 
 @pytest.mark.parametrize("alpha", [0.5, 0.8, 0.9])
 @pytest.mark.parametrize("draft_step", [0.02, 0.1, 0.5])
-def test_no_fixed_length_beats_the_oracle(alpha: float, draft_step: float) -> None:
-    """By what it gains the paper says up to 60 % where the draft is dear; and at least nothing."""
+def test_no_fixed_gamma_beats_the_oracle(alpha: float, draft_step: float) -> None:
+    """The oracle gains up to 60 % where the draft is expensive [L 3.5]."""
     accepted = _rounds(alpha, 20_000)
 
     def seconds(gamma: int) -> float:
@@ -165,7 +134,7 @@ def test_no_fixed_length_beats_the_oracle(alpha: float, draft_step: float) -> No
     assert best < oracle_rate(accepted, seconds) < 1.7 * best
 
 
-def test_rounds_that_are_none_or_take_no_time_are_refused() -> None:
+def test_no_rounds_and_rounds_without_duration_are_refused() -> None:
     with pytest.raises(ValueError, match=r"no rounds are given"):
         oracle_rate([], lambda gamma: 1.0)
     with pytest.raises(ValueError, match=r"seconds\(2\) is 0"):
