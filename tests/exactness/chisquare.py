@@ -1,12 +1,12 @@
-"""Pearson's χ², and the sample size it takes to notice a given bias.
+"""Pearson's χ², and the sample size that detects a given bias.
 
-Cells are made from the distribution alone, before any count is seen: those that expect fewer than five counts are put
-together, with the least of the others where that is not enough. A count where there is no mass refutes it at once.
+Cells depend on the distribution alone, not on counts: those that expect fewer than five counts are merged, with the
+least of the others where that is not enough. A count where there is no mass gives a p-value of 0.
 
 Power. Let the counts follow p' with total variation δ from p, over the same cells. The statistic is then about
 noncentral χ² with λ = N Σ (p' - p)²/p, and Cauchy-Schwarz gives Σ (p' - p)²/p ≥ (Σ |p' - p|)² = 4δ², with equality
 for the bias hardest to see: p' = p(1 ± 2δ). So N = λ/(4δ²), with the λ at which a χ² of these degrees of freedom
-passes its critical value with the wanted power, is enough for every bias of that size. For a table of several
+passes its critical value with the required power, is enough for every bias of that size. For a table of several
 distributions, each met n_s times, δ is the mean over s with weights n_s, and Jensen gives the same bound.
 """
 
@@ -27,7 +27,7 @@ Array: TypeAlias = NDArray[Any]
 
 @dataclass(frozen=True, slots=True)
 class Fit:
-    """How well `n` counts fit a distribution; one that lies where there is no mass makes for a p-value of 0."""
+    """How well `n` counts fit a distribution."""
 
     statistic: float
     df: int
@@ -46,8 +46,8 @@ def goodness_of_fit(counts: Array, distribution: Array) -> Fit:
 def table_fit(counts: Array, distributions: Array) -> Fit:
     """Test counts `[S, C]` against a distribution for each row `[S, C]`, given how often each row was met.
 
-    Holds for the transitions of a Markov chain as it does for independent rows. Rows met too rarely to make two cells
-    say nothing and are left out.
+    Holds for the transitions of a Markov chain as it does for independent rows. Rows with too few counts for two cells
+    are left out.
     """
     statistic, df, n = 0.0, 0, int(np.asarray(counts).sum())
     for observed, distribution in zip(np.asarray(counts), np.asarray(distributions, dtype=np.float64), strict=True):
@@ -66,17 +66,17 @@ def noncentrality(df: int, level: float, power: float) -> float:
 
 
 def sample_size(df: int, distance: float, *, level: float, power: float) -> int:
-    """Return the counts it takes to notice any bias of total variation `distance`."""
+    """Return the number of counts that detects any bias of total variation `distance`."""
     return math.ceil(noncentrality(df, level, power) / (4 * distance**2))
 
 
 def detectable(df: int, n: int, *, level: float, power: float) -> float:
-    """Return the total variation that `n` counts notice: the inverse of `sample_size`."""
+    """Return the total variation that `n` counts detect: the inverse of `sample_size`."""
     return math.sqrt(noncentrality(df, level, power) / (4 * n))
 
 
 def hardest_bias(p: Array, distance: float) -> Array:
-    """Return the distribution at this total variation that χ² sees worst: about half the mass scaled up, half down."""
+    """Return the bias of this total variation that is hardest to detect: half the mass scaled up, half down."""
     up = np.zeros(len(p), dtype=bool)
     for cell in np.argsort(-p):
         up[cell] = p[up].sum() + p[cell] <= 0.5
@@ -94,7 +94,7 @@ def _merged(observed: Array, distribution: Array) -> tuple[Array, Array]:
 
 
 def _groups(expected: Array) -> Array:
-    """Return the group of each cell: its own, or the one of all that expect too little."""
+    """Return the group of each cell: its own, or that of all cells that expect too few counts."""
     order = np.argsort(expected, kind="stable")
     small = int((expected < LEAST_EXPECTED).sum())
     while 0 < small < len(expected) and expected[order[:small]].sum() < LEAST_EXPECTED:

@@ -1,15 +1,17 @@
-"""What the tests of this folder share: a cluster, and two tiny pairs in it."""
+"""The services that the tests of this folder share."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from pathlib import Path
 
+import numpy as np
 import pytest
 
-from tests.cluster import Cluster, Service
-from tests.exactness import pairs
-from tests.exactness.worlds import World
+from kernels.sampling import SamplingParams
+from tests.cluster import Cluster
+from tests.exactness.distributions import transitions
+from tests.exactness.pairs import LETTERS
+from tests.exactness.services import PairServices
 
 
 @pytest.fixture(scope="session")
@@ -19,25 +21,26 @@ def cluster() -> Iterator[Cluster]:
 
 
 @pytest.fixture(scope="session")
-def attentive(cluster: Cluster, tmp_path_factory: pytest.TempPathFactory) -> World:
-    """A pair whose target attends to all that was written: its distribution differs from prefix to prefix."""
-    return World(cluster, tmp_path_factory.mktemp("attentive"), seed=1, markov=False)
+def attentive(cluster: Cluster, tmp_path_factory: pytest.TempPathFactory) -> PairServices:
+    """A pair whose target attends to the whole text: its distribution differs from prefix to prefix."""
+    return PairServices(cluster, tmp_path_factory.mktemp("attentive"), seed=1, markov=False)
 
 
 @pytest.fixture(scope="session")
-def markov(cluster: Cluster, tmp_path_factory: pytest.TempPathFactory) -> World:
-    """A pair whose target looks at the last token alone: each token of a long text is a sample of one table."""
-    return World(cluster, tmp_path_factory.mktemp("markov"), seed=4, markov=True)
+def markov(cluster: Cluster, tmp_path_factory: pytest.TempPathFactory) -> PairServices:
+    """A pair whose target sees the last token alone: each token of a long text is a sample of one table."""
+    return PairServices(cluster, tmp_path_factory.mktemp("markov"), seed=4, markov=True)
 
 
 @pytest.fixture(scope="session")
-def sharpened(markov: World, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A good draft for it, only too sure of itself: acceptance and rejection both have much to say."""
-    return pairs.write_draft(tmp_path_factory.mktemp("sharpened"), markov.target, "sharpened")
-
-
-@pytest.fixture(scope="session")
-def sound(markov: World, sharpened: Path) -> Iterator[Service]:
-    """A draft service with that draft, and nothing wrong with it."""
-    with markov.with_fault(sharpened, "draft_service", None) as service:
-        yield service
+def counting_flags(markov: PairServices, tmp_path_factory: pytest.TempPathFactory) -> str:
+    """Flags of the drafters that count and copy, with a corpus drawn from the Markov target; q̂ is cut to 8 tokens."""
+    generator = np.random.default_rng(3)
+    table = transitions(markov.target, SamplingParams())[:, : len(LETTERS)]
+    at, text = 0, []
+    for _ in range(600):
+        at = int(generator.choice(len(LETTERS), p=table[at] / table[at].sum()))
+        text.append(LETTERS[at])
+    path = tmp_path_factory.mktemp("corpus") / "corpus.txt"
+    path.write_text("".join(text))
+    return f"--ngram-corpus {path} --ngram-order 2 --lookup-min-match 1 --max-support 8"

@@ -1,125 +1,113 @@
-"""What the target alone would write, computed exactly: transformers' own forward, then arithmetic in float64.
+"""The target's distribution by enumeration in float64, and how well sampled tokens fit it.
 
-Nothing here comes from the project's own code: the filters are written out again from their definition (temperature,
-then top-k, then top-p, each keeping what equals its last), so that an error there is not repeated here.
+Logits come from transformers' own forward pass; `tests.kernels.reference` applies temperature, top-k and top-p. The
+services run neither.
+
+Fits are over single tokens and over rank classes: three classes of tokens with about equal mass, the most probable
+first. A wrong acceptance or residual moves mass towards the tokens that the draft favours, or away from them, which is
+along these classes. They are far fewer than the tokens, so fewer counts detect it. Over the tokens themselves no bias
+can hide, but more counts are needed.
 """
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Sequence
-from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 
 import numpy as np
 import torch
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
-from tests.exactness.chisquare import Array
+from kernels.sampling import SamplingParams
+from tests.exactness import chisquare
+from tests.exactness.chisquare import Array, Fit
+from tests.exactness.pairs import VOCABULARY
+from tests.kernels.reference import standardise
 
-CLEARANCE = 1e-5
-"""How far cuts must be from a tie: float32 logits are wrong by less."""
-
-
-@dataclass(frozen=True, slots=True)
-class Filters:
-    """Temperature (above 0), top-k and top-p; 0 and 1 turn the latter two off."""
-
-    temperature: float = 1.0
-    top_k: int = 0
-    top_p: float = 1.0
-
-    def distribution(self, logits: Array) -> Array:
-        """Return the distribution of one row of logits `[V]`.
-
-        Raises:
-            ValueError: a cut falls so near a tie that float32 and float64 may keep different tokens.
-        """
-        z = np.asarray(logits, dtype=np.float64)
-        ranked = sorted(range(len(z)), key=lambda token: -z[token])
-        if 0 < self.top_k < len(z):
-            ranked = _cut(z, ranked, self.top_k)
-        p = _softmax(z, ranked, self.temperature)
-        if self.top_p < 1:
-            mass = list(itertools.accumulate(p[token] for token in ranked))
-            if any(abs(total - self.top_p) < CLEARANCE for total in mass):
-                raise ValueError(f"cumulative mass within {CLEARANCE:g} of top-p {self.top_p:g}")
-            size = next((i + 1 for i, total in enumerate(mass) if total >= self.top_p), len(ranked))
-            p = _softmax(z, _cut(z, ranked, size), self.temperature)
-        return p
-
-
-def _cut(z: Array, ranked: list[int], size: int) -> list[int]:
-    """The first `size` of `ranked`, and what equals the last of them."""
-    kept = [token for token in ranked if z[token] >= z[ranked[size - 1]]]
-    if len(kept) < len(ranked) and z[kept[-1]] - z[ranked[len(kept)]] < CLEARANCE:
-        raise ValueError(f"logits within {CLEARANCE:g} of each other on either side of a cut")
-    return kept
-
-
-def _softmax(z: Array, kept: Sequence[int], temperature: float) -> Array:
-    p = np.zeros(len(z))
-    p[kept] = np.exp((z[kept] - z[kept].max()) / temperature)
-    return np.asarray(p / p.sum())
-
-
-def load(folder: Path) -> PreTrainedModel:
-    """Return the model of a folder in float64."""
-    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float64).eval()
-    assert isinstance(model, PreTrainedModel)
-    return model
+PARAMS = SamplingParams(temperature=1.0, top_k=20, top_p=0.9)
+CLASSES = 3
 
 
 @torch.no_grad()
-def next_logits(model: PreTrainedModel, prefixes: Sequence[Sequence[int]]) -> Array:
-    """Return the logits after each of the prefixes, which have one length, `[n, V]`."""
-    rows = []
-    for start in range(0, len(prefixes), 4096):
-        ids = torch.tensor(prefixes[start : start + 4096])
-        rows.append(model(ids, use_cache=False, logits_to_keep=1).logits[:, -1].to(torch.float64).numpy())
-    return np.concatenate(rows)
+def next_distributions(target: Path, prefixes: Sequence[Sequence[int]], params: SamplingParams) -> Array:
+    """Return the distribution after each of the prefixes, which have one length, `[n, V]`."""
+    logits = _load(target)(torch.tensor(prefixes), use_cache=False, logits_to_keep=1).logits[:, -1]
+    return np.stack([standardise(row, params) for row in logits.double().numpy()])
 
 
-def joint_distribution(model: PreTrainedModel, prompt: Sequence[int], length: int, filters: Filters) -> Array:
-    """Return the joint distribution of the first `length` tokens after `prompt`, `[V] * length`, by enumeration."""
+@cache
+def joint_distribution(target: Path, prompt: tuple[int, ...], params: SamplingParams = PARAMS) -> Array:
+    """Return the joint distribution of the first three tokens after `prompt`, `[V, V, V]`."""
     joint: Array = np.ones(())
-    for _ in range(length):
-        prefixes = [tuple(int(token) for token in prefix) for prefix in np.argwhere(joint > 0)]
-        logits = next_logits(model, [[*prompt, *prefix] for prefix in prefixes])
-        longer = np.zeros((*joint.shape, logits.shape[1]))
-        for prefix, row in zip(prefixes, logits, strict=True):
-            longer[prefix] = joint[prefix] * filters.distribution(row)
+    for _ in range(3):
+        prefixes = np.argwhere(joint > 0).tolist()
+        longer = np.zeros((*joint.shape, VOCABULARY))
+        rows = next_distributions(target, [[*prompt, *prefix] for prefix in prefixes], params)
+        for prefix, row in zip(map(tuple, prefixes), rows, strict=True):
+            longer[prefix] = joint[prefix] * row
         joint = longer
     return joint
 
 
-def transitions(model: PreTrainedModel, filters: Filters) -> Array:
-    """Return the distribution after each token of a model that looks no further back, `[V, V]`."""
-    V = model.config.get_text_config().vocab_size
-    return np.stack([filters.distribution(row) for row in next_logits(model, [[token] for token in range(V)])])
+@cache
+def transitions(target: Path, params: SamplingParams = PARAMS) -> Array:
+    """Return the distribution after each token of a Markov target, `[V, V]`."""
+    return next_distributions(target, [[token] for token in range(VOCABULARY)], params)
 
 
-def rank_classes(p: Array, classes: int = 3) -> Array:
-    """Return the class of each token of a distribution `[V]`: 0 for the most probable ones, up to `classes` - 1.
+def first_token_fits(joint: Array, tokens: Array) -> tuple[Fit, Fit]:
+    """Test the first three of `tokens` `[N, 3 or more]` against their joint distribution, by outcome and by class."""
+    counts = np.bincount(np.ravel_multi_index(tuple(tokens[:, :3].T), joint.shape), minlength=joint.size)
+    classes = joint_classes(joint).ravel()
+    return _printed(
+        chisquare.goodness_of_fit(counts, joint.ravel()),
+        chisquare.goodness_of_fit(np.bincount(classes, counts, 27), np.bincount(classes, joint.ravel(), 27)),
+    )
 
-    The classes hold about equal mass. A draft that is wrong in any way favours one of them, so a bias towards it shows
-    here with far fewer cells than there are tokens. Tokens without mass get the last class.
-    """
+
+def chain_fits(table: Array, last: int, tokens: Array) -> tuple[Fit, Fit]:
+    """Test `tokens` `[N, length]` after a prompt's `last` one against transitions `[V, V]`, by token and by class."""
+    before = np.concatenate([np.full((len(tokens), 1), last), tokens[:, :-1]], axis=1)
+    V = len(table)
+    counts = np.bincount((before * V + tokens).ravel(), minlength=V * V).reshape(V, V)
+    classes = [rank_classes(row) for row in table]
+
+    def summed(rows: Array) -> Array:
+        return np.stack([np.bincount(labels, row, CLASSES) for row, labels in zip(rows, classes, strict=True)])
+
+    return _printed(chisquare.table_fit(counts, table), chisquare.table_fit(summed(counts), summed(table)))
+
+
+def rank_classes(p: Array) -> Array:
+    """Return the class of each token of a distribution `[V]`. Tokens without mass get the last one."""
     order = np.argsort(-p, kind="stable")
     middle = p[order].cumsum() - p[order] / 2
     found = np.empty(len(p), dtype=np.int64)
-    found[order] = np.minimum((middle * classes).astype(np.int64), classes - 1)
+    found[order] = np.minimum((middle * CLASSES).astype(np.int64), CLASSES - 1)
     return found
 
 
-def joint_classes(joint: Array, classes: int = 3) -> Array:
-    """Return the cell of each outcome of `[V] * n`, of `classes`^n: each token's rank class in turn."""
+def joint_classes(joint: Array) -> Array:
+    """Return the class of each outcome of `[V] * n`, of `CLASSES`^n: each token's rank class in turn."""
     labels = np.zeros(joint.shape, dtype=np.int64)
     for depth in range(joint.ndim):
         mass = joint.sum(axis=tuple(range(depth + 1, joint.ndim)))
         following = joint.ndim - 1 - depth
         for prefix in np.ndindex(mass.shape[:-1]):
             if mass[prefix].sum() > 0:
-                found = rank_classes(mass[prefix] / mass[prefix].sum(), classes)
-                labels[prefix] += (found * classes**following).reshape(-1, *[1] * following)
+                found = rank_classes(mass[prefix] / mass[prefix].sum())
+                labels[prefix] += (found * CLASSES**following).reshape(-1, *[1] * following)
     return labels
+
+
+@cache
+def _load(folder: Path) -> PreTrainedModel:
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float64).eval()
+    assert isinstance(model, PreTrainedModel)
+    return model
+
+
+def _printed(outcomes: Fit, classes: Fit) -> tuple[Fit, Fit]:
+    print(f"outcomes: {outcomes}\nclasses:  {classes}")
+    return outcomes, classes

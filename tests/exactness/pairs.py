@@ -1,8 +1,7 @@
-"""Tiny pairs with random weights, written to disk as any checkpoint is, so that the services load them as any other.
+"""Tiny pairs with random weights, written to disk as checkpoints, so that the services load them as any other.
 
 A Llama of 24 tokens: few enough to enumerate three of them, enough for top-k 20 to cut. Weights are so large that
-distributions differ much from prefix to prefix. The drafts are the target with another output layer, most of them bad
-on purpose.
+distributions differ much from prefix to prefix. The drafts are the target with another output layer; most are bad.
 """
 
 from __future__ import annotations
@@ -24,16 +23,16 @@ CONTEXT = 2048
 WIDTH = 32
 
 HEADS: dict[str, Callable[[Tensor], Tensor]] = {
-    # Turned round, and flat enough that draft and target have some tokens in common after top-k and top-p.
+    # Flat enough that draft and target have some tokens in common after top-k and top-p.
     "reversed": lambda head: -0.25 * head,
     "uniform": torch.zeros_like,
     # Logits thousands apart: whatever the temperature, one token gets all.
     "point_mass": lambda head: 1000.0 * head,
-    # As good drafts are: the target's own order, too sure of it or not sure enough.
+    # Good drafts have the target's order of tokens, with too little entropy or too much.
     "sharpened": lambda head: 1.5 * head,
     "flattened": lambda head: 0.5 * head,
 }
-"""What each draft makes of the target's output layer."""
+"""The output layer of each draft, from the target's."""
 
 BAD_DRAFTS = ("reversed", "uniform", "point_mass")
 

@@ -1,83 +1,100 @@
-"""Many samples at once through a draft service: whole outputs as an array of tokens."""
+"""Draws many samples through a draft service."""
 
 from __future__ import annotations
 
 import asyncio
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
+from kernels.sampling import SamplingParams
 from outrider.client import AsyncClient, Completion, Options
+from tests.cluster import Service
 from tests.exactness.chisquare import Array
-from tests.exactness.distributions import Filters
+from tests.exactness.distributions import PARAMS
 
-SAMPLES_PER_REQUEST = 64
+SAMPLES = 64
+"""Of one request."""
 CALLS = 2
-"""Requests under way at once: while one begins or ends, the other keeps the services busy."""
+"""Requests in progress: while one begins or ends, the other keeps the services busy."""
 
-FLAGS = ("--max-sequences", str(SAMPLES_PER_REQUEST * CALLS))
-"""What a service needs to be told to take that many."""
-DRAFT_FLAGS = (*FLAGS, "--max-samples", str(SAMPLES_PER_REQUEST))
+FLAGS = ("--max-sequences", str(SAMPLES * CALLS))
+DRAFT_FLAGS = (*FLAGS, "--max-samples", str(SAMPLES))
 
 TIMEOUT_S = 3600.0
-"""Of one request: long texts on a busy machine take their time."""
 
 
 @dataclass(frozen=True, slots=True)
 class Run:
-    """What came of many samples of one length.
+    """Many samples of one length.
 
     Attributes:
         tokens: `[N, length]`.
-        rounds: passes of the target that the samples took part in, all together.
-        drafted: drafted tokens in all.
+        rounds: rounds of all samples.
+        drafts: proposals of all samples.
+        cache_hits: proposals that came from the outcome cache.
+        drafted: drafted tokens of all samples.
         accepted: those of them that were accepted.
+        gammas: how many rounds had each γ, if the request reports rounds.
     """
 
     tokens: Array
     rounds: int
+    drafts: int
+    cache_hits: int
     drafted: int
     accepted: int
-
-    def __str__(self) -> str:
-        share = self.accepted / self.drafted if self.drafted else 0.0
-        return f"{self.tokens.size:,} tokens in {self.rounds:,} rounds, {share:.1%} of {self.drafted:,} drafts accepted"
+    gammas: Counter[int]
 
 
 def sample(
-    address: str, prompt: Sequence[int], *, length: int, samples: int, filters: Filters, seed: int, **asked: Any
+    service: Service,
+    prompt: Sequence[int],
+    *,
+    length: int,
+    seed: int,
+    samples: int = SAMPLES,
+    params: SamplingParams = PARAMS,
+    **options: Any,
 ) -> Run:
-    """Write `samples` texts of `length` tokens after `prompt`, rounded up to whole requests; equal arguments give equal
-    texts. `asked` are other `Options`; the rule is `tokenwise` where they name none.
+    """Write `samples` texts of `length` tokens, rounded up to whole requests; equal arguments give equal texts.
+
+    `options` are other `Options`; the rule is `tokenwise` if they name none.
     """
-    options = Options(
+    every = Options(
         max_new_tokens=length,
         ignore_eos=True,
-        temperature=filters.temperature,
-        top_k=filters.top_k,
-        top_p=filters.top_p,
+        temperature=params.temperature,
+        top_k=params.top_k,
+        top_p=params.top_p,
         rule="tokenwise",
-        n=SAMPLES_PER_REQUEST,
+        n=SAMPLES,
     )
-    options.update(asked)  # type: ignore[typeddict-item]
-    requests = -(-samples // SAMPLES_PER_REQUEST)
-    return asyncio.run(_sample(address, prompt, options, [seed * 1_000_003 + number for number in range(requests)]))
+    every.update(options)  # type: ignore[typeddict-item]
+    seeds = [seed * 1_000_003 + number for number in range(-(-samples // SAMPLES))]
+    texts = [text for done in asyncio.run(_complete(service.address, prompt, every, seeds)) for text in done.samples]
+    run = Run(
+        tokens=np.array([text.token_ids for text in texts]),
+        rounds=sum(text.statistics.num_rounds for text in texts),
+        drafts=sum(text.statistics.num_drafts for text in texts),
+        cache_hits=sum(text.statistics.num_outcome_cache_hits for text in texts),
+        drafted=sum(text.statistics.num_draft_tokens for text in texts),
+        accepted=sum(text.statistics.num_accepted_tokens for text in texts),
+        gammas=Counter(len(each.drafted_token_ids) for text in texts for each in text.rounds),
+    )
+    print(f"{run.tokens.size:,} tokens in {run.rounds:,} rounds; {run.accepted:,} of {run.drafted:,} drafts accepted")
+    return run
 
 
-async def _sample(address: str, prompt: Sequence[int], options: Options, seeds: Sequence[int]) -> Run:
+async def _complete(address: str, prompt: Sequence[int], options: Options, seeds: Sequence[int]) -> list[Completion]:
     gate = asyncio.Semaphore(CALLS)
     async with AsyncClient(address, timeout=TIMEOUT_S, retry=False) as client:
 
-        async def one(seed: int) -> Completion:
+        async def complete(seed: int) -> Completion:
             async with gate:
                 return await client.complete(prompt, **(options | Options(seed=seed)))
 
-        samples = [sample for done in await asyncio.gather(*map(one, seeds)) for sample in done.samples]
-    return Run(
-        tokens=np.array([sample.token_ids for sample in samples]),
-        rounds=sum(sample.statistics.num_rounds for sample in samples),
-        drafted=sum(sample.statistics.num_draft_tokens for sample in samples),
-        accepted=sum(sample.statistics.num_accepted_tokens for sample in samples),
-    )
+        return await asyncio.gather(*map(complete, seeds))

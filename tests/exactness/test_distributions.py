@@ -1,56 +1,29 @@
-"""The measuring instruments, measured: exact distributions, false alarms as often as stated, and the stated power."""
+"""Tests of the statistics: exact distributions, false alarms as often as stated, and the stated power."""
 
 from pathlib import Path
 
 import numpy as np
 import pytest
-import torch
 from scipy import stats
 
-from kernels.sampling import SamplingParams, probabilities
-from tests.exactness import chisquare, distributions, pairs
+from tests.exactness import chisquare, pairs
 from tests.exactness.chisquare import Array
-from tests.exactness.distributions import Filters
-from tests.exactness.worlds import FILTERS
-
-
-def test_filters_by_hand() -> None:
-    """exp(z) is 8, 4, 2, 2, 1: top-k 3 keeps the tie at 2; of 8/16, 4/16, 2/16, 2/16 the first two reach 0.7."""
-    logits = np.log([2.0, 8.0, 1.0, 4.0, 2.0])
-    assert Filters(top_k=3).distribution(logits) == pytest.approx([2 / 16, 8 / 16, 0, 4 / 16, 2 / 16])
-    assert Filters(top_k=3, top_p=0.7).distribution(logits) == pytest.approx([0, 2 / 3, 0, 1 / 3, 0])
-    assert Filters(temperature=0.5, top_k=2).distribution(logits) == pytest.approx([0, 64 / 80, 0, 16 / 80, 0])
-
-
-@pytest.mark.parametrize("filters", [FILTERS, Filters(top_k=6, top_p=0.8), Filters(temperature=0.7, top_p=0.95)])
-def test_filters_agree_with_the_kernels(filters: Filters) -> None:
-    logits = np.random.default_rng(1).normal(0, 2, size=(60, 24))
-    params = SamplingParams(temperature=filters.temperature, top_k=filters.top_k, top_p=filters.top_p)
-    ours = np.stack([filters.distribution(row) for row in logits])
-    assert probabilities(torch.from_numpy(logits), params, torch.float64).numpy() == pytest.approx(ours, abs=1e-12)
+from tests.exactness.distributions import PARAMS, joint_classes, joint_distribution, next_distributions
 
 
 def test_the_joint_distribution_is_the_chain_rule(tmp_path: Path) -> None:
-    model, prompt = distributions.load(pairs.write_target(tmp_path, seed=1)), [15, 12, 14]
-    joint = distributions.joint_distribution(model, prompt, 3, FILTERS)
+    target, prompt = pairs.write_target(tmp_path, seed=1), (15, 12, 14)
+    joint = joint_distribution(target, prompt)
     assert joint.sum() == pytest.approx(1.0)
     a, b, c = (int(i) for i in np.unravel_index(joint.argmax(), joint.shape))
-    first, second, third = (
-        FILTERS.distribution(distributions.next_logits(model, [[*prompt, *more]])[0]) for more in ((), (a,), (a, b))
-    )
+    first, second, third = (next_distributions(target, [[*prompt, *more]], PARAMS)[0] for more in ((), (a,), (a, b)))
     assert joint[a, b, c] == pytest.approx(first[a] * second[b] * third[c])
-    mass = np.bincount(distributions.joint_classes(joint).ravel(), joint.ravel(), minlength=27)
+    mass = np.bincount(joint_classes(joint).ravel(), joint.ravel(), minlength=27)
     assert mass.min() > 0
     assert mass.max() < 0.2
 
 
-def test_without_attention_the_last_token_alone_decides(tmp_path: Path) -> None:
-    model = distributions.load(pairs.write_target(tmp_path, seed=4, markov=True))
-    logits = distributions.next_logits(model, [[first, 9, 5] for first in range(21)])
-    assert np.abs(logits - logits[0]).max() < 1e-12
-
-
-def _some(cells: int, seed: int) -> Array:
+def random_distribution(cells: int, seed: int) -> Array:
     p: Array = np.random.default_rng(seed).dirichlet(np.full(cells, 0.7))
     return p
 
@@ -58,7 +31,7 @@ def _some(cells: int, seed: int) -> Array:
 def test_p_values_of_a_table_are_uniform_for_a_markov_chain() -> None:
     """400 runs of 3,000 steps over 8 states: rows are met at random, as in a long text, and many cells are merged."""
     generator = np.random.default_rng(3)
-    table = np.stack([_some(8, 10 + state) for state in range(8)])
+    table = np.stack([random_distribution(8, 10 + state) for state in range(8)])
     edges = table.cumsum(axis=1)
     runs, states = np.arange(400), np.zeros(400, dtype=np.int64)
     counts = np.zeros((400, 8, 8), dtype=np.int64)
@@ -73,7 +46,7 @@ def test_p_values_of_a_table_are_uniform_for_a_markov_chain() -> None:
 @pytest.mark.parametrize(("cells", "distance"), [(12, 0.1), (160, 0.03)])
 def test_the_stated_sample_size_has_the_stated_power(cells: int, distance: float) -> None:
     """400 samples from the hardest bias of this total variation: 97 % are refuted at least, where 99 % are promised."""
-    p, generator = _some(cells, cells), np.random.default_rng(6)
+    p, generator = random_distribution(cells, cells), np.random.default_rng(6)
     n = chisquare.sample_size(cells - 1, distance, level=1e-3, power=0.99)
     biased = chisquare.hardest_bias(p, distance)
     fits = [chisquare.goodness_of_fit(generator.multinomial(n, biased), p) for _ in range(400)]

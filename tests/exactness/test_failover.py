@@ -1,8 +1,8 @@
 """Verifiers that die, drain or fall silent under a draft service: the client sees a pause.
 
-Real processes, killed and stopped by signals in the middle of texts. What was written is compared token for token with
-what the same requests get undisturbed: under `coupled`, at temperature 0, and under `tokenwise` and `block` too, where
-a round that is judged again has the draws it had (invariant 2). All in float32.
+Real processes, killed and stopped by signals in the middle of texts. Tokens are those of the same requests without a
+failure: under `coupled`, at temperature 0, and under `tokenwise` and `block` too, where a round that is sent again has
+the same draws (invariant 2). All in float32.
 """
 
 from __future__ import annotations
@@ -19,27 +19,27 @@ from outrider.client import AsyncClient, Chunk, Finished, Options, Unavailable
 from outrider.rpc.channel import wait_for_health
 from tests.cluster import Cluster, Service, wait_healthy, wait_until
 from tests.exactness import sampling
-from tests.exactness.worlds import World
+from tests.exactness.services import PairServices
 
 PROMPT = (15, 12, 14)
 LENGTH = 64
-STREAMS: tuple[Options, ...] = tuple(
+REQUESTS: tuple[Options, ...] = tuple(
     Options(temperature=temperature, rule=rule, gamma=gamma, seed=seed, max_new_tokens=LENGTH, ignore_eos=True)
     for seed, (temperature, rule, gamma) in enumerate(
         [(1.0, "coupled", 4), (0.0, "tokenwise", 3), (1.0, "tokenwise", 4), (1.0, "block", 5), (1.0, "coupled", 0)] * 2
     )
 )
-"""Of every exact rule, with drafts and without (by `Decode`), several at once."""
-SOME = LENGTH * len(STREAMS) // 6
+"""Under every exact rule, with drafts and without (by `Decode`), all at once."""
+FAULT_AFTER = LENGTH * len(REQUESTS) // 6
 
-SILENCE_S = 3.0
-PATIENCE_S = 4.0
+VERIFIER_TIMEOUT_S = 3.0
+FAILOVER_TIMEOUT_S = 4.0
 SOON_S = 60.0
 
 
 @dataclass
 class Stack:
-    """A draft service and its two verifiers; the one that was struck last."""
+    """A draft service and its two verifiers; the one that got the last signal."""
 
     draft: Service
     verifiers: tuple[Service, ...]
@@ -50,7 +50,7 @@ class Stack:
         return {dict(labels)["status"]: int(count) for labels, count in found.items() if count}
 
     def restore(self) -> None:
-        """All are there again, and the draft service knows it."""
+        """Start dead verifiers again, and wait until the draft service uses both."""
         for verifier in self.verifiers:
             if verifier.returncode is not None:
                 verifier.start_again()
@@ -58,7 +58,7 @@ class Stack:
         wait_until(lambda: sum(self.statuses().get(state, 0) for state in ("ready", "recovering")) == 2)
 
     def strike(self, number: signal.Signals) -> None:
-        """Send a signal to the one with the most sequences, which is half of them at least."""
+        """Send a signal to the verifier with the most sequences, at least half of them."""
         count = self.draft.count
         self.struck = max(self.verifiers, key=lambda each: count("outrider_verifier_sequences", verifier=each.address))
         self.struck.send(number)
@@ -68,10 +68,10 @@ class Stack:
 
 
 @pytest.fixture(scope="module")
-def shared(cluster: Cluster, attentive: World) -> Iterator[Stack]:
-    # Slowly, so that whatever happens to a verifier happens in the middle of its texts.
+def shared(cluster: Cluster, attentive: PairServices) -> Iterator[Stack]:
+    # Slowly, so that a fault comes in the middle of texts.
     verifiers = [cluster.verifier(model=attentive.target, fault="unhurried", flags=sampling.FLAGS) for _ in range(2)]
-    limits = ("--verifier-timeout", str(SILENCE_S), "--failover-timeout", str(PATIENCE_S))
+    limits = ("--verifier-timeout", str(VERIFIER_TIMEOUT_S), "--failover-timeout", str(FAILOVER_TIMEOUT_S))
     flags = (*limits, *sampling.DRAFT_FLAGS)
     draft = cluster.draft(*verifiers, model=attentive.drafts["uniform"], flags=flags)
     wait_healthy(*verifiers, draft)
@@ -82,14 +82,13 @@ def shared(cluster: Cluster, attentive: World) -> Iterator[Stack]:
 
 @pytest.fixture
 def stack(shared: Stack) -> Stack:
-    """With all its verifiers."""
     shared.restore()
     return shared
 
 
 @dataclass
 class Text:
-    """What one request got."""
+    """The response to one request."""
 
     ids: list[int] = field(default_factory=list)
     finished: Finished | None = None
@@ -101,28 +100,28 @@ class Text:
 
 
 def write(stack: Stack, fault: Callable[[], None] = lambda: None) -> list[Text]:
-    """Ask for all `STREAMS` at once; once there are `SOME` tokens of them together, `fault` is called."""
+    """Send all `REQUESTS` at once, and call `fault` after `FAULT_AFTER` of their tokens."""
     return asyncio.run(_write(stack.draft.address, [fault]))
 
 
 async def _write(address: str, faults: list[Callable[[], None]]) -> list[Text]:
-    texts = [Text() for _ in STREAMS]
+    texts = [Text() for _ in REQUESTS]
     async with AsyncClient(address, timeout=90.0, retry=False) as client:
 
-        async def one(text: Text, options: Options) -> None:
+        async def stream(text: Text, options: Options) -> None:
             try:
                 async for event in client.generate(PROMPT, **options):
                     match event:
                         case Chunk():
                             text.ids += event.token_ids
-                            if faults and sum(len(each.ids) for each in texts) >= SOME:
+                            if faults and sum(len(each.ids) for each in texts) >= FAULT_AFTER:
                                 faults.pop()()
                         case Finished():
                             text.finished = event
             except Unavailable as error:
                 text.error = error
 
-        await asyncio.gather(*(one(text, options) for text, options in zip(texts, STREAMS, strict=True)))
+        await asyncio.gather(*(stream(text, options) for text, options in zip(texts, REQUESTS, strict=True)))
     return texts
 
 
@@ -136,18 +135,18 @@ def failovers(texts: list[Text]) -> int:
 
 @pytest.fixture(scope="module")
 def undisturbed(shared: Stack) -> list[list[int]]:
-    """What each request gets where nothing happens."""
+    """The tokens of each request without a fault."""
     texts = write(shared)
     assert failovers(texts) == 0
     assert all(len(text.ids) == LENGTH for text in texts)
     return ids(texts)
 
 
-def test_a_verifier_that_is_killed_costs_a_pause_and_no_token(stack: Stack, undisturbed: list[list[int]]) -> None:
+def test_a_killed_verifier_costs_a_pause_and_no_token(stack: Stack, undisturbed: list[list[int]]) -> None:
     before = stack.switches("died")
     texts = write(stack, lambda: stack.strike(signal.SIGKILL))
     assert ids(texts) == undisturbed
-    assert 2 <= failovers(texts) <= len(STREAMS), "those that were there, once each"
+    assert 2 <= failovers(texts) <= len(REQUESTS), "its sequences, once each"
     assert stack.switches("died") - before == failovers(texts)
     for done in (text.finished for text in texts if text.finished):
         assert bool(done.timings.failover_us) == bool(done.statistics.num_failovers)
@@ -160,7 +159,7 @@ def test_a_verifier_that_is_killed_costs_a_pause_and_no_token(stack: Stack, undi
     wait_until(lambda: stack.struck.logged("sequence"), what="it is used again")
 
 
-def test_one_that_drains_is_left_between_rounds_and_the_last_one_finishes(
+def test_sequences_leave_a_draining_verifier_between_rounds_and_the_last_one_finishes_them(
     stack: Stack, undisturbed: list[list[int]]
 ) -> None:
     texts = write(stack, lambda: stack.strike(signal.SIGTERM))
@@ -170,12 +169,12 @@ def test_one_that_drains_is_left_between_rounds_and_the_last_one_finishes(
     wait_until(lambda: stack.struck.logged("stopped"))
     (last,) = (verifier for verifier in stack.verifiers if verifier is not stack.struck)
     texts = write(stack, lambda: last.send(signal.SIGTERM))
-    assert ids(texts) == undisturbed, "there is no other: it has its grace for this"
+    assert ids(texts) == undisturbed, "there is no other verifier: its grace period is long enough"
     assert failovers(texts) == 0
     last.process.wait()
 
 
-def test_one_that_says_nothing_is_left_after_a_while(stack: Stack, undisturbed: list[list[int]]) -> None:
+def test_sequences_leave_a_silent_verifier_after_its_timeout(stack: Stack, undisturbed: list[list[int]]) -> None:
     before = stack.switches("silent")
     try:
         texts = write(stack, lambda: stack.strike(signal.SIGSTOP))
@@ -185,7 +184,7 @@ def test_one_that_says_nothing_is_left_after_a_while(stack: Stack, undisturbed: 
     assert stack.switches("silent") - before == failovers(texts) >= 2
 
 
-def test_with_all_of_them_gone_it_is_unavailable_in_time_and_what_was_written_is_there(
+def test_without_verifiers_requests_are_unavailable_in_time_and_keep_their_tokens(
     stack: Stack, undisturbed: list[list[int]]
 ) -> None:
     def strike_all() -> None:
@@ -194,7 +193,7 @@ def test_with_all_of_them_gone_it_is_unavailable_in_time_and_what_was_written_is
 
     started = time.monotonic()
     texts = write(stack, strike_all)
-    assert time.monotonic() - started < PATIENCE_S + SOON_S
+    assert time.monotonic() - started < FAILOVER_TIMEOUT_S + SOON_S
     assert sum(text.error is not None for text in texts) > len(texts) / 2
     for text, whole in zip(texts, undisturbed, strict=True):
         assert text.ids == whole[: len(text.ids)]

@@ -1,9 +1,9 @@
-"""Temperature 0, float32: through both services, token for token what transformers' own `generate` writes.
+"""Temperature 0, float32: both services write, token for token, the text of transformers' own `generate`.
 
-10 prompts × 128 tokens on the demo pair (50 under `-m slow`), with proposals of 1 to 8 tokens. Passes of other widths
-add in another order, so two logits that are equal up to rounding may change places. Such a tie is counted, never passed
-over: both candidates' logits are taken from transformers at that prefix and must be within `TIE_ULPS` of each other,
-and the text is compared from there on again, with `generate` going on after the token that was emitted.
+10 prompts × 128 tokens on the demo pair (50 with `-m slow`), with proposals of 1 to 8 tokens. Passes of other widths
+add in another order, so two logits that are equal up to rounding may change places. The test counts such ties: both
+candidates' logits, from transformers at that prefix, must be within `TIE_ULPS` of each other. The comparison goes on
+with the text that `generate` writes after the service's token.
 """
 
 from __future__ import annotations
@@ -34,14 +34,14 @@ Ids = list[int]
 def target() -> PreTrainedModel:
     model = AutoModelForCausalLM.from_pretrained(MODELS / "target", dtype=torch.float32).eval()
     assert isinstance(model, PreTrainedModel)
-    # Nothing of the checkpoint's own: 128 tokens, whatever they are.
+    # Not the checkpoint's own settings: 128 tokens, whatever they are.
     model.generation_config = GenerationConfig(do_sample=False, eos_token_id=None, pad_token_id=0, use_cache=True)
     return model
 
 
 @torch.no_grad()
 def generate(model: PreTrainedModel, prompts: Sequence[Ids], new_tokens: int) -> list[Ids]:
-    """Return what transformers writes after each prompt; padded on the left to one batch."""
+    """Return transformers' text after each prompt, from one batch, padded on the left."""
     width = max(map(len, prompts))
     ids = torch.zeros(len(prompts), width, dtype=torch.int64)
     mask = torch.zeros_like(ids)
@@ -55,10 +55,11 @@ def generate(model: PreTrainedModel, prompts: Sequence[Ids], new_tokens: int) ->
 async def speculate(address: str, prompts: Sequence[Ids]) -> list[Completion]:
     options = Options(max_new_tokens=NEW_TOKENS, temperature=0.0, ignore_eos=True)
     async with AsyncClient(address) as client:
-        asked = zip(prompts, cycle(GAMMAS), strict=False)
-        return await asyncio.gather(
-            *(client.complete(prompt, **(options | Options(gamma=gamma))) for prompt, gamma in asked)
-        )
+        calls = [
+            client.complete(prompt, **(options | Options(gamma=gamma)))
+            for prompt, gamma in zip(prompts, cycle(GAMMAS), strict=False)
+        ]
+        return await asyncio.gather(*calls)
 
 
 @torch.no_grad()
@@ -69,7 +70,7 @@ def gap_in_ulps(model: PreTrainedModel, prefix: Ids, first: int, second: int) ->
 
 
 def count_ties(model: PreTrainedModel, prompt: Ids, ours: Ids, theirs: Ids) -> int:
-    """Return at how many ties the texts part. Fails where they part at anything else."""
+    """Return the number of ties at which the texts differ; fail if they differ elsewhere."""
     ties = 0
     while ours != theirs:
         at = next(i for i, (one, other) in enumerate(zip(ours, theirs, strict=True)) if one != other)
@@ -82,9 +83,7 @@ def count_ties(model: PreTrainedModel, prompt: Ids, ours: Ids, theirs: Ids) -> i
 
 
 @pytest.mark.parametrize("count", [10, pytest.param(50, marks=pytest.mark.slow)])
-def test_text_at_temperature_zero_is_what_transformers_generates(
-    count: int, draft_address: str, target: PreTrainedModel
-) -> None:
+def test_text_at_temperature_0_is_that_of_transformers(count: int, draft_address: str, target: PreTrainedModel) -> None:
     tokenizer = AutoTokenizer.from_pretrained(MODELS / "target")
     lines = (MODELS / "prompts.jsonl").read_text(encoding="utf-8").splitlines()[:count]
     prompts = [tokenizer(json.loads(line)["text"]).input_ids[:PROMPT_TOKENS] for line in lines]
@@ -96,6 +95,6 @@ def test_text_at_temperature_zero_is_what_transformers_generates(
     drafted = sum(completion.statistics.num_draft_tokens for completion in completions)
     accepted = sum(completion.statistics.num_accepted_tokens for completion in completions)
     print(f"{ties} ties; {accepted} of {drafted} drafted tokens accepted")
-    # The comparison is worth what speculation there was: drafts were accepted, and drafts were rejected.
+    # Drafts were accepted, and drafts were rejected.
     assert count < accepted < drafted
     assert ties <= count // 10

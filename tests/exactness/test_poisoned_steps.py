@@ -1,6 +1,6 @@
-"""A request that breaks the target's step, or its process, takes no other request with it.
+"""A request that breaks the target's step, or its process, ends no other request.
 
-Verifiers are real processes with one deliberate fault each; texts are compared with those that nothing befell.
+Verifiers are real processes with one deliberate fault each; texts are compared with those of sound verifiers.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from tests.exactness.mutants.conditions import POISON
 PROMPTS = [[number, 40, 50 + number] for number in range(10, 18)]
 TOKENS = 24
 
-Ended = list[int] | OutriderError
+Result = tuple[int, ...] | OutriderError
 
 
 @contextmanager
@@ -33,39 +33,38 @@ def running(*faults: str | None) -> Iterator[tuple[Client, list[Service]]]:
             yield client, verifiers
 
 
-def texts(client: Client, prompts: list[list[int]]) -> list[Ended]:
-    """What each prompt is continued with, all at once; or how its request ended."""
+def results(client: Client, prompts: list[list[int]]) -> list[Result]:
+    """Return the tokens after each prompt, or the error; all requests run at once."""
 
-    def write(prompt: list[int]) -> Ended:
+    def write(prompt: list[int]) -> Result:
         try:
-            done = client.complete(prompt, max_new_tokens=TOKENS, temperature=0, ignore_eos=True, gamma=3)
+            return client.complete(prompt, max_new_tokens=TOKENS, temperature=0, ignore_eos=True, gamma=3).token_ids
         except OutriderError as error:
             return error
-        return list(done.token_ids)
 
     with ThreadPoolExecutor(len(prompts)) as threads:
         return list(threads.map(write, prompts))
 
 
 @pytest.fixture(scope="module")
-def right(draft_address: str) -> list[Ended]:
+def right(draft_address: str) -> list[Result]:
     with Client(draft_address, plaintext=True, timeout=120.0) as client:
-        return texts(client, PROMPTS)
+        return results(client, PROMPTS)
 
 
 @pytest.mark.parametrize(("fault", "ended"), [("poisoned_step", 0), ("deadly_step", 2)])
-def test_a_poisoned_request_ends_alone(fault: str, ended: int, right: list[Ended]) -> None:
-    """It is tried at two verifiers, and refused with a reason of its own; the third is left alone."""
+def test_a_poisoned_request_ends_alone(fault: str, ended: int, right: list[Result]) -> None:
+    """It is tried at two verifiers, and refused with a reason of its own; the third never gets it."""
     with running(fault, fault, fault) as (client, verifiers):
-        *others, poisoned = texts(client, [*PROMPTS, [10, POISON, 12]])
+        *others, poisoned = results(client, [*PROMPTS, [10, POISON, 12]])
         assert others == right
         assert isinstance(poisoned, OutriderError)
         assert (poisoned.code, poisoned.reason) == (grpc.StatusCode.INTERNAL, "STEP_FAILED")
         wait_until(lambda: [verifier.returncode for verifier in verifiers].count(9) == ended)
 
 
-def test_a_verifier_whose_engine_breaks_exits_and_its_texts_go_on_elsewhere(right: list[Ended]) -> None:
+def test_a_verifier_with_a_broken_engine_exits_and_its_texts_go_on_elsewhere(right: list[Result]) -> None:
     with running("scheduler_breaks", None) as (client, (broken, _)):
-        assert texts(client, PROMPTS) == right
+        assert results(client, PROMPTS) == right
         assert wait_until(lambda: broken.returncode) == 1
         assert any("RuntimeError: injected" in line for line in broken.log_lines())

@@ -1,4 +1,4 @@
-"""Conditions that services are put under, in the process that is about to become one: slow, broken, or about to end.
+"""Conditions of services that are slow, broken or about to end, made in the process that is about to become one.
 
 They are called by name, as faults are (`tests.exactness.mutants.faults.FAULTS`).
 """
@@ -13,29 +13,29 @@ from typing import Any
 
 
 def unhurried() -> None:
-    """Each of the verifier's passes takes 10 ms more, so that a text is in progress for a while."""
-    _slow_passes(0.01)
+    """Each step of the verifier takes 10 ms more, so that a text is in progress for a while."""
+    _slow_steps(0.01)
 
 
 def crowded() -> None:
-    """Each of the verifier's passes takes 50 ms more, so that many texts share it."""
-    _slow_passes(0.05)
+    """Each step of the verifier takes 50 ms more, so that many texts share it."""
+    _slow_steps(0.05)
 
 
-def _slow_passes(seconds: float) -> None:
+def _slow_steps(seconds: float) -> None:
     from verifier_service.engine import VerifierEngine
 
-    honest = VerifierEngine.forward
+    original = VerifierEngine.forward
 
     def forward(self: VerifierEngine, work: Any) -> Any:
         time.sleep(seconds)
-        return honest(self, work)
+        return original(self, work)
 
     VerifierEngine.forward = forward  # type: ignore[method-assign]
 
 
 def slow_steps() -> None:
-    """Each of the verifier's steps takes as many seconds as a file says."""
+    """Each step of the verifier takes the seconds that a file holds."""
     from tests import slow_steps
 
     slow_steps.install()
@@ -45,11 +45,11 @@ def impatient_keepalive() -> None:
     """A server that pings its peers does so after 6 s, and waits 6 s for the answer."""
     import grpc.aio
 
-    honest = grpc.aio.server
+    original = grpc.aio.server
     sooner = {"grpc.keepalive_time_ms": 6_000, "grpc.keepalive_timeout_ms": 6_000}
 
     def server(*, options: Sequence[tuple[str, int]], **other: Any) -> grpc.aio.Server:
-        return honest(options=[(name, sooner.get(name, value)) for name, value in options], **other)
+        return original(options=[(name, sooner.get(name, value)) for name, value in options], **other)
 
     setattr(grpc.aio, "server", server)  # noqa: B010  # its type names each argument
 
@@ -62,14 +62,14 @@ def briskly_interpreted() -> None:
 
 
 def broken_components() -> None:
-    """One `Component` after another fails, as a file says."""
+    """One `Component` after another fails, in the order of a file."""
     from tests.load import broken
 
     broken.install()
 
 
 def dies_after_every_round() -> None:
-    """The draft service ends each call with the first round that it has told of, as one that has died."""
+    """The draft service ends each call after the first round that it streamed, as if it had died."""
     _die(most=1 << 30)
 
 
@@ -83,11 +83,11 @@ def _die(most: int) -> None:
     from outrider.rpc.errors import unavailable
 
     sample = generation.Sample
-    honest = sample._emit
+    original = sample._emit
     deaths = Counter[str]()
 
     async def emit(self: Any) -> None:
-        await honest(self)
+        await original(self)
         sequence, request = self.sequence, self.sequence.request
         has_more = len(sequence.tokens) > len(request.prompt) + len(request.committed)
         if has_more and not sequence.finish_reason and deaths[request.request_id] < most:
@@ -98,11 +98,11 @@ def _die(most: int) -> None:
 
 
 POISON = 1999
-"""The token that breaks what `poisoned_step` and `deadly_step` break."""
+"""The token that triggers `poisoned_step` and `deadly_step`."""
 
 
 def poisoned_step() -> None:
-    """A step of the target's fails where a token is in it."""
+    """A step of the target fails if it holds the token."""
     _poison(_fail)
 
 
@@ -114,30 +114,30 @@ def deadly_step() -> None:
 def _poison(end: Callable[[], Any]) -> None:
     from outrider.runtime.model_runner import Chunk, ModelRunner
 
-    forward = ModelRunner.forward
+    original = ModelRunner.forward
 
-    def poisoned(self: ModelRunner, chunks: Sequence[Chunk], **named: Any) -> Any:
+    def forward(self: ModelRunner, chunks: Sequence[Chunk], **named: Any) -> Any:
         if any(POISON in chunk.tokens for chunk in chunks):
             end()
-        return forward(self, chunks, **named)
+        return original(self, chunks, **named)
 
-    ModelRunner.forward = poisoned  # type: ignore[method-assign]
+    ModelRunner.forward = forward  # type: ignore[method-assign]
 
 
 def scheduler_breaks() -> None:
     """The verifier's scheduler raises from its second sequence on; the first is that of the warm-up."""
     from verifier_service.scheduler import Scheduler
 
-    plan = Scheduler.plan
+    original = Scheduler.plan
     seen = set[Any]()
 
-    def broken(self: Scheduler, rounds: Any) -> Any:
+    def plan(self: Scheduler, rounds: Any) -> Any:
         seen.update(self.running)
         if len(seen) > 1:
             _fail()
-        return plan(self, rounds)
+        return original(self, rounds)
 
-    Scheduler.plan = broken  # type: ignore[method-assign]
+    Scheduler.plan = plan  # type: ignore[method-assign]
 
 
 def _fail() -> None:

@@ -29,24 +29,24 @@ from tests.exactness.mutants import conditions
 
 
 def shared_noise() -> None:
-    """The draft draws its tokens with the numbers that the verifier will accept them by."""
+    """The draft samples its tokens with the uniforms of their acceptance tests."""
     _redirect("draft_service.drafters.base", rng.Domain.DRAFT, rng.Domain.ACCEPT)
 
 
 def shared_resampling() -> None:
-    """The verifier draws the next token with the number that it rejected the drafted one by."""
+    """The verifier samples the next token with the uniform of the failed acceptance test."""
     _redirect("kernels.verify", rng.Domain.RESAMPLE, rng.Domain.ACCEPT)
 
 
 def repeated_noise() -> None:
-    """The verifier's numbers do not depend on the round: every round of a sequence gets the same ones."""
+    """The verifier's uniforms do not depend on the round: every round of a sequence gets the same ones."""
     from kernels import verify
 
-    _replace(verify, "uniform", lambda seed, base_length, *place: rng.uniform(seed, 0, *place))
+    _replace(verify, "uniform", lambda seed, base_length, *counter: rng.uniform(seed, 0, *counter))
 
 
 def negative_residual() -> None:
-    """The residual is p - q̂ as it comes, without max(0, ·)."""
+    """The residual is p - q̂, without max(0, ·)."""
     from kernels import verify_torch
 
     def residual(p: np.ndarray, ids: np.ndarray, q: np.ndarray) -> np.ndarray:
@@ -61,7 +61,7 @@ def negative_residual() -> None:
 
 
 def untruncated_q() -> None:
-    """The draft samples from q after top-k, top-p and the cut to q̂, and sends q as it was before them."""
+    """The draft samples from q after top-k, top-p and the cut to q̂, and sends q from before them."""
     _send_all_of_q(SparseConfig(keep_mass=1.0), engine, decode_loop)
 
 
@@ -71,7 +71,7 @@ def untruncated_ngrams() -> None:
 
 
 def copies_with_probabilities() -> None:
-    """The drafter `lookup` says that it drew what it copied, from half that token and half another."""
+    """The drafter `lookup` sends q̂ of one half each for the token that it copied and another one."""
 
     def pretend(guesses: list[Any]) -> list[Any]:
         weights = np.ones(2, np.uint16)
@@ -81,20 +81,13 @@ def copies_with_probabilities() -> None:
 
 
 def random_favours_low_ids() -> None:
-    """The drafter `random` draws the low ids of its support more often, and says that it draws all alike."""
-    honest = SparseDistribution.token_at
-    SparseDistribution.token_at = lambda self, u: honest(self, u * u)  # type: ignore[method-assign]
-
-
-def staged_draws_from_all_of_q() -> None:
-    """In staged drafting, what comes after a rejected guess is drawn from q̂ and not from what is left of it."""
-    from draft_service.drafters import staged
-
-    _replace(staged, "resample", lambda u, guessed, q, token: q.token_at(u))
+    """The drafter `random` samples the low ids of its support more often, and sends equal weights."""
+    original = SparseDistribution.token_at
+    SparseDistribution.token_at = lambda self, u: original(self, u * u)  # type: ignore[method-assign]
 
 
 def eager_outcome_cache() -> None:
-    """No fault, but what shows one: whoever asks waits until four outcomes have been drafted for."""
+    """No fault: a request waits until the cache has drafted for four outcomes, so that half of the proposals hit."""
     from draft_service.drafters import outcome_cache
     from draft_service.drafters.engine import DraftEngine
     from draft_service.drafters.sequence import Close, Propose
@@ -102,40 +95,40 @@ def eager_outcome_cache() -> None:
     outcome_cache.MOST_BRANCHES = 4
     outcome_cache.SpareTime.steps = lambda self, now, width: 64  # type: ignore[method-assign]
     outcome_cache.Trial.choose = lambda self: True  # type: ignore[method-assign]
-    honest = DraftEngine.receive
+    original = DraftEngine.receive
 
     def receive(self: DraftEngine, message: Propose | Close) -> None:
         while work := self.cache.work(time.perf_counter()):
             self.process(work, self.forward(work))
-        honest(self, message)
+        original(self, message)
 
     DraftEngine.receive = receive  # type: ignore[method-assign]
 
 
 def branches_take_the_likeliest() -> None:
-    """What is drafted ahead is each q̂'s likeliest token, as a guess of what may follow is, and sent as if drawn."""
+    """A branch of the outcome cache proposes each q̂'s most probable token, and sends q̂ as if it was sampled."""
     from draft_service.drafters.sequence import ModelSequence
 
     eager_outcome_cache()
-    honest = ModelSequence.adopt
+    original = ModelSequence.adopt
 
     def adopt(self: ModelSequence, branch: ModelSequence, gamma: int) -> None:
         for i, q in enumerate(branch.distributions):
             if isinstance(q, SparseDistribution):
                 branch.tokens[branch.base + i] = int(q.ids[q.weights.argmax()])
-        honest(self, branch, gamma)
+        original(self, branch, gamma)
 
     ModelSequence.adopt = adopt  # type: ignore[method-assign]
 
 
-# ---------------------------------------------------------------------------------------------------------- lengths
+# -------------------------------------------------------------------------------------------------------------- γ
 
 
 def unsure_after_sampling() -> None:
-    """The draft ends a proposal where the token that it has drawn was unlikely, in place of a q̂ that is unsure."""
+    """The draft ends a proposal if the token that it sampled was improbable, in place of a q̂ of high entropy."""
 
-    def wrong(honest: Callable[..., Any], logits: torch.Tensor, draws: Sequence[Draw], config: SparseConfig) -> Any:
-        samples = honest(logits, [draw._replace(max_entropy=math.inf) for draw in draws], config)
+    def wrong(original: Callable[..., Any], logits: torch.Tensor, draws: Sequence[Draw], config: SparseConfig) -> Any:
+        samples = original(logits, [draw._replace(max_entropy=math.inf) for draw in draws], config)
         return [
             each if each.q is None or -math.log(each.q.probability(each.token)) <= draw.max_entropy else Sample(UNSURE)
             for each, draw in zip(samples, draws, strict=True)
@@ -144,11 +137,11 @@ def unsure_after_sampling() -> None:
     _wrap_sample(wrong, engine, decode_loop)
 
 
-def restless_lengths() -> None:
+def restless_gamma() -> None:
     """No fault: γ follows the last few rounds of its own text as closely as it can, over the whole range down to 0.
 
-    Times are given, not measured, so that the texts are the same each time. The best γ is 0 where a third of the tokens
-    stand, 1 at a half, 3 at four fifths.
+    Times are constants, so that the texts are the same each time. The best γ is 0 if a third of the tokens are
+    accepted, 1 at a half, 3 at four fifths.
     """
     from draft_service import speculation, statistics
 
@@ -164,30 +157,30 @@ def restless_lengths() -> None:
     costs.cycle = lambda self, gamma: 1 + 0.35 * gamma
 
 
-def restless_lengths_after_drafting() -> None:
-    """As well, a proposal ends before its first token of an odd id."""
+def gamma_after_drafting() -> None:
+    """In addition, a proposal ends before its first token with an odd id."""
     from draft_service.drafters import sequence
 
-    restless_lengths()
-    honest = sequence.__dict__["Draft"]
+    restless_gamma()
+    original = sequence.__dict__["Draft"]
 
     def proposal(tokens: list[int], distributions: list[Any], *rest: Any) -> Any:
         kept = len(list(takewhile(lambda token: token % 2 == 0, tokens)))
-        return honest(tokens[:kept], distributions[:kept], *rest)
+        return original(tokens[:kept], distributions[:kept], *rest)
 
     _replace(sequence, "Draft", proposal)
 
 
-# ---------------------------------------------------------------------------------------------------- sick drafters
+# ------------------------------------------------------------------------------------------------- failing drafters
 
 
 def lookup_raises() -> None:
-    """The drafter `lookup` fails every other time, and rests a little."""
+    """Every second proposal of the drafter `lookup` raises an error."""
 
     def broken(guesses: Any) -> Any:
         raise RuntimeError("out of order")
 
-    _be_sick("lookup", "Copier", broken)
+    _fail_every_second("lookup", "Copier", broken)
 
 
 def ngram_stalls() -> None:
@@ -197,31 +190,31 @@ def ngram_stalls() -> None:
         time.sleep(0.5)
         return guesses
 
-    _be_sick("ngram", "_Counter", late)
+    _fail_every_second("ngram", "_Counter", late)
 
 
 # ---------------------------------------------------------------------------------------------------- shared noise
 
 
 def noise_of_the_next_position() -> None:
-    """Under `coupled` the draft chooses by the noise of the token after the one it drafts."""
-    _displace_noise("kernels.sampling", lambda places: [(seed, position + 1) for seed, position in places])
+    """Under `coupled` the draft uses the noise of the position after the one that it drafts."""
+    _displace_noise("kernels.sampling", lambda positions: [(seed, position + 1) for seed, position in positions])
 
 
 def noise_of_the_round() -> None:
-    """Under `coupled` the verifier judges every token of a round by the noise of the first."""
+    """Under `coupled` the verifier uses the noise of a round's first position for all of its tokens."""
     from kernels import verify_torch
 
     base = 0
-    honest = verify_torch.__dict__["_walk_coupled"]
+    original = verify_torch.__dict__["_walk_coupled"]
 
     def walk(rows: np.ndarray, start: int, proposal: Any) -> Any:
         nonlocal base
         base = proposal.base_length
-        return honest(rows, start, proposal)
+        return original(rows, start, proposal)
 
     _replace(verify_torch, "_walk_coupled", walk)
-    _displace_noise("kernels.verify_torch", lambda places: [(seed, base) for seed, _ in places])
+    _displace_noise("kernels.verify_torch", lambda positions: [(seed, base) for seed, _ in positions])
 
 
 # ---------------------------------------------------------------------------------------------------------- helpers
@@ -229,23 +222,23 @@ def noise_of_the_round() -> None:
 
 def _displace_noise(name: str, displaced: Callable[[Sequence[tuple[int, int]]], Sequence[tuple[int, int]]]) -> None:
     module = importlib.import_module(name)
-    honest = module.__dict__["noise_rows"]
-    _replace(module, "noise_rows", lambda places, V: honest(displaced(places), V))
+    original = module.__dict__["noise_rows"]
+    _replace(module, "noise_rows", lambda positions, V: original(displaced(positions), V))
 
 
 def _redirect(name: str, domain: rng.Domain, to: rng.Domain) -> None:
-    def uniform(seed: int, base_length: int, index: int, asked: rng.Domain, draw: int = 0) -> float:
-        return rng.uniform(seed, base_length, index, to if asked == domain else asked, draw)
+    def uniform(seed: int, base_length: int, index: int, own: rng.Domain, draw: int = 0) -> float:
+        return rng.uniform(seed, base_length, index, to if own == domain else own, draw)
 
     _replace(importlib.import_module(name), "uniform", uniform)
 
 
 def _send_all_of_q(config: SparseConfig, *modules: ModuleType) -> None:
-    """Each drafted token is sampled as ever, and sent with all of the softmax."""
+    """Sample each drafted token as before, and send it with the whole softmax."""
 
-    def wrong(honest: Callable[..., Any], logits: torch.Tensor, draws: Sequence[Draw], cut: SparseConfig) -> Any:
+    def wrong(original: Callable[..., Any], logits: torch.Tensor, draws: Sequence[Draw], cut: SparseConfig) -> Any:
         full = sparsify(torch.softmax(logits.float(), dim=-1), config)
-        samples = honest(logits, draws, cut)
+        samples = original(logits, draws, cut)
         return [each if each.q is None else each._replace(q=whole) for each, whole in zip(samples, full, strict=True)]
 
     _wrap_sample(wrong, *modules)
@@ -256,8 +249,8 @@ def _wrap_sample(wrong: Callable[..., Any], *modules: ModuleType) -> None:
         _replace(module, "sample", partial(wrong, module.__dict__["sample"]))
 
 
-def _be_sick(drafter: str, guesser: str, how: Callable[[Any], Any]) -> None:
-    """Every second proposal in the whole service is what `how` makes of it. Rests are short."""
+def _fail_every_second(drafter: str, guesser: str, how: Callable[[Any], Any]) -> None:
+    """Pass every second proposal of the whole service through `how`. Backoffs are short."""
     from draft_service.drafters import guard
 
     made = count()
@@ -267,9 +260,9 @@ def _be_sick(drafter: str, guesser: str, how: Callable[[Any], Any]) -> None:
 
 def _change_guesses(drafter: str, guesser: str, change: Callable[[list[Any]], Any]) -> None:
     module = importlib.import_module(f"draft_service.drafters.{drafter}")
-    honest = module.__dict__[guesser]
+    original = module.__dict__[guesser]
 
-    class Changed(honest):  # type: ignore[misc, valid-type]
+    class Changed(original):  # type: ignore[misc, valid-type]
         def guess(self, count: int, ahead: Sequence[int] = ()) -> Any:
             return change(super().guess(count, ahead))
 

@@ -1,0 +1,54 @@
+"""The services of a tiny pair."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from tests.cluster import Cluster, Service, wait_healthy
+from tests.exactness import pairs, sampling
+
+
+class PairServices:
+    """A tiny pair on disk, its verifier, and draft services, which start on first use and stay."""
+
+    def __init__(self, cluster: Cluster, folder: Path, *, seed: int, markov: bool) -> None:
+        self.target = pairs.write_target(folder / "target", seed=seed, markov=markov)
+        self.drafts = {kind: pairs.write_draft(folder / kind, self.target, kind) for kind in pairs.HEADS}
+        self.verifier = cluster.verifier(model=self.target, flags=sampling.FLAGS)
+        self._cluster = cluster
+        self._running: dict[tuple[str, str, str | None], Service] = {}
+
+    def draft(self, kind: str = "sharpened", flags: str = "", fault: str | None = None) -> Service:
+        """Return the draft service with this draft, these flags and this fault."""
+        key = kind, flags, fault
+        if key not in self._running:
+            self._running[key] = self.start_draft(*key)
+            wait_healthy(self._running[key])
+        return self._running[key]
+
+    def start_draft(
+        self, kind: str, flags: str = "", fault: str | None = None, verifier: Service | None = None
+    ) -> Service:
+        return self._cluster.draft(
+            verifier or self.verifier,
+            model=self.drafts[kind],
+            fault=fault,
+            flags=(*sampling.DRAFT_FLAGS, *flags.split()),
+        )
+
+    @contextmanager
+    def with_fault(
+        self, fault: str, kind: str = "sharpened", flags: str = "", *, in_verifier: bool = False
+    ) -> Iterator[Service]:
+        """Start a draft service with a fault in it, or in a verifier of its own; stop both after the block."""
+        verifier = self.verifier
+        if in_verifier:
+            verifier = self._cluster.verifier(model=self.target, fault=fault, flags=sampling.FLAGS)
+        draft = self.start_draft(kind, flags, None if in_verifier else fault, verifier)
+        wait_healthy(verifier, draft)
+        yield draft
+        draft.end()
+        if in_verifier:
+            verifier.end()
