@@ -140,6 +140,10 @@ CASES: dict[str, Case] = {
             (block((2, 3), (sparse({0: 1, 2: 1}), sparse({2: 1, 3: 1})), (0.0, 0.0), 0.7), Is(0, 1)),
         ],
     ),
+    "a block without reach does not end at u = 0": (  # P_1 is 1/2, and no token of the second row has p/2 above q̂
+        torch.zeros(2, 4),
+        [(block((0, 0), (HALF, EVEN), (0.0, LAST)), Is(0))],
+    ),
     "a block of small weight still leaves its residual": (  # P_1 = 2e-7; all of token 3 is left of the second p
         [[1e-7, 1 - 1e-7, 0.0, 0.0], [0.0, 0.0, 0.0, 1.0]],
         [(block((0, 1), (HALF, HALF), (0.0, LAST)), Is(1, 3))],
