@@ -1,5 +1,6 @@
-"""The models of a simulated world, in plain Python: a target whose right texts are known, and a drafter that is often
-right. Beside them the oracle, which hears of every verification and says what may follow from it.
+"""The models of a simulated cluster, in plain Python: a target whose texts are known, and a drafter that mostly agrees.
+
+The reference receives every verification and checks it.
 """
 
 from __future__ import annotations
@@ -24,42 +25,40 @@ EOS = 0
 
 
 VIOLATIONS: list[str] = []
-"""Of this world, each once it is found; product code may catch what is raised."""
+"""In the current cluster. Product code may catch the exceptions."""
 
 
-def require(holds: bool, otherwise: str) -> None:
-    """Raise an AssertionError where an invariant does not hold, and note it."""
+def require(holds: bool, error: str) -> None:
+    """Record and raise a violation of an invariant."""
     if not holds:
-        VIOLATIONS.append(otherwise)
-        raise AssertionError(otherwise)
+        VIOLATIONS.append(error)
+        raise AssertionError(error)
 
 
 def draw(*key: int) -> int:
-    """A number that follows from a few others alone, in [0, 2^32)."""
+    """A hash of the key, in [0, 2^32)."""
     number = zlib.crc32(repr(key).encode())
     return (number * 0x9E3779B1 ^ number >> 7) & 0xFFFFFFFF
 
 
 def target_token(salt: int, prefix: Sequence[int]) -> int:
-    """What the target writes after a prefix: of 40 tokens about one is the end."""
+    """The target's token after a prefix: one of about 40 is the end."""
     number = (zlib.crc32(bytes(prefix), salt & 0xFFFFFFFF) * 0x9E3779B1 & 0xFFFFFFFF) >> 8
     return EOS if number % 40 == 0 else 1 + number % (VOCABULARY - 1)
 
 
-# ---------------------------------------------------------------------------------------------------------- the oracle
-
-
 @dataclass
 class Text:
-    """What verifiers have committed to one seed: a round that is verified again has the same result.
+    """The committed tokens of one seed.
 
     Attributes:
-        rounds: by base length, what was proposed there, and what came of it.
+        draws: whether the text depends on the draws of each round, and so is not known before.
+        rounds: the proposed tokens and the result, by base length. A repeated round has the same result.
     """
 
     prompt: list[int]
     salt: int
-    draws: bool  # the text follows from draws of each round, and so is not known before
+    draws: bool
     stops: frozenset[int]
     limit: int
     tokens: list[int] = field(init=False)
@@ -69,33 +68,33 @@ class Text:
         self.tokens = list(self.prompt)
 
     @property
-    def right(self) -> list[int]:
-        """The output as far as it was verified, up to where it ends."""
-        written = self.tokens[len(self.prompt) :][: self.limit]
-        return next((written[: i + 1] for i, token in enumerate(written) if token in self.stops), written)
+    def output(self) -> list[int]:
+        """The verified output, up to its end."""
+        output = self.tokens[len(self.prompt) :][: self.limit]
+        return next((output[: i + 1] for i, token in enumerate(output) if token in self.stops), output)
 
     @property
     def is_whole(self) -> bool:
-        right = self.right
-        return len(right) == self.limit or (bool(right) and right[-1] in self.stops)
+        output = self.output
+        return len(output) == self.limit or (bool(output) and output[-1] in self.stops)
 
 
-class Oracle:
+class Reference:
     """The texts of all seeds."""
 
     def __init__(self) -> None:
         self.texts: dict[int, Text] = {}
 
     def verify(self, seed: int, context: list[int], proposed: Proposed) -> VerifyResult:
-        """Verify a proposal after `context`, which is what the cache holds, and check that it may be verified.
+        """Verify a proposal after `context`, the tokens in the KV cache, and check that it may be verified.
 
         Raises:
-            AssertionError: invariant 2 (draws of a base length serve one round alone), 5 or 6.
+            AssertionError: invariant 2 (one round for each base length), 5 or 6 is violated.
         """
         text, base = self.texts[seed], proposed.base_length
         require(len(context) == base, f"seed {seed}: a round of base {base} is verified after {len(context)} tokens")
         require(
-            context == text.tokens[:base], f"seed {seed}: the cache before {base} holds other tokens than committed"
+            context == text.tokens[:base], f"seed {seed}: the cache before {base} differs from the committed tokens"
         )
         result = _rule(text, seed, list(context), proposed)
         known = text.rounds.setdefault(base, (proposed.tokens, result))
@@ -109,12 +108,11 @@ class Oracle:
             require(known[1] == result, f"seed {seed}: two results at base {base}")
         return result
 
-    def check_received(self, seed: int, tokens: Sequence[int], whom: str) -> None:
-        """Checks that tokens are a verified beginning of the text (invariant 3)."""
-        right = self.texts[seed].right
-        require(
-            list(tokens) == right[: len(tokens)], f"{whom} received {list(tokens)}; verified are {right} (seed {seed})"
-        )
+    def check_received(self, seed: int, tokens: Sequence[int], receiver: str) -> None:
+        """Check that tokens are a verified prefix of the text (invariant 3)."""
+        output, received = self.texts[seed].output, list(tokens)
+        is_prefix = received == output[: len(received)]
+        require(is_prefix, f"{receiver} received {received}; verified are {output} (seed {seed})")
 
 
 def _rule(text: Text, seed: int, context: list[int], proposed: Proposed) -> VerifyResult:
@@ -134,11 +132,8 @@ def _rule(text: Text, seed: int, context: list[int], proposed: Proposed) -> Veri
     return VerifyResult(Status.OK, accepted, following, beta=beta)
 
 
-# ----------------------------------------------------------------------------------------------------------- the target
-
-
 class TokenMemory:
-    """The tokens themselves in the place of keys and values: what a pass reads there decides what comes next."""
+    """Blocks of tokens in place of keys and values. The target's next token depends on them."""
 
     bytes = 0
 
@@ -155,7 +150,7 @@ class TokenMemory:
 
 
 class TokenPool(KVPool):
-    """The real pool's books over such a memory."""
+    """The real pool with such blocks."""
 
     def __init__(self, *, blocks: int, max_length: int, block_tokens: int) -> None:
         super().__init__(
@@ -166,7 +161,7 @@ class TokenPool(KVPool):
         self._by_head: Any = self.memory
 
     def held(self, slot: int) -> list[int]:
-        """The tokens whose keys and values a sequence has."""
+        """The tokens of a sequence in the KV cache."""
         found: list[int] = []
         for block in self.block_table(slot):
             found += self.memory.block(block)
@@ -180,18 +175,18 @@ class TokenPool(KVPool):
 
 
 class TokenRunner:
-    """The pass and the verification of one verifier (`verifier_service.target_runner.TargetRunner`)."""
+    """In place of `verifier_service.target_runner.TargetRunner`."""
 
-    def __init__(self, pool: TokenPool, oracle: Oracle, chance: random.Random) -> None:
-        self.broken = 0.0  # the share of passes that fail
-        self.poisoned: frozenset[int] = frozenset()  # seeds whose rounds break every pass they are in
+    def __init__(self, pool: TokenPool, reference: Reference, chance: random.Random) -> None:
+        self.broken = 0.0  # share of passes that fail
+        self.poisoned: frozenset[int] = frozenset()  # seeds whose rounds break every pass
         self._pool = pool
-        self._oracle = oracle
+        self._oracle = reference
         self._chance = chance
 
     def __call__(self, chunks: Sequence[Chunk], proposals: Sequence[Proposed]) -> StepResult:
         if self._chance.random() < self.broken or any(each.seed in self.poisoned for each in proposals):
-            raise RuntimeError("the device says no")
+            raise RuntimeError("the device fails")
         for chunk in chunks:
             require(chunk.start == self._pool.length(chunk.slot), "a chunk begins elsewhere than its sequence ends")
             self._pool.grow(chunk.slot, chunk.start + len(chunk.tokens))
@@ -207,12 +202,9 @@ class TokenRunner:
         return StepResult(proposals, results, seconds, 1e-4)
 
 
-# ---------------------------------------------------------------------------------------------------------- the drafter
-
-
 @dataclass
 class DraftHabits:
-    """How a drafter behaves: shares of proposals, and seconds a token."""
+    """Behaviour of a drafter: shares of its proposals, and seconds a token."""
 
     right: float = 0.8
     seconds: float = 2e-3
@@ -225,9 +217,9 @@ class DraftHabits:
 
 @dataclass
 class TokenDrafter(Drafter):
-    """Drafts what the target would write, save where it errs."""
+    """Drafts the target's tokens, with some errors."""
 
-    oracle: Oracle
+    reference: Reference
     habits: DraftHabits
     chance: random.Random
     num_open: int = 0
@@ -242,7 +234,7 @@ class _TokenDrafting(Drafting):
         self._sequence = sequence
         self._tokens = [*sequence.prompt, *sequence.committed]
         self._is_open = True
-        self._under_way: asyncio.Future[Draft] | None = None
+        self._pending: asyncio.Future[Draft] | None = None
         drafter.num_open += 1
 
     def capacity(self) -> int:
@@ -250,31 +242,31 @@ class _TokenDrafting(Drafting):
 
     def advance(self, tokens: Sequence[int]) -> None:
         self._tokens += tokens
-        text = self._drafter.oracle.texts[self._sequence.seed]
-        self._drafter.oracle.check_received(self._sequence.seed, self._tokens[len(text.prompt) :], "the drafter")
+        text = self._drafter.reference.texts[self._sequence.seed]
+        self._drafter.reference.check_received(self._sequence.seed, self._tokens[len(text.prompt) :], "the drafter")
 
     def propose(self, gamma: int) -> Awaitable[Draft]:
-        self._under_way = asyncio.ensure_future(self._draft(gamma))
-        return self._under_way
+        self._pending = asyncio.ensure_future(self._draft(gamma))
+        return self._pending
 
     def close(self) -> None:
-        if self._under_way is not None:
-            self._under_way.cancel()
+        if self._pending is not None:
+            self._pending.cancel()
         self._drafter.num_open -= self._is_open
         self._is_open = False
 
     async def _draft(self, gamma: int) -> Draft:
         habits, chance, seed = self._drafter.habits, self._drafter.chance, self._sequence.seed
-        text, tokens, base = self._drafter.oracle.texts[seed], list(self._tokens), len(self._tokens)
+        text, tokens, base = self._drafter.reference.texts[seed], list(self._tokens), len(self._tokens)
         await asyncio.sleep(habits.seconds * gamma * chance.uniform(0.5, 1.5))
-        mood = chance.random()
+        chance_left = chance.random()
         for share, seconds in ((habits.hangs, 200.0), (habits.late, 3.0)):
-            if mood < share:
+            if chance_left < share:
                 await asyncio.sleep(seconds)
-            mood -= share
-        if 0 <= mood < habits.raises:
-            raise RuntimeError("the drafter is out of order")
-        if 0 <= mood - habits.raises < habits.nonsense:
+            chance_left -= share
+        if 0 <= chance_left < habits.raises:
+            raise RuntimeError("the drafter fails")
+        if 0 <= chance_left - habits.raises < habits.nonsense:
             return Draft([VOCABULARY + 5] * gamma, [], 0.0)
         count = chance.randrange(gamma + 1) if chance.random() < habits.short else gamma
         for i in range(count):

@@ -1,6 +1,6 @@
-"""A network in memory: calls with the interface of `grpc.aio` on both sides, and links that are slow, stall and break.
+"""A network in memory: calls with the interface of `grpc.aio` on both sides, over links that are slow, stall and break.
 
-Messages of one direction of one call stay in order; all else may overtake each other.
+Messages of one direction of one call stay in order; any others may overtake each other.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import grpc
 from google.protobuf.message import Message
 
 EOF = grpc.aio.EOF
-KEEPALIVE_SECONDS = 15.0  # after which a side whose peer has vanished without a word gives a call up
+KEEPALIVE_SECONDS = 15.0  # until a call ends whose peer vanished silently
 Method = Callable[[Any, Any], Awaitable[Any]]
 
 
@@ -29,11 +29,6 @@ class Status:
     details: str = ""
     trailing: tuple[tuple[str, Any], ...] = ()
 
-    @property
-    def error(self) -> grpc.aio.AioRpcError:
-        trailing = grpc.aio.Metadata(*self.trailing)
-        return grpc.aio.AioRpcError(self.code, grpc.aio.Metadata(), trailing, details=self.details)
-
 
 LOST = Status(grpc.StatusCode.UNAVAILABLE, "Socket closed")
 REFUSED = Status(grpc.StatusCode.UNAVAILABLE, "failed to connect to all addresses")
@@ -43,44 +38,42 @@ LATE = Status(grpc.StatusCode.DEADLINE_EXCEEDED, "Deadline Exceeded")
 
 
 class Network:
-    """All delays of a world, drawn from one generator."""
+    """Delays of messages, drawn from one generator."""
 
     def __init__(self, loop: asyncio.AbstractEventLoop, chance: random.Random, *, latency: float, window: int) -> None:
-        """`latency` is the mean delay of a message in seconds, `window` how many may be unread before a write waits."""
+        """`latency` is the mean delay in seconds. A write waits while `window` messages are unread."""
         self.loop = loop
         self.window = window
         self._latency = latency
         self._chance = chance
 
     def delay(self) -> float:
-        """Of one message."""
         return self._latency * self._chance.uniform(0.1, 2.0) * (20.0 if self._chance.random() < 0.02 else 1.0)
 
 
 class Host:
-    """A process that serves methods, for callers elsewhere.
+    """A process that serves methods.
 
     Attributes:
-        methods: by name; a call of any other, or while it is down, is refused.
-        calls: those in progress.
-        parting: what it tells the callers of calls that it cuts, if anything.
+        methods: by name; other calls are refused.
+        calls: in progress.
+        cancel_status: of calls that it cancels; None is CANCELLED.
     """
 
     def __init__(self, name: str, network: Network) -> None:
         self.name = name
         self.methods: Mapping[str, Method] = {}
         self.calls: dict[Call, None] = {}
-        self.parting: Status | None = None
+        self.cancel_status: Status | None = None
         self.network = network
         self._frozen: asyncio.Event | None = None
         self._stalled: deque[Callable[[], object]] = deque()
 
     def freeze(self) -> None:
-        """From now on it takes nothing in, and makes no step."""
+        """Stop receiving and running until `thaw`."""
         self._frozen = self._frozen or asyncio.Event()
 
     def thaw(self) -> None:
-        """Goes on where it stood."""
         if self._frozen is not None:
             self._frozen.set()
             self._frozen = None
@@ -88,19 +81,19 @@ class Host:
             self._stalled.popleft()()
 
     async def thawed(self) -> None:
-        """Waits while it is frozen."""
+        """Wait while it is frozen."""
         while self._frozen is not None:
             await self._frozen.wait()
 
-    def take_in(self, action: Callable[[], object]) -> None:
-        """Does what an arriving message brings about, now or when it is thawed."""
+    def receive(self, action: Callable[[], object]) -> None:
+        """Run the action of an arriving message, now or when thawed."""
         if self._frozen is not None:
             self._stalled.append(action)
         else:
             action()
 
     def die(self, *, silently: bool = False) -> None:
-        """Ends every call: callers notice soon, or only by their keepalive where it vanishes `silently`."""
+        """End every call. Callers notice soon, or by their keepalive if it vanishes `silently`."""
         self.methods = {}
         self._stalled.clear()
         self.thaw()
@@ -110,46 +103,46 @@ class Host:
         self.calls.clear()
 
     def cut(self) -> None:
-        """Breaks every call between two processes that live on."""
+        """Break every call; both processes continue."""
         for call in list(self.calls):
             self.network.loop.call_later(self.network.delay(), call.serving.cancel)
             call.lose(LOST, self.network.delay())
 
 
 class _Direction:
-    """One direction of a call: messages arrive in order, each after its own delay, the end behind all of them."""
+    """One direction of a call. Messages arrive in order, each after its own delay, then the end."""
 
     def __init__(self, network: Network, host: Host | None) -> None:
-        """`host` is the receiver where that can freeze."""
+        """`host` is the receiver if it can freeze."""
         self._network = network
         self._host = host
-        self._under_way: deque[Any] = deque()
+        self._sent: deque[Any] = deque()
         self._arrived: deque[Any] = deque()
         self._last = 0.0
         self._changed = asyncio.Event()
-        self.end: Status | None = None  # nothing comes any more, once what has arrived is read
-        self.on_status: Callable[[Status], None] = lambda _: None  # called when the end has come
-        self.at_end: Callable[[Status], None] = lambda _: None  # and once all before it is read
+        self.end: Status | None = None  # after all arrived messages
+        self.on_status: Callable[[Status], None] = lambda _: None  # called when the end arrives
+        self.at_end: Callable[[Status], None] = lambda _: None  # called once all messages before it are read
 
     def send(self, item: Any) -> None:
-        self._under_way.append(item)
+        self._sent.append(item)
         self._last = max(self._last, self._network.loop.time() + self._network.delay())
-        take_in = self._arrive if self._host is None else partial(self._host.take_in, self._arrive)
-        self._network.loop.call_at(self._last, take_in)
+        receive = self._arrive if self._host is None else partial(self._host.receive, self._arrive)
+        self._network.loop.call_at(self._last, receive)
 
     def _arrive(self) -> None:
-        if self._under_way:
-            item = self._under_way.popleft()
+        if self._sent:
+            item = self._sent.popleft()
             if isinstance(item, Status):
                 self.end = item
                 self.on_status(item)
             else:
                 self._arrived.append(item)
-            self._changed_now()
+            self._wake()
 
     def close(self, status: Status) -> None:
-        """Ends it here and now: what is under way, or unread, is lost."""
-        self._under_way.clear()
+        """End it now, and drop all messages that are not read."""
+        self._sent.clear()
         self._arrived.clear()
         self.end = status
         self._wake()
@@ -157,15 +150,12 @@ class _Direction:
     def _wake(self) -> None:
         self._changed.set()
         self._changed = asyncio.Event()
-
-    def _changed_now(self) -> None:
-        self._wake()
         if self.end is not None and not self._arrived:
             self.at_end(self.end)
 
-    async def room(self) -> None:
-        """Waits while too much is unread."""
-        while self.end is None and len(self._under_way) + len(self._arrived) >= self._network.window:
+    async def wait_for_window(self) -> None:
+        """Wait while too many messages are unread."""
+        while self.end is None and len(self._sent) + len(self._arrived) >= self._network.window:
             await self._changed.wait()
 
     async def next(self) -> Any:
@@ -175,12 +165,12 @@ class _Direction:
         if not self._arrived:
             return self.end
         item = self._arrived.popleft()
-        self._changed_now()
+        self._wake()
         return item
 
 
 class Call:
-    """A call as its client holds it (`grpc.aio.StreamStreamCall`, and of a unary method the awaitable).
+    """A call at its client: `grpc.aio.StreamStreamCall`, or the awaitable of a unary method.
 
     Attributes:
         serving: the server's task.
@@ -189,7 +179,7 @@ class Call:
     def __init__(
         self, network: Network, host: Host, method: str, request: Message | None = None, *, timeout: float | None = None
     ) -> None:
-        """`request` is that of a method that takes a single one."""
+        """`request` is for methods with a single request."""
         self._network = network
         self._host = host
         self._status: Status | None = None
@@ -204,10 +194,9 @@ class Call:
         self.serving: asyncio.Future[Any] = loop.create_future()
         self._timer = None if timeout is None else loop.call_later(max(0.0, timeout), self._end, LATE)
         host.calls[self] = None
-        loop.call_later(network.delay(), host.take_in, partial(self._reach, method, _copy(request)))
+        loop.call_later(network.delay(), host.receive, partial(self._reach, method, _copy(request)))
 
     def _reach(self, method: str, request: Message | None) -> None:
-        """The call comes to its host."""
         served = self._host.methods.get(method)
         if served is None or self._status is not None:
             self._host.calls.pop(self, None)
@@ -217,11 +206,11 @@ class Call:
         self.serving.add_done_callback(lambda _: self._host.calls.pop(self, None))
 
     def lose(self, status: Status, seconds: float) -> None:
-        """The client learns in so many seconds that the call was broken."""
+        """End the call at the client in so many seconds."""
         self._network.loop.call_later(seconds, self._end, status)
 
     def _end(self, status: Status) -> None:
-        """The call is over for the client; the server hears of it where it does not know."""
+        """End the call at the client, and a delay later at the server."""
         if self._status is not None:
             return
         self._status = status
@@ -233,16 +222,14 @@ class Call:
         self._ended.set()
         for callback in self._callbacks:
             callback(self)
-        self._network.loop.call_later(self._network.delay(), self._host.take_in, lambda: self.serving.cancel())
-
-    # ------------------------------------------------------------------------------------- the interface of grpc.aio
+        self._network.loop.call_later(self._network.delay(), self._host.receive, lambda: self.serving.cancel())
 
     async def write(self, message: Message) -> None:
         if self._status is not None or self._half_closed:
             raise asyncio.InvalidStateError("RPC already finished.")
         self.up.send(_copy(message))
         try:
-            await self.up.room()
+            await self.up.wait_for_window()
             await asyncio.sleep(0)
         except asyncio.CancelledError:
             self.cancel()
@@ -270,7 +257,8 @@ class Call:
         if self._status is CANCELLED:
             raise asyncio.CancelledError
         if self._status is not None and self._status.code is not grpc.StatusCode.OK:
-            raise self._status.error
+            trailing = grpc.aio.Metadata(*self._status.trailing)
+            raise grpc.aio.AioRpcError(self._status.code, grpc.aio.Metadata(), trailing, details=self._status.details)
 
     def __await__(self) -> Generator[Any, Any, Any]:
         return self._only_response().__await__()
@@ -284,9 +272,6 @@ class Call:
         was_over = self._status is not None
         self._end(CANCELLED)
         return not was_over
-
-    def cancelled(self) -> bool:
-        return self._status is CANCELLED
 
     def done(self) -> bool:
         return self._status is not None
@@ -313,7 +298,7 @@ class Call:
 
 
 class Context:
-    """The same call as its servicer holds it (`grpc.aio.ServicerContext`)."""
+    """The call at its servicer: `grpc.aio.ServicerContext`."""
 
     def __init__(self, network: Network, host: Host, call: Call) -> None:
         self._network = network
@@ -322,7 +307,7 @@ class Context:
         self._status: Status | None = None
 
     async def serve(self, method: Method, request: Message | None) -> None:
-        """Runs the servicer's method to its end, and sends the status that it comes to."""
+        """Run the servicer's method, and send its status."""
         status = Status(grpc.StatusCode.OK)
         try:
             response = await method(request, self)
@@ -332,7 +317,7 @@ class Context:
             assert self._status is not None
             status = self._status
         except asyncio.CancelledError:
-            status = self._host.parting or Status(grpc.StatusCode.CANCELLED, "the server gave the call up")
+            status = self._host.cancel_status or Status(grpc.StatusCode.CANCELLED, "cancelled by the server")
             raise
         except Exception as error:
             status = Status(grpc.StatusCode.UNKNOWN, f"{type(error).__name__}: {error}")
@@ -353,7 +338,7 @@ class Context:
         if self.done():
             raise asyncio.InvalidStateError("the call is over")
         self._call.down.send(_copy(message))
-        await self._call.down.room()
+        await self._call.down.wait_for_window()
         await asyncio.sleep(0)
 
     async def abort_with_status(self, status: grpc.Status) -> None:
@@ -375,5 +360,5 @@ class Context:
 
 
 def _copy(message: Any) -> Any:
-    """As the wire does it: what either side changes later the other does not see."""
+    """Copy, so that changes on one side do not reach the other."""
     return type(message).FromString(message.SerializeToString()) if isinstance(message, Message) else message

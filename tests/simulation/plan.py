@@ -1,4 +1,4 @@
-"""What happens in a world: drawn from its seed before it begins."""
+"""The plan of a simulation: clients and faults, drawn from the seed before it begins."""
 
 from __future__ import annotations
 
@@ -27,12 +27,12 @@ FAULTS = ("die", "vanish", "freeze", "cut", "drain", "lose", "hang")
 
 @dataclass
 class Plan:
-    """What a seed comes to.
+    """The plan of one seed.
 
     Attributes:
-        kind: what may go wrong. "calm": nothing; "one": one verifier of several is disturbed, and every text is whole;
-            "wild": everything is; "full": too little room; "steps": passes that fail.
-        faults: when, what, to which verifier, and for how long.
+        kind: "calm": no faults; "one": faults of one verifier of several, and every text is whole; "wild": any faults;
+            "full": small limits; "steps": passes that fail.
+        faults: time, fault, verifier, duration.
         poisoned: requests whose rounds break every pass.
     """
 
@@ -53,7 +53,6 @@ class Plan:
 
 
 def draw_plan(seed: int) -> Plan:
-    """Draw the plan of a seed."""
     chance = random.Random(seed)
     kind = chance.choice(KINDS)
     plan = Plan(

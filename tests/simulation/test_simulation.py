@@ -1,7 +1,4 @@
-"""Both services in worlds where everything goes wrong that can: a few hundred of the seeds that `__main__` runs.
-
-And the simulation itself: what is broken on purpose it finds, within a few seeds.
-"""
+"""Both services under simulated faults, for some of the seeds that `__main__` runs; and faults on purpose."""
 
 from __future__ import annotations
 
@@ -22,30 +19,24 @@ from verifier_service.engine import Close, VerifierEngine
 from verifier_service.scheduler import Scheduler
 
 SEEDS = 120
-MOST_SEEDS = 150  # until a fault is found
+MOST_SEEDS = 150  # to find a fault
 
 
-def test_texts_are_right_and_nothing_stays_held_whatever_fails() -> None:
+def test_texts_are_right_and_nothing_leaks_under_any_faults() -> None:
     for seed in range(SEEDS):
         outcome = simulate(seed)
         assert not outcome.problem, str(outcome)
 
 
-def test_a_seed_gives_the_same_trace_again() -> None:
+def test_seed_reproducibility() -> None:
     for seed in (3, 8):
         assert simulate(seed).trace == simulate(seed).trace
 
 
-# ------------------------------------------------------------------------------------------------------------ mutations
-
-Change = Callable[[Any], Any]  # of a method: takes it as it is
+Change = Callable[[Any], Any]  # from a method to a faulty one
 
 
-def _keeps_rejected_tokens(_: Any) -> Any:
-    return lambda self, sequence: None
-
-
-def _resends_less(send: Any) -> Any:
+def _resends_an_empty_proposal(send: Any) -> Any:
     async def changed(self: VerifyStream) -> None:
         round_ = self._sequence.round
         whole = round_.draft_tokens, round_.distributions
@@ -57,7 +48,7 @@ def _resends_less(send: Any) -> Any:
     return changed
 
 
-def _forgets_a_token_on_the_way(opening: Any) -> Any:
+def _drops_a_committed_token(opening: Any) -> Any:
     def changed(self: Sequence, **named: bool) -> Any:
         message = opening(self, **named)
         del message.committed_token_ids[-1:]
@@ -66,7 +57,7 @@ def _forgets_a_token_on_the_way(opening: Any) -> Any:
     return changed
 
 
-def _emits_what_was_drafted(take: Any) -> Any:
+def _emits_unverified_tokens(take: Any) -> Any:
     def changed(self: Emitter, verdict: Any, drafted: Any) -> None:
         verdict.token_ids[: len(drafted)] = list(drafted)[: len(verdict.token_ids)]
         take(self, verdict, drafted)
@@ -74,11 +65,7 @@ def _emits_what_was_drafted(take: Any) -> Any:
     return changed
 
 
-def _finds_what_was_overwritten(_: Any) -> Any:
-    return lambda self, block: None
-
-
-def _never_closes(receive: Any) -> Any:
+def _does_not_close(receive: Any) -> Any:
     def changed(self: VerifierEngine, message: Any) -> None:
         if not (isinstance(message, Close) and message.sequence.failed):
             receive(self, message)
@@ -86,7 +73,7 @@ def _never_closes(receive: Any) -> Any:
     return changed
 
 
-def _counts_what_is_cancelled(_: Any) -> Any:
+def _does_not_release(_: Any) -> Any:
     async def changed(self: Lease) -> None:
         await self.stream.close()
         self.cancel()
@@ -94,29 +81,27 @@ def _counts_what_is_cancelled(_: Any) -> Any:
     return changed
 
 
-MUTATIONS: list[tuple[type, str, Change, str, str]] = [
-    (Scheduler, "settle", _keeps_rejected_tokens, "calm", "cache"),
-    (VerifyStream, "send", _resends_less, "wild", "used again"),
-    (Sequence, "opening", _forgets_a_token_on_the_way, "one", ""),
-    (Emitter, "take", _emits_what_was_drafted, "calm", "received"),
-    (BlockPool, "forget", _finds_what_was_overwritten, "calm", ""),
-    (VerifierEngine, "receive", _never_closes, "steps", "still has"),
-    (Lease, "close", _counts_what_is_cancelled, "wild", "counted"),
-]
+FAULTS: dict[str, tuple[type, str, Change, str, str]] = {
+    "no rollback": (Scheduler, "settle", lambda _: lambda self, sequence: None, "calm", "cache"),
+    "resends an empty proposal": (VerifyStream, "send", _resends_an_empty_proposal, "wild", "used again"),
+    "drops a committed token": (Sequence, "opening", _drops_a_committed_token, "one", ""),
+    "emits unverified tokens": (Emitter, "take", _emits_unverified_tokens, "calm", "received"),
+    "keeps stale prefixes": (BlockPool, "forget", lambda _: lambda self, block: None, "calm", ""),
+    "does not close": (VerifierEngine, "receive", _does_not_close, "steps", "still has"),
+    "does not release a lease": (Lease, "close", _does_not_release, "wild", "counted"),
+}
 
 
-@pytest.mark.parametrize(
-    ("owner", "name", "change", "kind", "sign"), MUTATIONS, ids=[each[2].__name__ for each in MUTATIONS]
-)
-def test_a_broken_invariant_is_found(
-    owner: type, name: str, change: Change, kind: str, sign: str, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(("owner", "name", "change", "kind", "words"), FAULTS.values(), ids=FAULTS)
+def test_a_fault_is_found(
+    owner: type, name: str, change: Change, kind: str, words: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(owner, name, change(getattr(owner, name)))
     plans = (plan for seed in range(100, 1_000_000) if (plan := draw_plan(seed)).kind == kind)
     for plan in islice(plans, MOST_SEEDS):
         outcome = simulate(plan.seed, plan)
         if outcome.problem:
-            assert sign in outcome.problem, str(outcome)
+            assert words in outcome.problem, str(outcome)
             print(f"found by seed {plan.seed}: {outcome.problem}")
             return
     pytest.fail(f"{MOST_SEEDS} seeds did not find it")

@@ -1,4 +1,4 @@
-"""A verifier of a world: its servicer, stream, engine and scheduler are real, its process and model are ours."""
+"""A simulated verifier: servicer, stream, engine and scheduler are real, process and model are not."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 
 class SimulatedEngine(VerifierEngine):
-    """The real engine, without its thread: `run` takes its turns."""
+    """The real engine without its thread."""
 
     def __init__(self, packed: Any, model: model_pb2.ModelInfo, *, linger: float) -> None:
         self.posted = asyncio.Event()
@@ -37,7 +37,7 @@ class SimulatedEngine(VerifierEngine):
 
 
 class Verifier(Host):
-    """A verifier's process, which dies and is started again."""
+    """A verifier's process, which can die and start again."""
 
     def __init__(self, number: int, world: World) -> None:
         self.address = f"10.0.0.{number + 1}:1"
@@ -51,14 +51,14 @@ class Verifier(Host):
         self.pool = TokenPool(blocks=plan.blocks, max_length=MAX_TOKENS, block_tokens=4)
         packed = SimpleNamespace(pool=self.pool, loaded=SimpleNamespace(device=torch.device("cpu")))
         self.engine = SimulatedEngine(packed, world.model, linger=plan.linger)
-        self.runner = TokenRunner(self.pool, world.oracle, world.chance)
+        self.runner = TokenRunner(self.pool, world.reference, world.chance)
         self.engine.runner = cast("Any", self.runner)
         self.engine.prepare()
         self.runner.broken, self.runner.poisoned = plan.broken_steps, world.poisoned
         self.service = VerifierService(world.verifier_settings, cast("Any", _NoMetrics()), Tracing())
         self.service.attach(self.engine, world.model)
         self.methods = {"Verify": self.service.Verify, "GetModel": self.service.GetModel}
-        self.parting = None
+        self.cancel_status = None
         self.running = asyncio.ensure_future(self._run(self.engine))
 
     @property
@@ -70,9 +70,8 @@ class Verifier(Host):
         self.die(silently=silently)
 
     async def drain(self, grace: float) -> None:
-        """Goes away as the service does: takes nothing new, tells sequences, and cuts those that stay too long."""
+        """Drain as the service does: refuse new sequences, notify the others, then cancel the rest."""
         status = to_status(draining())
-        said = Status(status.code, status.details, tuple(status.trailing_metadata))
 
         async def refuse(_: Any, context: Any) -> None:
             await context.abort_with_status(status)
@@ -80,14 +79,14 @@ class Verifier(Host):
         self.methods = {"Verify": refuse, "GetModel": refuse}
         self.engine.post(Drain())
         await asyncio.sleep(grace)
-        self.parting = said
+        self.cancel_status = Status(status.code, status.details, tuple(status.trailing_metadata))
         for call in list(self.calls):
             call.serving.cancel()
         await asyncio.sleep(0.05)
         self.stop()
 
     async def _run(self, engine: SimulatedEngine) -> None:
-        """Takes the engine's turns; between its two halves passes the time that a step takes."""
+        """Take the engine's turns. Each step takes some time."""
         try:
             while True:
                 await self.thawed()
@@ -108,7 +107,7 @@ class Verifier(Host):
                             await engine.posted.wait()
                     except TimeoutError:
                         pass
-        except ModelLost:  # as the service does: it ends, and the sequences go on elsewhere
+        except ModelLost:  # the service ends too, and its sequences continue elsewhere
             self.world.note(f"{self.name} has lost its model")
             self.loses_model = False
             self.die()
@@ -117,7 +116,7 @@ class Verifier(Host):
             self.die()
 
     def _check_step(self, engine: SimulatedEngine, work: Any) -> None:
-        """Invariant 5, and the books of the pool."""
+        """Check invariant 5 and the pool."""
         self.pool.check_integrity()
         verified = {id(item.sequence) for item in cast("list[TargetWork]", work) if item.round is not None}
         for sequence in engine.scheduler.running:
@@ -128,18 +127,15 @@ class Verifier(Host):
             require(held == committed[: len(held)], f"{name}: the cache holds {held}, committed are {committed}")
             if sequence.finished:
                 continue
-            require(len(held) < len(committed), f"{name}: {len(held)} of {len(committed)} tokens are in the cache")
-            if id(sequence) in verified:
-                require(
-                    len(held) == len(committed) - 1,
-                    f"{name}: {len(held)} tokens in the cache after a verdict, and {len(committed)} are committed",
-                )
+            missing = len(committed) - len(held)
+            is_right = missing == 1 if id(sequence) in verified else missing >= 1
+            require(is_right, f"{name}: {len(held)} tokens in the cache, {len(committed)} committed")
 
     def check_idle(self) -> None:
-        """Nothing is held, and nobody is counted."""
+        """Check that no sequence is left."""
         scheduler = self.engine.scheduler
-        here = [each.sequence_id for each in (*scheduler.running, *scheduler.waiting)]
-        require(not here, f"{self.name} still has {here}")
+        left = [each.sequence_id for each in (*scheduler.running, *scheduler.waiting)]
+        require(not left, f"{self.name} still has {left}")
         require(self.pool.used_blocks == 0, f"{self.name} holds {self.pool.used_blocks} blocks")
         require(not self.pool._slots, f"{self.name} has slots that no sequence has: {list(self.pool._slots)}")
         inside = self.service._limit._inside

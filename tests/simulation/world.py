@@ -1,7 +1,7 @@
-"""A world of one draft service, some verifiers and some clients: what happens to it follows from its seed alone.
+"""One draft service with verifiers and clients, simulated: everything follows from the seed.
 
-Services are the real ones down to the model: servicers, streams, engine, scheduler, KV pool, failover, request loop.
-Their network, clock and models are ours (`network`, `models`).
+Services are real except for the models: servicers, streams, engine, scheduler, KV pool, failover, request loop.
+Network, clock and models are simulated (`network`, `models`).
 """
 
 from __future__ import annotations
@@ -12,7 +12,6 @@ import random
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
-from functools import cache
 from types import SimpleNamespace
 from typing import Any, cast
 from unittest.mock import patch
@@ -36,41 +35,29 @@ from outrider.service.tracing import Tracing
 from protos.outrider.v1 import model_pb2
 from tests.fake_clock import FakeClockLoop
 from tests.simulation.clients import ClientPlan, Letters, Received
-from tests.simulation.models import EOS, VIOLATIONS, VOCABULARY, Oracle, Text, TokenDrafter, require
+from tests.simulation.models import EOS, VIOLATIONS, VOCABULARY, Reference, Text, TokenDrafter, require
 from tests.simulation.network import EOF, Call, Host, Network
 from tests.simulation.plan import BLOCK, COUPLED, MAX_TOKENS, TOKENWISE, Plan, draw_plan
 from tests.simulation.verifier import Verifier
 from verifier_service.request import FEATURES
 from verifier_service.settings import VerifierSettings
 
-START = 1_000.0  # what the clock shows at first: some code takes 0.0 for "never"
-HORIZON = 2_000.0  # seconds after which a world that has not ended hangs
-SLOW_READS = 12  # of a client that reads slowly; then it has caught up
-TRACE_LINES = 40  # of a seed that failed
+START = 1_000.0  # of the clock: some code uses 0.0 for "never"
+TIMEOUT_S = 2_000.0  # simulated seconds; a longer simulation hangs
+SLOW_READS = 12  # of a slow client; then it reads at once
+TRACE_LINES = 40  # of a failed seed
 OK = grpc.StatusCode.OK
 
 _UNREGISTERED = cast("Metrics", SimpleNamespace(registry=None))
 
-
-@cache
-def _request_metrics() -> RequestMetrics:
-    """One for all seeds: nothing that a service does hangs on them, and making them takes long."""
-    return RequestMetrics(_UNREGISTERED)
+_REQUEST_METRICS = RequestMetrics(_UNREGISTERED)  # shared by all seeds, because making it is slow
 
 
-class _Metrics(FailoverMetrics):
-    def __init__(self) -> None:
-        pass
-
-    def switched(self, reason: str) -> None:
-        """Not counted."""
-
-    def paused(self, seconds: float) -> None:
-        require(seconds >= 0, f"a pause of {seconds} s")
+_FAILOVER_METRICS = cast("FailoverMetrics", SimpleNamespace(switched=lambda reason: None, paused=lambda seconds: None))
 
 
 class _Channel:
-    """In the place of `RenewedChannel`: the verifier at an address of this world."""
+    """In place of `RenewedChannel`: a channel to a simulated verifier."""
 
     world: World
 
@@ -87,18 +74,15 @@ class _Channel:
         return start(SimpleNamespace(Verify=verify, GetModel=get_model))
 
     async def close(self) -> None:
-        """Nothing is left open."""
+        """Does nothing."""
 
 
 class _Loop(FakeClockLoop):
-    """Its time passes a little with each turn of the loop, too: timers that just miss their time do not spin."""
+    """A fake clock that also advances a little with each turn, so that early timers do not spin."""
 
     def _run_once(self) -> None:
         self.now += 1e-7
-        super()._run_once()  # type: ignore[misc]  # the one method that all turns go through
-
-
-# --- the world
+        super()._run_once()  # type: ignore[misc]  # the only method that runs each turn
 
 
 def _model(name: str, max_sequences: int) -> model_pb2.ModelInfo:
@@ -131,11 +115,11 @@ def _model(name: str, max_sequences: int) -> model_pb2.ModelInfo:
 
 
 class World:
-    """Everything of one seed.
+    """The simulation of one seed.
 
     Attributes:
-        outcomes: by request, how it ended.
-        trace: what happened, in order.
+        outcomes: status by request.
+        trace: events in order.
     """
 
     def __init__(self, plan: Plan, loop: FakeClockLoop) -> None:
@@ -143,7 +127,7 @@ class World:
         self.loop = loop
         self.chance = random.Random(plan.seed ^ 0x5EED)
         self.trace: list[str] = []
-        self.oracle = Oracle()
+        self.reference = Reference()
         self.outcomes: dict[str, str] = {}
         self.network = Network(loop, self.chance, latency=plan.latency, window=self.chance.choice((2, 16, 64)))
         self.model = _model("target", plan.max_sequences)
@@ -151,7 +135,7 @@ class World:
             max_sequences=plan.max_sequences, max_waiting=plan.max_waiting, idle_timeout=60.0, slow_client_timeout=30.0
         )
         self.poisoned = frozenset(client.seed(0) for client in plan.clients if client.name in plan.poisoned)
-        self.oracle.texts[PROBE.seed] = Text(list(PROBE.prompt), 0, False, frozenset(), MAX_TOKENS)
+        self.reference.texts[PROBE.seed] = Text(list(PROBE.prompt), 0, False, frozenset(), MAX_TOKENS)
         for client in plan.clients:
             message = client.message
             is_greedy = message.sampling.temperature == 0
@@ -159,18 +143,20 @@ class World:
             stops = frozenset(() if message.ignore_eos else (EOS,))
             for seed in map(client.seed, range(message.n)):
                 salt = 0 if is_greedy else seed
-                self.oracle.texts[seed] = Text(list(message.token_ids.ids), salt, draws, stops, message.max_new_tokens)
+                self.reference.texts[seed] = Text(
+                    list(message.token_ids.ids), salt, draws, stops, message.max_new_tokens
+                )
 
     def note(self, text: str) -> None:
         self.trace.append(f"{self.loop.time() - START:9.4f} {text}")
 
     async def run(self) -> None:
-        """Runs all of it, and checks what is left.
+        """Run the simulation, and check the state at its end.
 
         Raises:
-            AssertionError: something is wrong.
+            AssertionError: an invariant is violated.
         """
-        async with asyncio.timeout(HORIZON):
+        async with asyncio.timeout(TIMEOUT_S):
             await self._begin()
             faults = [asyncio.ensure_future(self._disturb(*fault)) for fault in self.plan.faults]
             await asyncio.gather(*map(self._serve, self.plan.clients))
@@ -179,7 +165,7 @@ class World:
             await asyncio.gather(*faults, return_exceptions=True)
             for verifier in self.verifiers:
                 verifier.thaw()
-            await asyncio.sleep(150.0)  # what was cut off without a word is given up by now
+            await asyncio.sleep(150.0)  # calls that vanished silently have ended by now
             self._check_end()
             self.replicas.close()
             for verifier in self.verifiers:
@@ -203,25 +189,25 @@ class World:
             speculation="adaptive",
             max_samples=4,
         )
-        self.drafter = TokenDrafter(self.oracle, plan.habits, self.chance)
+        self.drafter = TokenDrafter(self.reference, plan.habits, self.chance)
         guarded = GuardedDrafter(self.drafter, timeout=1.0, vocab_size=VOCABULARY, max_support=16)
         drafters = {Kind.MODEL: guarded, Kind.NONE: NoDrafter()}
-        verifiers = Verifiers(self.replicas, self.budget, 30.0, _Metrics())
+        verifiers = Verifiers(self.replicas, self.budget, 30.0, _FAILOVER_METRICS)
         controller, letters = GammaController(_UNREGISTERED), cast("Any", Letters())
         self.draft = DraftService(settings, _UNREGISTERED, Tracing())
         self.draft.attach(Pair(drafters, Kind.MODEL, controller, verifiers, letters, model, target))
         self.front = Host("draft", self.network)
         self.front.methods = {"Generate": self.draft.Generate}
 
-    async def _disturb(self, at: float, what: str, which: int, lasts: float) -> None:
+    async def _disturb(self, at: float, fault: str, which: int, lasts: float) -> None:
         verifier = self.verifiers[which]
         await asyncio.sleep(at)
         if not verifier.is_up:
             return
-        self.note(f"{verifier.name} {what} {lasts:g}")
-        match what:
+        self.note(f"{verifier.name} {fault} {lasts:g}")
+        match fault:
             case "die" | "vanish":
-                verifier.stop(silently=what == "vanish")
+                verifier.stop(silently=fault == "vanish")
             case "freeze":
                 verifier.freeze()
             case "cut":
@@ -245,11 +231,11 @@ class World:
         call = Call(self.network, self.front, "Generate", plan.message, timeout=plan.timeout)
         if plan.cancel_after is not None:
             self.loop.call_later(plan.cancel_after, call.cancel)
-        received = Received(plan, self.oracle)
+        received = Received(plan, self.reference)
         reason, code, slow_reads = "", OK, SLOW_READS if plan.reads_slowly else 0
         try:
             while (response := await call.read()) is not EOF:
-                received.take(response)
+                received.add(response)
                 if (slow_reads := slow_reads - 1) >= 0:
                     await asyncio.sleep(plan.reads_slowly)
         except grpc.aio.AioRpcError as error:
@@ -265,7 +251,7 @@ class World:
             require(code.name != "INTERNAL" or "STEP_FAILED" in reason, f"{plan.name} ended with {reason}")
 
     def _allowed(self, plan: ClientPlan) -> set[str]:
-        """The statuses other than OK that a request may come to."""
+        """The statuses other than OK that a request may have."""
         allowed = set()
         if plan.cancel_after is not None:
             allowed.add("CANCELLED")
@@ -294,12 +280,9 @@ class World:
             require(component.errors == 0, f"component {component.name} has failed {component.errors} times")
 
 
-# --- seeds
-
-
 @dataclass(frozen=True)
 class Outcome:
-    """What became of a seed: `problem` is empty where all was well; `codes` by request."""
+    """The result of a seed: `problem` is empty without a violation; `codes` are statuses by request."""
 
     seed: int
     kind: str
@@ -308,13 +291,13 @@ class Outcome:
     codes: dict[str, str]
 
     def __str__(self) -> str:
-        """The problem, with a short trace and how to see it again."""
-        head = f"seed {self.seed} ({self.kind}): {self.problem or 'all is well'}"
+        """The problem, the end of the trace, and the command that repeats it."""
+        head = f"seed {self.seed} ({self.kind}): {self.problem or 'no error'}"
         return "\n".join((head, *self.trace[-TRACE_LINES:], f"again: python -m tests.simulation --seed {self.seed}"))
 
 
 def simulate(seed: int, plan: Plan | None = None) -> Outcome:
-    """Run one seed. The same seed gives the same trace, to the digit."""
+    """Run one seed. The trace is reproducible."""
     plan = plan or draw_plan(seed)
     VIOLATIONS.clear()
     for component in COMPONENTS.values():
@@ -326,7 +309,7 @@ def simulate(seed: int, plan: Plan | None = None) -> Outcome:
         try:
             loop.run_until_complete(world.run())
         except TimeoutError:
-            problem = f"the world has not ended: {_names(asyncio.all_tasks(loop))}"
+            problem = f"the simulation has not ended: {_names(asyncio.all_tasks(loop))}"
         except Exception as error:
             problem = f"{type(error).__name__}: {error}"
         finally:
@@ -340,7 +323,7 @@ def simulate(seed: int, plan: Plan | None = None) -> Outcome:
 
 @contextmanager
 def _simulated() -> Iterator[FakeClockLoop]:
-    """An event loop in virtual time. Until the block ends the clocks of `time` show its time to the whole process."""
+    """An event loop on a fake clock. Until the block ends, `time` shows that clock to the whole process."""
     loop, state = _Loop(), random.getstate()
     loop.now = START
     loop.set_exception_handler(lambda _, context: None)
@@ -349,7 +332,7 @@ def _simulated() -> Iterator[FakeClockLoop]:
             stack.enter_context(patch(f"time.{name}", loop.time))
             stack.enter_context(patch(f"time.{name}_ns", lambda: int(loop.now * 1e9)))
         stack.enter_context(patch("draft_service.replicas.RenewedChannel", _Channel))
-        stack.enter_context(patch("draft_service.service.RequestMetrics", lambda _: _request_metrics()))
+        stack.enter_context(patch("draft_service.service.RequestMetrics", lambda _: _REQUEST_METRICS))
         logging.disable()
         try:
             yield loop
