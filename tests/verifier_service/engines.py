@@ -1,4 +1,4 @@
-"""The verifier's engine by itself, its turns driven by hand, and sequences of it."""
+"""The verifier's engine without its thread, and sequences of it."""
 
 from __future__ import annotations
 
@@ -37,9 +37,9 @@ def make(
     stop: int | None = STOP,
     **opening: Any,
 ) -> TargetSequence:
-    """A sequence whose replies go there."""
+    """A sequence that appends its replies to `replies`."""
     rules = rules or LogitRules()
-    asked = Opening(
+    opened = Opening(
         request_id="r",
         cache_salt="",
         prompt=list(prompt),
@@ -52,7 +52,7 @@ def make(
         top_logprobs=-1,
         **opening,
     )
-    return TargetSequence("s", asked, VOCABULARY, replies.append)
+    return TargetSequence("s", opened, VOCABULARY, replies.append)
 
 
 def a_round(number: int, prefix: Sequence[int], tokens: Sequence[int] = (), *, seen: int = 0, **fields: Any) -> Round:
@@ -83,7 +83,7 @@ def engine_of(loaded: LoadedModel, **how: Any) -> VerifierEngine:
 
 
 class Client:
-    """A sequence of an engine, and the replies that have left for it."""
+    """A sequence of an engine, and its replies."""
 
     def __init__(self, engine: VerifierEngine, prompt: Sequence[int] = PROMPT, **opening: Any) -> None:
         self.replies: list[Reply] = []
@@ -93,7 +93,7 @@ class Client:
         engine.receive(Open(self.sequence))
 
     def submit(self, drafted: Sequence[int] = (7, 8), *, arrived: float | None = None) -> None:
-        """The next round."""
+        """Submit the next round."""
         sequence, at = self.sequence, time.perf_counter() if arrived is None else arrived
         number = sequence.last_round
         self._engine.receive(Submit(sequence, a_round(number + 1, sequence.tokens, drafted, seen=number, arrived=at)))
@@ -115,3 +115,21 @@ class Client:
     @property
     def notices(self) -> list[verifier_service_pb2.Notice]:
         return [reply.notice for reply in self._messages() if reply.HasField("notice")]
+
+
+def run(engine: VerifierEngine, clients: Sequence[Client]) -> list[list[int]]:
+    """Send rounds and take turns until all sequences end, then close them. Return the output of each."""
+    for _ in range(1000):
+        for client in clients:
+            client.sequence.backlog = 0  # the client reads at once
+            if not client.sequence.finished and not client.sequence.rounds:
+                client.submit()
+        if all(client.sequence.finished for client in clients):
+            break
+        engine.turn()
+    assert all(client.sequence.finished for client in clients)
+    for client in clients:
+        client.close()
+    assert engine.model_runner.pool.used_blocks == 0
+    engine.model_runner.pool.check_integrity()
+    return [client.sequence.tokens[len(client.sequence.opening.prompt) :] for client in clients]

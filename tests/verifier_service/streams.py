@@ -1,11 +1,12 @@
-"""A Verify stream driven by hand, for tests: plain stubs, no service code."""
+"""A Verify stream driven by hand: plain stubs, no service code."""
 
 import queue
-from collections.abc import Iterator
 from typing import Any, Self
 
 import grpc
+import pytest
 
+from outrider.rpc.errors import RequestError, from_rpc_error
 from outrider.service.wire import PrefixHash
 from protos.outrider.v1 import sampling_pb2, speculation_pb2, verifier_service_pb2
 from protos.outrider.v1.verifier_service_pb2 import VerifyRequest
@@ -30,76 +31,79 @@ def opening(
     )
 
 
-class Stream:
-    """One call of `Verify`; `with` it, `send` messages and `take` replies."""
+def error_of(call: Any) -> RequestError:
+    """The error that ends a call; reads all responses before it."""
+    with pytest.raises(grpc.RpcError) as caught:
+        list(call)
+    return from_rpc_error(caught.value)
 
-    def __init__(self, channel: grpc.Channel, sequence_id: str = "s", timeout: float = TIMEOUT) -> None:
-        self.sequence_id = sequence_id
-        self._outbox: queue.SimpleQueue[VerifyRequest | bytes | None] = queue.SimpleQueue()
-        method: Any = channel.stream_stream(
-            "/outrider.v1.VerifierService/Verify",
-            request_serializer=lambda message: message if isinstance(message, bytes) else message.SerializeToString(),
-            response_deserializer=verifier_service_pb2.VerifyResponse.FromString,
-        )
-        self.call = method(self._requests(), timeout=timeout)
+
+class BidirectionalCall:
+    """A call of a streaming method. It is cancelled at the end of a `with` block."""
+
+    def __init__(self, method: Any, timeout: float = TIMEOUT) -> None:
+        self._outbox: queue.SimpleQueue[Any] = queue.SimpleQueue()
+        self.call = method(iter(self._outbox.get, None), timeout=timeout)
 
     def __enter__(self) -> Self:
         return self
 
     def __exit__(self, *_: object) -> None:
-        self._outbox.put(None)
+        self.close_sending()
         self.call.cancel()
-
-    def _requests(self) -> Iterator[VerifyRequest | bytes]:
-        while (message := self._outbox.get()) is not None:
-            yield message
-
-    def send(self, message: VerifyRequest | bytes) -> None:
-        """Sends a message, or bytes that are none."""
-        self._outbox.put(message)
 
     def close_sending(self) -> None:
         self._outbox.put(None)
+
+
+class Stream(BidirectionalCall):
+    """One call of `Verify`."""
+
+    def __init__(self, channel: grpc.Channel, sequence_id: str = "s", timeout: float = TIMEOUT) -> None:
+        self.sequence_id = sequence_id
+        method: Any = channel.stream_stream(
+            "/outrider.v1.VerifierService/Verify",
+            request_serializer=lambda message: message if isinstance(message, bytes) else message.SerializeToString(),
+            response_deserializer=verifier_service_pb2.VerifyResponse.FromString,
+        )
+        super().__init__(method, timeout)
+
+    def send(self, message: VerifyRequest | bytes) -> None:
+        """Send a message, or bytes that are not one."""
+        self._outbox.put(message)
 
     def open(self, message: verifier_service_pb2.OpenSequence | None = None) -> None:
         self.send(VerifyRequest(sequence_id=self.sequence_id, open=message or opening()))
 
     def decode(self, number: int, prefix: list[int], tokens: int = 1, seen: int = 0) -> None:
-        self.send(
-            VerifyRequest(
-                sequence_id=self.sequence_id,
-                decode=verifier_service_pb2.Decode(
-                    round=number,
-                    base_length=len(prefix),
-                    prefix_hash=PrefixHash(prefix).digest(),
-                    num_tokens=tokens,
-                    seen_round=seen,
-                ),
-            )
+        decode = verifier_service_pb2.Decode(
+            round=number,
+            base_length=len(prefix),
+            prefix_hash=PrefixHash(prefix).digest(),
+            num_tokens=tokens,
+            seen_round=seen,
         )
+        self.send(VerifyRequest(sequence_id=self.sequence_id, decode=decode))
 
     def propose(
         self, number: int, prefix: list[int], tokens: list[int], seen: int = 0, *, sends_distributions: bool = True
     ) -> None:
-        """Proposes tokens as point masses, or without distributions."""
+        """Propose tokens as point masses, or without distributions."""
         point = speculation_pb2.TokenDistribution(point_mass=speculation_pb2.PointMass())
-        self.send(
-            VerifyRequest(
-                sequence_id=self.sequence_id,
-                proposal=speculation_pb2.Proposal(
-                    round=number,
-                    base_length=len(prefix),
-                    prefix_hash=PrefixHash(prefix).digest(),
-                    token_ids=tokens,
-                    distributions=[point] * len(tokens) if sends_distributions else [],
-                    seen_round=seen,
-                ),
-            )
+        proposal = speculation_pb2.Proposal(
+            round=number,
+            base_length=len(prefix),
+            prefix_hash=PrefixHash(prefix).digest(),
+            token_ids=tokens,
+            distributions=[point] * len(tokens) if sends_distributions else [],
+            seen_round=seen,
         )
+        self.send(VerifyRequest(sequence_id=self.sequence_id, proposal=proposal))
 
     def take(self) -> verifier_service_pb2.VerifyResponse:
-        """The next reply. Raises `grpc.RpcError` where the call failed, StopIteration where it ended."""
-        return next(self.call)
+        """The next reply. Raises `grpc.RpcError` if the call failed, StopIteration if it ended."""
+        response: verifier_service_pb2.VerifyResponse = next(self.call)
+        return response
 
     def verdict(self) -> speculation_pb2.Verdict:
         """The next verdict, past `Opened` and notices."""

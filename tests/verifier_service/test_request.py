@@ -8,7 +8,6 @@ import numpy as np
 import pytest
 
 from kernels.dense import EXCLUDED, DraftLogits, SigmoidScales
-from kernels.sparse import SparseDistribution
 from kernels.verify import Rule
 from outrider.rpc.errors import RequestError
 from outrider.service.wire import HASH_BYTES, bytes_with_logits, encode_distribution, most_logits
@@ -59,32 +58,10 @@ def proposal() -> speculation_pb2.Proposal:
     )
 
 
-def names(error: RequestError, field: str, numbers: list[str]) -> None:
+def assert_names(error: RequestError, field: str, numbers: list[str]) -> None:
     assert error.code is grpc.StatusCode.INVALID_ARGUMENT
     assert error.metadata["field"] == field
     assert not [number for number in numbers if number not in error.message], error.message
-
-
-def test_a_sound_opening_passes() -> None:
-    message = opening()
-    checked = check_open(message, MODEL)
-    assert (checked.prompt, checked.stop_token_ids, checked.seed, checked.top_logprobs) == (
-        [1, 2, 3],
-        frozenset({0}),
-        7,
-        -1,
-    )
-    message.ignore_eos = True
-    message.stop_token_ids.append(9)
-    assert check_open(message, MODEL).stop_token_ids == {9}
-
-
-def test_a_sound_proposal_passes() -> None:
-    checked = check_proposal(proposal(), MODEL)
-    assert checked.tokens == (5, 6)
-    assert isinstance(checked.distributions[0], SparseDistribution)
-    assert checked.distributions[0].probability(5) == pytest.approx(2 / 6)
-    assert checked.distributions[1] is None
 
 
 Change = Callable[[verifier_service_pb2.OpenSequence], object]
@@ -119,12 +96,12 @@ Change = Callable[[verifier_service_pb2.OpenSequence], object]
         (lambda m: setattr(m, "response_bytes", 255), "response_bytes", ["255", "256", "1048576"]),
     ],
 )
-def test_an_unsound_opening_names_the_field_and_the_numbers(change: Change, field: str, numbers: list[str]) -> None:
+def test_an_invalid_opening_is_refused_with_field_and_numbers(change: Change, field: str, numbers: list[str]) -> None:
     message = opening()
     change(message)
     with pytest.raises(RequestError) as caught:
         check_open(message, MODEL)
-    names(caught.value, field, numbers)
+    assert_names(caught.value, field, numbers)
 
 
 @pytest.mark.parametrize(
@@ -134,7 +111,7 @@ def test_an_unsound_opening_names_the_field_and_the_numbers(change: Change, fiel
         (lambda m: setattr(m, "weights_fingerprint", "0" * 64), "PAIR_MISMATCH"),
     ],
 )
-def test_what_this_server_cannot_do_is_a_failed_precondition(change: Change, reason: str) -> None:
+def test_unknown_features_and_other_weights_are_a_failed_precondition(change: Change, reason: str) -> None:
     message = opening()
     change(message)
     with pytest.raises(RequestError) as caught:
@@ -164,27 +141,19 @@ LOGITS = speculation_pb2.TokenDistribution(logits=speculation_pb2.DenseLogits(va
         (lambda m: _set_q(m, sparse([4, 5], [0, 0])), "proposal.distributions[0].sparse", ["0"]),
         (lambda m: _set_q(m, sparse([5, 4], [1, 1])), "proposal.distributions[0].sparse", ["4", "5"]),
         (lambda m: _set_q(m, sparse([5, V], [1, 1])), "proposal.distributions[0].sparse", [str(V)]),
-        (
-            lambda m: _set_q(m, sparse([4, 6], [1, 1])),
-            "proposal.distributions[0].sparse",
-            ["token 5", "2"],
-        ),
+        (lambda m: _set_q(m, sparse([4, 6], [1, 1])), "proposal.distributions[0].sparse", ["token 5", "2"]),
         (lambda m: _set_q(m, sparse([4, 5], [1])), "proposal.distributions[0].sparse", ["2", "1"]),
-        (
-            lambda m: _set_q(m, sparse(list(range(9)), [1] * 9)),
-            "proposal.distributions[0].sparse",
-            ["9", "8"],
-        ),
+        (lambda m: _set_q(m, sparse(list(range(9)), [1] * 9)), "proposal.distributions[0].sparse", ["9", "8"]),
     ],
 )
-def test_an_unsound_proposal_names_the_field_and_the_numbers(
+def test_an_invalid_proposal_is_refused_with_field_and_numbers(
     change: Callable[[speculation_pb2.Proposal], object], field: str, numbers: list[str]
 ) -> None:
     message = proposal()
     change(message)
     with pytest.raises(RequestError) as caught:
         check_proposal(message, MODEL)
-    names(caught.value, field, numbers)
+    assert_names(caught.value, field, numbers)
 
 
 def _with_logits(values: np.ndarray) -> speculation_pb2.Proposal:
@@ -202,7 +171,7 @@ def _changed(at: int, value: float) -> np.ndarray:
     return logits
 
 
-def test_scales_and_logits_come_as_they_were_sent() -> None:
+def test_scales_and_logits_keep_their_values() -> None:
     message = opening()
     message.sampling.MergeFrom(_by_sigmoid(-10, 1e3))
     assert check_open(message, MODEL).sampling.sigmoid == SigmoidScales(-10, 1e3)
@@ -224,15 +193,15 @@ def test_scales_and_logits_come_as_they_were_sent() -> None:
     ],
     ids=str,
 )
-def test_unsound_logits_name_the_field_and_the_numbers(
+def test_invalid_logits_are_refused_with_field_and_numbers(
     message: speculation_pb2.Proposal, field: str, numbers: list[str]
 ) -> None:
     with pytest.raises(RequestError) as caught:
         check_proposal(message, MODEL, rule=Rule.SIGMOID)
-    names(caught.value, f"proposal.distributions[0].{field}", numbers)
+    assert_names(caught.value, f"proposal.distributions[0].{field}", numbers)
 
 
-def test_a_point_mass_goes_with_sigmoid_at_temperature_zero_alone() -> None:
+def test_sigmoid_takes_point_masses_at_temperature_zero_only() -> None:
     message = proposal()
     message.distributions[0].CopyFrom(message.distributions[1])
     assert check_proposal(message, MODEL, rule=Rule.SIGMOID, is_greedy=True).distributions == (None, None)
@@ -241,7 +210,7 @@ def test_a_point_mass_goes_with_sigmoid_at_temperature_zero_alone() -> None:
 
 
 @pytest.mark.parametrize(("gamma", "size"), [(4, 3), (1, 2048), (4, 152_064)])
-def test_a_message_with_logits_is_no_larger_than_it_was_said_to_be(gamma: int, size: int) -> None:
+def test_the_size_bound_of_a_message_with_logits(gamma: int, size: int) -> None:
     distribution = speculation_pb2.TokenDistribution(logits=speculation_pb2.DenseLogits(values=bytes(2 * size)))
     message = proposal()
     message.ClearField("distributions")

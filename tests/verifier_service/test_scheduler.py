@@ -1,4 +1,4 @@
-"""What goes into a pass, who gives way when blocks run out, and that all end: on a real pool, without a model."""
+"""The work of a step, preemption when blocks run out, and termination: on a real pool, without a model."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ BLOCK = 4
 
 
 class Driver:
-    """A scheduler whose passes write one number a position, and whose results accept given numbers of tokens."""
+    """A scheduler. Its passes write each token into the pool; results accept a given number of tokens."""
 
     def __init__(
         self, *, blocks: int = 64, pass_tokens: int = 16, max_sequences: int = 8, max_length: int = 128
@@ -38,14 +38,14 @@ class Driver:
         self.scheduler.add(sequence)
         return sequence
 
-    def ask(self, *sequences: TargetSequence, drafted: int = 2) -> None:
+    def submit(self, *sequences: TargetSequence, drafted: int = 2) -> None:
         for sequence in sequences:
             if not sequence.rounds and not sequence.finished:
                 number = sequence.last_round + 1
                 sequence.submit(a_round(number, sequence.tokens, [7] * drafted, seen=sequence.last_round))
 
     def run(self, accepted: int = 1) -> list[TargetSequence]:
-        """One pass; returns who was judged."""
+        """Run one step. Return the sequences with a verdict."""
         plan = self.scheduler.plan([(each, each.next_round()) for each in self.scheduler.running])
         self.plans.append(plan)
         for item in plan.work:
@@ -71,76 +71,68 @@ class Driver:
 
     @property
     def tokens(self) -> list[int]:
-        """Of each pass."""
+        """Width of each step."""
         return [sum(len(item.chunk.tokens) for item in plan.work) for plan in self.plans]
 
     def preempted(self) -> list[TargetSequence]:
         return [sequence for plan in self.plans for sequence in plan.preempted]
 
 
-def test_a_long_prompt_delays_nobody_by_more_than_a_pass() -> None:
+def test_a_long_prompt_delays_no_round_by_more_than_a_step() -> None:
     driver = Driver(pass_tokens=64, max_length=10_200, blocks=2900)
     quick = [driver.open(2, output=700) for _ in range(3)]
-    driver.ask(*quick)
+    driver.submit(*quick)
     driver.run()
     long = driver.open(10_000)
-    driver.ask(long)
+    driver.submit(long)
     passes = 0
     while driver.pool.length(long.slot or 0) < 9_990:
-        driver.ask(*quick)
+        driver.submit(*quick)
         judged = driver.run(accepted=0)
         assert {id(each) for each in quick} <= {id(each) for each in judged}
         passes += 1
     assert max(driver.tokens) <= 64
-    assert passes == pytest.approx(10_000 / (64 - 3 * 3), rel=0.02), "rounds take 9 tokens, the prompt has the rest"
+    assert passes == pytest.approx(10_000 / (64 - 3 * 3), rel=0.02), (
+        "rounds take 9 tokens of each step, the prompt the rest"
+    )
 
 
-def test_a_round_longer_than_a_pass_still_goes_and_a_short_prompt_with_it() -> None:
+def test_a_round_longer_than_a_step_is_run_and_a_short_prompt_with_its_round() -> None:
     driver = Driver(pass_tokens=2)
     sequence = driver.open(1)
-    driver.ask(sequence, drafted=5)
+    driver.submit(sequence, drafted=5)
     assert driver.run() == [sequence]
     driver = Driver(pass_tokens=16)
     sequence = driver.open(9)
-    driver.ask(sequence, drafted=3)
+    driver.submit(sequence, drafted=3)
     assert driver.run() == [sequence]
     assert driver.tokens == [12]
 
 
-def test_where_a_budget_takes_a_few_rounds_all_have_their_turn() -> None:
+def test_sequences_take_turns_if_a_step_holds_few_rounds() -> None:
     driver = Driver(pass_tokens=7, max_sequences=16)
     many = [driver.open(1, output=90) for _ in range(8)]
     turns = []
     for _ in range(12):
-        driver.ask(*many)
+        driver.submit(*many)
         turns += driver.run()
     counts = [turns.count(each) for each in many]
     assert (min(counts), max(counts)) == (3, 3), "12 passes of 2 rounds for 8 sequences"
 
 
 @pytest.mark.parametrize("backlog", [MAX_BACKLOG - 1, MAX_BACKLOG])
-def test_who_does_not_read_pauses(backlog: int) -> None:
+def test_a_sequence_with_a_backlog_of_replies_pauses(backlog: int) -> None:
     driver = Driver()
     sequence = driver.open()
-    driver.ask(sequence)
+    driver.submit(sequence)
     sequence.backlog = backlog
     assert driver.run() == ([sequence] if backlog < MAX_BACKLOG else [])
 
 
-def test_who_finds_no_place_waits_in_order() -> None:
-    driver = Driver(max_sequences=1)
-    first, second, third = (driver.open() for _ in range(3))
-    assert [each.slot is None for each in (first, second, third)] == [False, True, True]
-    driver.scheduler.remove(second)
-    driver.scheduler.remove(first)
-    assert third.slot is not None
-    assert not driver.scheduler.waiting
-
-
-def test_what_has_ended_gives_its_blocks_back_before_its_stream_is_gone() -> None:
+def test_a_finished_sequence_frees_its_blocks_before_its_stream_ends() -> None:
     driver = Driver()
     sequence = driver.open(9, output=2)
-    driver.ask(sequence)
+    driver.submit(sequence)
     driver.run(accepted=1)
     assert sequence.finished
     assert driver.pool.used_blocks == 0
@@ -148,8 +140,8 @@ def test_what_has_ended_gives_its_blocks_back_before_its_stream_is_gone() -> Non
     assert not driver.scheduler.running
 
 
-def test_a_sequence_begins_when_there_are_blocks_for_all_of_it() -> None:
-    """Two prompts that fit one by one are not both begun, to stop each other half-way."""
+def test_a_prompt_begins_when_there_are_blocks_for_all_of_it() -> None:
+    """Otherwise two prompts that fit one by one would block each other."""
     driver = Driver(blocks=10, pass_tokens=8)
     first, second = driver.open(24), driver.open(24)
     for _ in range(3):
@@ -162,46 +154,27 @@ def test_a_sequence_begins_when_there_are_blocks_for_all_of_it() -> None:
     assert driver.pool.length(second.slot or 0) == 8
 
 
-def test_the_youngest_gives_way_and_runs_again() -> None:
-    driver = Driver(blocks=8, pass_tokens=32, max_length=32)
-    old, young = driver.open(8, output=20), driver.open(8, output=20)
-    texts = []
-    for _ in range(60):
-        driver.ask(old, young)
-        driver.run()
-        for sequence in (old, young):
-            if sequence.finished and sequence in driver.scheduler.running:
-                texts.append(sequence)
-                driver.scheduler.remove(sequence)
-    assert texts == [old, young]
-    assert driver.preempted() == [young]
-    assert [len(each.tokens) for each in texts] == [28, 28]
-    assert driver.pool.used_blocks == 0
-
-
-def test_who_owes_a_round_for_long_gives_way_to_anyone() -> None:
+def test_a_silent_sequence_is_preempted_first() -> None:
     driver = Driver(blocks=8, pass_tokens=32, max_length=32)
     silent = driver.open(20, output=8)
-    driver.ask(silent)
+    driver.submit(silent)
     driver.run()
     late = driver.open(16, output=8)
-    driver.ask(late)
-    assert driver.run() == [], "not at once: a draft takes its time"
+    driver.submit(late)
+    assert driver.run() == [], "not at once: drafting takes time"
     assert driver.scheduler.is_short
     silent.judged_at -= 2 * IDLE_SECONDS
     assert driver.run() == [late]
     assert driver.preempted() == [silent]
     while not late.finished:
-        driver.ask(late)
+        driver.submit(late)
         driver.run()
-    driver.ask(silent)
+    driver.submit(silent)
     assert driver.run() == [silent]
 
 
 @pytest.mark.parametrize("seed", range(6))
-def test_whoever_comes_and_goes_all_end_and_the_oldest_never_gives_way(
-    seed: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_all_sequences_end_and_the_oldest_is_never_preempted(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(scheduler, "IDLE_SECONDS", float("inf"))
     rng = random.Random(seed)
     driver = Driver(
@@ -213,7 +186,7 @@ def test_whoever_comes_and_goes_all_end_and_the_oldest_never_gives_way(
             here.append(driver.open(rng.randint(1, 30), output=rng.randint(1, 16)))
         for each in here:
             if rng.random() < 0.7:
-                driver.ask(each, drafted=rng.randint(0, 4))
+                driver.submit(each, drafted=rng.randint(0, 4))
         before = len(driver.preempted())
         oldest = min(driver.scheduler.running, key=lambda each: each.arrival, default=None)
         driver.run(accepted=rng.randint(0, 4))
@@ -224,7 +197,7 @@ def test_whoever_comes_and_goes_all_end_and_the_oldest_never_gives_way(
                 here.remove(each)
         if step > 200 and not here:
             break
-    assert not here, "all have ended"
+    assert not here
     assert driver.pool.used_blocks == 0
     if seed == 0:
-        assert driver.preempted(), "there is something to test"
+        assert driver.preempted()

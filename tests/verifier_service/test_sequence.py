@@ -1,10 +1,9 @@
-"""A sequence commits what was accepted, ends where it should, and tells stale rounds from wrong ones."""
+"""A sequence: committed tokens, its end, stale and wrong rounds, penalties."""
 
 from typing import Any
 
 import pytest
 
-from kernels.adjustments import LogitRules, RowAdjustment
 from kernels.verify import Status, VerifyResult
 from outrider.rpc.errors import RequestError
 from protos.outrider.v1 import sampling_pb2, speculation_pb2
@@ -25,18 +24,6 @@ def verdicts(replies: list[Reply]) -> list[Any]:
     return [reply.verdict for reply in replies if reply is not None and not isinstance(reply, RequestError)]
 
 
-def test_accepted_prefix_and_next_token_are_committed() -> None:
-    replies: list[Reply] = []
-    sequence = make(replies)
-    sequence.submit(a_round(1, PROMPT, [21, 22, 23]))
-    judge(sequence, accepted=2, next_token=30)
-    assert sequence.tokens == [*PROMPT, 21, 22, 30]
-    [verdict] = verdicts(replies)
-    assert (verdict.round, verdict.base_length, verdict.judged, verdict.accepted) == (1, 3, 3, 2)
-    assert list(verdict.token_ids) == [21, 22, 30]
-    assert verdict.finish_reason == sampling_pb2.FINISH_REASON_UNSPECIFIED
-
-
 @pytest.mark.parametrize(
     ("drafted", "accepted", "next_token", "written", "reason"),
     [
@@ -47,7 +34,7 @@ def test_accepted_prefix_and_next_token_are_committed() -> None:
         ([1, 2, 3], 3, STOP, [1, 2, 3, STOP], sampling_pb2.FINISH_REASON_STOP_TOKEN),  # both at once
     ],
 )
-def test_it_ends_at_a_stop_token_or_the_limit(
+def test_accepted_tokens_and_the_next_are_committed_up_to_a_stop_token_or_the_limit(
     drafted: list[int], accepted: int, next_token: int, written: list[int], reason: int
 ) -> None:
     replies: list[Reply] = []
@@ -66,8 +53,8 @@ def test_a_round_overtaken_by_a_verdict_is_stale() -> None:
     replies: list[Reply] = []
     sequence = make(replies)
     sequence.submit(a_round(1, PROMPT, [21, 22]))
-    sequence.submit(a_round(2, [*PROMPT, 21, 22, 31], [51]))  # guessed that all pass and 31 follows
-    sequence.submit(a_round(3, [*PROMPT, 21, 40], [61]))  # guessed the outcome that came
+    sequence.submit(a_round(2, [*PROMPT, 21, 22, 31], [51]))  # for the outcome: all accepted, then 31
+    sequence.submit(a_round(3, [*PROMPT, 21, 40], [61]))  # for the outcome that came
     judge(sequence, accepted=1, next_token=40)
     judge(sequence, accepted=1, next_token=70)
     assert [(v.round, v.status) for v in verdicts(replies)] == [
@@ -79,46 +66,17 @@ def test_a_round_overtaken_by_a_verdict_is_stale() -> None:
 
 
 @pytest.mark.parametrize(
-    ("prefix", "says"),
+    ("prefix", "words"),
     [
         ([*PROMPT, 21, 22], "base_length of round 2 is 5; the sequence has 4 tokens"),
         ([*PROMPT, 55], "prefix_hash of round 2"),
     ],
 )
-def test_a_wrong_base_is_refused_where_its_sender_knew_better(prefix: list[int], says: str) -> None:
+def test_a_wrong_base_is_an_error_if_its_sender_has_seen_the_last_verdict(prefix: list[int], words: str) -> None:
     sequence = make([])
     sequence.submit(a_round(1, PROMPT))
     judge(sequence, 0, 40)
     sequence.submit(a_round(2, prefix, seen=1))
-    with pytest.raises(RequestError, match=says) as caught:
+    with pytest.raises(RequestError, match=words) as caught:
         sequence.next_round()
     assert caught.value.reason == "WRONG_BASE"
-
-
-def changed(row: RowAdjustment | None) -> list[int]:
-    """The ids whose logits it changes."""
-    return [] if row is None else row.ids[row.bias != 0].tolist()
-
-
-def test_adjustments_see_the_drafted_tokens_before_them_and_forget_rejected_ones() -> None:
-    sequence = make([], rules=LogitRules(presence_penalty=1.0))
-    sequence.submit(a_round(1, PROMPT, [21, 22]))
-    current = sequence.next_round()
-    assert current is not None
-    rows = sequence.proposed(current).adjustments
-    assert [changed(row) for row in rows] == [[], [21], [21, 22]]
-    judge(sequence, accepted=0, next_token=40)
-    sequence.submit(a_round(2, [*PROMPT, 40]))
-    after = sequence.next_round()
-    assert after is not None
-    [row] = sequence.proposed(after).adjustments
-    assert changed(row) == [40]
-
-
-def test_a_resumed_sequence_counts_what_was_committed() -> None:
-    sequence = make([], max_new_tokens=5, committed=[31, 32, 33])
-    assert sequence.written == 3
-    sequence.submit(a_round(1, [*PROMPT, 31, 32, 33], [1, 2, 3, 4]))
-    current = sequence.next_round()
-    assert current is not None
-    assert sequence.drafted(current) == (1, 2)

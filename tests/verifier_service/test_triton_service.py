@@ -1,6 +1,6 @@
-"""Services that judge by Triton's kernels, as real processes: on pages with captured passes and steps, and plainly.
+"""Services with Triton kernels, as real processes: captured passes and steps, and eager ones.
 
-Here the kernels are interpreted, and a graph calls again what it holds; on a GPU they are compiled, and it is a graph.
+Kernels are interpreted here, and a graph repeats its Python calls; a GPU compiles them and captures real graphs.
 """
 
 from __future__ import annotations
@@ -24,12 +24,12 @@ SAMPLINGS: list[Options] = [
     {"rule": "block", "temperature": 0.0},
     {"rule": "block", "temperature": 1.0, "top_p": 0.95},
 ]
-"""The last has filters, which no graph judges: the kernels are launched one by one."""
+"""The last has filters, so its kernels are launched without a graph."""
 
 
 @pytest.fixture(scope="module")
 def pair() -> Iterator[Pair]:
-    """One sequence and a small γ: what is run at the start, over the largest batch, is interpreted too."""
+    """One sequence and a small γ, because the profiling run is interpreted too."""
     flags = "--max-sequences 1 --max-gamma 2 --attention eager"
     with Cluster(fault="briskly_interpreted") as cluster:
         verifier = cluster.verifier(flags=f"{flags} --verify-path triton")
@@ -39,13 +39,12 @@ def pair() -> Iterator[Pair]:
 
 
 @pytest.mark.parametrize("sampling", SAMPLINGS, ids=str)
-def test_the_text_is_the_one_that_the_host_path_gives(pair: Pair, demo_pair: Pair, sampling: Options) -> None:
-    """With a seed, in float32: the same tokens, the same counts."""
-    asked = Options(max_new_tokens=6, ignore_eos=True, seed=7, gamma=2) | sampling
+def test_tokens_are_those_of_the_torch_path(pair: Pair, demo_pair: Pair, sampling: Options) -> None:
+    options = Options(max_new_tokens=6, ignore_eos=True, seed=7, gamma=2) | sampling
     texts = []
     for each in (pair, demo_pair):
         with Client(each.address) as client:
-            done = client.complete(PROMPT, **asked)
+            done = client.complete(PROMPT, **options)
         texts.append((done.token_ids, done.statistics.num_rounds, done.statistics.num_accepted_tokens))
     assert texts[0] == texts[1]
     assert texts[0][2] > 0
