@@ -49,12 +49,12 @@ CLIENT_TIMEOUT_S = 120.0
 SEED = 11
 STALL_S = (0.2, 2 * SLOW_CLIENT_S)
 """A slow reader's pause: shorter than the limit, or longer."""
-VANISH_WITHIN_S, KEEPALIVE_S = 5.0, 15.0
+VANISHING, VANISH_WITHIN_S, KEEPALIVE_S = 4, 5.0, 15.0
 """Some vanish in the beginning: a server here pings a peer after 6 s, and gives it 6 s to answer."""
 CUT_FIRST_S, CUT_EVERY_S, CUT_FOR_S = 3.0, 9.0, 0.5
 """Of the frail draft service's link to the verifier."""
 NARROW = [("grpc.http2.lookahead_bytes", 1024), ("grpc.http2.bdp_probe", 0)]
-"""Channel options of a client that takes little ahead of what it reads."""
+"""Channel options of a client that buffers little."""
 
 Events = AsyncIterator[Event]
 
@@ -65,17 +65,16 @@ class Endpoint(StrEnum):
 
 
 CLIENTS = {Endpoint.DRAFT: 40, Endpoint.FRAIL: 8}
-VANISHING = 4
 
 
 class Behaviour(StrEnum):
-    """What a client does to its stream."""
+    """How a client treats its stream."""
 
     PLAIN = "plain"  # reads to the end
     CANCEL = "cancel"  # cancels the call after some tokens
     SLOW = "slow"  # stops reading for a while
     DEADLINE = "deadline"  # has set a deadline that may be too short
-    TIME_LIMIT = "time_limit"  # asks for what can be written in a short time
+    TIME_LIMIT = "time_limit"  # has set a time limit
     CUT = "cut"  # its connection ends without an end of HTTP/2
     VANISH = "vanish"  # its connection falls silent, and does not end
 
@@ -99,7 +98,7 @@ FAILURES: dict[Behaviour, set[tuple[str, str]]] = {
 
 @dataclass(frozen=True, slots=True)
 class Request:
-    """One of a few requests, made again and again. `length` is the number of its tokens."""
+    """One of a few requests, sent again and again. `length` is the number of its tokens."""
 
     number: int
     prompt: str
@@ -112,7 +111,7 @@ class Request:
 
 @dataclass(slots=True)
 class Outcome:
-    """What came of one stream.
+    """The result of one stream.
 
     Attributes:
         status: the name of its gRPC status; CANCELLED where the client left, OK where it read to the end.
@@ -132,12 +131,6 @@ class Outcome:
     def failure(self) -> tuple[str, str]:
         """Status and reason."""
         return self.status, self.error.reason if self.error else ""
-
-    def __str__(self) -> str:
-        return (
-            f"{self.behaviour} at {self.endpoint}, request {self.request.number}: {self.status} after "
-            f"{len(self.token_ids)} of {self.request.length} tokens: {self.error}"
-        )
 
 
 def requests(count: int) -> list[Request]:
@@ -180,81 +173,67 @@ def chaos_cluster() -> Iterator[ChaosCluster]:
             yield services
 
 
-# ------------------------------------------------------------------------------------------------------------- clients
+def client_of(address: str) -> AsyncClient:
+    return AsyncClient(address, timeout=CLIENT_TIMEOUT_S, retry=False)
 
 
-class Clients:
-    """Makes streams at one draft service; `gone` keeps the connections of clients that vanished."""
+# -------------------------------------------------------------------------------------------------------- one stream
 
-    def __init__(self, endpoint: Endpoint, address: str, gone: AsyncExitStack) -> None:
-        self.endpoint = endpoint
-        self._address = address
-        self._gone = gone
-        self._client = AsyncClient(address, timeout=CLIENT_TIMEOUT_S, retry=False)
 
-    async def close(self) -> None:
-        await self._client.close()
+async def disturb(
+    outcome: Outcome, address: str, client: AsyncClient, chance: random.Random, vanished: AsyncExitStack
+) -> None:
+    """Run one stream to its end; `vanished` keeps the connections of clients that vanish."""
+    request = outcome.request
+    at = chance.randint(0, request.length)
+    options = request.options() | Options(gamma=chance.choice((0, 1, 3, 4, 5, 8)))
+    options["cache_salt"] = chance.choice(("", str(chance.random())))  # prompts in the prefix cache, and new ones
+    if outcome.behaviour is Behaviour.TIME_LIMIT:
+        options["time_limit"] = chance.uniform(0.05, 4.0)
 
-    async def stream(self, behaviour: Behaviour, request: Request, chance: random.Random) -> Outcome:
-        """Run one stream to its end, whatever that is."""
-        outcome = Outcome(self.endpoint, behaviour, request)
-        try:
-            await self._act(behaviour, outcome, chance)
-        except OutriderError as error:
-            outcome.status, outcome.error = error.code.name, error
-        return outcome
+    def events(client: AsyncClient = client, timeout: float | None = None) -> Events:
+        return client.generate(request.prompt, timeout=timeout, **options)
 
-    async def _act(self, behaviour: Behaviour, outcome: Outcome, chance: random.Random) -> None:
-        request = outcome.request
-        at = chance.randint(0, request.length)
-        options = request.options() | Options(gamma=chance.choice((0, 1, 3, 4, 5, 8)))
-        options["cache_salt"] = chance.choice(("", str(chance.random())))  # prompts in the prefix cache, and new ones
-        if behaviour is Behaviour.TIME_LIMIT:
-            options["time_limit"] = chance.uniform(0.05, 4.0)
-
-        def events(client: AsyncClient = self._client, timeout: float | None = None) -> Events:
-            return client.generate(request.prompt, timeout=timeout, **options)
-
-        match behaviour:
-            case Behaviour.PLAIN | Behaviour.TIME_LIMIT:
-                await _take(events(), outcome)
-            case Behaviour.DEADLINE:
-                seconds = chance.choice((0.02, chance.uniform(0.1, 1.0), chance.uniform(1.0, 5.0)))
-                await _take(events(timeout=seconds), outcome)
-            case Behaviour.CANCEL if chance.random() < 0.5:  # between two chunks
-                await _take(events(), outcome, most=at)
-                outcome.status = "OK" if outcome.whole else "CANCELLED"
-            case Behaviour.CANCEL:  # while it waits for one
-                try:
-                    async with asyncio.timeout(chance.uniform(0.0, 4.0)):
-                        await _take(events(), outcome)
-                except TimeoutError:
-                    outcome.status = "CANCELLED"
-            case Behaviour.SLOW:
-                # Twenty candidates a token make every response larger than what is taken ahead.
-                message = build(request.prompt, request.options() | Options(logprobs=20, gamma=4))
-                async with open_channel(self._address, options=NARROW) as channel:
-                    call = DraftServiceStub(channel).Generate(message, timeout=CLIENT_TIMEOUT_S)
-                    stall = chance.uniform(*STALL_S)
-                    try:
-                        await _take(_events_of(call), outcome, act=lambda: asyncio.sleep(stall), act_at=at // 2)
-                    finally:
-                        call.cancel()
-            case Behaviour.CUT:
-                reset = chance.random() < 0.5
-                with Proxy(self._address) as proxy:
-
-                    async def cut() -> None:
-                        proxy.cut(reset=reset)
-
-                    async with AsyncClient(proxy.address, timeout=CLIENT_TIMEOUT_S, retry=False) as client:
-                        await _take(events(client), outcome, act=cut, act_at=at)
-            case Behaviour.VANISH:
-                proxy = self._gone.enter_context(Proxy(self._address))
-                async with AsyncClient(proxy.address, timeout=CLIENT_TIMEOUT_S, retry=False) as client:
-                    await _take(events(client), outcome, most=1)
-                    proxy.stall()
+    match outcome.behaviour:
+        case Behaviour.PLAIN | Behaviour.TIME_LIMIT:
+            await _take(events(), outcome)
+        case Behaviour.DEADLINE:
+            seconds = chance.choice((0.02, chance.uniform(0.1, 1.0), chance.uniform(1.0, 5.0)))
+            await _take(events(timeout=seconds), outcome)
+        case Behaviour.CANCEL if chance.random() < 0.5:  # between two chunks
+            await _take(events(), outcome, most=at)
+            outcome.status = "OK" if outcome.whole else "CANCELLED"
+        case Behaviour.CANCEL:  # while it waits for one
+            try:
+                async with asyncio.timeout(chance.uniform(0.0, 4.0)):
+                    await _take(events(), outcome)
+            except TimeoutError:
                 outcome.status = "CANCELLED"
+        case Behaviour.SLOW:
+            # Twenty candidates a token make every response larger than the buffer.
+            message = build(request.prompt, request.options() | Options(logprobs=20, gamma=4))
+            async with open_channel(address, options=NARROW) as channel:
+                call = DraftServiceStub(channel).Generate(message, timeout=CLIENT_TIMEOUT_S)
+                stall = chance.uniform(*STALL_S)
+                try:
+                    await _take(_events_of(call), outcome, act=lambda: asyncio.sleep(stall), act_at=at // 2)
+                finally:
+                    call.cancel()
+        case Behaviour.CUT:
+            reset = chance.random() < 0.5
+            with Proxy(address) as proxy:
+
+                async def cut() -> None:
+                    proxy.cut(reset=reset)
+
+                async with client_of(proxy.address) as own:
+                    await _take(events(own), outcome, act=cut, act_at=at)
+        case Behaviour.VANISH:
+            proxy = vanished.enter_context(Proxy(address))
+            async with client_of(proxy.address) as own:
+                await _take(events(own), outcome, most=1)
+                proxy.stall()
+            outcome.status = "CANCELLED"
 
 
 async def _events_of(call: Any) -> Events:
@@ -294,44 +273,46 @@ async def _take(
 
 
 class Chaos:
-    """Runs clients against a cluster.
-
-    Attributes:
-        outcomes: of all streams that have ended.
-        left_over: the streams that had not ended long after the last began.
-    """
+    """Runs clients against a cluster. `outcomes` are those of all streams that have ended."""
 
     def __init__(self) -> None:
         self.outcomes: list[Outcome] = []
-        self.left_over: list[str] = []
         self._began = time.monotonic()
         self._to_vanish = VANISHING
         self._last_vanished = 0.0
 
-    async def run(self, cluster: ChaosCluster, clients: Sequence[Clients], requests: Sequence[Request]) -> None:
-        workers = [
-            asyncio.create_task(self._work(each, requests, random.Random(f"{SEED}/{each.endpoint}/{number}")))
-            for each in clients
-            for number in range(CLIENTS[each.endpoint])
-        ]
-        breaking = asyncio.create_task(self._break(cluster.link))
-        done, pending = await asyncio.wait(workers, timeout=MOST_S + CLIENT_TIMEOUT_S / 2)
-        self.left_over = [str(worker) for worker in pending]
-        for task in (*pending, breaking):
-            task.cancel()
-        await asyncio.gather(*workers, breaking, return_exceptions=True)
-        for worker in done:
-            worker.result()
-        for each in clients:
-            await each.close()
-        # Clients that vanished stay until the services have given them up.
-        await asyncio.sleep(max(0.0, self._last_vanished + KEEPALIVE_S - time.monotonic()))
+    async def run(self, cluster: ChaosCluster, requests: Sequence[Request]) -> None:
+        addresses = {Endpoint.DRAFT: cluster.draft.address, Endpoint.FRAIL: cluster.frail.address}
+        async with AsyncExitStack() as stack:
+            clients = {each: await stack.enter_async_context(client_of(addresses[each])) for each in Endpoint}
+
+            async def work(endpoint: Endpoint, number: int) -> None:
+                chance = random.Random(f"{SEED}/{endpoint}/{number}")
+                while not self._is_over():
+                    outcome = Outcome(endpoint, self._behaviour(endpoint, chance), chance.choice(requests))
+                    try:
+                        await disturb(outcome, addresses[endpoint], clients[endpoint], chance, stack)
+                    except OutriderError as error:
+                        outcome.status, outcome.error = error.code.name, error
+                    await self._add(outcome, chance)
+
+            workers = [asyncio.create_task(work(each, n)) for each in Endpoint for n in range(CLIENTS[each])]
+            breaking = asyncio.create_task(self._break(cluster.link))
+            done, pending = await asyncio.wait(workers, timeout=MOST_S + CLIENT_TIMEOUT_S / 2)
+            for task in (*pending, breaking):
+                task.cancel()
+            await asyncio.gather(*workers, breaking, return_exceptions=True)
+            for worker in done:
+                worker.result()
+            assert not pending, "streams that have not ended long after the last began"
+            # Clients that vanished stay until the services have given them up.
+            await asyncio.sleep(max(0.0, self._last_vanished + KEEPALIVE_S - time.monotonic()))
 
     def of(self, behaviour: Behaviour) -> list[Outcome]:
         return [outcome for outcome in self.outcomes if outcome.behaviour is behaviour]
 
     def counts(self) -> list[float]:
-        """How much has happened of each thing, in shares of what is enough."""
+        """The number of each event, in shares of `ENOUGH`."""
         whole = Counter(each.endpoint for each in self.outcomes if each.whole)
         cancelled = sum(each.status == "CANCELLED" for each in self.of(Behaviour.CANCEL))
         counts = [*(len(self.of(each)) for each in SHARES), *(whole[each] for each in Endpoint), cancelled]
@@ -349,19 +330,16 @@ class Chaos:
             return Behaviour.VANISH
         return chance.choices(list(SHARES), list(SHARES.values()))[0]
 
-    async def _work(self, clients: Clients, requests: Sequence[Request], chance: random.Random) -> None:
-        while not self._is_over():
-            behaviour = self._behaviour(clients.endpoint, chance)
-            outcome = await clients.stream(behaviour, chance.choice(requests), chance)
-            self.outcomes.append(outcome)
-            if behaviour is Behaviour.VANISH and outcome.error is None:
-                self._last_vanished = time.monotonic()
-            elif behaviour is Behaviour.VANISH:  # refused: another one shall vanish
-                self._to_vanish += 1
-            if outcome.error is not None and outcome.error.retry_after is not None:
-                await asyncio.sleep(min(outcome.error.retry_after, chance.uniform(0.2, 2.0)))
-            elif outcome.status == "UNAVAILABLE":
-                await asyncio.sleep(chance.uniform(0.0, 2 * CUT_FOR_S))
+    async def _add(self, outcome: Outcome, chance: random.Random) -> None:
+        self.outcomes.append(outcome)
+        if outcome.behaviour is Behaviour.VANISH and outcome.error is None:
+            self._last_vanished = time.monotonic()
+        elif outcome.behaviour is Behaviour.VANISH:  # refused: another one shall vanish
+            self._to_vanish += 1
+        if outcome.error is not None and outcome.error.retry_after is not None:
+            await asyncio.sleep(min(outcome.error.retry_after, chance.uniform(0.2, 2.0)))
+        elif outcome.status == "UNAVAILABLE":
+            await asyncio.sleep(chance.uniform(0.0, 2 * CUT_FOR_S))
 
     async def _break(self, link: Proxy) -> None:
         await asyncio.sleep(CUT_FIRST_S)

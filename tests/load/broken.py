@@ -1,6 +1,7 @@
-"""Makes each call of one `Component` of a running service raise: a shared file says which, and when.
+"""Makes each call of one `Component` of a running service raise: a shared file has its name, and when.
 
-`outrider.service.best_effort.Component` is what services use; the condition `broken_components` puts this into one.
+`outrider.service.best_effort.Component` guards the code that must not fail a text; the fault `broken_components`
+installs this in a service.
 """
 
 from __future__ import annotations
@@ -14,36 +15,34 @@ from outrider.service.best_effort import Component
 
 FILE = "OUTRIDER_TEST_BROKEN"
 INSTEAD, AFTER = "instead", "after"
-"""The call raises in place of what it does, or once it has done it."""
+"""The call raises without running, or once it has run."""
 EVERY = "*"
 """In place of a name: all components at once."""
 
 Result = TypeVar("Result")
 
 
-def break_component(file: Path, component: str, how: str) -> None:
+def break_component(file: Path, component: str, when: str) -> None:
     """Let that component fail from now on, and no other."""
     new = file.with_suffix(".new")
-    new.write_text(f"{how} {component}", encoding="utf-8")
+    new.write_text(f"{when} {component}", encoding="utf-8")
     os.replace(new, file)
 
 
 def install() -> None:
     """Let the components of this process obey the file that the environment names."""
     file = Path(os.environ[FILE])
-    honest = Component.run
+    original = Component.run
 
     def run(self: Component, call: Callable[[], Result], default: Result) -> Result:
         def broken() -> Result:
-            how, _, component = file.read_text(encoding="utf-8").partition(" ")
+            when, _, component = file.read_text(encoding="utf-8").partition(" ")
             fails = component in (self.name, EVERY)
-            if fails and how == INSTEAD:
-                raise RuntimeError(f"{self.name} is out of order")
-            result = call()
+            result = default if fails and when == INSTEAD else call()
             if fails:
                 raise RuntimeError(f"{self.name} is out of order")
             return result
 
-        return honest(self, broken, default)
+        return original(self, broken, default)
 
     Component.run = run  # type: ignore[method-assign]

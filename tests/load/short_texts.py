@@ -1,6 +1,6 @@
-"""Texts of 1 to 4 tokens, by every drafter and exact rule, through real services; what each must be.
+"""Texts of 1 to 4 tokens, by every drafter and exact rule, through real services, with the expected text of each.
 
-At temperature 0, and under `coupled`, a text is what the target writes alone. The others are drawn anew each time:
+At temperature 0, and under `coupled`, it is the text of the target alone. The others are drawn anew each time:
 their length and ids are checked here, their distribution in `tests/exactness`. `sigmoid` is left out: it is lossy.
 """
 
@@ -36,7 +36,7 @@ HELD = ("outrider_kv_blocks_used", "outrider_num_requests_running", "outrider_nu
 
 Ids = tuple[int, ...]
 Alone = dict[tuple[Ids, int | None], Ids]
-"""What the target writes alone after a prompt: with a seed under `coupled`, and without one at temperature 0."""
+"""The texts of the target alone, by prompt and seed: with one under `coupled`, without one at temperature 0."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,7 +74,7 @@ def texts(count: int, alone: Alone, *, seed: int = 0) -> Iterator[ShortText]:
 
 
 async def write_alone(client: AsyncClient) -> Alone:
-    """Have the target write every text that is exact, one after another, without a draft."""
+    """Have the target write every exact text without a draft, one after another."""
     alone: Alone = {}
     for prompt, seed in product(PROMPTS, (None, *SEEDS)):
         options = Options(drafter="none", gamma=0, max_new_tokens=LONGEST, ignore_eos=True)
@@ -87,7 +87,7 @@ async def write_alone(client: AsyncClient) -> Alone:
 
 
 async def load(client: AsyncClient, requests: Iterable[ShortText]) -> Counter[str]:
-    """Write them, `AT_ONCE` at the most, and count what was wrong."""
+    """Write them, `AT_ONCE` at the most, and count the failures."""
     left = iter(requests)
     failures = Counter[str]()
 
@@ -114,12 +114,11 @@ async def load(client: AsyncClient, requests: Iterable[ShortText]) -> Counter[st
 
 
 def write_tiny_pair(folder: Path) -> tuple[Path, Path]:
-    """Write a target, and a draft that is right half of the time; its texts cost little beside what services do."""
+    """Write a target, and a draft that is right half of the time; both cost little beside the work of the services."""
     target = pairs.write_target(folder / "target", seed=1)
     return target, pairs.write_draft(folder / "draft", target, "flattened")
 
 
 def wait_idle(*services: Service) -> None:
-    """Wait until services hold nothing."""
     for service in services:
         wait_until(lambda service=service: not any(map(service.count, HELD)), 60.0, f"{service.name} is idle")  # type: ignore[misc]

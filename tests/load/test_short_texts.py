@@ -1,7 +1,7 @@
-"""Short texts are what a classifier, a router or a tool call asks for: none fails, and none leaves anything behind.
+"""Classifiers, routers and tool calls request short texts: none fails, and none leaves anything behind.
 
-What only speeds up or watches a text may fail: each `Component` in turn, then all at once; no text fails with it. The
-components are those that the services themselves register, so a new one is among them at once.
+Code that only speeds up or observes a text may fail: each `Component` in turn, then all at once; no text fails with it.
+The services themselves register the components, so the test includes a new one at once.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ COUNTS = (16, pytest.param(200, marks=[pytest.mark.slow, pytest.mark.timeout(120
 COUNT_TOGETHER = 200
 """Texts while all fail, for each way."""
 MOST_BATCHES = 8
-"""Until a component is called: which texts reach it is a matter of chance, and of what runs at once."""
+"""Until a component is called: chance and the load decide which texts reach it."""
 IDLE_CALL_WITHIN_S = 10.0
 
 UNREACHED = {
@@ -57,12 +57,12 @@ def errors(services: tuple[Service, Service]) -> Counter[str]:
     return counts
 
 
-def test_no_short_text_fails_whatever_drafts_and_judges_it(tmp_path: Path) -> None:
+def test_no_short_text_fails_with_any_drafter_and_rule(tmp_path: Path) -> None:
     async def write(address: str) -> Counter[str]:
         async with AsyncClient(address, retry=False) as client:
             return await load(client, texts(COUNT, await write_alone(client)))
 
-    # Passes of a tiny model are over before a second text is there; those of a real one are shared by many.
+    # Steps of a tiny model are over before a second text is there; many texts share those of a real one.
     with running(tmp_path, "crowded", max_sequences=28) as services:
         failures = asyncio.run(write(services[1].address))
         assert not failures, failures.most_common(10)
@@ -90,20 +90,20 @@ async def _break_each(services: tuple[Service, Service], file: Path, count: int)
             assert not failures, failures.most_common(3)
             wait_idle(*services)
 
-        for component, how in product(errors(services), (INSTEAD, AFTER)):
+        for component, when in product(errors(services), (INSTEAD, AFTER)):
             before = errors(services)[component]
-            break_component(file, component, how)
+            break_component(file, component, when)
             for batch in range(1 if component in UNREACHED else MOST_BATCHES):
                 await write(count, alone, batch)
                 if errors(services)[component] > before:
                     break
-            else:  # the last chance is that of a component that is called when all is idle
+            else:  # some components are called only while all is idle
                 with suppress(AssertionError):
                     wait = 0.0 if component in UNREACHED else IDLE_CALL_WITHIN_S
                     wait_until(lambda: errors(services)[component] > before, wait)  # noqa: B023
                     continue
                 idle.add(component)
-        for how in (INSTEAD, AFTER):
-            break_component(file, EVERY, how)
+        for when in (INSTEAD, AFTER):
+            break_component(file, EVERY, when)
             await write(COUNT_TOGETHER, alone)
     return idle
