@@ -76,14 +76,11 @@ class Network:
             for host in self._hosts:
                 self._run("sh", "-c", _HOST, "host", host, self._port(host), self.address(host))
         except BaseException:
-            self.end()
+            self.__exit__()
             raise
         return self
 
     def __exit__(self, *error: object) -> None:
-        self.end()
-
-    def end(self) -> None:
         self._holder.kill()
         self._holder.communicate()
 

@@ -1,9 +1,9 @@
 """Builds the image where there is no container engine: the Dockerfile's own steps, each stage in a root of its own.
 
-What differs from an engine: the base image is this machine (its `/usr` and `/etc`, read-only, and a Python of its own
-at `/usr/local`), layers are folders, and no step can install a package of the distribution or ask an index: what pip
-would fetch is linked in beforehand, and what is ours is built and installed for real. Roots are namespaces that any
-user may make.
+Unlike with an engine the base image is this machine (its `/usr` and `/etc`, read-only, and a Python of its own at
+`/usr/local`), layers are folders, and no step can install a package of the distribution or ask an index: what pip
+would download is linked in beforehand, and our own packages are built and installed for real. Roots are namespaces
+that any user may make.
 """
 
 import fnmatch
@@ -15,10 +15,10 @@ import subprocess
 import sys
 import sysconfig
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from tests.deploy.manifests import DEPLOY
 from tests.machine import TOOLS, absent, need_networks, need_tools
@@ -36,28 +36,45 @@ _SUPPORTED = {"FROM", "ARG", "ENV", "WORKDIR", "RUN", "COPY", "USER", "EXPOSE", 
 
 
 class Step(NamedTuple):
-    """One instruction: `RUN`, and what follows it."""
+    """One instruction: `RUN`, and its text."""
 
     name: str
     text: str
 
     def flags(self, name: str) -> list[str]:
-        """What stands before the arguments as `--name=value`."""
-        flags = self.text[: len(self.text) - len(self.rest())].split()
+        """The values of `--name=value` before the arguments."""
+        flags = self.text.removesuffix(self.arguments()).split()
         return [flag.partition("=")[2] for flag in flags if flag.startswith(f"--{name}=")]
 
-    def rest(self) -> str:
-        """The arguments, without the flags."""
+    def arguments(self) -> str:
         return re.sub(r"^(?:--\S+\s+)*", "", self.text)
 
 
 @dataclass
 class Stage:
-    """What stands between one FROM and the next: all steps but ARG, with the values of arguments in them."""
+    """A FROM and all steps that its target consists of, those of its bases first, without ARG.
 
-    name: str
-    base: str  # a stage of the same file, or an image
-    steps: list[Step] = field(default_factory=list)
+    Attributes:
+        bases: the stages below it, the nearest first, and the image at the bottom.
+        steps: with the values of arguments filled in.
+    """
+
+    bases: list[str]
+    steps: list[Step]
+
+    def last(self, name: str) -> str:
+        return next(step.text for step in reversed(self.steps) if step.name == name)
+
+    def entry_point(self) -> Any:
+        return json.loads(self.last("ENTRYPOINT"))
+
+    def environment(self) -> dict[str, str]:
+        """The environment of a container."""
+        found = {"PATH": PATH}
+        for step in self.steps:
+            if step.name == "ENV":
+                found |= _variables(step, found)
+        return found
 
 
 def stages(variant: str = "cpu") -> dict[str, Stage]:
@@ -70,53 +87,26 @@ def stages(variant: str = "cpu") -> dict[str, Stage]:
     lines = [line for line in DOCKERFILE.read_text(encoding="utf-8").splitlines() if not line.lstrip().startswith("#")]
     for line in filter(None, map(str.strip, re.sub(r"\\\n\s*", " ", "\n".join(lines)).splitlines())):
         name, _, text = line.partition(" ")
-        assert name in _SUPPORTED, f"{name} is not known here"
+        assert name in _SUPPORTED, f"{name} is not supported here"
         if name == "ARG":
             key, _, default = text.partition("=")
             scope = shared if stage is None else local
             scope[key] = variant if key == "VARIANT" else default or shared.get(key, "")
         elif name == "FROM":
-            base, _, alias = _filled(text, shared).partition(" AS ")
-            stage, local = Stage(alias.strip(), base.strip()), {}
-            found[stage.name] = stage
+            base, _, alias = map(str.strip, _filled(text, shared).partition(" AS "))
+            below = found.get(base, Stage([], []))
+            stage = found[alias] = Stage([base, *below.bases], [*below.steps])
+            local = {}
         else:
             assert stage is not None
-            # A shell fills in what a RUN says, from what ARG and ENV have set.
+            # A shell fills in the variables of a RUN, which ARG and ENV have set.
             stage.steps.append(Step(name, text if name == "RUN" else _filled(text, local)))
     return found
 
 
-def lineage(stages: Mapping[str, Stage], target: str) -> list[Stage]:
-    """A target and what it is based on, its first base first."""
-    found = []
-    while target in stages:
-        found.append(stages[target])
-        target = stages[target].base
-    return found[::-1]
-
-
-def steps(stages: Mapping[str, Stage], target: str, *names: str) -> list[Step]:
-    """The steps of these names that a target consists of."""
-    return [step for stage in lineage(stages, target) for step in stage.steps if step.name in names]
-
-
-def environment(stages: Mapping[str, Stage], target: str, before: Mapping[str, str]) -> dict[str, str]:
-    """The environment of a container of the target."""
-    found = dict(before)
-    for step in steps(stages, target, "ENV"):
-        found |= _set_by(step, found)
-    return found
-
-
-def _set_by(step: Step, before: Mapping[str, str]) -> dict[str, str]:
+def _variables(step: Step, before: Mapping[str, str]) -> dict[str, str]:
     entries = (entry.partition("=") for entry in shlex.split(_filled(step.text, before)))
     return {key: value for key, _, value in entries}
-
-
-def entry_point(stages: Mapping[str, Stage], target: str) -> list[str]:
-    """The command that a container of the target runs."""
-    command: list[str] = json.loads(steps(stages, target, "ENTRYPOINT")[-1].text)
-    return command
 
 
 def _filled(text: str, values: Mapping[str, str]) -> str:
@@ -124,7 +114,7 @@ def _filled(text: str, values: Mapping[str, str]) -> str:
 
 
 def in_context(path: str) -> bool:
-    """Whether a path of the context is sent to the engine: the last pattern that fits decides."""
+    """Say whether a path of the context is sent to the engine: the last pattern that fits decides."""
     kept = True
     parents = [path, *(str(parent) for parent in Path(path).parents)]
     for line in (DEPLOY / "Dockerfile.dockerignore").read_text(encoding="utf-8").splitlines():
@@ -135,7 +125,7 @@ def in_context(path: str) -> bool:
 
 # --------------------------------------------------------------------------------------------------------------- roots
 
-# Mounts what its arguments say, KIND FROM TO each, and enters the new root. `pivot_root` and not `chroot`: from behind
+# Makes the mounts in its arguments, KIND FROM TO each, and enters the new root. `pivot_root` and not `chroot`: behind
 # that one, no further user namespace may be made.
 _ENTER = r"""
 set -eu
@@ -179,11 +169,11 @@ class Root:
     mounts: Sequence[Mount]
 
     def inside(self, path: str) -> Path:
-        """Where a path of the root lies outside."""
+        """A path of the root, from outside."""
         return self.path / path.lstrip("/")
 
     def command(self, inner: Sequence[str], *, more: Sequence[Mount] = (), read_only: bool = False) -> list[str]:
-        """What runs `inner` in here, as root of a user namespace that has been made already, in one of mounts."""
+        """A command that runs `inner` in here, as root of user and mount namespaces that it is started in."""
         for name in (".upper", ".work"):
             self.inside(name).mkdir(exist_ok=True)
         flat = [part for mount in (*_machine(), *self.mounts, *more) for part in mount]
@@ -191,7 +181,7 @@ class Root:
         return ["env", flag, "sh", "-c", _ENTER, "enter", str(self.path), *flat, "--", *inner]
 
     def run(self, inner: Sequence[str], *, env: Mapping[str, str], more: Sequence[Mount] = ()) -> str:
-        """Run a command in here, as root of a namespace of its own, and return what it printed."""
+        """Run a command in here, as root of namespaces of its own, and return its output."""
         entering = self.command(["env", "-i", *(f"{key}={value}" for key, value in env.items()), *inner], more=more)
         unshare = ["unshare", "--user", "--map-root-user", "--mount", "--pid", "--fork", "--kill-child"]
         done = subprocess.run([*unshare, *entering], capture_output=True, text=True, check=False, env=TOOLS)
@@ -201,7 +191,7 @@ class Root:
 
 @cache
 def _machine() -> tuple[Mount, ...]:
-    """What each root shares with this machine, none of it to be written but the overlay over Python."""
+    """The machine's own folders in each root, all read-only but the overlay over Python."""
     links = [name for name in ("/bin", "/sbin", "/lib", "/lib64") if Path(name).exists()]
     kept = [("ro", name, name) for name in ("/usr", *links, "/etc")]
     devices = [("rw", name, name) for name in ("/dev/null", "/dev/zero", "/dev/random", "/dev/urandom")]
@@ -213,7 +203,7 @@ def _machine() -> tuple[Mount, ...]:
 
 @cache
 def need_namespaces() -> None:
-    """Skip the test where this machine lets nobody make roots and networks of their own."""
+    """Skip the test where users cannot make roots and networks on this machine."""
     need_networks()
     need_tools("pivot_root")
     python = Path(sys.base_prefix) / "bin" / "python"
@@ -224,15 +214,14 @@ def need_namespaces() -> None:
 
 # ------------------------------------------------------------------------------------------------------------ building
 
-_MAKING = ("ENV", "WORKDIR", "USER", "COPY", "RUN")
 _SITE = f"/opt/outrider/lib/python{sysconfig.get_python_version()}/site-packages"
 
 
 class Builder:
-    """Builds stages of the CPU variant, each once, and those that are made by the same steps together."""
+    """Builds stages of the CPU variant, each once, and those that consist of the same steps together."""
 
     def __init__(self, folder: Path) -> None:
-        self._stages = stages()
+        self.stages = stages()
         self._packages = Path(sysconfig.get_path("purelib"))
         self._roots, self._cache, self._tools = (folder / name for name in ("roots", "cache", "tools"))
         for each in (self._roots, self._cache, self._tools):
@@ -241,26 +230,27 @@ class Builder:
         self._built: dict[object, Root] = {}
 
     def build(self, target: str) -> Root:
-        """The root of a target, with all that it is made of."""
-        made_by = (tuple(steps(self._stages, target, *_MAKING)), target == "package")
-        if made_by in self._built:
-            return self._built[made_by]
+        """Return the root of a target."""
+        steps = [step for step in self.stages[target].steps if step.name not in ("EXPOSE", "ENTRYPOINT")]
+        built_by = (tuple(steps), target == "package")
+        if built_by in self._built:
+            return self._built[built_by]
         path = self._roots / target
         path.mkdir()
         path.chmod(0o755)
         installed = [("ro", str(self._packages), "/installed"), ("ro", str(self._tools), "/tools")]
-        root = self._built[made_by] = Root(path, installed)
+        root = self._built[built_by] = Root(path, installed)
         for name in ("/tmp", "/root"):
             root.inside(name).mkdir()
-        # pip finds all that it is told to install there already, in the right versions, and would fail if it did not.
+        # pip finds all that it has to install there already, in the right versions, and would fail if it did not.
         offline = {"PIP_NO_INDEX": "1", "PIP_CONFIG_FILE": "/dev/null"}
         if target == "package":
             offline["PYTHONPATH"] = "/tools"
         folder, env = "/", {"PATH": PATH, "HOME": "/root"}
-        for step in steps(self._stages, target, *_MAKING):
+        for step in steps:
             match step.name:
                 case "ENV":
-                    env |= _set_by(step, env)
+                    env |= _variables(step, env)
                 case "WORKDIR":
                     folder = step.text
                     root.inside(folder).mkdir(parents=True, exist_ok=True)
@@ -273,24 +263,24 @@ class Builder:
     def _run(self, root: Root, step: Step, folder: str, env: Mapping[str, str]) -> None:
         more: list[Mount] = []
         for text in step.flags("mount"):
-            what = dict(part.partition("=")[::2] for part in text.split(","))
-            if what["type"] == "bind":
-                more.append(("ro", str(self.build(what["from"]).inside(what["source"])), what["target"]))
+            mount = dict(part.partition("=")[::2] for part in text.split(","))
+            if mount["type"] == "bind":
+                more.append(("ro", str(self.build(mount["from"]).inside(mount["source"])), mount["target"]))
             else:
-                assert what["type"] == "cache", f"a mount of type {what['type']} is not known here"
-                more.append(("rw", str(self._cache), what["target"]))
-        root.run(["sh", "-c", f"cd {shlex.quote(folder)} && {step.rest()}"], env=env, more=more)
-        if "-m venv" in step.rest():
+                assert mount["type"] == "cache", f"a mount of type {mount['type']} is not supported here"
+                more.append(("rw", str(self._cache), mount["target"]))
+        root.run(["sh", "-c", f"cd {shlex.quote(folder)} && {step.arguments()}"], env=env, more=more)
+        if "-m venv" in step.text:
             self._link("*", into=root.inside(_SITE))
 
     def _link(self, pattern: str, *, into: Path) -> None:
-        """What is installed here, but for the project itself, which is to come from its wheel."""
+        """Link the packages that are installed here, but for the project itself, which is to come from its wheel."""
         for entry in self._packages.glob(pattern):
             if not entry.name.startswith(("outrider", "__editable__")):
                 (into / entry.name).symlink_to(f"/installed/{entry.name}")
 
     def _copy(self, root: Root, step: Step, folder: str) -> None:
-        *sources, to = step.rest().split()
+        *sources, to = step.arguments().split()
         target = root.inside(to if to.startswith("/") else f"{folder}/{to}")
         other = step.flags("from")
         for source in sources:
@@ -298,7 +288,7 @@ class Builder:
             assert other or in_context(source), f"COPY {source}: the context leaves it out"
             into = target / origin.name if to.endswith("/") else target
             into.parent.mkdir(parents=True, exist_ok=True)
-            if origin.is_dir():  # as Docker has it: of a folder, what is in it
+            if origin.is_dir():  # as Docker has it: of a folder, its content
                 ignore = None if other else shutil.ignore_patterns("__pycache__")
                 shutil.copytree(origin, target, symlinks=True, dirs_exist_ok=True, ignore=ignore)
             else:

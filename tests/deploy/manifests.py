@@ -1,9 +1,7 @@
-"""Manifests as a cluster would get them: rendered by `kubectl kustomize`, and asked for their parts."""
+"""Manifests as a cluster would get them: rendered by `kubectl kustomize`, with access to their parts."""
 
 import argparse
-import json
 import os
-import re
 import shutil
 import subprocess
 import tempfile
@@ -35,30 +33,21 @@ PREFIX = "OUTRIDER_"
 kubernetes_validate.utils.schema_contents = cache(kubernetes_validate.utils.schema_contents)
 
 
-def folders(kind: str) -> list[str]:
-    """The names of all `overlays` or `components`."""
-    return sorted(path.parent.name for path in (DEPLOY / kind).glob("*/kustomization.yaml"))
-
-
 @cache
-def rendered(overlay: str) -> tuple[Manifest, ...]:
-    """An overlay of ours."""
-    return kustomized(DEPLOY / "overlays" / overlay)
-
-
-@cache
-def composed(*components: str) -> tuple[Manifest, ...]:
-    """The base with `components`, in that order, as an overlay of somebody else's would have them.
+def rendered(source: str) -> tuple[Manifest, ...]:
+    """Render `base`, `overlays/NAME`, or components, `NAME+NAME`, as an overlay elsewhere has them.
 
     Raises:
-        subprocess.CalledProcessError: they do not go together.
+        subprocess.CalledProcessError: components do not go together.
     """
-    components_of = [f"../../components/{name}" for name in components]
-    return overlaid({"namespace": "elsewhere", "resources": ["../../base"], "components": components_of})
+    if source == "base" or source.startswith("overlays/"):
+        return kustomized(DEPLOY / source)
+    components = [f"../../components/{name}" for name in source.split("+")]
+    return overlaid({"namespace": "elsewhere", "resources": ["../../base"], "components": components})
 
 
 def overlaid(kustomization: Mapping[str, Any]) -> tuple[Manifest, ...]:
-    """What a `kustomization.yaml` makes of a copy of our folder, beside our overlays."""
+    """Render a `kustomization.yaml` in a copy of our folder, beside our overlays."""
     with tempfile.TemporaryDirectory() as folder:
         copy = Path(folder) / "deploy"
         shutil.copytree(DEPLOY, copy)
@@ -69,14 +58,7 @@ def overlaid(kustomization: Mapping[str, Any]) -> tuple[Manifest, ...]:
         return kustomized(overlay)
 
 
-@cache
-def base() -> tuple[Manifest, ...]:
-    """The base alone."""
-    return kustomized(DEPLOY / "base")
-
-
 def kustomized(folder: Path) -> tuple[Manifest, ...]:
-    """What `kubectl kustomize` makes of a folder."""
     kubectl = shutil.which("kubectl")
     if kubectl is None:
         absent("kubectl is not on PATH")
@@ -84,18 +66,18 @@ def kustomized(folder: Path) -> tuple[Manifest, ...]:
     return tuple(each for each in yaml.load_all(done.stdout, yaml.CSafeLoader) if each is not None)
 
 
-def of_kind(objects: Iterable[Manifest], *kinds: str) -> list[Manifest]:
-    return [each for each in objects if each["kind"] in kinds]
+def of_kind(objects: Iterable[Manifest], kind: str) -> list[Manifest]:
+    return [each for each in objects if each["kind"] == kind]
 
 
 def the(objects: Iterable[Manifest], kind: str, name: str) -> Manifest:
-    """The one of that kind and name."""
+    """The only object of that kind and name."""
     (found,) = (each for each in of_kind(objects, kind) if each["metadata"]["name"] == name)
     return found
 
 
 def selects(selector: Mapping[str, Any], labels: Mapping[str, str]) -> bool:
-    """Whether a label selector of `matchLabels` alone takes an object with these labels; an empty one takes all."""
+    """Say whether a label selector of `matchLabels` alone matches these labels; an empty one matches all."""
     assert set(selector) <= {"matchLabels"}, f"the test cannot read {selector}"
     wanted: Mapping[str, str] = selector.get("matchLabels", {})
     return wanted.items() <= labels.items()
@@ -103,10 +85,14 @@ def selects(selector: Mapping[str, Any], labels: Mapping[str, str]) -> bool:
 
 @dataclass(frozen=True)
 class Deployed:
-    """One service in a set of manifests."""
+    """One service in the manifests that `rendered(source)` returns."""
 
-    objects: tuple[Manifest, ...]
+    source: str
     service: str
+
+    @property
+    def objects(self) -> tuple[Manifest, ...]:
+        return rendered(self.source)
 
     @property
     def name(self) -> str:
@@ -114,7 +100,7 @@ class Deployed:
 
     @property
     def workload(self) -> Manifest:
-        """What makes its pods: a Deployment, or where they come in groups a LeaderWorkerSet."""
+        """Its Deployment, or the LeaderWorkerSet where its pods come in groups."""
         groups = [each for each in of_kind(self.objects, "LeaderWorkerSet") if self.name in each["metadata"]["name"]]
         return groups[0] if groups else the(self.objects, "Deployment", self.name)
 
@@ -129,9 +115,8 @@ class Deployed:
         return self.pod["spec"]
 
     @property
-    def labels(self) -> Mapping[str, str]:
-        found: Mapping[str, str] = self.pod["metadata"]["labels"]
-        return found
+    def labels(self) -> Any:
+        return self.pod["metadata"]["labels"]
 
     @property
     def container(self) -> Any:
@@ -147,7 +132,7 @@ class Deployed:
         return self.environment_of(self.container)
 
     def environment_of(self, container: Manifest) -> dict[str, str]:
-        """What a container gets from ConfigMaps and by itself, without what comes from a Secret."""
+        """A container's variables, but for those from a Secret."""
         found: dict[str, str] = {}
         for source in container.get("envFrom", ()):
             found |= the(self.objects, "ConfigMap", source["configMapRef"]["name"])["data"]
@@ -162,36 +147,19 @@ class Deployed:
             return SETTINGS[self.service].from_command_line(list(self.container.get("args", ())), program=self.service)
 
 
-@cache
-def metric_names() -> frozenset[str]:
-    """The metrics in rules, dashboards and scalers, and those that operators are told to look at."""
-    texts = [page.read_text(encoding="utf-8") for page in (ROOT / "docs" / "how-to").glob("*.md")]
-    # Objects and not text, so that comments do not count.
-    texts += [json.dumps(composed("plaintext", name)) for name in ("hpa", "keda", "monitoring")]
-    return frozenset(re.findall(r"\boutrider_\w+", "\n".join(texts)))
-
-
-# ----------------------------------------------------------------------------------------------------------- torchrun
-
 _TORCHRUN = ["python", "-m", "torch.distributed.run"]
 
-# What the LeaderWorkerSet controller puts into the environment of each pod, for the last pod of a group of two.
+# The variables that the LeaderWorkerSet controller sets in the last pod of a group of two.
 GROUP = {"LWS_GROUP_SIZE": "2", "LWS_WORKER_INDEX": "1", "LWS_LEADER_ADDRESS": "outrider-verifier-ranks-0.somewhere"}
 
 
 def torchrun_arguments(container: Manifest, environment: Mapping[str, str]) -> argparse.Namespace | None:
-    """Its arguments as torchrun reads them, variables put in; None of a container that does not run it."""
+    """A container's arguments as torchrun reads them, variables filled in; None if it does not run torchrun."""
     command: list[str] = list(container.get("command", ()))
     if command[: len(_TORCHRUN)] != _TORCHRUN:
         return None
     words = command[len(_TORCHRUN) :]
     for name, value in environment.items():
         words = [word.replace(f"$({name})", value) for word in words]
-    assert not any("$(" in word for word in words), f"a variable that nobody sets: {words}"
+    assert not any("$(" in word for word in words), f"a variable is not set: {words}"
     return get_args_parser().parse_args(words)
-
-
-def ranks_of_a_pod(container: Manifest, environment: Mapping[str, str]) -> int:
-    """How many processes of a service run in it."""
-    arguments = torchrun_arguments(container, {**GROUP, **environment})
-    return 1 if arguments is None else int(arguments.nproc_per_node)

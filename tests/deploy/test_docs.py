@@ -1,4 +1,4 @@
-"""What pages say of images, manifests and alerts is what the files here have. `tests/docs` has their commands."""
+"""Pages name the images, manifests and alerts that `deploy` has. `tests/docs` has their commands."""
 
 import re
 import shlex
@@ -10,21 +10,12 @@ import yaml
 
 from outrider.cli.generate import generate_command
 from tests.deploy.image_builder import stages
-from tests.deploy.manifests import DEPLOY, base, overlaid, selects, the
+from tests.deploy.manifests import DEPLOY, overlaid, rendered, selects, the
 from tests.docs.pages import blocks
 from tests.project.tree import ROOT
 
 GUIDES = ROOT / "docs" / "how-to"
 KUBERNETES, SEVERAL_GPUS, OPERATE = (GUIDES / f"{name}.md" for name in ("kubernetes", "several-gpus", "operate"))
-
-
-def _commands(program: str) -> list[list[str]]:
-    lines = [line for block in blocks(KUBERNETES, "sh") for line in block.text.splitlines()]
-    words = [shlex.split(line.rstrip("& "), comments=True) for line in lines]
-    found = [each for each in words if each and each[0] == program]
-    assert found
-    return found
-
 
 DOCUMENTS: list[dict[str, Any]] = [
     yaml.safe_load(block.text) for page in (KUBERNETES, SEVERAL_GPUS) for block in blocks(page, "yaml")
@@ -32,8 +23,11 @@ DOCUMENTS: list[dict[str, Any]] = [
 (JOB,) = (document["spec"]["template"] for document in DOCUMENTS if document["kind"] == "Job")
 
 
-def test_images_are_built_by_targets_and_arguments_that_are_there() -> None:
-    for command in (each for each in _commands("docker") if each[1] == "build"):
+def test_targets_and_arguments_of_builds_exist() -> None:
+    lines = [line for block in blocks(KUBERNETES, "sh") for line in block.text.splitlines()]
+    commands = [shlex.split(line) for line in lines if line.startswith("docker build ")]
+    assert commands
+    for command in commands:
         options = dict(zip(command[2:-1:2], command[3:-1:2], strict=True))
         assert (ROOT / options["-f"]).is_file()
         assert options["--target"] in stages(options["--build-arg"].removeprefix("VARIANT="))
@@ -41,11 +35,11 @@ def test_images_are_built_by_targets_and_arguments_that_are_there() -> None:
     assert set(arguments) <= set(re.findall(r"ARG (\w+)", (DEPLOY / "Dockerfile").read_text(encoding="utf-8")))
 
 
-def test_clients_are_asked_as_the_command_line_takes_it() -> None:
+def test_options_of_the_example_exist() -> None:
     known = {option for parameter in generate_command.params for option in parameter.opts}
-    for words in (*_commands("outrider"), JOB["spec"]["containers"][0]["command"]):
-        assert words[1] == "generate"
-        assert {word for word in words if word.startswith("--")} <= known
+    command = JOB["spec"]["containers"][0]["command"]
+    assert command[:2] == ["outrider", "generate"]
+    assert {word for word in command if word.startswith("--")} <= known
 
 
 @pytest.mark.parametrize("document", DOCUMENTS, ids=lambda document: document["kind"])
@@ -57,8 +51,8 @@ def test_files_that_a_reader_writes_render(document: dict[str, Any]) -> None:
     assert all(image["newName"] in text for image in document.get("images", ()))
 
 
-def test_the_client_of_the_example_is_let_in() -> None:
-    draft = the(base(), "NetworkPolicy", "outrider-draft")
+def test_policies_admit_the_client_of_the_example() -> None:
+    draft = the(rendered("base"), "NetworkPolicy", "outrider-draft")
     labels = JOB["metadata"]["labels"]
     assert any(selects(peer["podSelector"], labels) for rule in draft["spec"]["ingress"] for peer in rule["from"])
 

@@ -1,49 +1,43 @@
-"""The image is built by its own steps, and its services run as the manifests say, in namespaces of their own."""
+"""The image is built by its own steps, and its services run as the manifests say, in namespaces of their own.
+
+A pod gets environment, mounts, user and read-only root from its manifest. Unlike in a cluster, pods are on one machine
+(`tests.network`), names are in `/etc/hosts`, and no policy is enforced.
+"""
 
 import json
 import os
 import re
 import signal
-from collections.abc import Iterator
+import subprocess
+import sys
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 from tests.certificates import Authority
-from tests.deploy.image_builder import PATH, Builder, entry_point, environment, need_namespaces, stages
-from tests.deploy.manifests import SERVICES, Deployed, Manifest, metric_names, of_kind, rendered
-from tests.deploy.pods import Node, Pod, mounts
+from tests.deploy.image_builder import PATH, Builder, need_namespaces
+from tests.deploy.manifests import SERVICES, Deployed, of_kind, rendered
+from tests.machine import TOOLS
+from tests.network import Network
+from tests.project.tree import ROOT
 
-pytestmark = pytest.mark.timeout(900)  # two services start twice, on a machine that may be busy
+pytestmark = pytest.mark.timeout(600)  # on a machine that may be busy
 
 CLIENT = "a-client"
 TOKENS = 24
 
+Mounts = Mapping[str, Path | None]
+"""Read-only folders and files by their place in a pod; None is a folder in memory."""
+
 _HEALTH = """
-import json, sys
+import sys
 from outrider.rpc.channel import wait_for_health
 address, *services = sys.argv[1:]
 for service in services:
     wait_for_health(address, service, 400.0)
-print(json.dumps(services))
-"""
-_PLAINTEXT = """
-import json, sys
-import grpc
-from grpc_health.v1 import health_pb2, health_pb2_grpc
-def answers(address):
-    with grpc.insecure_channel(address) as channel:
-        try:
-            health_pb2_grpc.HealthStub(channel).Check(health_pb2.HealthCheckRequest(), timeout=60)
-            return True
-        except grpc.RpcError:
-            return False
-print(json.dumps([answers(address) for address in sys.argv[1:]]))
-"""
-_SCRAPE = """
-import json, sys, urllib.request
-print(json.dumps(urllib.request.urlopen(sys.argv[1], timeout=60).read().decode()))
 """
 _WRITE = """
 import errno, json, os, sys
@@ -71,128 +65,166 @@ def test_the_image_holds_the_project_and_no_installer(image: Builder) -> None:
     assert root.run(["/usr/local/bin/python", "-P", "-c", code], env=env) == "[True, True]"
 
 
-class Running:
-    """Both services of an overlay, as pods of one node."""
+@dataclass
+class Pod:
+    """A running container."""
 
-    def __init__(self, overlay: str, image: Builder, node: Node, secrets: dict[str, Path]) -> None:
-        self.services = {service: Deployed(rendered(overlay), service) for service in SERVICES}
-        self.node = node
-        self.secrets = secrets
+    process: subprocess.Popen[str]
+    log: Path
+
+    def output(self) -> str:
+        return self.log.read_text(encoding="utf-8", errors="replace")
+
+
+class Node:
+    """A machine with a network of its own, on which both services of the overlay `mtls` run, and a client."""
+
+    def __init__(self, image: Builder, folder: Path) -> None:
+        self.services = {service: Deployed("overlays/mtls", service) for service in SERVICES}
+        self._secrets: dict[str, Path] = {}
+        authority = Authority(folder / "authority")
+        for spec in (each["spec"] for each in of_kind(rendered("overlays/mtls"), "Certificate")):
+            if not spec.get("isCA"):  # cert-manager makes a Secret of each
+                issued = authority.issue(*spec["dnsNames"])
+                secret = self._secrets[spec["secretName"]] = folder / spec["secretName"]
+                secret.mkdir()
+                for name, file in (("tls.crt", issued.cert), ("tls.key", issued.key), ("ca.crt", authority.pem)):
+                    (secret / name).write_bytes(file.read_bytes())
+        names = [*(each.name for each in self.services.values()), CLIENT]
+        self.network = Network(folder, dict.fromkeys(names, ()), own_processes=True)
+        self.pods: dict[str, Pod] = {}
+        self.started: list[Pod] = []
         self._image = image
-        self.pods = {service: self.start(service) for service in SERVICES}
+        self._folder = folder
+        # A DNS query fails at once.
+        (folder / "resolv.conf").write_text("nameserver 127.0.0.1\n", encoding="utf-8")
 
-    def start(self, service: str, command: list[str] | None = None) -> Pod:
-        """The container of a service, by its manifest; or another command in its place."""
+    def start_service(self, service: str, *command: str) -> Pod:
+        """Start the container of a service, by its manifest; or another command in its place."""
         deployed = self.services[service]
-        return self.node.start(
-            deployed.name,
-            self._image.build(service),
-            command or entry_point(stages(), service),
-            env={**environment(stages(), service, {"PATH": PATH}), **deployed.environment},
-            mounts=mounts(deployed, self.secrets),
-            user=deployed.spec["securityContext"]["runAsUser"],
-        )
+        volumes = [volume for volume in deployed.spec["volumes"] if "secret" in volume]
+        folders = {volume["name"]: self._secrets[volume["secret"]["secretName"]] for volume in volumes}
+        mounts = {mount["mountPath"]: folders.get(mount["name"]) for mount in deployed.container["volumeMounts"]}
+        command = command or self._image.stages[service].entry_point()
+        user = deployed.spec["securityContext"]["runAsUser"]
+        return self._start(deployed.name, service, command, deployed.environment, mounts, user)
 
-    def ask(self, *options: str) -> tuple[int, str]:
-        """What the command line prints for a client in a pod of its own: exit code and output."""
+    def generate(self, *options: str) -> tuple[int, str]:
+        """Run the command line as a client in a pod of its own; return its exit code and output."""
         address = f"outrider-draft:{self.services['draft'].ports['grpc']}"
-        command = ["generate", "--draft", address, "--json", "--temperature", "0", "--max-new-tokens", str(TOKENS)]
-        secret = [("ro", str(folder), "/tls") for name, folder in self.secrets.items() if name == "outrider-client-tls"]
-        pod = self.node.start(
-            CLIENT,
-            self._image.build("draft"),
-            ["outrider", *command, *options, "def area(radius):"],
-            env=environment(stages(), "draft", {"PATH": PATH}),
-            mounts=[("tmpfs", "none", "/tmp"), *secret],
-            user=65432,
-        )
-        return pod.process.wait(400.0), pod.said()
+        command = ["outrider", "generate", "--draft", address, "--json", "--temperature", "0"]
+        command += ["--max-new-tokens", str(TOKENS), "--tls-ca", "/tls/ca.crt", *options, "def area(radius):"]
+        mounts = {"/tmp": None, "/tls": self._secrets["outrider-client-tls"]}
+        pod = self._start(CLIENT, "draft", command, {}, mounts, 65432)
+        return pod.process.wait(400.0), pod.output()
 
-    def at(self, service: str, port: str) -> str:
-        """An address for the node, which knows no names."""
+    def _start(
+        self, name: str, target: str, command: Sequence[str], env: Mapping[str, str], mounts: Mounts, user: int
+    ) -> Pod:
+        env = self._image.stages[target].environment() | dict(env)
+        files = {
+            "/etc/hosts": self.network.names,
+            "/etc/resolv.conf": self._folder / "resolv.conf",
+            "/sys": Path("/sys"),
+        }
+        sources = {**mounts, **files}.items()
+        more = [("ro", str(source), path) if source else ("tmpfs", "none", path) for path, source in sources]
+        # Another user id, without any privilege, and in a namespace that cannot undo a mount.
+        becoming = ["unshare", "--user", f"--map-user={user}", f"--map-group={user}"]
+        alone = ["env", "-i", *(f"{key}={value}" for key, value in env.items()), *command]
+        entering = self._image.build(target).command([*becoming, *alone], more=more, read_only=True)
+        log = self._folder / f"{name}-{len(self.started)}.log"
+        with log.open("w", encoding="utf-8") as written:
+            process = subprocess.Popen(
+                [*self.network.on(name), "unshare", "--mount", *entering],
+                stdout=written,
+                stderr=subprocess.STDOUT,
+                text=True,
+                env=TOOLS,
+            )
+        self.started.append(Pod(process, log))
+        return self.started[-1]
+
+    def wait_ready(self, service: str) -> None:
+        """Wait until its probes succeed at the switch, which like a kubelet reaches all pods by address."""
+        container = self.services[service].container
+        probes = [container[f"{kind}Probe"]["grpc"]["service"] for kind in ("startup", "liveness", "readiness")]
+        entering = self.network.at_the_switch(in_mounts=False)
+        command = [*entering, sys.executable, "-c", _HEALTH, self.address(service, "health"), *probes]
+        with subprocess.Popen(command, cwd=ROOT) as program:
+            try:
+                while program.poll() is None:
+                    for pod in self.pods.values():
+                        assert pod.process.poll() is None, f"a service ended: {pod.output()}"
+                    time.sleep(0.1)
+            finally:
+                program.kill()
+        assert program.returncode == 0
+
+    def address(self, service: str, port: str) -> str:
         deployed = self.services[service]
-        return f"{self.node.address(deployed.name)}:{deployed.ports[port]}"
-
-    def scrape(self, service: str) -> str:
-        text: str = self.node.ask(_SCRAPE, f"http://{self.at(service, 'metrics')}/metrics")
-        return text
+        return f"{self.network.address(deployed.name)}:{deployed.ports[port]}"
 
 
-def _secrets(objects: tuple[Manifest, ...], folder: Path) -> dict[str, Path]:
-    """What cert-manager would make of the certificates that a manifest asks for."""
-    authority = Authority(folder / "authority")
-    found = {}
-    for spec in (each["spec"] for each in of_kind(objects, "Certificate") if not each["spec"].get("isCA")):
-        secret = found[spec["secretName"]] = folder / spec["secretName"]
-        secret.mkdir()
-        made = authority.issue(*spec["dnsNames"])
-        for name, source in (("tls.crt", made.cert), ("tls.key", made.key), ("ca.crt", authority.pem)):
-            (secret / name).write_bytes(source.read_bytes())
-    return found
+@pytest.fixture(scope="module")
+def node(image: Builder, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Node]:
+    """Both services are ready."""
+    node = Node(image, tmp_path_factory.mktemp("node"))
+    try:
+        with node.network:  # whose end is the end of all that runs in it
+            for service in SERVICES:
+                node.pods[service] = node.start_service(service)
+            for service in SERVICES:
+                node.wait_ready(service)
+            yield node
+    finally:
+        for pod in node.started:
+            pod.process.wait(60)
+            print(f"--- {pod.log.stem}\n{pod.output()[-4000:]}")
 
 
-@pytest.fixture(scope="module", params=["demo", pytest.param("mtls", marks=pytest.mark.slow)])
-def running(
-    request: pytest.FixtureRequest, image: Builder, tmp_path_factory: pytest.TempPathFactory
-) -> Iterator[Running]:
-    """An overlay at work: both services ready."""
-    folder = tmp_path_factory.mktemp(request.param)
-    secrets = _secrets(rendered(request.param), folder)
-    for service in SERVICES:
-        image.build(service)
-    with Node(folder, [*(f"outrider-{service}" for service in SERVICES), CLIENT]) as node:
-        running = Running(request.param, image, node, secrets)
-        for service, each in running.pods.items():
-            spec = running.services[service].container
-            probes = [spec[kind]["grpc"]["service"] for kind in ("startupProbe", "livenessProbe", "readinessProbe")]
-            node.ask(_HEALTH, running.at(service, "health"), *probes, of=[each])
-        yield running
-
-
-def test_a_client_gets_text_and_the_manifests_name_metrics_that_are_shown(running: Running) -> None:
-    tls = ["--tls-ca", "/tls/ca.crt", "--tls-cert", "/tls/tls.crt", "--tls-key", "/tls/tls.key"]
-    code, said = running.ask(*(tls if running.secrets else ["--plaintext"]))
-    assert code == 0, said
-    done: dict[str, Any] = json.loads(said)
-    assert len(done["token_ids"]) == TOKENS
-    assert done["statistics"]["num_accepted_tokens"] > 0
+def test_a_client_gets_text_and_services_show_the_metrics_that_manifests_name(node: Node) -> None:
+    certificate = ["--tls-cert", "/tls/tls.crt", "--tls-key", "/tls/tls.key"]
+    code, output = node.generate(*certificate)
+    assert code == 0, output
+    result = json.loads(output)
+    assert len(result["token_ids"]) == TOKENS
+    assert result["statistics"]["num_accepted_tokens"] > 0
     shown: set[str] = set()
     for service in SERVICES:
-        text = running.scrape(service)
+        text = node.network.fetch(f"http://{node.address(service, 'metrics')}/metrics")
         # A rule names a histogram's series, a document the histogram.
         shown |= set(re.findall(r"^(?:# TYPE )?(outrider_\w+)", text, re.MULTILINE))
         (used,) = re.findall(r"^process_resident_memory_bytes (\S+)", text, re.MULTILINE)
-        limit = running.services[service].container["resources"]["limits"]["memory"]
+        limit = node.services[service].container["resources"]["limits"]["memory"]
         assert float(used) < int(limit.removesuffix("Mi")) * 2**20
-    assert metric_names() - shown == set()
+    texts = [page.read_text(encoding="utf-8") for page in (ROOT / "docs" / "how-to").glob("*.md")]
+    # Objects and not text, so that comments do not count.
+    texts += [json.dumps(rendered(f"plaintext+{name}")) for name in ("hpa", "keda", "monitoring")]
+    assert set(re.findall(r"\boutrider_\w+", "\n".join(texts))) - shown == set()
 
 
-def test_probes_need_no_certificate_and_clients_do(running: Running) -> None:
-    addresses = {(service, name): running.at(service, name) for service in SERVICES for name in ("health", "grpc")}
-    answers = dict(zip(addresses, running.node.ask(_PLAINTEXT, *addresses.values()), strict=True))
-    assert answers == {(service, name): name == "health" or not running.secrets for service, name in addresses}
-    if running.secrets:
-        code, said = running.ask("--tls-ca", "/tls/ca.crt", "--timeout", "8")
-        assert code == 1, said
-        assert re.search("UNAVAILABLE|DEADLINE_EXCEEDED", said), said
+def test_a_client_needs_a_certificate(node: Node) -> None:
+    code, output = node.generate("--timeout", "8")
+    assert code == 1, output
+    assert re.search("UNAVAILABLE|DEADLINE_EXCEEDED", output), output
 
 
-def test_only_the_mounts_of_the_manifest_can_be_written(running: Running) -> None:
+def test_only_the_mounts_of_the_manifest_can_be_written(node: Node) -> None:
     for service in SERVICES:
-        spec = running.services[service].container
-        writable = [mount["mountPath"] for mount in spec["volumeMounts"] if not mount.get("readOnly")]
-        fixed = ["", "/opt/outrider", "/usr/local/lib", *(["/tls"] if running.secrets else [])]
-        tried = running.start(service, ["python", "-c", _WRITE, *writable, *fixed])
-        assert tried.process.wait(300) == 0, tried.said()
-        found = json.loads(tried.said())
+        mounts = node.services[service].container["volumeMounts"]
+        writable = [mount["mountPath"] for mount in mounts if not mount.get("readOnly")]
+        fixed = ["", "/opt/outrider", "/usr/local/lib", "/tls"]
+        pod = node.start_service(service, "python", "-c", _WRITE, *writable, *fixed)
+        assert pod.process.wait(300) == 0, pod.output()
+        found = json.loads(pod.output())
         assert found.pop("uid") == 10001
         assert found == dict.fromkeys(writable, "written") | dict.fromkeys(fixed, "EROFS")
 
 
-def test_a_pod_that_is_told_to_go_ends_well(running: Running) -> None:
+def test_sigterm_ends_a_pod_within_its_grace_period(node: Node) -> None:
     for service in SERVICES:
-        each = running.pods[service]
-        (child,) = Path(f"/proc/{each.process.pid}/task/{each.process.pid}/children").read_text().split()
+        process = node.pods.pop(service).process
+        (child,) = Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()
         os.kill(int(child), signal.SIGTERM)
-        within = running.services[service].spec["terminationGracePeriodSeconds"]
-        assert each.process.wait(within) == 0, each.said()
+        assert process.wait(node.services[service].spec["terminationGracePeriodSeconds"]) == 0

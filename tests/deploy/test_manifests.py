@@ -1,4 +1,4 @@
-"""Manifests render, are what the API server would take, and fit each other and the services' settings."""
+"""Manifests render, the API server would accept them, and they fit each other and the services' settings."""
 
 import itertools
 import json
@@ -14,71 +14,60 @@ import yaml
 from outrider.rpc.health import PROBES
 from tests.deploy.manifests import (
     DEPLOY,
+    GROUP,
     PREFIX,
     SERVICES,
     SETTINGS,
     Deployed,
-    Manifest,
-    base,
-    composed,
-    folders,
     of_kind,
-    ranks_of_a_pod,
     rendered,
     selects,
     the,
+    torchrun_arguments,
 )
+
+
+def _folders(kind: str) -> list[str]:
+    return sorted(path.parent.name for path in (DEPLOY / kind).glob("*/kustomization.yaml"))
+
 
 # The oldest release with stable gRPC probes, and the newest one there are schemas of.
 RELEASES = ("1.27", "1.37")
 CUSTOM = ("cert-manager.io/", "monitoring.coreos.com/", "keda.sh/", "leaderworkerset.x-k8s.io/")
 SECURITY = ("plaintext", "mtls")
-COMPONENTS = [name for name in folders("components") if name not in SECURITY]
-OVERLAYS = [f"overlays/{name}" for name in folders("overlays")]
+COMPONENTS = [name for name in _folders("components") if name not in SECURITY]
+OVERLAYS = [f"overlays/{name}" for name in _folders("overlays")]
 # Components with the one that changes most; `plaintext` is in the overlays.
-WHAT = [*OVERLAYS, *SECURITY, *(f"mtls+{name}" for name in COMPONENTS)]
+SOURCES = [*OVERLAYS, *SECURITY, *(f"mtls+{name}" for name in COMPONENTS)]
 
-every = pytest.mark.parametrize("what", WHAT)
-
-
-def objects_of(what: str) -> tuple[Manifest, ...]:
-    if what == "base":
-        return base()
-    return rendered(what.removeprefix("overlays/")) if what.startswith("overlays/") else composed(*what.split("+"))
+every = pytest.mark.parametrize("source", SOURCES)
 
 
-def both(what: str) -> tuple[Deployed, Deployed]:
-    """The draft service, and the verifier."""
-    draft, verifier = (Deployed(objects_of(what), service) for service in SERVICES)
-    return draft, verifier
+def both(source: str) -> tuple[Deployed, Deployed]:
+    return Deployed(source, "draft"), Deployed(source, "verifier")
 
 
-@pytest.fixture(params=itertools.product(WHAT, SERVICES), ids=" ".join)
+@pytest.fixture(params=itertools.product(SOURCES, SERVICES), ids=" ".join)
 def deployed(request: pytest.FixtureRequest) -> Deployed:
-    what, service = request.param
-    return Deployed(objects_of(what), service)
+    return Deployed(*request.param)
 
 
 # --------------------------------------------------------------------------------------------------------- schemas
 
 
 @cache
-def _problem(document: str, release: str) -> str:
-    """What the schemas of a release have against an object; most are in several overlays, and validated once."""
-    try:
-        kubernetes_validate.validate(json.loads(document), release, strict=True)
-    except kubernetes_validate.ValidationError as error:
-        return f"{'.'.join(map(str, error.path))}: {error.message}"
-    return ""
+def _validate(document: str, release: str) -> None:
+    """Most objects are in several overlays, and validated once."""
+    kubernetes_validate.validate(json.loads(document), release, strict=True)
 
 
 @pytest.mark.parametrize("release", RELEASES)
-@pytest.mark.parametrize("what", ["base", *WHAT])
-def test_the_api_server_would_take_it(what: str, release: str) -> None:
-    known = [each for each in objects_of(what) if not each["apiVersion"].startswith(CUSTOM)]
-    problems = [(each["kind"], _problem(json.dumps(each, sort_keys=True), release)) for each in known]
-    assert [problem for problem in problems if problem[1]] == []
-    assert len(known) == len(objects_of(what)) or what not in ("base", "overlays/demo")
+@pytest.mark.parametrize("source", ["base", *SOURCES])
+def test_the_api_server_would_accept_it(source: str, release: str) -> None:
+    known = [each for each in rendered(source) if not each["apiVersion"].startswith(CUSTOM)]
+    for each in known:
+        _validate(json.dumps(each, sort_keys=True), release)
+    assert len(known) == len(rendered(source)) or source not in ("base", "overlays/demo")
 
 
 def _fields(value: Any) -> Iterator[str]:
@@ -94,7 +83,7 @@ def _fields(value: Any) -> Iterator[str]:
 
 
 def _written(folder: Path) -> Iterator[Any]:
-    """What the files of a folder hold, patches among it."""
+    """The objects in the files of a folder, patches among them."""
     file = yaml.safe_load((folder / "kustomization.yaml").read_text(encoding="utf-8"))
     no_objects = {"kustomization.yaml", *file.get("configurations", ())}
     texts = [patch["patch"] for patch in file.get("patches", ()) if "patch" in patch]
@@ -102,12 +91,12 @@ def _written(folder: Path) -> Iterator[Any]:
     return (each for text in texts for each in yaml.safe_load_all(text) if isinstance(each, dict))
 
 
-@pytest.mark.parametrize("folder", ["base", *OVERLAYS, *(f"components/{name}" for name in folders("components"))])
+@pytest.mark.parametrize("folder", ["base", *OVERLAYS, *(f"components/{name}" for name in _folders("components"))])
 def test_no_field_is_lost_on_the_way(folder: str) -> None:
-    """A patch drops in silence what the schema of its kind does not know."""
+    """A patch silently drops fields that the schema of its kind does not have."""
     name = folder.removeprefix("components/")
-    what = f"plaintext+{name}" if name in COMPONENTS else name
-    assert set(_fields(list(_written(DEPLOY / folder)))) - set(_fields(list(objects_of(what)))) == set()
+    objects = rendered(f"plaintext+{name}" if name in COMPONENTS else name)
+    assert set(_fields(list(_written(DEPLOY / folder)))) - set(_fields(list(objects))) == set()
 
 
 # ------------------------------------------------------------------------------------------------------------- pods
@@ -160,11 +149,11 @@ def _port(address: str) -> int:
     return int(address.rpartition(":")[2])
 
 
-def test_ports_and_probes_are_those_that_the_service_has(deployed: Deployed) -> None:
+def test_ports_and_probes_are_those_of_the_service(deployed: Deployed) -> None:
     settings = deployed.settings
     listening = {"grpc": settings.listen, "health": settings.health_listen, "metrics": settings.metrics_listen}
     assert deployed.ports == {name: _port(address) for name, address in listening.items()}
-    # At all addresses of the pod: on its loopback nobody would find it.
+    # At all addresses of the pod: its loopback cannot be reached from outside.
     assert {address.rpartition(":")[0] for address in listening.values()} == {"0.0.0.0"}
     probes = {kind: deployed.container[f"{kind}Probe"]["grpc"] for kind in ("startup", "liveness", "readiness")}
     assert {kind: probe["service"] for kind, probe in probes.items()} == {name: name for name in PROBES}
@@ -183,17 +172,18 @@ def test_a_pod_has_time_to_start_and_to_drain(deployed: Deployed) -> None:
 
 def test_threads_have_the_cores_that_they_need(deployed: Deployed) -> None:
     limits = deployed.container["resources"]["limits"]
-    ranks = ranks_of_a_pod(deployed.container, deployed.environment)
+    arguments = torchrun_arguments(deployed.container, {**GROUP, **deployed.environment})
+    ranks = int(arguments.nproc_per_node) if arguments else 1
     assert deployed.settings.threads * ranks == int(limits["cpu"])
 
 
 @every
-def test_drafts_call_a_service_that_selects_verifiers(what: str) -> None:
-    draft, verifier = both(what)
+def test_drafts_call_a_service_that_selects_verifiers(source: str) -> None:
+    draft, verifier = both(source)
     (address,) = draft.settings.verifier
     service = the(draft.objects, "Service", address.rpartition(":")[0])["spec"]
     assert selects({"matchLabels": service["selector"]}, verifier.labels)
-    # A headless Service forwards no port: the pod's own is what is called.
+    # A headless Service forwards no port: clients call the pod's own.
     assert {entry["port"] for entry in service["ports"] if entry["name"] == "grpc"} == {_port(address)}
     assert _port(address) == _port(verifier.settings.listen)
 
@@ -212,16 +202,17 @@ def test_calls_are_plaintext_or_files_of_tls_are_mounted(deployed: Deployed) -> 
     assert bool(settings.tls_key and settings.tls_client_ca and settings.allow_client_san) == bool(files)
 
 
-@pytest.mark.parametrize("what", [what for what in WHAT if "mtls" in what])
-def test_names_in_certificates_are_those_that_are_asked_for(what: str) -> None:
-    draft, verifier = both(what)
+@pytest.mark.parametrize("source", [source for source in SOURCES if "mtls" in source])
+def test_certificates_have_the_names_that_peers_check(source: str) -> None:
+    draft, verifier = both(source)
     certificates = {each["metadata"]["name"]: each["spec"] for each in of_kind(draft.objects, "Certificate")}
     names = {name: set(spec.get("dnsNames", ())) for name, spec in certificates.items()}
     usages = {name: set(spec.get("usages", ())) for name, spec in certificates.items()}
     assert draft.settings.verifier_tls_name in names["outrider-verifier"]
+    assert "outrider-draft" in names["outrider-draft"], "clients call it by the name of its Service"
     assert set(verifier.settings.allow_client_san) <= names["outrider-draft"]
     assert set(draft.settings.allow_client_san) <= names["outrider-client"]
-    # A client is no draft, whoever signed for it.
+    # A client is no draft service, although the same authority has signed its certificate.
     assert not set(verifier.settings.allow_client_san) & names["outrider-client"]
     assert {"server auth", "client auth"} <= usages["outrider-draft"]
     assert "client auth" not in usages["outrider-verifier"]
@@ -231,7 +222,7 @@ def test_names_in_certificates_are_those_that_are_asked_for(what: str) -> None:
     for each in (draft, verifier):
         (mounted,) = (volume["secret"] for volume in each.spec["volumes"] if "secret" in volume)
         assert mounted["secretName"] in secrets
-        # Readable for the group that the kubelet gives the files, and for nobody else.
+        # Readable only for the group that the kubelet gives the files.
         assert mounted["defaultMode"] == 0o440
 
 
@@ -242,29 +233,29 @@ def test_weights_come_before_the_service_starts() -> None:
         assert each.environment_of(init)["HF_HUB_OFFLINE"] == "0"
         assert each.environment["HF_HUB_OFFLINE"] == "1"
         assert init["command"][init["command"].index("--local-dir") + 1] == each.settings.model
-        # An overlay says which, in the ConfigMap that the service has as well.
+        # An overlay names them in the ConfigMap that the service has as well.
         assert {"$(HUB_MODEL)", "$(HUB_REVISION)"} <= set(init["command"])
         assert init["envFrom"] == each.container["envFrom"]
 
 
-# ------------------------------------------------------------------------------------------------------ who finds whom
+# -------------------------------------------------------------------------------------------- selectors and policies
 
 
 @every
-def test_services_and_budgets_find_the_pods_of_their_name(what: str) -> None:
-    for each in both(what):
+def test_services_and_budgets_find_the_pods_of_their_name(source: str) -> None:
+    for each in both(source):
         budget = the(each.objects, "PodDisruptionBudget", each.name)["spec"]
         headless = the(each.objects, "Service", each.name)["spec"]
         assert headless["clusterIP"] == "None"
         own = each.workload["spec"].get("selector", budget["selector"])  # a group has none
         for selector in (own, budget["selector"], {"matchLabels": headless["selector"]}):
-            assert [other.service for other in both(what) if selects(selector, other.labels)] == [each.service]
+            assert [other.service for other in both(source) if selects(selector, other.labels)] == [each.service]
         assert {port["targetPort"] for port in headless["ports"]} <= set(each.ports)
         the(each.objects, "ServiceAccount", each.spec["serviceAccountName"])
 
 
 def _allowed(deployed: Deployed, way: str) -> list[tuple[Any, int]]:
-    """Peer and port of all that policies let into a service's pods, or out."""
+    """Peer and port of all that policies allow into a service's pods, or out."""
     peers = "from" if way == "ingress" else "to"
     return [
         (peer, port["port"])
@@ -276,7 +267,7 @@ def _allowed(deployed: Deployed, way: str) -> list[tuple[Any, int]]:
 
 
 def _admits(peer: Any, namespace: dict[str, str], labels: Any, *, same: bool) -> bool:
-    """Whether a peer of a policy stands for pods with such labels in such a namespace; `same` is the policy's own."""
+    """Say whether a peer of a policy matches pods with such labels in such a namespace; `same` is the policy's own."""
     if peer is None:
         return True
     if "ipBlock" in peer:
@@ -290,8 +281,8 @@ CLIENT = {"outrider-client": "true"}
 
 
 @every
-def test_policies_let_in_who_has_business_and_nobody_else(what: str) -> None:
-    draft, verifier = both(what)
+def test_policies_admit_callers_and_the_monitoring_alone(source: str) -> None:
+    draft, verifier = both(source)
     for to, port, namespace, labels, same, may in (
         (verifier, "grpc", {}, draft.labels, True, True),
         (draft, "grpc", {}, CLIENT, True, True),
@@ -306,27 +297,27 @@ def test_policies_let_in_who_has_business_and_nobody_else(what: str) -> None:
         (verifier, "metrics", {}, CLIENT, True, False),
         (verifier, "grpc", MONITORING, {}, False, False),
     ):
-        ways = [peer for peer, number in _allowed(to, "ingress") if number == to.ports[port]]
-        assert any(_admits(peer, namespace, labels, same=same) for peer in ways) == may, (to.service, port, labels)
+        peers = [peer for peer, number in _allowed(to, "ingress") if number == to.ports[port]]
+        assert any(_admits(peer, namespace, labels, same=same) for peer in peers) == may, (to.service, port, labels)
 
 
 @every
-def test_policies_let_out_what_is_needed_and_no_more(what: str) -> None:
-    _, verifier = both(what)
-    for each in both(what):
+def test_policies_let_out_dns_and_calls_of_verifiers_alone(source: str) -> None:
+    _, verifier = both(source)
+    for each in both(source):
         allowed = _allowed(each, "egress")
         assert {port for peer, port in allowed if peer is None} == {53}
         to_verifiers = {port for peer, port in allowed if _admits(peer, {}, verifier.labels, same=True)}
         assert (50052 in to_verifiers) == (each.service == "draft")
         outside = {port for peer, port in allowed if peer is not None and "ipBlock" in peer}
-        assert outside == ({443} if "hub-weights" in what else set())
+        assert outside == ({443} if "hub-weights" in source else set())
 
 
 # ----------------------------------------------------------------------------------------------------- custom resources
 
 
 def test_monitors_rules_and_dashboards_are_whole() -> None:
-    objects = composed("plaintext", "monitoring")
+    objects = rendered("plaintext+monitoring")
     (monitor,) = of_kind(objects, "ServiceMonitor")
     (endpoint,) = monitor["spec"]["endpoints"]
     services = of_kind(objects, "Service")
@@ -342,8 +333,8 @@ def test_monitors_rules_and_dashboards_are_whole() -> None:
 
 
 @pytest.mark.parametrize(("scaler", "kind"), [("hpa", "HorizontalPodAutoscaler"), ("keda", "ScaledObject")])
-def test_a_scaler_has_each_deployment_once_and_its_number_of_replicas(scaler: str, kind: str) -> None:
-    objects = composed("plaintext", scaler)
-    targets = [each["spec"]["scaleTargetRef"]["name"] for each in of_kind(objects, kind)]
+def test_a_scaler_alone_sets_the_replicas_of_each_deployment(scaler: str, kind: str) -> None:
+    source = f"plaintext+{scaler}"
+    targets = [each["spec"]["scaleTargetRef"]["name"] for each in of_kind(rendered(source), kind)]
     assert sorted(targets) == [f"outrider-{service}" for service in SERVICES]
-    assert all("replicas" not in Deployed(objects, service).workload["spec"] for service in SERVICES)
+    assert all("replicas" not in each.workload["spec"] for each in both(source))

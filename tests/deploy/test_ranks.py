@@ -1,29 +1,22 @@
-"""Models on several GPUs: what starts the ranks, on one machine and on several, fits the services and itself."""
+"""Models on several GPUs: the manifests start as many ranks as the settings say, on one machine and on several."""
 
 from typing import Any
 
 import kubernetes_validate
 import pytest
 
-from tests.deploy.manifests import GROUP, Deployed, Manifest, composed, rendered, selects, the, torchrun_arguments
+from tests.deploy.manifests import GROUP, Deployed, Manifest, selects, the, torchrun_arguments
 
 GPU = "nvidia.com/gpu"
 SIZE = "OUTRIDER_TENSOR_PARALLEL_SIZE"
-PARTING_S = 5
-"""What rank 0 takes at most to end the workers, after its grace."""
-
-
-def grouped() -> Deployed:
-    return Deployed(rendered("tensor-parallel"), "verifier")
-
-
-def alone() -> Deployed:
-    """One pod of several GPUs."""
-    return Deployed(composed("plaintext", "tensor-parallel"), "verifier")
+GROUPED = Deployed("overlays/tensor-parallel", "verifier")
+SINGLE_POD = Deployed("plaintext+tensor-parallel", "verifier")
+END_WORKERS_S = 5
+"""Rank 0 takes at most so long to end the workers, after its grace."""
 
 
 def pods() -> dict[str, Any]:
-    template = grouped().workload["spec"]["leaderWorkerTemplate"]
+    template = GROUPED.workload["spec"]["leaderWorkerTemplate"]
     return {"leader": template["leaderTemplate"], "worker": template["workerTemplate"]}
 
 
@@ -33,14 +26,14 @@ def only(template: Manifest) -> Any:
 
 
 @pytest.mark.parametrize("role", ["leader", "worker"])
-def test_pods_of_a_group_are_what_the_api_server_would_take(role: str) -> None:
+def test_the_api_server_would_accept_the_pods_of_a_group(role: str) -> None:
     template = pods()[role]
     whole = {"apiVersion": "v1", "kind": "Pod", "metadata": {"name": role, **template["metadata"]}}
     kubernetes_validate.validate({**whole, "spec": template["spec"]}, "1.37", strict=True)
 
 
 def test_a_group_has_as_many_ranks_as_the_setting_says() -> None:
-    groups, settings = grouped().workload["spec"], grouped().environment
+    groups, settings = GROUPED.workload["spec"], GROUPED.environment
     assert groups["startupPolicy"] == "LeaderCreated", "ranks wait for each other: none is ready before all are there"
     size = groups["leaderWorkerTemplate"]["size"]
     for template in pods().values():
@@ -54,26 +47,26 @@ def test_a_group_has_as_many_ranks_as_the_setting_says() -> None:
 
 
 def test_a_pod_of_several_gpus_has_as_many_ranks() -> None:
-    settings = alone().environment
-    arguments = torchrun_arguments(alone().container, settings)
+    arguments = torchrun_arguments(SINGLE_POD.container, SINGLE_POD.environment)
     assert arguments is not None
     assert (arguments.standalone, arguments.training_script) == (True, "verifier_service")
-    assert arguments.nproc_per_node == settings[SIZE] == alone().container["resources"]["limits"][GPU]
+    gpus = SINGLE_POD.container["resources"]["limits"][GPU]
+    assert arguments.nproc_per_node == SINGLE_POD.environment[SIZE] == gpus
 
 
 def test_ranks_are_killed_only_after_the_first_has_drained() -> None:
-    grace = float(grouped().environment["OUTRIDER_GRACE"])
+    grace = float(GROUPED.environment["OUTRIDER_GRACE"])
     leader = pods()["leader"]
     sleep = int(only(leader)["lifecycle"]["preStop"]["exec"]["command"][1])
-    for template, told_after in ((leader, sleep), (pods()["worker"], 0), (alone().pod, sleep)):
+    for template, signalled_after in ((leader, sleep), (pods()["worker"], 0), (SINGLE_POD.pod, sleep)):
         arguments = torchrun_arguments(only(template), {SIZE: "2", **GROUP})
         assert arguments is not None
-        # The first hears of it after its preStop; the others have to be there until it has ended.
-        assert arguments.shutdown_timeout > grace + PARTING_S + (sleep - told_after)
-        assert told_after + arguments.shutdown_timeout < template["spec"]["terminationGracePeriodSeconds"]
+        # Rank 0 gets its signal after its preStop; the others have to live until it has ended.
+        assert arguments.shutdown_timeout > grace + END_WORKERS_S + (sleep - signalled_after)
+        assert signalled_after + arguments.shutdown_timeout < template["spec"]["terminationGracePeriodSeconds"]
 
 
-def test_workers_differ_from_rank_0_by_what_serves() -> None:
+def test_only_rank_0_serves() -> None:
     leader, worker = pods()["leader"]["spec"], pods()["worker"]["spec"]
     assert {name for name in leader if leader[name] != worker.get(name)} == {"containers"}
     serving, other = only(pods()["leader"]), only(pods()["worker"])
@@ -81,18 +74,17 @@ def test_workers_differ_from_rank_0_by_what_serves() -> None:
     assert {name for name in serving if serving[name] != other.get(name)} == served
 
 
-def test_ranks_reach_each_other_and_nobody_else_does() -> None:
-    objects = rendered("tensor-parallel")
+def test_only_ranks_reach_each_other() -> None:
     leader, worker = (template["metadata"]["labels"] for template in pods().values())
-    draft = Deployed(objects, "draft").labels
-    service = the(objects, "Service", "outrider-verifier")["spec"]
-    assert selects({"matchLabels": service["selector"]}, leader)
-    assert not selects({"matchLabels": service["selector"]}, worker)
-    policy = the(objects, "NetworkPolicy", "outrider-verifier-ranks")["spec"]
-    ((port,),) = ({each.master_port} for each in [torchrun_arguments(only(pods()["worker"]), GROUP)] if each)
+    draft = Deployed(GROUPED.source, "draft").labels
+    service = {"matchLabels": the(GROUPED.objects, "Service", "outrider-verifier")["spec"]["selector"]}
+    assert [selects(service, labels) for labels in (leader, worker)] == [True, False]
+    policy = the(GROUPED.objects, "NetworkPolicy", "outrider-verifier-ranks")["spec"]
+    arguments = torchrun_arguments(only(pods()["worker"]), GROUP)
+    assert arguments is not None
     for way, peers in (("ingress", "from"), ("egress", "to")):
         (rule,) = policy[way]
         ((peer,), (ports,)) = rule[peers], rule["ports"]
         for selector in (policy["podSelector"], peer["podSelector"]):
             assert [selects(selector, labels) for labels in (leader, worker, draft)] == [True, True, False]
-        assert ports["port"] <= port <= ports["endPort"]
+        assert ports["port"] <= arguments.master_port <= ports["endPort"]
