@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 from prometheus_client import Histogram
 
 from draft_service.drafters.base import Draft, Kind
-from draft_service.statistics import Acceptance, AcceptanceStatistics, CostModel, JudgedRound, expected_tokens
+from draft_service.statistics import Acceptance, AcceptanceStatistics, CostModel, JudgedRound
 from kernels.verify import Rule
 from outrider.service.best_effort import Component
 from outrider.service.cost_model import CostLine
@@ -116,14 +116,11 @@ class Adaptive(Policy):
         self._has_begun = False
         self._probes = 0  # proposals left of the probe
         self._is_probe = False  # whether the current round is part of a probe
-        self._limited = 0  # γ of the current round where the end of the text allows less; else 0
 
     def next(self, most: int) -> int:
         most = min(most, self._ceiling)
-        self.pause = self._limited = 0
-        self._costs.drafting.add(self)
+        self.pause = 0
         if most < 1:
-            self._limited = self._gamma if self._has_begun else 0
             return 0
         gamma = self._choose()
         if gamma and (self._has_begun or self._statistics.rounds < KNOWN_ROUNDS):
@@ -131,18 +128,10 @@ class Adaptive(Policy):
         self._gamma, self._has_begun = gamma, True
         if gamma == 0:
             self.pause = MOST_DECODED
-            self._costs.drafting.discard(self)
-        self._limited = gamma if gamma > most else 0
         return min(gamma, most)
 
     def observe(self, round_: JudgedRound) -> None:
-        self._costs.drafting.discard(self)
-        if self._limited and not self._is_probe:
-            tokens = expected_tokens(self._statistics.accepted.chances(self._limited))
-            share = tokens[min(round_.gamma, self._limited)] / tokens[-1]
-            self._costs.add(round_, wanted=self._limited, share=share)
-        else:
-            self._costs.add(round_, is_probe=self._is_probe)
+        self._costs.add(round_, is_probe=self._is_probe)
         self._statistics.add(round_)
         chances = round_.beta or [float(position < round_.accepted) for position in range(round_.judged)]
         for position, chance in enumerate(chances):

@@ -4,7 +4,6 @@ import math
 from collections.abc import Sequence
 from copy import deepcopy
 from dataclasses import dataclass
-from weakref import WeakSet
 
 from outrider.service.cost_model import FORGETTING, CostLine, FittedCost
 
@@ -188,15 +187,6 @@ class _Measured:
         return self.cycles[drafts].ratio or 1.0
 
 
-def expected_tokens(chances: Sequence[float]) -> list[float]:
-    """Return the tokens that a round of γ = 0, 1, .. `len(chances)` writes [L 3.1], where `chances` are β_1, β_2, .."""
-    tokens, reached = [1.0], 1.0
-    for chance in chances:
-        reached *= chance
-        tokens.append(tokens[-1] + reached)
-    return tokens
-
-
 class CostModel:
     """Seconds of a round in which all B active sequences draft γ tokens.
 
@@ -208,31 +198,17 @@ class CostModel:
     while the other half is verified: cycle(γ) = x · max(2·step(n / 2), overhead(γ) + step(n / 2)).
 
     x and x₀ are measured cycles divided by these formulas, each with the cost of a step published at that time: a
-    verifier is slower beside a busy draft, and the last rounds of a text write less. A cycle lasts from verdict to
-    verdict; the first one from the start of the sequence. Measurements are kept for each power of two of B, since
-    sequences that draft together wait for each other.
+    verifier is slower beside a busy draft. A cycle lasts from verdict to verdict; the first one from the start of the
+    sequence. Measurements are kept for each power of two of B, since sequences that draft together wait for each other.
     """
 
     def __init__(self) -> None:
-        self.drafting = WeakSet[object]()  # sequences that draft, or wait for the verdict on a proposal
-        self._active = 1  # by the last verdict
+        self.active = 1
         self._step = CostLine(0.0, 0.0)
         self._by_size: dict[int, _Measured] = {}
+        self._now = _Measured(0)  # at the current number of active sequences
         self._drafting = 1.0  # share of the last rounds that were proposals
         self._decoded = 0  # tokens of all sequences written with `Decode` since the last probe
-
-    @property
-    def active(self) -> int:
-        """B: the number that the verifier published last, or that of proposals under way, if more have begun since."""
-        return max(self._active, len(self.drafting))
-
-    @property
-    def _now(self) -> _Measured:
-        """Measured times at the current number of active sequences."""
-        size = (self.active - 1).bit_length()
-        if size not in self._by_size:
-            self._by_size[size] = _Measured(size)
-        return self._by_size[size]
 
     @property
     def is_measured(self) -> bool:
@@ -249,17 +225,15 @@ class CostModel:
         """Whether a cycle of `Decode` was measured at the current number of active sequences."""
         return self._now.cycles[False].ratio is not None
 
-    def add(
-        self, round_: JudgedRound, *, is_probe: bool = False, wanted: int | None = None, share: float = 1.0
-    ) -> None:
-        """Record a round. Only typical rounds are measured: no probes, and no `Decode` beside proposals.
-
-        Near its end a text has room for less than the `wanted` γ: it gets `share` of the tokens, for most of the time.
-        """
-        self._active = max(1, round_.active)
+    def add(self, round_: JudgedRound, *, is_probe: bool) -> None:
+        """Record a round. Only typical rounds are measured: no probes, and no `Decode` beside proposals."""
+        self.active = max(1, round_.active)
         self._step = round_.step or CostLine(round_.at_verifier, 0.0)
-        measured = self._now
-        drafts = round_.drafted > 0 or wanted is not None
+        size = (self.active - 1).bit_length()
+        if size not in self._by_size:
+            self._by_size[size] = _Measured(size)
+        measured = self._now = self._by_size[size]
+        drafts = round_.drafted > 0
         self._drafting += (drafts - self._drafting) / (4 * self.active)
         self._decoded += not drafts
         if is_probe or (self._drafting if drafts else 1 - self._drafting) < PURE:
@@ -269,15 +243,14 @@ class CostModel:
         if drafts:
             measured.rounds += 1
             is_typical = ALIKE < (round_.drafted + 1) * round_.sequences / round_.tokens < 1 / ALIKE
-            if round_.overhead is None or wanted is not None:
-                is_typical = True  # the first round, whose step holds prompts, or one of the last
+            if round_.overhead is None:
+                is_typical = True  # the first round: its step holds prompts
             elif math.isfinite(round_.overhead) and (is_typical or not self.is_measured):
                 measured.add_overhead(round_.drafted, max(round_.overhead, 1e-9))
         else:
             is_typical = round_.sequences > ALIKE * self.active
         if self.is_measured and is_typical and round_.seconds is not None and 0 < round_.seconds < math.inf:
-            formula = self._formula(round_.drafted if wanted is None else wanted)
-            cycles.add(round_.seconds, share * formula, self.active)
+            cycles.add(round_.seconds, self._formula(round_.drafted), self.active)
 
     def take_probe(self) -> bool:
         """Whether a probe is due, after enough tokens of `Decode`. If so, the caller makes it."""
@@ -303,8 +276,11 @@ class CostModel:
     def rates(self, chances: Sequence[float], drafted_share: float) -> list[float]:
         """Return tokens/s of one sequence at γ = 0, 1, .. `len(chances)`, where `chances` are β_1, β_2, .."""
         rates = [1 / self.cycle(0)]
-        for gamma, tokens in enumerate(expected_tokens(chances)[1:], 1):
-            rates.append(tokens / self.cycle(drafted_share * gamma))
+        expected = reached = 1.0
+        for position, chance in enumerate(chances):
+            reached *= chance
+            expected += reached
+            rates.append(expected / self.cycle(drafted_share * (position + 1)))
         return rates
 
     def _formula(self, gamma: float) -> float:
