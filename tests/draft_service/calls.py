@@ -1,18 +1,15 @@
-"""Calls of `Generate` and `Propose` as a client makes them, for tests: plain stubs, no service code."""
+"""Calls of `Generate` and `Propose` as a client makes them: plain stubs, no service code."""
 
-import queue
-from collections.abc import Iterator
 from dataclasses import dataclass, field
-from typing import Any, Self
+from typing import Any
 
 import grpc
 
 from protos.outrider.v1 import draft_service_pb2, sampling_pb2
 from protos.outrider.v1.draft_service_pb2_grpc import DraftServiceStub
+from tests.verifier_service.streams import TIMEOUT, BidirectionalCall
 
-TIMEOUT = 60.0
 PROMPT = "def read_lines(path, encoding=None):\n"
-
 
 TOKENWISE, BLOCK, COUPLED = (
     sampling_pb2.ACCEPTANCE_RULE_TOKENWISE,
@@ -28,7 +25,7 @@ def sampling(temperature: float = 0.0, **fields: Any) -> sampling_pb2.SamplingPa
 def request(
     prompt: str | list[int] = PROMPT, *, temperature: float = 0.0, gamma: int | None = None, **fields: Any
 ) -> draft_service_pb2.GenerateRequest:
-    """A request with some defaults: `sampling` and `speculation` may be given whole."""
+    """A request with some defaults. `sampling` and `speculation` replace them."""
     fields.setdefault("sampling", sampling(temperature, seed=1, rule=TOKENWISE))
     if gamma is not None:
         fields.setdefault("speculation", draft_service_pb2.SpeculationParams(gamma=gamma))
@@ -42,7 +39,7 @@ def request(
 
 @dataclass
 class Sample:
-    """One sample as its chunks made it; at its end what a stop string cuts is taken out."""
+    """One sample: its chunks joined. `finish` removes tokens that a stop string cuts."""
 
     text: str = ""
     ids: list[int] = field(default_factory=list)
@@ -50,10 +47,10 @@ class Sample:
     logprobs: list[sampling_pb2.PositionLogprobs] = field(default_factory=list)
     token_texts: list[str] = field(default_factory=list)
     rounds: list[draft_service_pb2.RoundReport] = field(default_factory=list)
-    held: list[int] = field(default_factory=list)  # as each chunk says
+    held: list[int] = field(default_factory=list)  # of each chunk
     finished: draft_service_pb2.GenerateFinished | None = None
 
-    def take(self, chunk: draft_service_pb2.GenerateChunk) -> None:
+    def add(self, chunk: draft_service_pb2.GenerateChunk) -> None:
         self.text += chunk.text
         self.ids += chunk.token_ids
         self.origins += chunk.origins
@@ -87,18 +84,17 @@ class Result:
 
 
 def generate(channel: grpc.Channel, message: draft_service_pb2.GenerateRequest, timeout: float = TIMEOUT) -> Result:
-    """Calls and reads to the end; the first response must be `started`."""
+    """Call and read to the end. The first response must be `started`."""
     call = DraftServiceStub(channel).Generate(message, timeout=timeout)
     first = next(response for response in call if response.WhichOneof("event"))
     assert first.WhichOneof("event") == "started"
     samples: dict[int, Sample] = {}
     for response in call:
         if response.WhichOneof("event") == "chunk":
-            chunk = response.chunk
-            sample = samples.setdefault(chunk.index, Sample())
-            assert sample.finished is None, "nothing comes after the end of a sample"
-            sample.take(chunk)
-        elif response.WhichOneof("event"):  # a sign of life has none
+            sample = samples.setdefault(response.chunk.index, Sample())
+            assert sample.finished is None, "a chunk after the end of its sample"
+            sample.add(response.chunk)
+        elif response.WhichOneof("event"):  # a heartbeat has none
             assert response.WhichOneof("event") == "finished"
             samples.setdefault(response.finished.index, Sample()).finish(response.finished)
     assert all(sample.finished for sample in samples.values())
@@ -111,23 +107,11 @@ def write(channel: grpc.Channel, *arguments: Any, **fields: Any) -> Sample:
     return sample
 
 
-class ProposeStream:
-    """One call of `Propose`; `with` it, `send` messages and `take` responses."""
+class ProposeStream(BidirectionalCall):
+    """One call of `Propose`."""
 
     def __init__(self, channel: grpc.Channel) -> None:
-        self._outbox: queue.SimpleQueue[draft_service_pb2.ProposeRequest | None] = queue.SimpleQueue()
-        self.call = DraftServiceStub(channel).Propose(self._requests(), timeout=TIMEOUT)
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._outbox.put(None)
-        self.call.cancel()
-
-    def _requests(self) -> Iterator[draft_service_pb2.ProposeRequest]:
-        while (message := self._outbox.get()) is not None:
-            yield message
+        super().__init__(DraftServiceStub(channel).Propose)
 
     def send(self, sequence_id: str = "s", **kind: Any) -> None:
         self._outbox.put(draft_service_pb2.ProposeRequest(sequence_id=sequence_id, **kind))
@@ -141,5 +125,8 @@ class ProposeStream:
         self.send(advance=draft_service_pb2.Advance(gamma=gamma, **fields))
 
     def take(self) -> draft_service_pb2.ProposeResponse:
-        """The next response, but for those that say that it is queued."""
-        return next(response for response in self.call if not response.HasField("queue_position"))
+        """The next response, past positions in the queue."""
+        response: draft_service_pb2.ProposeResponse = next(
+            response for response in self.call if not response.HasField("queue_position")
+        )
+        return response

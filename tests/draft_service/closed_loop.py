@@ -1,6 +1,6 @@
-"""A verifier and its drafts in simulated time: each sequence drafts, waits for a step, and drafts again.
+"""A verifier and its sequences in simulated time: each sequence drafts, waits for a step, and drafts again.
 
-Policies, the cost model and lingering are the services' own; times and acceptances are drawn.
+Policies, cost model and lingering are the services' own. Times and acceptances are drawn at random.
 """
 
 import heapq
@@ -26,15 +26,13 @@ class Draft:
     Attributes:
         alpha: the chance of each drafted token to be accepted.
         step: drafting one token.
-        hidden: share of its proposals that were drafted while the verdict was under way.
-        has_beta: whether verdicts tell the chances, or only what became of the tokens.
+        hidden: share of its proposals that were drafted before the verdict came.
     """
 
     alpha: float
     step: float = 0.001
     round_trip: float = 0.001
     hidden: float = 0.0
-    has_beta: bool = False
 
 
 @dataclass(slots=True, eq=False)
@@ -44,33 +42,24 @@ class Stream:
     draft: Draft
     policy: Policy
     gamma: int = 0
-    drafted: int = 0
-    decode: int = 0  # tokens left of the Decode under way
-    tokens: int = 0
-    sent: float = 0.0
+    decode: int = 0  # tokens left of the current Decode
     judged: float = 0.0
     overhead: float | None = None
-    has_read: bool = False  # what the target wrote by Decode, before it drafted
+    must_read: bool = False  # tokens of a Decode, before it drafts
     gammas: list[int] = field(default_factory=list)
     turnaround: Turnaround = field(default_factory=Turnaround)
 
 
 class ClosedLoop:
-    """The loop; `cost` is that of a step, which takes the share `contention` longer while all draft."""
+    """The loop. `cost` is that of a step; a step takes the share `contention` longer while all sequences draft."""
 
     def __init__(
-        self,
-        drafts: Sequence[Draft],
-        policies: Sequence[Policy],
-        cost: CostLine,
-        *,
-        contention: float = 0.0,
-        seed: int = 1,
+        self, drafts: Sequence[Draft], policies: Sequence[Policy], cost: CostLine, *, contention: float = 0.0
     ) -> None:
         self.streams = [Stream(draft, policy) for draft, policy in zip(drafts, policies, strict=True)]
         self._step_cost = cost
         self._contention = contention
-        self._random = random.Random(seed)
+        self._random = random.Random(1)
         self._cost = FittedCost([(n, cost.seconds(n)) for n in (1, 17)])
         self._now = 0.0
         self._step_ended = 0.0
@@ -81,14 +70,14 @@ class ClosedLoop:
             self._begin_round(stream)
 
     def keep(self, streams: int) -> None:
-        """All but so many leave."""
+        """End all other sequences."""
         gone, self.streams = self.streams[streams:], self.streams[:streams]
         self._ready = {stream: at for stream, at in self._ready.items() if stream not in gone}
         self._coming = [entry for entry in self._coming if entry[2] not in gone]
         heapq.heapify(self._coming)
 
     def run(self, seconds: float) -> float:
-        """Runs for so long; returns tokens a second of all streams together."""
+        """Run for so long. Return tokens a second of all sequences together."""
         until, began, tokens = self._now + seconds, self._now, 0
         while self._now < until:
             tokens += self._step()
@@ -98,15 +87,13 @@ class ClosedLoop:
         draft, was_drafting = stream.draft, stream.gamma > 0
         stream.gamma = stream.policy.next(16)
         stream.gammas.append(stream.gamma)
-        stream.drafted = stream.gamma
         hidden = self._random.random() < draft.hidden
-        mean = draft.round_trip + (0.0 if hidden else stream.drafted * draft.step)
+        mean = draft.round_trip + (0.0 if hidden else stream.gamma * draft.step)
         seconds = self._random.gammavariate(SPREAD**-2, mean * SPREAD**2)
-        stream.has_read = stream.gamma > 0 and not was_drafting and stream.judged > 0
+        stream.must_read = stream.gamma > 0 and not was_drafting and stream.judged > 0
         stream.decode = 0 if stream.gamma else max(1, stream.policy.pause)
         stream.overhead = seconds if was_drafting and stream.gamma else None
-        stream.sent = self._now + seconds
-        heapq.heappush(self._coming, (stream.sent, next(self._order), stream))
+        heapq.heappush(self._coming, (self._now + seconds, next(self._order), stream))
 
     def _receive(self) -> None:
         while self._coming and self._coming[0][0] <= self._now:
@@ -116,7 +103,7 @@ class ClosedLoop:
                 stream.turnaround.add(at - stream.judged)
 
     def _wait(self) -> None:
-        """For a first round, and then as the engine lingers."""
+        """Wait for a first round, then linger as the engine does."""
         if not self._ready:
             self._now = max(self._now, self._coming[0][0])
         self._receive()
@@ -135,7 +122,7 @@ class ClosedLoop:
     def _step(self) -> int:
         self._wait()
         began = self._now
-        width = sum(stream.drafted + 1 for stream in self._ready)
+        width = sum(stream.gamma + 1 for stream in self._ready)
         drafting = sum(stream.gamma > 0 for stream in self.streams) / len(self.streams)
         seconds = self._step_cost.seconds(width) * (1 + self._contention * drafting)
         seconds *= self._random.uniform(1 - NOISE, 1 + NOISE)
@@ -146,19 +133,17 @@ class ClosedLoop:
 
     def _judge(self, stream: Stream, tokens: int, sequences: int) -> int:
         accepted = 0
-        while accepted < stream.drafted and self._random.random() < stream.draft.alpha:
+        while accepted < stream.gamma and self._random.random() < stream.draft.alpha:
             accepted += 1
-        owed_since = self._ready[stream]
         stream.policy.observe(
             JudgedRound(
                 gamma=stream.gamma,
-                drafted=stream.drafted,
-                judged=(judged := min(accepted + 1, stream.drafted)),
+                drafted=stream.gamma,
+                judged=min(accepted + 1, stream.gamma),
                 accepted=accepted,
-                beta=[stream.draft.alpha] * judged if stream.draft.has_beta else (),
-                seconds=None if stream.has_read else self._now - stream.judged,
+                seconds=None if stream.must_read else self._now - stream.judged,
                 overhead=stream.overhead,
-                at_verifier=self._now - owed_since,
+                at_verifier=self._now - self._ready[stream],
                 step=self._cost.line,
                 active=len(self.streams),
                 tokens=tokens,
@@ -166,7 +151,6 @@ class ClosedLoop:
             )
         )
         stream.judged = self._ready[stream] = self._now
-        stream.tokens += accepted + 1
         stream.decode -= 1
         if stream.decode <= 0:
             del self._ready[stream]

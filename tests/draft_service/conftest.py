@@ -10,8 +10,8 @@ from tests.cluster import Cluster, Service, wait_healthy
 from tests.draft_service.pairs import DEMO, write_awkward_draft
 
 MAX_SEQUENCES, VERIFIER_MAX_SEQUENCES = 6, 4
-CLIENT_SEQUENCES = 15  # of one client at once: above --max-sequences, and below the most samples of a request
-IDLE_S = 3.0  # how long it bears with a client that says nothing: what a test has to act in, and one has to wait
+CLIENT_SEQUENCES = 15  # of one client; above --max-sequences
+IDLE_S = 3.0  # of silence until a stream ends; tests act within it, and one waits for it
 
 
 @pytest.fixture(scope="session")

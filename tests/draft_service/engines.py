@@ -1,4 +1,4 @@
-"""The draft's engine by itself, and sequences of it that are driven by hand."""
+"""The draft's engine alone, and sequences of it driven by hand."""
 
 import queue
 import time
@@ -22,7 +22,7 @@ VOCABULARY = 2000  # less than the logits have columns: the rest is padding
 CONFIG = SparseConfig(keep_mass=0.98, max_support=40)
 PROMPT = [5, 17, 300, 42, 7, 7, 1999]
 PLAIN = LogitRules()
-WITHIN_S = 60.0
+TIMEOUT_S = 60.0
 
 Kind = TypeVar("Kind", bound=DraftEngine)
 
@@ -69,18 +69,18 @@ class Driver:
         self.sequence = ModelDrafter(engine, vocab_size=vocab_size, cheap=cheap).begin(opening)
         self._results: queue.SimpleQueue[Draft | DraftError] = queue.SimpleQueue()
 
-    def ask(self, gamma: int, committed: Sequence[int] = ()) -> None:
+    def request(self, gamma: int, committed: Sequence[int] = ()) -> None:
         self.engine.post(Propose(self.sequence, list(committed), gamma, self._results.put, time.perf_counter()))
 
-    def answer(self) -> Draft:
-        result = self._results.get(timeout=WITHIN_S)
+    def result(self) -> Draft:
+        result = self._results.get(timeout=TIMEOUT_S)
         if isinstance(result, DraftError):
             raise result
         return result
 
     def propose(self, gamma: int, committed: Sequence[int] = ()) -> Draft:
-        self.ask(gamma, committed)
-        return self.answer()
+        self.request(gamma, committed)
+        return self.result()
 
     def close(self) -> None:
         self.engine.post(Close(self.sequence))

@@ -1,4 +1,4 @@
-"""The target by itself, run by transformers alone in float32: what every text is held against."""
+"""The target alone, by transformers in float32."""
 
 import logging
 from functools import cache
@@ -32,7 +32,7 @@ def decode(ids: list[int], *, skip_special: bool = True) -> str:
 
 
 def byte_token(byte: int) -> int:
-    """The token of one byte that is no character by itself: byte-level BPE writes it as the Latin-1 character."""
+    """The token of a byte that is not a character alone. Byte-level BPE names it by the Latin-1 character."""
     token = int(_tokenizer().convert_tokens_to_ids(chr(byte)))
     assert _tokenizer().decode([token]) == "\ufffd"
     return token
@@ -46,7 +46,7 @@ def logits(ids: list[int]) -> Tensor:
 
 
 def greedy(prompt: list[int], tokens: int) -> list[int]:
-    """What the target writes by itself, ending with no token in particular."""
+    """The target's greedy tokens; EOS does not end them."""
     return list(_greedy(tuple(prompt), tokens))
 
 

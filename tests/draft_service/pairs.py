@@ -1,7 +1,7 @@
-"""A demo pair made awkward on purpose, written to disk as any checkpoint is.
+"""Variants of the demo draft, as checkpoints on disk.
 
-The draft is the demo's, with a short context, a chat template, and one token whose embedding is not a number: whatever
-prompt holds it, the draft breaks.
+The awkward draft has a short context, a chat template, and one token with a NaN embedding: the draft fails on
+every prompt that has it.
 """
 
 import json
@@ -19,7 +19,7 @@ DRAFT_CONTEXT = 160
 BREAKING_TOKEN = 1999
 TEMPLATE = (
     "{% for message in messages %}"
-    "{% if message.role == 'tool' %}{{ raise_exception('tools do not speak here') }}{% endif %}"
+    "{% if message.role == 'tool' %}{{ raise_exception('tools are not allowed') }}{% endif %}"
     "{{ message.role }}: {{ message.content }}\n"
     "{% endfor %}{% if add_generation_prompt %}assistant:{% endif %}"
 )
@@ -40,7 +40,7 @@ def write_awkward_draft(folder: Path) -> Path:
 
 
 def write_foreign_draft(folder: Path) -> Path:
-    """A draft whose vocabulary is not the target's: two tokens have changed places. Returns its folder."""
+    """A draft whose vocabulary is not the target's: two tokens are swapped. Returns its folder."""
     shutil.copytree(DEMO / "draft", folder)
     tokenizer = _read(folder / "tokenizer.json")
     vocabulary = tokenizer["model"]["vocab"]

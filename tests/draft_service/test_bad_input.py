@@ -1,4 +1,4 @@
-"""Bad input over gRPC: the right status, a text that names field and numbers, and nothing left behind."""
+"""Bad input over gRPC: status, field and numbers of each error; and every sequence is freed."""
 
 import math
 from collections.abc import Iterator
@@ -16,32 +16,17 @@ from protos.outrider.v1 import draft_service_pb2, sampling_pb2
 from protos.outrider.v1.draft_service_pb2_grpc import DraftServiceStub
 from tests.cluster import wait_until
 from tests.draft_service import oracle
-from tests.draft_service.calls import PROMPT, ProposeStream, generate, request, sampling, write
+from tests.draft_service.calls import PROMPT, ProposeStream, request, sampling, write
 from tests.draft_service.conftest import CLIENT_SEQUENCES, MAX_SEQUENCES, VERIFIER_MAX_SEQUENCES
+from tests.verifier_service.streams import error_of
 
-CONTEXT, VOCABULARY = 1024, 2048
+VOCABULARY = 2048
 IDS = oracle.encode(PROMPT)
-NARROW = [("grpc.http2.lookahead_bytes", 1024), ("grpc.http2.bdp_probe", 0)]  # takes next to nothing unread
-SIGMOID, SCALES = sampling_pb2.ACCEPTANCE_RULE_SIGMOID, sampling_pb2.SigmoidScales(alpha=-10, beta=10)
+SIGMOID, SCALES = sampling_pb2.ACCEPTANCE_RULE_SIGMOID, {"alpha": -10, "beta": 10}
 
 
 def refusal(draft: grpc.Channel, message: draft_service_pb2.GenerateRequest) -> RequestError:
-    with pytest.raises(grpc.RpcError) as caught:
-        generate(draft, message)
-    return from_rpc_error(caught.value)
-
-
-def with_sampling(**fields: Any) -> dict[str, Any]:
-    return {"sampling": sampling_pb2.SamplingParams(**fields)}
-
-
-def chat(*messages: tuple[str, str]) -> dict[str, Any]:
-    said = [draft_service_pb2.ChatMessage(role=role, content=content) for role, content in messages]
-    return {"chat": draft_service_pb2.ChatPrompt(messages=said)}
-
-
-def speculation(**fields: Any) -> dict[str, Any]:
-    return {"speculation": draft_service_pb2.SpeculationParams(**fields)}
+    return error_of(DraftServiceStub(draft).Generate(message, timeout=60))
 
 
 BAD_FIELDS: list[tuple[str, dict[str, Any], tuple[str, ...]]] = [
@@ -59,18 +44,28 @@ BAD_FIELDS: list[tuple[str, dict[str, Any], tuple[str, ...]]] = [
     ("committed_token_ids", {"committed_token_ids": [1], "n": 2}, ("2",)),
     ("held_tokens", {"committed_token_ids": [1], "held_tokens": 2}, ("is 2; at most the 1 committed_token_ids",)),
     ("n", {"n": MAX_SEQUENCES + 1}, (str(MAX_SEQUENCES + 1), str(MAX_SEQUENCES))),
-    ("speculation.gamma", speculation(gamma=17), ("17", "16")),
+    ("speculation.gamma", {"speculation": {"gamma": 17}}, ("17", "16")),
     (
         "speculation.gamma",
-        speculation(gamma=16) | with_sampling(rule=SIGMOID, sigmoid=SCALES),
+        {"speculation": {"gamma": 16}, "sampling": {"rule": SIGMOID, "sigmoid": SCALES}},
         ("16", "67072", "65536", "15"),
     ),
-    ("speculation.draft_temperature", speculation(draft_temperature=math.nan), ("nan", "100")),
-    ("speculation.policy", speculation(policy=77), ("77", "fixed (1)", "heuristic (2)")),
-    ("speculation.max_entropy", speculation(max_entropy=math.nan), ("nan", "at least 0")),
+    ("speculation.draft_temperature", {"speculation": {"draft_temperature": math.nan}}, ("nan", "100")),
+    ("speculation.policy", {"speculation": {"policy": 77}}, ("77", "fixed (1)", "heuristic (2)")),
+    ("speculation.max_entropy", {"speculation": {"max_entropy": math.nan}}, ("nan", "at least 0")),
+    (
+        "speculation.drafter",
+        {"speculation": {"drafter": "DRAFTER_NGRAM"}},
+        ("is ngram", "lookup, model, none, random, staged"),
+    ),
+    (
+        "sampling.rule",
+        {"speculation": {"drafter": "DRAFTER_LOOKUP"}, "sampling": {"rule": SIGMOID, "sigmoid": SCALES}},
+        ("the drafter lookup has none",),
+    ),
     (
         "speculation.draft_temperature",
-        speculation(draft_temperature=0) | with_sampling(rule=SIGMOID, sigmoid=SCALES),
+        {"speculation": {"draft_temperature": 0}, "sampling": {"rule": SIGMOID, "sigmoid": SCALES}},
         ("0", "sigmoid"),
     ),
     ("stop_token_ids", {"stop_token_ids": [VOCABULARY]}, ("2048",)),
@@ -79,13 +74,19 @@ BAD_FIELDS: list[tuple[str, dict[str, Any], tuple[str, ...]]] = [
     ("stop[1]", {"stop": ["x", ""]}, ("0",)),
     ("stop[0]", {"stop": ["x" * 257]}, ("257", "256")),
     ("time_limit", {"time_limit": Duration(seconds=-3)}, ("-3",)),
-    ("logprobs.top_n", {"logprobs": sampling_pb2.LogprobsParams(top_n=21)}, ("21", "20")),
+    ("logprobs.top_n", {"logprobs": {"top_n": 21}}, ("21", "20")),
     ("request_id", {"request_id": "x" * 129}, ("129", "128")),
-    ("chat.messages[1].role", chat(("user", "a"), ("", "b")), ("empty",)),
-    ("chat.messages", chat(("tool", "a")), ("tools do not speak here",)),
-    ("sampling.temperature", with_sampling(temperature=math.nan), ("nan",)),
-    ("sampling.logit_bias", with_sampling(logit_bias=[sampling_pb2.LogitBias(token_id=VOCABULARY)]), ("2048",)),
-    ("sampling.sigmoid", with_sampling(rule=SIGMOID), ("not set", "alpha and beta")),
+    ("chat.messages[1].role", {"chat": {"messages": [{"role": "user", "content": "a"}, {"content": "b"}]}}, ("empty",)),
+    ("chat.messages", {"chat": {"messages": [{"role": "tool", "content": "a"}]}}, ("tools are not allowed",)),
+    ("sampling.temperature", {"sampling": {"temperature": math.nan}}, ("nan",)),
+    ("sampling.sigmoid", {"sampling": {"rule": SIGMOID}}, ("not set", "alpha and beta")),
+    ("emission.frame_bytes", {"emission": {"frame_bytes": 70_000}}, ("70000", "65536")),
+    ("emission.pace", {"emission": {"pace": Duration(nanos=100_000)}}, ("0.0001", "0.001")),
+    (
+        "speculation.report_rounds",
+        {"emission": {"frame_bytes": 512}, "speculation": {"report_rounds": True}},
+        ("emission",),
+    ),
 ]
 
 
@@ -101,7 +102,7 @@ def test_a_bad_field_is_named_with_its_numbers(
         assert number in error.message
 
 
-def test_what_cannot_be_kept_is_a_failed_precondition(draft: grpc.Channel) -> None:
+def test_unknown_features_and_other_weights_are_a_failed_precondition(draft: grpc.Channel) -> None:
     error = refusal(draft, request(required_features=["chat", "telepathy"]))
     assert (error.code, error.reason) == (grpc.StatusCode.FAILED_PRECONDITION, "UNKNOWN_FEATURE")
     assert "telepathy" in error.message
@@ -127,31 +128,29 @@ def advance(number: int, base: int, committed: list[int], gamma: int = 2) -> dic
     return {"advance": message}
 
 
-BAD_STREAMS: list[tuple[str, str, list[dict[str, Any]], tuple[str, ...]]] = [
-    ("before open", "OUT_OF_ORDER", [advance(1, 2, [])], ("OpenDraft",)),
-    ("open twice", "OUT_OF_ORDER", [opening(), opening()], ("second",)),
-    ("no seed", "INVALID_FIELD", [opening(sampling=sampling(1.0))], ("sampling.seed",)),
-    ("foreign prompt", "INVALID_FIELD", [opening(prompt_token_ids=[9999])], ("9999", "2048")),
-    ("other name", "INVALID_FIELD", [opening(), advance(1, 2, []) | {"sequence_id": "t"}], ("'t'", "'s'")),
-    ("round again", "OUT_OF_ORDER", [opening(), advance(4, 2, []), advance(4, 2, [7])], ("4",)),
-    ("wrong base", "WRONG_BASE", [opening(), advance(1, 3, [])], ("3", "2")),
-    ("nothing committed", "INVALID_FIELD", [opening(), advance(1, 2, []), advance(2, 2, [])], ("committed", "2")),
-    ("foreign token", "INVALID_FIELD", [opening(), advance(1, 2, []), advance(2, 2, [2048])], ("2048",)),
-    ("gamma", "INVALID_FIELD", [opening(), advance(1, 2, [], gamma=17)], ("17", "16")),
-    ("too long", "INVALID_FIELD", [opening(prompt_token_ids=[1] * 1020), advance(1, 1020, [1] * 5)], ("1025", "1024")),
-]
+BAD_STREAMS: dict[str, tuple[str, list[dict[str, Any]], tuple[str, ...]]] = {
+    "before open": ("OUT_OF_ORDER", [advance(1, 2, [])], ("OpenDraft",)),
+    "open twice": ("OUT_OF_ORDER", [opening(), opening()], ("second",)),
+    "no seed": ("INVALID_FIELD", [opening(sampling=sampling(1.0))], ("sampling.seed",)),
+    "foreign prompt": ("INVALID_FIELD", [opening(prompt_token_ids=[9999])], ("9999", "2048")),
+    "other name": ("INVALID_FIELD", [opening(), advance(1, 2, []) | {"sequence_id": "t"}], ("'t'", "'s'")),
+    "round again": ("OUT_OF_ORDER", [opening(), advance(4, 2, []), advance(4, 2, [7])], ("4",)),
+    "wrong base": ("WRONG_BASE", [opening(), advance(1, 3, [])], ("3", "2")),
+    "nothing committed": ("INVALID_FIELD", [opening(), advance(1, 2, []), advance(2, 2, [])], ("committed", "2")),
+    "foreign token": ("INVALID_FIELD", [opening(), advance(1, 2, []), advance(2, 2, [2048])], ("2048",)),
+    "gamma": ("INVALID_FIELD", [opening(), advance(1, 2, [], gamma=17)], ("17", "16")),
+    "too long": ("INVALID_FIELD", [opening(prompt_token_ids=[1] * 1020), advance(1, 1020, [1] * 5)], ("1025", "1024")),
+}
 
 
-@pytest.mark.parametrize(("name", "reason", "messages", "texts"), BAD_STREAMS, ids=[case[0] for case in BAD_STREAMS])
+@pytest.mark.parametrize(("reason", "messages", "texts"), BAD_STREAMS.values(), ids=BAD_STREAMS)
 def test_a_bad_propose_stream_ends_with_the_reason(
-    draft: grpc.Channel, name: str, reason: str, messages: list[dict[str, Any]], texts: tuple[str, ...]
+    draft: grpc.Channel, reason: str, messages: list[dict[str, Any]], texts: tuple[str, ...]
 ) -> None:
     with ProposeStream(draft) as stream:
         for message in messages:
             stream.send(**message)
-        with pytest.raises(grpc.RpcError) as caught:
-            list(stream.call)
-    error = from_rpc_error(caught.value)
+        error = error_of(stream.call)
     assert (error.code, error.reason) == (grpc.StatusCode.INVALID_ARGUMENT, reason)
     for text in texts:
         assert text in error.message
@@ -161,35 +160,32 @@ def test_a_silent_propose_stream_is_closed(draft: grpc.Channel) -> None:
     with ProposeStream(draft) as stream:
         stream.open(IDS)
         stream.take()
-        assert refused(stream) == "DEADLINE_EXCEEDED IDLE"
+        error = error_of(stream.call)
+    assert (error.code, error.reason) == (grpc.StatusCode.DEADLINE_EXCEEDED, "IDLE")
 
 
-GARBAGE = b"\xff" * 4
-
-
-def test_a_request_that_cannot_be_decoded_is_an_invalid_argument(
+def test_undecodable_requests_are_invalid_arguments_and_free_their_sequences(
     draft: grpc.Channel, pair_process: ServiceProcess
 ) -> None:
+    garbage = b"\xff" * 4
     unary: Any = draft.unary_unary("/outrider.v1.DraftService/Generate")
     with pytest.raises(grpc.RpcError) as caught:
-        unary(GARBAGE, timeout=60)
+        unary(garbage, timeout=60)
     error = from_rpc_error(caught.value)
     assert (error.code, error.reason) == (grpc.StatusCode.INVALID_ARGUMENT, "INVALID_FIELD")
     assert "4 bytes cannot be decoded" in error.message
     propose: Any = draft.stream_stream("/outrider.v1.DraftService/Propose")
     opened = draft_service_pb2.ProposeRequest(sequence_id="s", **opening()).SerializeToString()
     for _ in range(MAX_SEQUENCES + 1):
-        with pytest.raises(grpc.RpcError) as caught:
-            list(propose(iter([opened, GARBAGE]), timeout=60))
-        assert from_rpc_error(caught.value).reason == "INVALID_FIELD"
+        assert error_of(propose(iter([opened, garbage]), timeout=60)).reason == "INVALID_FIELD"
     assert not any("Traceback" in line or "DecodeError" in line for line in pair_process.log_lines())
 
 
 @contextmanager
 def fill(draft: grpc.Channel, count: int) -> Iterator[list[ProposeStream]]:
-    """Opens `count` Propose streams: they run at the draft service, and need no verifier."""
-    with ExitStack() as held:
-        streams = [held.enter_context(ProposeStream(draft)) for _ in range(count)]
+    """Open `count` Propose streams, which occupy the draft service and no verifier."""
+    with ExitStack() as stack:
+        streams = [stack.enter_context(ProposeStream(draft)) for _ in range(count)]
         for stream in streams:
             stream.open(IDS)
             stream.take()
@@ -198,7 +194,7 @@ def fill(draft: grpc.Channel, count: int) -> Iterator[list[ProposeStream]]:
         yield streams
 
 
-def test_calls_beyond_what_runs_at_once_wait_and_learn_their_position(draft: grpc.Channel) -> None:
+def test_queued_calls_get_their_position(draft: grpc.Channel) -> None:
     with fill(draft, MAX_SEQUENCES), ThreadPoolExecutor(4) as threads:
         queued = [DraftServiceStub(draft).Generate(request(max_new_tokens=2), timeout=60) for _ in range(4)]
         first = [next(call) for call in queued]
@@ -210,39 +206,31 @@ def test_calls_beyond_what_runs_at_once_wait_and_learn_their_position(draft: grp
         ends = [threads.submit(list, call) for call in queued]
     for end in ends:
         assert end.result()[-1].WhichOneof("event") == "finished"
-    everything_is_free(draft)
+    wait_until_idle(draft)
 
 
 def test_an_idle_stream_ends_for_a_queued_request(draft: grpc.Channel) -> None:
     with fill(draft, MAX_SEQUENCES) as streams:
         assert write(draft, max_new_tokens=2, ignore_eos=True).reason == "LENGTH"
-        assert [refused(stream) for stream in streams].count("RESOURCE_EXHAUSTED IDLE") == 1
-    everything_is_free(draft)
+        ends = [error_of(stream.call) for stream in streams]
+    assert [(end.code.name, end.reason) for end in ends].count(("RESOURCE_EXHAUSTED", "IDLE")) == 1
+    wait_until_idle(draft)
 
 
-def refused(stream: ProposeStream) -> str:
-    """How the service ends a stream whose client says nothing more, and reads to its end."""
-    with pytest.raises(grpc.RpcError) as caught:
-        list(stream.call)
-    error = from_rpc_error(caught.value)
-    return f"{error.code.name} {error.reason}"
-
-
-def test_a_client_is_limited_by_its_sequences_whatever_calls_they_come_in(draft: grpc.Channel) -> None:
-    with ExitStack() as held:
+def test_a_clients_limit_counts_sequences_of_all_its_calls(draft: grpc.Channel) -> None:
+    with ExitStack() as stack:
         for _ in range(CLIENT_SEQUENCES - MAX_SEQUENCES + 1):  # some of them are queued
-            stream = held.enter_context(ProposeStream(draft))
+            stream = stack.enter_context(ProposeStream(draft))
             stream.open(IDS)
             next(stream.call)
         error = refusal(draft, request(n=MAX_SEQUENCES, max_new_tokens=2))
         assert error.code is grpc.StatusCode.RESOURCE_EXHAUSTED
         assert error.metadata["limit"] == "max-client-sequences"
         assert error.metadata["given"] == str(CLIENT_SEQUENCES + 1)
-    everything_is_free(draft)
+    wait_until_idle(draft)
 
 
 def test_vanished_clients_free_their_sequences(draft: grpc.Channel) -> None:
-    """As many as the verifier runs at once leave in the middle of their text, three times."""
     message = request(temperature=1.0, max_new_tokens=900, ignore_eos=True)
     for _ in range(3):
         calls = [DraftServiceStub(draft).Generate(message, timeout=90) for _ in range(VERIFIER_MAX_SEQUENCES)]
@@ -251,41 +239,38 @@ def test_vanished_clients_free_their_sequences(draft: grpc.Channel) -> None:
             next(call)
         for call in calls:
             call.cancel()
-        everything_is_free(draft)
+        wait_until_idle(draft)
 
 
 def test_a_client_that_does_not_read_is_cut(draft: grpc.Channel, pair_process: ServiceProcess) -> None:
-    """The service of these tests waits 2 s, and the client takes next to nothing unread."""
+    """The service waits 2 s, and the client buffers very little."""
     heavy = request(
         temperature=1.0, max_new_tokens=900, ignore_eos=True, logprobs=sampling_pb2.LogprobsParams(top_n=20)
     )
-    with grpc.insecure_channel(pair_process.address, options=NARROW) as channel:
+    small_buffers = [("grpc.http2.lookahead_bytes", 1024), ("grpc.http2.bdp_probe", 0)]
+    with grpc.insecure_channel(pair_process.address, options=small_buffers) as channel:
         call = DraftServiceStub(channel).Generate(heavy, timeout=90)
         next(call)
         wait_until(lambda: any("DEADLINE_EXCEEDED" in line for line in pair_process.log_lines()[-3:]))
-        with pytest.raises(grpc.RpcError) as caught:
-            list(call)
-    error = from_rpc_error(caught.value)
+        error = error_of(call)
     assert (error.code, error.reason) == (grpc.StatusCode.DEADLINE_EXCEEDED, "IDLE")
-    everything_is_free(draft)
+    wait_until_idle(draft)
 
 
-def everything_is_free(draft: grpc.Channel) -> None:
-    """Waits until both services can run their most sequences at once, with drafts."""
+def wait_until_idle(draft: grpc.Channel) -> None:
+    """Wait until both services can run their most sequences at once, with drafts."""
 
-    def take_all() -> bool:
+    def runs_at_capacity() -> bool:
+        count = VERIFIER_MAX_SEQUENCES
         try:
-            with (
-                fill(draft, MAX_SEQUENCES - VERIFIER_MAX_SEQUENCES),
-                ThreadPoolExecutor(VERIFIER_MAX_SEQUENCES) as threads,
-            ):
+            with fill(draft, MAX_SEQUENCES - count), ThreadPoolExecutor(count) as threads:
                 running = [
                     threads.submit(write, draft, temperature=1.0, gamma=3, max_new_tokens=12, ignore_eos=True)
-                    for _ in range(VERIFIER_MAX_SEQUENCES)
+                    for _ in range(count)
                 ]
                 return all(each.result().end.statistics.num_drafts for each in running)
         except grpc.RpcError as error:
             assert from_rpc_error(error).reason in ("OVERLOADED", "IDLE")  # noqa: PT017
             return False
 
-    wait_until(take_all)
+    wait_until(runs_at_capacity)

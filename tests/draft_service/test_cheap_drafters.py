@@ -22,11 +22,11 @@ PLAIN = DraftSequence([1, 2, 3], [], SamplingParams(), LogitRules(), 5)
 GREEDY = SamplingParams(temperature=0.0)
 
 
-def propose(of: Drafter, opening: DraftSequence, gamma: int, verdicts: Sequence[Sequence[int]] = ()) -> Draft:
+def propose(drafter: Drafter, opening: DraftSequence, gamma: int, verdicts: Sequence[Sequence[int]] = ()) -> Draft:
     """The proposal after these verdicts."""
 
     async def run() -> Draft:
-        drafting = of.open(opening)
+        drafting = drafter.open(opening)
         for verdict in verdicts:
             drafting.advance(verdict)
         return await drafting.propose(gamma)
@@ -35,7 +35,7 @@ def propose(of: Drafter, opening: DraftSequence, gamma: int, verdicts: Sequence[
 
 
 def searched(tokens: list[int], gamma: int, min_match: int) -> list[int]:
-    """The same by trying every position."""
+    """Reference: the copy by trying every position."""
     best, source = 0, None
     for end in range(min_match, len(tokens)):
         length = 0
@@ -51,7 +51,7 @@ def searched(tokens: list[int], gamma: int, min_match: int) -> list[int]:
 
 
 @pytest.mark.parametrize("min_match", [1, 2, 3])
-def test_copies_are_those_of_a_plain_search_however_the_text_came(min_match: int) -> None:
+def test_copies_equal_a_plain_search_for_any_verdicts(min_match: int) -> None:
     generator = np.random.default_rng(min_match)
     found = 0
     for _ in range(60):
@@ -65,11 +65,11 @@ def test_copies_are_those_of_a_plain_search_however_the_text_came(min_match: int
     assert found > 20
 
 
-def test_coupled_sends_no_distributions_and_temperature_0_point_masses() -> None:
-    for of in (LookupDrafter(min_match=1), RandomDrafter(vocab_size=600, max_support=256)):
-        draft = propose(of, replace(PLAIN, prompt=[1, 2, 1], rule=Rule.COUPLED), 3)
+def test_coupled_has_no_distributions_and_temperature_0_point_masses() -> None:
+    for drafter in (LookupDrafter(min_match=1), RandomDrafter(vocab_size=600, max_support=256)):
+        draft = propose(drafter, replace(PLAIN, prompt=[1, 2, 1], rule=Rule.COUPLED), 3)
         assert (len(draft.token_ids), draft.distributions) == (3, [])
-        assert propose(of, replace(PLAIN, prompt=[1, 2, 1], params=GREEDY), 3).distributions == [None] * 3
+        assert propose(drafter, replace(PLAIN, prompt=[1, 2, 1], params=GREEDY), 3).distributions == [None] * 3
     assert propose(NoDrafter(), PLAIN, 4).token_ids == []
 
 
@@ -83,12 +83,12 @@ def test_random_distributions_pass_the_verifiers_check(size: int, wanted: int) -
 
 
 def test_random_tokens_are_uniform_over_the_vocabulary_and_within_each_support() -> None:
-    """9,600 rounds: over 30 tokens, at a level of 0.1 %, a total variation of 0.05 is noticed with a power of 99 %."""
+    """9,600 rounds: a total variation of 0.05 over 30 tokens is noticed at a level of 0.1 % with a power of 99 %."""
     size, kept = 30, 8
-    of = RandomDrafter(vocab_size=size, max_support=kept)
+    drafter = RandomDrafter(vocab_size=size, max_support=kept)
     tokens, slots = np.zeros((2, size)), np.zeros((2, kept))
     for seed in range(9_600):
-        guesser = of.guesser(replace(PLAIN, seed=seed))
+        guesser = drafter.guesser(replace(PLAIN, seed=seed))
         guesser.read(PLAIN.prompt)
         for index, (token, q) in enumerate(guesser.guess(2)):
             assert q is not None
@@ -99,12 +99,12 @@ def test_random_tokens_are_uniform_over_the_vocabulary_and_within_each_support()
 
 
 def test_random_draws_are_keyed_by_base_index_and_seed() -> None:
-    of = RandomDrafter(vocab_size=600, max_support=256)
-    draft = propose(of, PLAIN, 3, [[4, 4]])
+    drafter = RandomDrafter(vocab_size=600, max_support=256)
+    draft = propose(drafter, PLAIN, 3, [[4, 4]])
     q = support(5, 5, vocab_size=600, size=256)
     for index, (token, drawn_from) in enumerate(zip(draft.token_ids, draft.distributions, strict=True)):
         assert isinstance(drawn_from, SparseDistribution)
         assert drawn_from.ids.tolist() == q.ids.tolist()
         assert token == q.ids[int(uniform(5, 5, index, Domain.DRAFT) * 256)]
     others = (PLAIN, replace(PLAIN, seed=6), replace(PLAIN, prompt=[1]))
-    assert len({tuple(propose(of, opening, 8).token_ids) for opening in others}) == 3
+    assert len({tuple(propose(drafter, opening, 8).token_ids) for opening in others}) == 3

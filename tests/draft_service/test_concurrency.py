@@ -1,4 +1,4 @@
-"""The queue of the draft service: who runs, who waits and for how long, and what an idle client gives up."""
+"""The draft service's concurrency limit and queue: order, positions, refusals, retry_after, idle streams."""
 
 import asyncio
 from typing import Any
@@ -15,7 +15,7 @@ CONTENDED_S, IDLE_S = 5.0, 60.0
 
 
 class Service:
-    """A limit, and calls that hold it until the test ends them."""
+    """A limit, and the calls that run or wait."""
 
     def __init__(self, maximum: int = 4, max_waiting: int = 256) -> None:
         loop = asyncio.get_running_loop()
@@ -28,7 +28,7 @@ class Service:
         self.calls: dict[str, asyncio.Task[None]] = {}
 
     async def call(self, name: str, count: int = 1, *, seconds: float = 1e6, resumed: bool = False) -> None:
-        """One call: it waits for its turn, runs for so many seconds and ends."""
+        """One call: wait, run for so many seconds, end."""
         with self.limit.claim(count, resumed=resumed) as claim:
             async for ahead in claim.turn():
                 self.positions.setdefault(name, []).append(ahead)
@@ -47,8 +47,8 @@ class Service:
 
 
 @fake_clock
-async def test_200_clients_at_once_are_all_served_in_their_order() -> None:
-    """No call overtakes one of many samples."""
+async def test_200_concurrent_calls_run_in_their_order() -> None:
+    """Also past a call of many samples."""
     service = Service(64)
     await asyncio.gather(*(service.call(str(i), 33 if i == 90 else 1, seconds=0.7) for i in range(200)))
     assert service.begun == [str(i) for i in range(200)]
@@ -57,7 +57,7 @@ async def test_200_clients_at_once_are_all_served_in_their_order() -> None:
 
 
 @fake_clock
-async def test_a_call_that_leaves_the_queue_frees_its_place_and_lets_those_behind_it_begin() -> None:
+async def test_calls_behind_a_cancelled_one_move_up() -> None:
     service = Service(4, max_waiting=6)
     await service.start("runs", 2)
     await service.start("large", 4)
@@ -71,18 +71,18 @@ async def test_a_call_that_leaves_the_queue_frees_its_place_and_lets_those_behin
 
 
 @fake_clock
-async def test_each_call_learns_how_many_are_ahead() -> None:
+async def test_each_call_gets_each_of_its_positions_once() -> None:
     service = Service(1)
     for name in ("a", "b", "c", "d"):
         await service.start(name)
     for name in ("a", "b", "c"):
         await asyncio.sleep(10 * POSITION_INTERVAL)
         await service.leave(name)
-    assert service.positions == {"b": [0], "c": [1, 0], "d": [2, 1, 0]}, "each position once"
+    assert service.positions == {"b": [0], "c": [1, 0], "d": [2, 1, 0]}
 
 
 @fake_clock
-async def test_a_full_queue_refuses_with_the_numbers_and_has_room_for_resumed_calls() -> None:
+async def test_a_full_queue_refuses_new_calls_and_admits_some_resumed_ones() -> None:
     service = Service(2, max_waiting=1)
     await service.start("runs", 2)
     await service.start("waits")
@@ -96,27 +96,27 @@ async def test_a_full_queue_refuses_with_the_numbers_and_has_room_for_resumed_ca
 
 
 @fake_clock
-async def test_the_hint_follows_the_measured_pace_however_often_clients_are_refused() -> None:
+async def test_retry_after_depends_on_the_pace_and_not_on_refusals() -> None:
     service = Service(64, max_waiting=128)
     load = [asyncio.create_task(service.call(str(i), seconds=4.0)) for i in range(192)]
     await asyncio.sleep(0.001)
 
-    async def hint() -> float | None:
+    async def retry_after() -> float | None:
         with pytest.raises(RequestError) as caught:
             await service.call("refused")
         return caught.value.retry_after
 
-    assert {await hint() for _ in range(200)} == {FIRST_GUESS}, "nothing has been measured yet"
+    assert {await retry_after() for _ in range(200)} == {FIRST_GUESS}, "without measurements"
     await asyncio.sleep(4.0)  # 64 have ended, and 64 wait: half of them begin in 2 s at this pace
     for i in range(64):
         await service.start(f"more {i}")
-    assert await hint() == pytest.approx(4.0, rel=0.1)
+    assert await retry_after() == pytest.approx(4.0, rel=0.1)
     for call in load:
         call.cancel()
 
 
 @fake_clock
-async def test_a_service_that_drains_sends_its_queue_elsewhere_and_finishes_the_rest() -> None:
+async def test_a_drain_refuses_queued_calls_and_finishes_running_ones() -> None:
     service = Service(1)
     await service.start("runs")
     await service.start("queued")
@@ -129,7 +129,7 @@ async def test_a_service_that_drains_sends_its_queue_elsewhere_and_finishes_the_
 
 
 async def idle(service: Service) -> tuple[float, RequestError]:
-    """A call that runs and whose client does nothing: after how long it ends, and how."""
+    """Run a call whose client is idle. Return after how many seconds it ends, and its error."""
     loop = asyncio.get_running_loop()
     with service.limit.claim(1) as claim:
         async for _ in claim.turn():
@@ -144,7 +144,7 @@ async def idle(service: Service) -> tuple[float, RequestError]:
 
 
 @fake_clock
-async def test_idle_streams_give_way_to_those_who_wait_and_no_more_of_them_than_are_in_the_way() -> None:
+async def test_only_as_many_idle_streams_end_as_queued_calls_need() -> None:
     service = Service(64)
     streams = [asyncio.create_task(idle(service)) for _ in range(64)]
     await asyncio.sleep(0.001)
@@ -159,10 +159,3 @@ async def test_idle_streams_give_way_to_those_who_wait_and_no_more_of_them_than_
     assert service.begun == ["waits"]
     for stream in streams:
         stream.cancel()
-
-
-@fake_clock
-async def test_an_idle_stream_keeps_its_place_while_it_is_in_nobodys_way() -> None:
-    seconds, error = await idle(Service(4))
-    assert seconds == pytest.approx(IDLE_S)
-    assert (error.code, error.reason) == (grpc.StatusCode.DEADLINE_EXCEEDED, "IDLE")

@@ -28,18 +28,21 @@ def engine(loaded: LoadedModel) -> Iterator[DraftEngine]:
 
 
 def reference(model: ModelRunner, tokens: list[int], opening: DraftSequence, gamma: int) -> list[int]:
-    """γ tokens drafted one by one, the whole prefix read anew for each."""
-    base, law = len(tokens), opening.draft_params
+    """γ tokens drafted one by one, with a prefill of the whole prefix for each."""
+    base, params = len(tokens), opening.draft_params
     for index in range(gamma):
         slot = model.pool.allocate()
         logits = model.forward([Chunk(slot, tokens, 0, len(tokens) - 1)])[:, :VOCABULARY]
         model.pool.free(slot)
-        if law.is_greedy:
+        if params.is_greedy:
             tokens = [*tokens, int(logits.argmax())]
         elif opening.rule is Rule.COUPLED:
-            tokens = [*tokens, coupled_choice(standardise(logits[0].double().numpy(), law), opening.seed, len(tokens))]
+            tokens = [
+                *tokens,
+                coupled_choice(standardise(logits[0].double().numpy(), params), opening.seed, len(tokens)),
+            ]
         else:
-            (q,) = sparsify(probabilities(logits, law), CONFIG)
+            (q,) = sparsify(probabilities(logits, params), CONFIG)
             tokens = [*tokens, q.token_at(uniform(opening.seed, base, index, Domain.DRAFT))]
     return tokens[base:]
 
@@ -51,14 +54,14 @@ def fresh(loaded: LoadedModel) -> ModelRunner:
 
 @pytest.mark.parametrize("rule", [Rule.TOKENWISE, Rule.COUPLED])
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
-@pytest.mark.parametrize("of_the_draft", [None, 0.0, 2.0])
-def test_drafts_are_the_models_own_over_many_rounds(
-    engine: DraftEngine, fresh: ModelRunner, temperature: float, rule: Rule, of_the_draft: float | None
+@pytest.mark.parametrize("draft_temperature", [None, 0.0, 2.0])
+def test_drafts_equal_the_reference_over_many_rounds(
+    engine: DraftEngine, fresh: ModelRunner, temperature: float, rule: Rule, draft_temperature: float | None
 ) -> None:
-    """Verdicts that accept all, some and none of a proposal, and more than was proposed; what is sent is what was drawn
-    from (invariant 1).
+    """Verdicts accept all, some and none of a proposal, and add more. Distributions sent are those drawn from
+    (invariant 1).
     """
-    opening = replace(sequence(temperature, rule=rule), draft_temperature=of_the_draft)
+    opening = replace(sequence(temperature, rule=rule), draft_temperature=draft_temperature)
     driver, tokens, committed = Driver(engine, opening), list(PROMPT), list[int]()
     for accepted in (5, 0, 2, 5, 5, 1, 4):
         draft = driver.propose(5, committed)
@@ -76,7 +79,7 @@ def test_drafts_are_the_models_own_over_many_rounds(
         tokens += committed
 
 
-def test_under_sigmoid_the_same_tokens_come_with_the_models_logits(engine: DraftEngine, fresh: ModelRunner) -> None:
+def test_sigmoid_sends_the_same_tokens_with_the_models_logits(engine: DraftEngine, fresh: ModelRunner) -> None:
     opening = sequence(rule=Rule.SIGMOID, params=SamplingParams(temperature=0.8, top_k=30))
     draft = Driver(engine, opening).propose(6)
     assert draft.token_ids == Driver(engine, replace(opening, rule=Rule.TOKENWISE)).propose(6).token_ids
@@ -92,7 +95,7 @@ def test_under_sigmoid_the_same_tokens_come_with_the_models_logits(engine: Draft
 
 
 def test_padding_is_never_drafted(loaded: LoadedModel, fresh: ModelRunner) -> None:
-    """A target whose vocabulary ends before what the draft would say most gladly."""
+    """The target's vocabulary ends at the draft's likeliest token."""
     logits = fresh.forward([Chunk(fresh.pool.allocate(), PROMPT, 0, len(PROMPT) - 1)])[0]
     end = int(logits.argmax())
     with running(engine_of(loaded, vocab_size=end)) as engine:
@@ -102,22 +105,22 @@ def test_padding_is_never_drafted(loaded: LoadedModel, fresh: ModelRunner) -> No
 
 
 def test_a_target_may_know_more_tokens_than_the_draft_has(loaded: LoadedModel) -> None:
-    """It drafts what it has, in one call as by steps."""
+    """It drafts its own tokens, in one call as by steps."""
     vocab_size = loaded.vocab_size + 7
     with running(engine_of(loaded, vocab_size=vocab_size)) as wide:
         lone, *both = [Driver(wide, sequence(rule=Rule.COUPLED), vocab_size=vocab_size) for _ in range(3)]
         alone = lone.propose(6).token_ids
         for driver in both:
-            driver.ask(6)
-        assert [driver.answer().token_ids for driver in both] == [alone] * 2
+            driver.request(6)
+        assert [driver.result().token_ids for driver in both] == [alone] * 2
         opening = sequence(rule=Rule.SIGMOID, params=SamplingParams())
         (logits,) = Driver(wide, opening, vocab_size=vocab_size).propose(1).distributions
     assert isinstance(logits, DraftLogits)
     assert (logits.values == EXCLUDED).tolist() == [False] * loaded.vocab_size + [True] * 7
 
 
-def test_penalties_count_drafted_tokens_and_forget_those_taken_back(engine: DraftEngine) -> None:
-    """With presence at its most no token comes twice, drafted or committed."""
+def test_penalties_count_drafted_tokens_until_they_are_rejected(engine: DraftEngine) -> None:
+    """With the highest presence penalty no token comes twice, drafted or committed."""
     driver = Driver(engine, sequence(0.0, logit_rules=LogitRules(presence_penalty=100.0)))
     first = driver.propose(8).token_ids
     assert len(set(first)) == 8
@@ -130,11 +133,12 @@ def test_penalties_count_drafted_tokens_and_forget_those_taken_back(engine: Draf
 
 @pytest.mark.parametrize("max_entropy", [None, 1.5])
 @pytest.mark.parametrize("rules", [PLAIN, LogitRules(presence_penalty=1.0)], ids=["plain", "adjusted"])
-def test_neighbours_change_nothing_and_an_unsure_draft_ends_early(
+def test_drafts_do_not_depend_on_the_batch_and_an_entropy_bound_shortens_them(
     engine: DraftEngine, rules: LogitRules, max_entropy: float | None
 ) -> None:
-    """Four at once, of different rules and temperatures, draft what each drafts alone, in one call or by steps. With a
-    bound on entropy it is the beginning of what would have come without one.
+    """Four sequences of different rules and temperatures draft the tokens of each alone, in one call or by steps.
+
+    A bound on entropy leaves a prefix of them.
     """
     kinds = [(1.0, Rule.COUPLED), (1.0, Rule.TOKENWISE), (0.7, Rule.SIGMOID), (0.0, Rule.COUPLED)]
     openings = [
@@ -148,24 +152,22 @@ def test_neighbours_change_nothing_and_an_unsure_draft_ends_early(
         driver.close()
     drivers = [Driver(engine, each) for each in openings]
     for driver in drivers:
-        driver.ask(6)
-    drafts = [driver.answer() for driver in drivers]
+        driver.request(6)
+    drafts = [driver.result() for driver in drivers]
     for draft, own in zip(drafts, alone, strict=True):
         size = len(draft.token_ids)
         assert draft.token_ids == own.token_ids[:size]
         for q_hat, same in zip(draft.distributions, own.distributions[:size], strict=True):
             assert type(q_hat) is type(same)
-            if isinstance(q_hat, DraftLogits) and isinstance(
-                same, DraftLogits
-            ):  # passes of other widths round otherwise
+            if isinstance(q_hat, DraftLogits) and isinstance(same, DraftLogits):  # rounding depends on the width
                 assert q_hat.values.float() == pytest.approx(same.values.float(), abs=0.02)
     shortest = min(len(draft.token_ids) for draft in drafts)
     assert shortest == 6 if max_entropy is None else 1 <= shortest < 6
 
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
-def test_in_a_pool_with_room_for_one_many_draft_as_with_room_for_all(loaded: LoadedModel, temperature: float) -> None:
-    """Some lose what they hold, and are run again when it is their turn; their draws are those of their seed."""
+def test_drafts_are_the_same_after_preemption(loaded: LoadedModel, temperature: float) -> None:
+    """A pool with blocks for one sequence, and one with blocks for all."""
 
     def drafted(blocks: int | None) -> list[list[int]]:
         engine = engine_of(loaded, max_sequences=6, blocks=blocks)
@@ -176,14 +178,14 @@ def test_in_a_pool_with_room_for_one_many_draft_as_with_room_for_all(loaded: Loa
         committed: list[list[int]] = [[]] * 6
         for _ in range(3):
             for driver, tokens in zip(drivers, committed, strict=True):
-                driver.ask(4, tokens)
+                driver.request(4, tokens)
             for i, driver in enumerate(drivers):
-                tokens = driver.answer().token_ids
+                tokens = driver.result().token_ids
                 drafted[i] += tokens
                 committed[i] = [*tokens[: i % 4], 11 + i]
         for driver in drivers:
             driver.close()
-        Driver(engine, sequence(uses_outcome_cache=False)).propose(1)  # what was closed has been taken in by now
+        Driver(engine, sequence(uses_outcome_cache=False)).propose(1)  # the engine has handled the closes by now
         engine.stop()
         pool.check_integrity()
         assert pool.used_blocks == 1
@@ -192,12 +194,12 @@ def test_in_a_pool_with_room_for_one_many_draft_as_with_room_for_all(loaded: Loa
     assert drafted(blocks=3) == drafted(blocks=None)
 
 
-def test_logits_that_are_nan_end_one_sequence(engine: DraftEngine) -> None:
+def test_nan_logits_end_one_sequence(engine: DraftEngine) -> None:
     bad = Driver(engine, sequence(logit_rules=LogitRules(banned_tokens=tuple(range(VOCABULARY)))))
     good = Driver(engine, sequence())
-    bad.ask(2)
-    good.ask(2)
+    bad.request(2)
+    good.request(2)
     with pytest.raises(DraftError, match="NaN or infinite") as caught:
-        bad.answer()
+        bad.result()
     assert caught.value.reason == "BAD_LOGITS"
-    assert len(good.answer().token_ids) == 2
+    assert len(good.result().token_ids) == 2

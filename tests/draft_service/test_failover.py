@@ -1,7 +1,7 @@
-"""Sequences whose verifiers are taken from them: the tokens are those of an undisturbed sequence, one by one.
+"""Sequences whose verifiers fail: they commit the tokens of an undisturbed sequence.
 
-A real verifier behind two proxies is two replicas. Rounds follow from the base length alone, so what an undisturbed
-sequence commits is what every other one must.
+Two proxies to one real verifier are two replicas. Each proposal follows from its base length alone, so all sequences
+commit the same tokens.
 """
 
 from __future__ import annotations
@@ -11,8 +11,8 @@ import random
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from contextlib import ExitStack, asynccontextmanager
-from dataclasses import dataclass
 from itertools import count
+from types import SimpleNamespace
 from typing import Any
 
 import grpc
@@ -27,19 +27,19 @@ from outrider.rpc.errors import RequestError, failed_precondition, overloaded, t
 from protos.outrider.v1 import sampling_pb2, speculation_pb2, verifier_service_pb2
 from tests.cluster import Cluster
 from tests.draft_service.records import record
-from tests.draft_service.verifiers import Switches, fake_verifier, matched, model_of
+from tests.draft_service.verifiers import NO_VERIFIER, Switches, fake_verifier, matched, model_of, status_of
 from tests.proxy import Proxy, Way
 
 PROMPT = [5, 6, 7, 8, 9]
 TOKENS = 36
-PATIENT_S = 20.0  # silence that no verifier keeps but one that is stalled on purpose
+SILENCE_S = 20.0  # longer than any verifier is silent unless it is stalled
 TIMEOUT_S = 60.0
-TEXTS = 2  # under each rule, and as many more as it takes to lose that many verifiers
+TEXTS = 2  # under each rule; more until there were so many failovers
 
 
 @pytest.fixture(scope="module")
 def real() -> Iterator[ServiceProcess]:
-    """A verifier with the demo target, and spare sequences for those that faults leave open for a while."""
+    """A verifier with the demo target, and more sequences than the tests need: faults leave some open for a while."""
     with Cluster("--max-sequences 16 --idle-timeout 8") as cluster:
         verifier = cluster.verifier()
         verifier.wait_healthy()
@@ -48,7 +48,6 @@ def real() -> Iterator[ServiceProcess]:
 
 @pytest.fixture
 def proxies(real: ServiceProcess) -> Iterator[list[Proxy]]:
-    """Two ways to it."""
     with ExitStack() as stack:
         yield [stack.enter_context(Proxy(real.address, seed=number)) for number in range(2)]
 
@@ -58,7 +57,7 @@ def text(rule: Rule = Rule.COUPLED, tokens: int = TOKENS, **fields: Any) -> Sequ
 
 
 def proposal(base: int, rule: Rule) -> tuple[list[int], list[speculation_pb2.TokenDistribution]]:
-    """Tokens and distributions that follow from the base: uniform over a few frequent tokens."""
+    """Tokens drawn by the base length, and their distributions: uniform over a few frequent tokens."""
     chance = random.Random(base)
     tokens = [chance.randrange(10, 26) for _ in range(chance.randint(1, 4))]
     if rule is Rule.COUPLED:
@@ -75,7 +74,7 @@ async def write(
     *,
     timeout: float = TIMEOUT_S,
 ) -> list[int]:
-    """Writes a text; `disturb` is called with the number of each step before it."""
+    """Write a text. `disturb` is called before each step, with its number."""
     stream = FailoverStream(verifiers, sequence, timeout=timeout)
     steps = count()
 
@@ -107,8 +106,8 @@ async def write(
     return sequence.tokens[sequence.prompt_length :]
 
 
-async def refused(writing: Awaitable[Any]) -> tuple[RequestError, float]:
-    """The error it ends with, and after how many seconds."""
+async def error_of(writing: Awaitable[Any]) -> tuple[RequestError, float]:
+    """The error that it ends with, and after how many seconds."""
     started = time.monotonic()
     with pytest.raises(RequestError) as caught:
         await writing
@@ -116,7 +115,7 @@ async def refused(writing: Awaitable[Any]) -> tuple[RequestError, float]:
 
 
 class Faults:
-    """Breaks one of the ways now and then, and mends it a little later; never both at once."""
+    """Break one of two proxies at times, and heal it a few steps later; never both at once."""
 
     def __init__(self, proxies: list[Proxy], chance: random.Random) -> None:
         self._proxies = proxies
@@ -126,142 +125,130 @@ class Faults:
 
     def __call__(self, step: int) -> None:
         if self._broken is not None and step >= self._broken[1]:
-            self._broken[0].cut()  # what the fault has left in a connection must not come out of it later
+            self._broken[0].cut()  # data that the fault held back must not arrive later
             self._broken[0].heal()
             self._broken = None
         if self._broken is None and self._chance.random() < 0.2:
-            way = self._chance.choice(self._proxies)
-            self._broken = (way, step + self._chance.randint(1, 4))
-            self.kinds.append(self._break(way))
+            proxy = self._chance.choice(self._proxies)
+            self._broken = (proxy, step + self._chance.randint(1, 4))
+            self.kinds.append(self._break(proxy))
 
-    def _break(self, way: Proxy) -> str:
+    def _break(self, proxy: Proxy) -> str:
         match kind := self._chance.choice(["cut", "reset", "up", "down", "refuse", "stall", "half", "noise"]):
             case "cut" | "reset":
-                way.cut(reset=kind == "reset")
-            case "up" | "down":  # somewhere inside what passes next
-                way.cut_after(self._chance.randint(1, 600), Way(kind))
+                proxy.cut(reset=kind == "reset")
+            case "up" | "down":  # inside the next messages
+                proxy.cut_after(self._chance.randint(1, 600), Way(kind))
             case "refuse":
-                way.close()
+                proxy.close()
             case "stall":
-                way.stall()
+                proxy.stall()
             case "half":
-                way.stall(Way.DOWN)
+                proxy.stall(Way.DOWN)
             case "noise":
-                way.garble(self._chance.choice([Way.UP, Way.DOWN]))
+                proxy.garble(self._chance.choice([Way.UP, Way.DOWN]))
         return kind
 
 
 @pytest.mark.parametrize("rule", [Rule.COUPLED, Rule.TOKENWISE, Rule.BLOCK])
-async def test_whatever_becomes_of_its_verifiers_the_tokens_are_the_same(
-    rule: Rule, proxies: list[Proxy], real: ServiceProcess
-) -> None:
-    """Cuts, resets, silence, half of a silence, noise and refusals, between any two messages or inside one.
+async def test_tokens_are_the_same_after_any_fault(rule: Rule, proxies: list[Proxy], real: ServiceProcess) -> None:
+    """Cuts, resets, stalls, noise and refusals, between messages or inside one.
 
-    Under `tokenwise` and `block` too: a round that is sent again has the draws it had (invariant 2).
+    Under `tokenwise` and `block` too: a round that is sent again has the same draws (invariant 2).
     """
     async with matched(real) as verifiers:
         alone = await write(verifiers, text(rule))
     assert len(alone) == TOKENS
     switches = Switches()
-    for seed in count():  # which way a sequence takes is chance, and a fault in the other one costs it nothing
+    for seed in count():  # a fault of the proxy that a sequence does not use costs nothing
         if seed >= TEXTS and len(switches.reasons) >= TEXTS:
             break
         assert seed < 20 * TEXTS, switches.reasons
         faults = Faults(proxies, random.Random(f"{rule.value} {seed}"))
         async with matched(*proxies, switches=switches) as verifiers:
             assert await write(verifiers, text(rule), faults) == alone, (seed, faults.kinds)
-        for way in proxies:
-            way.cut()
-            way.heal()
+        for proxy in proxies:
+            proxy.cut()
+            proxy.heal()
 
 
-async def test_with_its_budget_spent_a_sequence_waits_and_goes_on(proxies: list[Proxy], real: ServiceProcess) -> None:
-    """One opening in the bucket, and two deaths: the second waits for the next token, which time alone brings.
-
-    Both come right before a round is sent, so that neither finds its verdict here already. A second lies between the
-    two openings, less a tenth for each of the four verdicts of the first round.
+async def test_a_sequence_waits_for_the_failover_budget_and_continues(
+    proxies: list[Proxy], real: ServiceProcess
+) -> None:
+    """A budget of one, and two faults: the second failover waits for the next token, which takes a second, less a tenth
+    for each of the four verdicts of the first round. Each fault comes right before a round is sent, so that its verdict
+    cannot have arrived.
     """
     times, sequence = list[float](), text(Rule.TOKENWISE)
 
     def disturb(step: int) -> None:
         times.append(time.monotonic())
         if step in (1, 6):
-            for way in proxies:
-                way.cut()
+            for proxy in proxies:
+                proxy.cut()
 
     async with matched(real) as verifiers:
         alone = await write(verifiers, text(Rule.TOKENWISE))
-    async with matched(*proxies, burst=1, silence=PATIENT_S) as verifiers:
+    async with matched(*proxies, burst=1, silence=SILENCE_S) as verifiers:
         assert await write(verifiers, sequence, disturb) == alone
     assert sequence.counts.failovers.count == 2
     assert time.monotonic() - times[1] > 0.59
 
 
-NO_VERIFIER = (grpc.StatusCode.UNAVAILABLE, "NO_VERIFIER")
 STEP_FAILED = (grpc.StatusCode.INTERNAL, "STEP_FAILED")
 
 
-def says(error: RequestError) -> tuple[grpc.StatusCode, str]:
-    return error.code, error.reason
-
-
 @pytest.mark.parametrize(("timeout", "failover_timeout"), [(3.0, 60.0), (60.0, 0.7)])
-async def test_with_every_verifier_gone_it_is_unavailable_within_deadline_and_failover_timeout(
+async def test_without_verifiers_it_is_unavailable_after_the_shorter_of_deadline_and_failover_timeout(
     timeout: float, failover_timeout: float, proxies: list[Proxy]
 ) -> None:
-    """The sooner of the two decides."""
     soon = 0.85 * min(timeout, failover_timeout)  # the error comes before the deadline
 
-    def gone(step: int) -> None:
+    def close_all(step: int) -> None:
         if step == 4:
-            for way in proxies:
-                way.close()
+            for proxy in proxies:
+                proxy.close()
 
-    async with matched(*proxies, failover_timeout=failover_timeout, silence=PATIENT_S) as verifiers:
-        error, seconds = await refused(write(verifiers, text(), gone, timeout=timeout))
-    assert says(error) == NO_VERIFIER
-    assert all(way.address in error.message for way in proxies)
+    async with matched(*proxies, failover_timeout=failover_timeout, silence=SILENCE_S) as verifiers:
+        error, seconds = await error_of(write(verifiers, text(), close_all, timeout=timeout))
+    assert status_of(error) == NO_VERIFIER
+    assert all(proxy.address in error.message for proxy in proxies)
     assert soon < seconds < 30.0
 
 
-async def test_an_error_of_the_request_itself_ends_it_at_once(proxies: list[Proxy]) -> None:
+async def test_an_error_of_the_request_causes_no_failover(proxies: list[Proxy]) -> None:
     switches = Switches()
     async with matched(*proxies, switches=switches) as verifiers:
         wrong = text(params=sampling_pb2.SamplingParams(temperature=-1.0))
-        error, _ = await refused(FailoverStream(verifiers, wrong, timeout=60.0).open())
+        error, _ = await error_of(FailoverStream(verifiers, wrong, timeout=60.0).open())
         assert error.code is grpc.StatusCode.INVALID_ARGUMENT
         other = text(weights_fingerprint="f" * 64)
-        error, _ = await refused(FailoverStream(verifiers, other, timeout=60.0).open())
-        assert says(error) == (grpc.StatusCode.FAILED_PRECONDITION, "PAIR_MISMATCH")
+        error, _ = await error_of(FailoverStream(verifiers, other, timeout=60.0).open())
+        assert status_of(error) == (grpc.StatusCode.FAILED_PRECONDITION, "PAIR_MISMATCH")
         assert [replica.status for replica in verifiers.replicas.all()] == ["ready", "ready"]
     assert switches.reasons == []
 
 
-@dataclass
-class Wrong:
-    """A verifier that says it runs what the real one does, and ends each sequence with an error."""
-
-    address: str
-    openings: list[bool]  # whether each was to be isolated
-
-
 @asynccontextmanager
-async def wrong(error: RequestError, real: ServiceProcess, *, opens: bool = True) -> AsyncIterator[Wrong]:
-    """One that opens a sequence before it ends it, or only where that is isolated."""
+async def faulty(error: RequestError, real: ServiceProcess, *, opens: bool = True) -> AsyncIterator[Any]:
+    """A fake verifier with the model of the real one, which ends each sequence with an error.
+
+    Without `opens` it first opens isolated sequences only. Yields its address, and `isolated` of each opening.
+    """
     model, openings = await model_of(real.address), list[bool]()
 
     async def verify(_: Any, context: Any) -> None:
-        asked = (await context.read()).open
-        openings.append(asked.isolated)
-        if opens or asked.isolated:
+        opening = (await context.read()).open
+        openings.append(opening.isolated)
+        if opens or opening.isolated:
             fingerprint = model.weights_fingerprint
-            opened = verifier_service_pb2.Opened(rule=asked.sampling.rule, weights_fingerprint=fingerprint)
+            opened = verifier_service_pb2.Opened(rule=opening.sampling.rule, weights_fingerprint=fingerprint)
             await context.write(verifier_service_pb2.VerifyResponse(opened=opened))
             await context.read()
         await context.abort_with_status(to_status(error))
 
     async with fake_verifier(verify, model=model) as address:
-        yield Wrong(address, openings)
+        yield SimpleNamespace(address=address, openings=openings)
 
 
 DIES = RequestError(grpc.StatusCode.UNAVAILABLE, "UNSPECIFIED", "killed")
@@ -276,13 +263,13 @@ FAILS = RequestError(*STEP_FAILED, "the step failed")
 async def test_a_round_that_fails_at_two_verifiers_is_sent_to_no_third(
     failure: RequestError, opens: bool, real: ServiceProcess
 ) -> None:
-    """To the second as one to run alone."""
+    """The second runs it isolated."""
     how = {"opens": opens}
-    async with wrong(failure, real, **how) as one, wrong(failure, real, **how) as two, matched(one, two) as verifiers:
-        error, _ = await refused(write(verifiers, text()))
-        assert says(error) == STEP_FAILED
+    async with faulty(failure, real, **how) as one, faulty(failure, real, **how) as two, matched(one, two) as verifiers:
+        error, _ = await error_of(write(verifiers, text()))
+        assert status_of(error) == STEP_FAILED
         assert failure.message in error.message
-        if failure is FAILS:  # opens no breaker
+        if failure is FAILS:  # which opens no breaker
             assert [replica.status for replica in verifiers.replicas.all()] == ["ready", "ready"]
     assert sorted(one.openings + two.openings) == [False, True]
 
@@ -293,17 +280,15 @@ OTHER_WEIGHTS = failed_precondition("PAIR_MISMATCH", "other weights")
 @pytest.mark.parametrize(
     "error", [FAILS, overloaded("full", retry_after=90.0), OTHER_WEIGHTS], ids=["step fails", "full", "other weights"]
 )
-async def test_what_one_verifier_alone_cannot_do_costs_the_text_nothing(
-    error: RequestError, real: ServiceProcess
-) -> None:
+async def test_an_error_of_one_verifier_costs_no_text(error: RequestError, real: ServiceProcess) -> None:
     switches, texts = Switches(), list[list[int]]()
-    async with wrong(error, real, opens=error is FAILS) as peer, matched(real, peer, switches=switches) as verifiers:
+    async with faulty(error, real, opens=error is FAILS) as peer, matched(real, peer, switches=switches) as verifiers:
         while not peer.openings:
             assert len(texts) < 60
             texts.append(await write(verifiers, text(tokens=4)))
         texts += [await write(verifiers, text(tokens=4)) for _ in range(4 if error is not FAILS else 0)]
     assert all(each == texts[0] for each in texts)
-    assert len(peer.openings) == 1, "it is left alone after that"
+    assert len(peer.openings) == 1, "it is not used again"
     assert switches.reasons == ([FailureKind.STEP_FAILED] if error is FAILS else [])
 
 
@@ -315,16 +300,16 @@ async def test_a_sequence_refused_by_all_waits_for_retry_after_or_ends_with_it(
 ) -> None:
     monkeypatch.setattr(failover, "OPENING_TIMEOUT", failover_timeout)
     full = overloaded("full", retry_after=retry_after)
-    async with wrong(full, real, opens=False) as peer, matched(peer, failover_timeout=failover_timeout) as verifiers:
-        error, waited = await refused(write(verifiers, text(), timeout=90.0))
-    assert says(error) == (grpc.StatusCode.RESOURCE_EXHAUSTED, "OVERLOADED")
+    async with faulty(full, real, opens=False) as peer, matched(peer, failover_timeout=failover_timeout) as verifiers:
+        error, waited = await error_of(write(verifiers, text(), timeout=90.0))
+    assert status_of(error) == (grpc.StatusCode.RESOURCE_EXHAUSTED, "OVERLOADED")
     assert error.retry_after == retry_after
     assert len(peer.openings) in tries
     assert waited < 30.0
 
 
-def test_in_any_stretch_no_more_than_the_burst_a_tenth_of_the_rounds_and_one_a_second() -> None:
-    """Random rounds, waits and takers: the bound holds between any two moments, not only from the start."""
+def test_failovers_are_bounded_by_burst_rounds_and_seconds() -> None:
+    """Random rounds, waits and failovers. The bound holds between any two moments."""
     chance, now, burst = random.Random(5), 0.0, 12
     budget = FailoverBudget(burst, lambda: now)
     history: list[tuple[float, int, int]] = []

@@ -1,4 +1,4 @@
-"""Frames: one size, one pace, and nothing said is lost, whatever is cut and joined."""
+"""Frames have one size and leave at one pace; cut and joined responses lose nothing."""
 
 import asyncio
 
@@ -26,8 +26,8 @@ def token(number: int, *, held: int = 1, index: int = 0) -> GenerateResponse:
     )
 
 
-def text(said: str, *, held: int = 0, index: int = 0) -> GenerateResponse:
-    return GenerateResponse(chunk=GenerateChunk(index=index, text=said, held_tokens=held))
+def text(words: str, *, held: int = 0, index: int = 0) -> GenerateResponse:
+    return GenerateResponse(chunk=GenerateChunk(index=index, text=words, held_tokens=held))
 
 
 PIECES = st.lists(st.tuples(st.text("ab é😀", max_size=120), st.integers(0, 2**31), st.integers(0, 1)), max_size=40)
@@ -35,8 +35,8 @@ ROUNDS = st.lists(st.integers(1, 5), min_size=1, max_size=20)
 
 
 def in_rounds(pieces: list[tuple[str, int, int]], rounds: list[int]) -> list[list[GenerateResponse]]:
-    """What each round says: its tokens, then the text of each; of two samples, whose rounds take turns."""
-    said = []
+    """Each round's responses: its tokens, then the text of each. Two samples, one after the other."""
+    responses = []
     for index in (0, 1):
         own = [(words, number) for words, number, i in pieces if i == index]
         turn = 0
@@ -45,57 +45,42 @@ def in_rounds(pieces: list[tuple[str, int, int]], rounds: list[int]) -> list[lis
             turn += 1
             tokens = [token(number, held=i + 1, index=index) for i, (_, number) in enumerate(now)]
             texts = [text(words, held=len(now) - i - 1, index=index) for i, (words, _) in enumerate(now)]
-            said.append([*tokens, *texts])
-    return said
+            responses.append([*tokens, *texts])
+    return responses
 
 
 @given(PIECES, ROUNDS)
-@settings(max_examples=150, deadline=None)
-def test_frames_have_one_size_and_say_all_of_it_in_order(pieces: list[tuple[str, int, int]], rounds: list[int]) -> None:
+@settings(max_examples=200, deadline=None)
+def test_frames_have_one_size_and_resume_after_any(pieces: list[tuple[str, int, int]], rounds: list[int]) -> None:
+    """After each frame a client has all text of the tokens that are not held, and so can resume."""
     frames, sent = frames_of(), []
-    for said in in_rounds(pieces, rounds):
-        for response in said:
+    for responses in in_rounds(pieces, rounds):
+        for response in responses:
             frames.put(response)
         sent.append(frames.take())
     while not frames.are_empty:
         sent.append(frames.take())
     assert {frame.ByteSize() for frame in sent} <= {SIZE}
     for index in (0, 1):
-        chunks = [frame.chunk for frame in sent if frame.HasField("chunk") and frame.chunk.index == index]
-        assert "".join(each.text for each in chunks) == "".join(words for words, _, i in pieces if i == index)
-        assert [number for each in chunks for number in each.token_ids] == [n for _, n, i in pieces if i == index]
-        assert all(len(each.origins) == len(each.token_ids) for each in chunks)
-
-
-@given(PIECES, ROUNDS)
-@settings(max_examples=100, deadline=None)
-def test_text_that_came_with_the_end_of_tokens_is_just_theirs(
-    pieces: list[tuple[str, int, int]], rounds: list[int]
-) -> None:
-    """Who resumes after any frame gives its tokens and how many are held, and drops the text of none."""
-    pieces = [(words, number, 0) for words, number, _ in pieces]
-    frames = frames_of()
-    for said in in_rounds(pieces, rounds):
-        for response in said:
-            frames.put(response)
-    texts, sent, whole, waiting = iter([words for words, _, _ in pieces]), 0, 0, ""
-    while not frames.are_empty:
-        chunk = frames.take().chunk
-        sent += len(chunk.token_ids)
-        waiting += chunk.text
-        ended = sent - chunk.held_tokens - whole
-        if ended:
-            assert waiting == "".join(next(texts) for _ in range(ended))
-            waiting = ""
-        whole += ended
+        own = [(words, number) for words, number, i in pieces if i == index]
+        texts, tokens, whole, text = iter([words for words, _ in own]), list[int](), 0, ""
+        for chunk in (frame.chunk for frame in sent if frame.HasField("chunk") and frame.chunk.index == index):
+            assert len(chunk.origins) == len(chunk.token_ids)
+            tokens += chunk.token_ids
+            text += chunk.text
+            if ended := len(tokens) - chunk.held_tokens - whole:
+                assert text == "".join(next(texts) for _ in range(ended))
+                text = ""
+            whole += ended
+        assert (tokens, whole, text) == ([number for _, number in own], len(own), "")
 
 
 @given(st.lists(st.integers(0, 2**31), min_size=40, max_size=60))
 @settings(max_examples=10, deadline=None)
-def test_whether_a_token_is_in_a_frame_does_not_depend_on_what_it_is(numbers: list[int]) -> None:
-    """What is sent before a death does not depend on the tokens: a last token of one byte takes the space of five."""
+def test_the_frame_of_a_token_does_not_depend_on_its_value(numbers: list[int]) -> None:
+    """Otherwise a failure would reveal something: a token of one byte takes the space of five."""
 
-    def place_of_the_last(numbers: list[int]) -> int:
+    def frame_of_the_last(numbers: list[int]) -> int:
         frames, count, left = frames_of(), 0, len(numbers)
         for number in numbers:
             frames.put(token(number))
@@ -106,10 +91,10 @@ def test_whether_a_token_is_in_a_frame_does_not_depend_on_what_it_is(numbers: li
 
     for end in range(1, len(numbers)):
         before = numbers[:end]
-        assert place_of_the_last([*before, 0]) == place_of_the_last([*before, 2**32 - 1])
+        assert frame_of_the_last([*before, 0]) == frame_of_the_last([*before, 2**32 - 1])
 
 
-def test_a_cut_tokens_beginning_does_not_join_the_tokens_before_it() -> None:
+def test_part_of_a_tokens_text_does_not_join_the_tokens_before_it() -> None:
     frames = frames_of()
     for response in (token(7, held=1), token(8, held=2), text("whole", held=1), text("pa", held=1)):
         frames.put(response)
@@ -119,7 +104,7 @@ def test_a_cut_tokens_beginning_does_not_join_the_tokens_before_it() -> None:
 
 
 @fake_clock
-async def test_frames_leave_by_the_clock_whether_or_not_there_is_something_to_say() -> None:
+async def test_frames_leave_by_the_clock_even_if_empty() -> None:
     responses, pace = Responses(), 0.05
     responses.send(STARTED)
     times, frames = [], []

@@ -22,7 +22,7 @@ LIVELY: dict[str, Any] = {"temperature": 1.0, "max_new_tokens": TOKENS, "ignore_
 
 
 @pytest.mark.parametrize("gamma", [0, 1, 5, 16])
-def test_greedy_text_is_the_targets_own_whatever_gamma(draft: grpc.Channel, gamma: int) -> None:
+def test_greedy_text_is_the_targets_own_with_any_gamma(draft: grpc.Channel, gamma: int) -> None:
     sample = write(draft, gamma=gamma, max_new_tokens=TOKENS, ignore_eos=True)
     assert sample.ids == oracle.greedy(IDS, TOKENS)
     assert sample.text == oracle.decode(IDS + sample.ids)[len(PROMPT) :]
@@ -30,48 +30,85 @@ def test_greedy_text_is_the_targets_own_whatever_gamma(draft: grpc.Channel, gamm
     assert sample.end.statistics.num_drafts == 0 if gamma == 0 else sample.end.statistics.num_drafts > 0
 
 
-def test_response_says_what_was_understood(draft: grpc.Channel) -> None:
+def test_started_repeats_the_effective_request(draft: grpc.Channel) -> None:
     message = request(request_id="mine", max_new_tokens=9, sampling=sampling(0.0, seed=77))
     started = generate(draft, message).started
     assert (started.request_id, started.seed, started.max_new_tokens) == ("mine", 77, 9)
     assert list(started.prompt_token_ids) == IDS
     models = DraftServiceStub(draft).GetModel(draft_service_pb2.DraftServiceGetModelRequest())
     assert started.weights_fingerprint == models.target.weights_fingerprint
-    assert started.rule == COUPLED, "a seed, and no rule"
+    assert started.rule == COUPLED, "a seed without a rule"
     assert generate(draft, request(max_new_tokens=1, sampling=sampling())).started.rule == models.target.default_rule
 
 
-def test_statistics_agree_with_what_was_streamed(draft: grpc.Channel) -> None:
-    sample = write(draft, gamma=4, **LIVELY)
-    counts, usage = sample.end.statistics, sample.end.usage
-    drafted = sample.origins.count(draft_service_pb2.TOKEN_ORIGIN_DRAFT)
-    assert drafted == counts.num_accepted_tokens == sum(counts.num_accepted_tokens_per_pos)
-    assert counts.num_draft_tokens == sum(counts.num_draft_tokens_per_pos)
-    assert len(sample.ids) == TOKENS == drafted + counts.num_rounds
-    assert (usage.prompt_tokens, usage.completion_tokens) == (len(IDS), TOKENS)
-    assert 0 < counts.alpha < 1
-    assert counts.mean_acceptance_length == pytest.approx(1 + counts.num_accepted_tokens / counts.num_drafts)
-    timings = sample.end.timings
-    assert 0 < timings.forward_us < timings.verdict_us < timings.total_us
+def test_the_seed_that_the_service_chose_repeats_the_text(draft: grpc.Channel) -> None:
+    fields: dict[str, Any] = {"gamma": 5, "max_new_tokens": 16, "ignore_eos": True}
+    first = generate(draft, request(sampling=sampling(1.0), **fields))
+    params = sampling(1.0, seed=first.started.seed, rule=first.started.rule)
+    assert write(draft, sampling=params, **fields).ids == first.samples[0].ids
 
 
 @pytest.mark.parametrize("rule", [TOKENWISE, COUPLED])
-def test_rounds_are_reported_as_they_went(draft: grpc.Channel, rule: sampling_pb2.AcceptanceRule) -> None:
+def test_reports_and_statistics_agree_with_the_stream(draft: grpc.Channel, rule: sampling_pb2.AcceptanceRule) -> None:
     speculation = draft_service_pb2.SpeculationParams(gamma=4, report_rounds=True)
     fields = LIVELY | {"sampling": sampling(1.0, seed=1, rule=rule)}
     sample = write(draft, speculation=speculation, **fields)
-    at = 0
+    at, drafted, accepted, chances = 0, list[int](), list[int](), list[float]()
     for number, report in enumerate(sample.rounds, start=1):
-        drafted, accepted = list(report.drafted_token_ids), report.accepted
+        tokens, count = list(report.drafted_token_ids), report.accepted
         assert (report.round, report.output_length) == (number, at)
-        assert len(report.drafted_texts) == len(drafted) <= 4
-        assert sample.ids[at : at + accepted] == drafted[:accepted]
-        assert len(report.beta) == (0 if rule == COUPLED else min(accepted + 1, len(drafted)))
-        corrected = sample.origins[at + accepted] == draft_service_pb2.TOKEN_ORIGIN_CORRECTION
-        assert corrected == (accepted < len(drafted))
-        at += accepted + 1
-    assert at == len(sample.ids) == len(sample.token_texts)
-    assert write(draft, gamma=4, **fields).ids == sample.ids, "reporting changes nothing"
+        assert len(report.drafted_texts) == len(tokens) == min(4, TOKENS - at - 1), "a named γ is fixed"
+        assert sample.ids[at : at + count] == tokens[:count]
+        judged = min(count + 1, len(tokens))
+        assert len(report.beta) == (0 if rule == COUPLED else judged)
+        corrected = sample.origins[at + count] == draft_service_pb2.TOKEN_ORIGIN_CORRECTION
+        assert corrected == (count < len(tokens))
+        at += count + 1
+        drafted.append(len(tokens))
+        accepted.append(count)
+        chances += report.beta or [float(index < count) for index in range(judged)]
+    assert at == TOKENS == len(sample.ids) == len(sample.token_texts)
+    assert sample.origins.count(draft_service_pb2.TOKEN_ORIGIN_DRAFT) == sum(accepted)
+    counts, timings, usage = sample.end.statistics, sample.end.timings, sample.end.usage
+    assert (counts.num_rounds, counts.num_drafts) == (len(drafted), sum(map(bool, drafted)))
+    assert (counts.num_draft_tokens, counts.num_accepted_tokens) == (sum(drafted), sum(accepted))
+    assert list(counts.num_draft_tokens_per_pos) == [sum(n > index for n in drafted) for index in range(4)]
+    assert list(counts.num_accepted_tokens_per_pos) == [sum(n > index for n in accepted) for index in range(4)]
+    assert counts.draft_acceptance_rate == pytest.approx(sum(accepted) / sum(drafted))
+    assert counts.mean_acceptance_length == pytest.approx(1 + sum(accepted) / counts.num_drafts)
+    assert counts.alpha == pytest.approx(sum(chances) / len(chances))
+    assert counts.mean_gamma == pytest.approx(sum(drafted) / len(drafted))
+    assert counts.policy == draft_service_pb2.SPECULATION_POLICY_FIXED
+    assert (usage.prompt_tokens, usage.completion_tokens) == (len(IDS), TOKENS)
+    assert 0 < timings.forward_us < timings.verdict_us < timings.total_us
+    assert write(draft, gamma=4, **fields).ids == sample.ids, "reports change no token"
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"sampling": sampling(1.0, seed=3)},
+        {"sampling": sampling(0.0, seed=3)},
+        {"sampling": sampling(1.0, seed=3, presence_penalty=0.2)},
+    ],
+    ids=["coupled", "greedy", "penalty"],
+)
+def test_an_entropy_bound_shortens_proposals_and_changes_no_token(draft: grpc.Channel, fields: dict[str, Any]) -> None:
+    free, bounded, unbounded = (
+        write(
+            draft,
+            speculation=draft_service_pb2.SpeculationParams(gamma=8, max_entropy=bound, report_rounds=True),
+            **LIVELY | fields,
+        )
+        for bound in (None, 0.5, math.inf)
+    )
+    assert bounded.ids == free.ids == unbounded.ids
+    counts, all_counts = bounded.end.statistics, free.end.statistics
+    assert unbounded.end.statistics.num_short_drafts == all_counts.num_short_drafts == 0
+    assert counts.num_short_drafts > 2
+    assert counts.num_draft_tokens < all_counts.num_draft_tokens
+    assert counts.draft_acceptance_rate > all_counts.draft_acceptance_rate
+    assert all(report.drafted_token_ids for report in bounded.rounds[:-2])
 
 
 @pytest.mark.parametrize("gamma", [0, 5])
@@ -93,14 +130,13 @@ def test_stop_tokens_wait_for_min_new_tokens(draft: grpc.Channel) -> None:
     assert len(sample.ids) >= 7
 
 
-def test_the_models_own_end_ends_the_text_unless_ignored(draft: grpc.Channel) -> None:
+def test_eos_ends_the_text_unless_ignored(draft: grpc.Channel) -> None:
     forced = sampling(0.0, seed=1, logit_bias=[sampling_pb2.LogitBias(token_id=0, bias=100.0)])
     assert write(draft, sampling=forced, max_new_tokens=5).ids == [0]
     sample = write(draft, sampling=forced, max_new_tokens=5, ignore_eos=True)
     assert (sample.ids, sample.text, sample.reason) == ([0] * 5, "", "LENGTH")
-    assert write(draft, sampling=forced, max_new_tokens=5, ignore_eos=True, keep_special_tokens=True).text == (
-        "<|endoftext|>" * 5
-    )
+    sample = write(draft, sampling=forced, max_new_tokens=5, ignore_eos=True, keep_special_tokens=True)
+    assert sample.text == "<|endoftext|>" * 5
 
 
 @pytest.mark.parametrize(("gamma", "length"), [(0, 3), (5, 1), (5, 9)])
@@ -115,39 +151,25 @@ def test_a_stop_string_cuts_the_text_before_it(draft: grpc.Channel, gamma: int, 
     assert sample.end.usage.completion_tokens == len(sample.ids)
 
 
-def test_a_time_limit_ends_the_text_with_what_there_is(draft: grpc.Channel) -> None:
+def test_a_time_limit_ends_the_text_with_its_tokens_so_far(draft: grpc.Channel) -> None:
     message = request(temperature=1.0, max_new_tokens=900, ignore_eos=True)
     for milliseconds in (400, 800, 1600, 3200):
         message.time_limit.FromMilliseconds(milliseconds)
         (sample,) = generate(draft, message).samples
         assert sample.reason == "TIME_LIMIT"
-        if sample.ids:  # in less, a machine that has much else to do may not come to the first token
+        if sample.ids:  # a busy machine may not come to the first token in less
             break
     assert 0 < len(sample.ids) < 900
     assert sample.text == oracle.decode(IDS + sample.ids)[len(PROMPT) :]
     assert sample.end.timings.total_us >= 0.97 * 1000 * milliseconds
 
 
-def test_a_seed_repeats_itself_and_another_does_not(draft: grpc.Channel) -> None:
-    """With a γ that stays: under the rules that draw the lengths of proposals belong to what a seed repeats."""
-    given: dict[str, Any] = {"gamma": 5, "max_new_tokens": 16, "ignore_eos": True}
-
-    def ids(seed: int | None, rule: sampling_pb2.AcceptanceRule) -> list[int]:
-        return write(draft, sampling=sampling(1.0, seed=seed, rule=rule), **given).ids
-
-    for rule in (TOKENWISE, COUPLED):
-        assert (text := ids(5, rule)) == ids(5, rule)
-        assert text != ids(6, rule)
-    chosen = generate(draft, request(sampling=sampling(1.0), **given))
-    assert ids(chosen.started.seed, chosen.started.rule) == chosen.samples[0].ids
-
-
-def test_samples_run_side_by_side_and_each_by_itself(draft: grpc.Channel) -> None:
+def test_samples_have_the_texts_of_their_own_seeds(draft: grpc.Channel) -> None:
     fields: dict[str, Any] = {"sampling": sampling(1.0, seed=8), "max_new_tokens": 12, "ignore_eos": True}
-    several = generate(draft, request(n=4, **fields)).samples
-    assert [sample.end.index for sample in several] == [0, 1, 2, 3]
-    assert len({tuple(sample.ids) for sample in several}) == 4
-    for index, sample in enumerate(several):
+    samples = generate(draft, request(n=4, **fields)).samples
+    assert [sample.end.index for sample in samples] == [0, 1, 2, 3]
+    assert len({tuple(sample.ids) for sample in samples}) == 4
+    for index, sample in enumerate(samples):
         fields["sampling"].seed = derive_seed(8, index)
         assert sample.ids == write(draft, **fields).ids
 
@@ -189,11 +211,11 @@ def chunks_of(draft: grpc.Channel, message: draft_service_pb2.GenerateRequest) -
 @pytest.mark.parametrize(
     ("name", "end"), [("greedy", "limit"), ("coupled", "stop token"), ("tokenwise", "stop string"), ("block", "limit")]
 )
-def test_after_any_chunk_it_goes_on_with_the_same_tokens(draft: grpc.Channel, name: str, end: str) -> None:
-    """Also where the text of tokens is held, for it may become a stop string, and where the end alone is lost.
+def test_a_request_resumed_after_any_chunk_gives_the_same_tokens(draft: grpc.Channel, name: str, end: str) -> None:
+    """Also where text is held because it may become a stop string, and where only the end is lost.
 
-    Under `tokenwise` and `block` too: at a draft service of the same kind, and with a fixed γ, a round whose tokens
-    were not sent is drawn again with the same numbers (invariant 2).
+    Under `tokenwise` and `block` too: with a fixed γ, a round whose tokens were not sent has the same draws again
+    (invariant 2).
     """
     options: dict[str, Any] = {"gamma": 3, "max_new_tokens": 14, "ignore_eos": True, **SAMPLINGS[name]}
     free = write(draft, IDS, **options)
@@ -202,7 +224,7 @@ def test_after_any_chunk_it_goes_on_with_the_same_tokens(draft: grpc.Channel, na
     if end == "stop string":
         options["stop"].append(free.text[middle : middle + 9])
     elif end == "stop token":
-        last = max(free.ids, key=free.ids.index)  # the one that comes first latest
+        last = max(free.ids, key=free.ids.index)  # the token whose first occurrence is last
         options["stop_token_ids"] = [last]
     whole = write(draft, IDS, **options)
     assert max(whole.held) >= 4
@@ -213,13 +235,13 @@ def test_after_any_chunk_it_goes_on_with_the_same_tokens(draft: grpc.Channel, na
         if len(sent) - held > before:
             text += chunk.text
         else:
-            assert not chunk.text or end == "stop string", "a part of a token's text, at the end alone"
+            assert not chunk.text or end == "stop string", "only the last chunk has part of a token's text"
         shown = sent[: len(sent) - held]
         if end == "stop token" and shown[-1:] == [last]:
             shown.pop()  # it has no text
         assert text == oracle.decode(IDS + shown)[len(PROMPT) :]
         if len(sent) == len(free.ids) and not held:
-            break  # nothing is missing, and to ask for it would be refused
+            break  # complete: the service would refuse to resume it
         rest = write(draft, IDS, committed_token_ids=sent, held_tokens=held, **options)
         assert text + rest.text == whole.text
         assert sent[: len(whole.ids)] + rest.ids == whole.ids
@@ -229,25 +251,25 @@ def test_after_any_chunk_it_goes_on_with_the_same_tokens(draft: grpc.Channel, na
     assert sent[: len(whole.ids)] == whole.ids
 
 
-def test_half_a_character_is_told_and_goes_on(draft: grpc.Channel) -> None:
+def test_a_request_resumes_inside_a_character(draft: grpc.Channel) -> None:
     first, second = (oracle.byte_token(byte) for byte in "é".encode())
     params = sampling(0.0, seed=1, logit_bias=[{"token_id": first, "bias": 100.0}])
-    (chunk,) = chunks_of(draft, request(IDS, gamma=0, sampling=params, max_new_tokens=1))[:1]
+    chunk = chunks_of(draft, request(IDS, gamma=0, sampling=params, max_new_tokens=1))[0]
     assert (list(chunk.token_ids), chunk.text, chunk.held_tokens) == ([first], "", 1)
     params = sampling(0.0, seed=1, logit_bias=[{"token_id": second, "bias": 100.0}])
     rest = write(draft, IDS, sampling=params, committed_token_ids=[first], held_tokens=1, max_new_tokens=2)
     assert (rest.ids, rest.text) == ([second], "é")
 
 
-def test_a_conversation_follows_the_models_template(draft: grpc.Channel) -> None:
-    said = [("system", "Be brief."), ("user", "")]
-    messages = [draft_service_pb2.ChatMessage(role=role, content=content) for role, content in said]
+def test_a_chat_prompt_follows_the_models_template(draft: grpc.Channel) -> None:
+    turns = [("system", "Be brief."), ("user", "")]
+    messages = [draft_service_pb2.ChatMessage(role=role, content=content) for role, content in turns]
     result = generate(draft, request(chat=draft_service_pb2.ChatPrompt(messages=messages), max_new_tokens=4))
     expected = oracle.encode("system: Be brief.\nuser: \nassistant:")
     assert list(result.started.prompt_token_ids) == expected
 
 
-def test_the_target_goes_on_where_the_drafts_context_ends(draft: grpc.Channel) -> None:
+def test_the_target_continues_alone_beyond_the_drafts_context(draft: grpc.Channel) -> None:
     prompt = (IDS * 40)[: DRAFT_CONTEXT - 20]
     sample = write(draft, prompt, gamma=5, max_new_tokens=40, ignore_eos=True)
     assert sample.ids == oracle.greedy(prompt, 40)
@@ -259,7 +281,7 @@ def test_the_target_goes_on_where_the_drafts_context_ends(draft: grpc.Channel) -
     assert sample.end.statistics.num_drafts == 0
 
 
-def test_the_target_goes_on_where_the_drafter_fails(draft: grpc.Channel, pair_process: ServiceProcess) -> None:
+def test_the_target_continues_alone_if_the_drafter_fails(draft: grpc.Channel, pair_process: ServiceProcess) -> None:
     prompt = [*IDS, BREAKING_TOKEN, 7]
     sample = write(draft, prompt, request_id="breaks", gamma=5, max_new_tokens=12, ignore_eos=True)
     assert sample.ids == oracle.greedy(prompt, 12)
@@ -275,7 +297,7 @@ def by_sigmoid(temperature: float) -> dict[str, Any]:
     return {"sampling": sampling(temperature, seed=5, rule=SIGMOID, sigmoid=scales), "ignore_eos": True}
 
 
-def test_what_is_lossy_is_labelled(draft: grpc.Channel) -> None:
+def test_lossy_texts_are_labelled(draft: grpc.Channel) -> None:
     """`sigmoid` above temperature 0, and lenience below 1."""
     assert generate(draft, request(max_new_tokens=2, **by_sigmoid(1.0))).started.lossy
     greedy = generate(draft, request(max_new_tokens=TOKENS, **by_sigmoid(0.0)))
@@ -289,7 +311,7 @@ def test_what_is_lossy_is_labelled(draft: grpc.Channel) -> None:
 
 
 def test_proposals_with_logits_fit_into_a_message(draft: grpc.Channel) -> None:
-    """The limit of 65,536 bytes holds 15 tokens of 2,048 logits. With the paper's scales nearly all pass."""
+    """The limit of 65,536 bytes holds 15 tokens of 2,048 logits. With the paper's scales nearly all are accepted."""
     speculation = draft_service_pb2.SpeculationParams(gamma=15, report_rounds=True)
     sample = write(draft, speculation=speculation, max_new_tokens=48, **by_sigmoid(1.0))
     assert max(len(report.drafted_token_ids) for report in sample.rounds) == 15

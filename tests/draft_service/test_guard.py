@@ -1,5 +1,6 @@
-"""The guard: a proposal is valid, or ends in a `DraftError` in time; the sequence then waits and opens again. Only a
-failed probe takes a drafter down.
+"""The guard of a drafter: invalid, failed and late proposals are errors; then a backoff, and the sequence opens again.
+
+Only a failed probe takes a drafter down.
 """
 
 import asyncio
@@ -40,12 +41,12 @@ FINE = Draft([1, 2], [q(1, 5), None], 0.25)
 
 
 class FaultyDrafter(Drafter):
-    """Its n-th proposal, counted from 0 over all sequences, is `answer(n)`, or raises or awaits that."""
+    """Proposal n over all sequences (from 0) is `result(n)`, or raises or awaits it."""
 
-    def __init__(self, answer: Callable[[int], Any] = lambda n: FINE, *, broken: str = "") -> None:
-        self.answer = answer
+    def __init__(self, result: Callable[[int], Any] = lambda n: FINE, *, broken: str = "") -> None:
+        self.result = result
         self.broken = broken
-        self.asked = 0
+        self.requests = 0
         self.opened: list[FaultyDrafting] = []
 
     def open(self, sequence: DraftSequence) -> Drafting:
@@ -76,14 +77,14 @@ class FaultyDrafting(Drafting):
         self.advanced += tokens
 
     def propose(self, gamma: int) -> Awaitable[Draft]:
-        self.drafter.asked += 1
+        self.drafter.requests += 1
         self.step("propose")
-        answer = self.drafter.answer(self.drafter.asked - 1)
+        result = self.drafter.result(self.drafter.requests - 1)
 
         async def later() -> Draft:
-            if isinstance(answer, BaseException):
-                raise answer
-            return await answer if asyncio.iscoroutine(answer) else answer
+            if isinstance(result, BaseException):
+                raise result
+            return await result if asyncio.iscoroutine(result) else result
 
         return later()
 
@@ -119,15 +120,13 @@ async def after(seconds: float, draft: Draft = FINE) -> Draft:
         (SIGMOID, Draft([3], [logits(V - 1)], 0.0), "it must be \\(10,\\)"),
     ],
 )
-def test_a_proposal_that_the_verifier_would_refuse_is_an_error_that_says_why(
-    sequence: DraftSequence, draft: Any, words: str
-) -> None:
+def test_an_invalid_proposal_is_an_error_with_the_reason(sequence: DraftSequence, draft: Any, words: str) -> None:
     asyncio.run(failure(FaultyDrafter(lambda n: draft).guarded().open(sequence), words))
 
 
 @pytest.mark.parametrize("broken", ["open", "capacity", "advance", "propose"])
 @fake_clock
-async def test_an_exception_fails_the_next_proposal_and_not_the_one_after(broken: str) -> None:
+async def test_an_exception_fails_one_proposal(broken: str) -> None:
     drafter = FaultyDrafter(broken=broken)
     drafting = drafter.guarded().open(PLAIN)
     assert drafting.capacity() > 0
@@ -141,17 +140,17 @@ async def test_an_exception_fails_the_next_proposal_and_not_the_one_after(broken
 
 
 @fake_clock
-async def test_after_the_backoff_it_opens_again_with_all_committed_tokens() -> None:
+async def test_after_the_backoff_a_sequence_reopens_with_all_committed_tokens() -> None:
     drafter = FaultyDrafter(lambda n: DraftError("NaN", reason="BAD_LOGITS") if n in (1, 2) else FINE)
     drafting, written = drafter.guarded().open(PLAIN), [6, 7]
     await drafting.propose(4)
     drafting.advance([6, 7])
     for rest in (FIRST_BACKOFF_S, 2 * FIRST_BACKOFF_S):
         assert (await failure(drafting, "NaN")).reason == "BAD_LOGITS"
-        asked = drafter.asked
+        requests = drafter.requests
         await asyncio.sleep(0.9 * rest)
         await failure(drafting, "backoff")
-        assert drafter.asked == asked
+        assert drafter.requests == requests
         await asyncio.sleep(0.1 * rest)
         assert drafting.is_ready()
         drafting.advance([8])
@@ -165,12 +164,11 @@ async def test_after_the_backoff_it_opens_again_with_all_committed_tokens() -> N
 
 
 @fake_clock
-async def test_after_a_late_proposal_the_same_sequence_goes_on() -> None:
-    """The late proposal is dropped."""
+async def test_after_a_late_proposal_the_same_sequence_continues() -> None:
     drafter = FaultyDrafter(lambda n: FINE if n else after(20.0, Draft([9], [None], 0.0)))
     drafting, clock = drafter.guarded(timeout=0.5).open(PLAIN), asyncio.get_running_loop()
     proposal = drafting.propose(4)
-    await asyncio.sleep(0.25)  # its time began when it was asked for
+    await asyncio.sleep(0.25)  # the timeout began with the request
     with pytest.raises(DraftError, match=r"no proposal within 0\.5 s"):
         await proposal
     assert clock.time() == 0.5
@@ -193,18 +191,18 @@ async def test_a_failed_probe_takes_the_drafter_down_until_a_probe_succeeds(hang
         drafting = guard.open(PLAIN)
         await failure(drafting)
         drafting.close()
-    await asyncio.sleep(0.1)  # a probe has begun, and ended
+    await asyncio.sleep(0.1)  # a probe has run
     assert not guard.is_up
-    assert (drafter.asked, guard.cost.failures) == (FAILURES_IN_A_ROW + 1, FAILURES_IN_A_ROW), "one was the probe"
+    assert (drafter.requests, guard.cost.failures) == (FAILURES_IN_A_ROW + 1, FAILURES_IN_A_ROW), "and one probe"
     waiting, clock, probes = guard.open(PLAIN), asyncio.get_running_loop(), list[float]()
     while len(probes) < 6:
-        before = drafter.asked
+        before = drafter.requests
         assert not waiting.is_ready()
         await failure(waiting, "backoff")
         await asyncio.sleep(0.05)
-        probes += [clock.time()] * (drafter.asked > before)
+        probes += [clock.time()] * (drafter.requests > before)
     assert np.diff(probes) == pytest.approx([2, 4, 8, 10, 10], abs=0.2)
-    drafter.answer = lambda n: FINE
+    drafter.result = lambda n: FINE
     await asyncio.sleep(LONGEST_BACKOFF_S)
     assert not waiting.is_ready(), "the probe comes first"
     await asyncio.sleep(0.1)
@@ -213,11 +211,11 @@ async def test_a_failed_probe_takes_the_drafter_down_until_a_probe_succeeds(hang
 
 
 @fake_clock
-async def test_failing_requests_of_one_client_do_not_take_the_drafter_down() -> None:
-    """Its failures cost at most one probe a second."""
+async def test_failures_of_one_clients_requests_do_not_take_the_drafter_down() -> None:
+    """They cause at most one probe a second."""
     drafter = FaultyDrafter()
     poison = replace(PLAIN, logit_rules=LogitRules(repetition_penalty=1e-38))
-    drafter.answer = lambda n: FINE if drafter.opened[-1].sequence.logit_rules.is_identity else RuntimeError()
+    drafter.result = lambda n: FINE if drafter.opened[-1].sequence.logit_rules.is_identity else RuntimeError()
     guard = drafter.guarded()
     for _ in range(20):
         for _ in range(3 * FAILURES_IN_A_ROW):

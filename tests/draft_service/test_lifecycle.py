@@ -1,4 +1,4 @@
-"""A draft service from its start to its end: without a verifier, with one, without it again, and its SIGTERM."""
+"""A draft service without a verifier, with one, and draining; and a pair that does not match."""
 
 from collections.abc import Iterator
 
@@ -6,68 +6,62 @@ import grpc
 import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
-from outrider.rpc.errors import RequestError, from_rpc_error
+from outrider.rpc.errors import from_rpc_error
 from protos.outrider.v1.draft_service_pb2_grpc import DraftServiceStub
 from tests.cluster import Cluster, Service, wait_until
-from tests.draft_service.calls import generate, request
+from tests.draft_service.calls import request, write
 from tests.draft_service.pairs import write_foreign_draft
 from tests.proxy import Proxy
 
 
 @pytest.fixture(scope="module")
 def mismatched(target_process: Service, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Service]:
-    """A draft service that cannot serve; started early, so that it need not be waited for."""
+    """A draft service that cannot serve. It starts while the other test runs."""
     folder = write_foreign_draft(tmp_path_factory.mktemp("foreign") / "draft")
     with Cluster() as cluster:
         yield cluster.draft(target_process, model=folder)
 
 
-def refusal(channel: grpc.Channel) -> RequestError:
-    with pytest.raises(grpc.RpcError) as caught:
-        generate(channel, request(), timeout=90.0)
-    return from_rpc_error(caught.value)
-
-
-def health(channel: grpc.Channel) -> int:
-    return int(health_pb2_grpc.HealthStub(channel).Check(health_pb2.HealthCheckRequest()).status)
-
-
-def test_a_life(target_process: Service, mismatched: Service) -> None:
-    """One process through all of it: each start costs seconds."""
+def test_a_service_waits_for_its_verifier_serves_and_drains(target_process: Service, mismatched: Service) -> None:
+    """One process for all states: each start costs seconds."""
     with Proxy(target_process.address, is_open=False) as verifier, Cluster() as cluster:
         service = cluster.draft(verifier.address, flags="--grace 20 --failover-timeout 2")
         service.wait_listening()
         channel = grpc.insecure_channel(service.address)
-        no_verifier_yet(service, channel, verifier)
+
+        def is_serving() -> bool:
+            check = health_pb2_grpc.HealthStub(channel).Check(health_pb2.HealthCheckRequest())
+            return bool(check.status == health_pb2.HealthCheckResponse.SERVING)
+
+        def refusal() -> tuple[grpc.StatusCode, str, str]:
+            with pytest.raises(grpc.RpcError) as caught:
+                write(channel)
+            error = from_rpc_error(caught.value)
+            return error.code, error.reason, error.message
+
+        code, reason, message = refusal()
+        assert (code, reason) == (grpc.StatusCode.UNAVAILABLE, "NO_VERIFIER")
+        assert verifier.address in message
+        assert not is_serving()
+        wait_until(lambda: service.logged("waiting for the verifier"))
+
         verifier.open()
         service.wait_healthy()
-        assert health(channel) == health_pb2.HealthCheckResponse.SERVING
-        assert generate(channel, request(max_new_tokens=8, ignore_eos=True)).samples[0].reason == "LENGTH"
-        drains(service, channel, verifier)
+        assert is_serving()
+        assert write(channel, max_new_tokens=8, ignore_eos=True).reason == "LENGTH"
+
+        long = request(temperature=1.0, max_new_tokens=120, ignore_eos=True)
+        call = DraftServiceStub(channel).Generate(long, timeout=90)
+        next(call)
+        verifier.stall()  # so that the request is in progress during the drain
+        service.end()
+        wait_until(lambda: not is_serving())
+        assert refusal()[:2] == (grpc.StatusCode.UNAVAILABLE, "DRAINING")
+        verifier.flow()
+        *_, last = call
+        assert last.finished.usage.completion_tokens == 120
+        assert service.process.wait(90) == 0
         channel.close()
-
-
-def no_verifier_yet(service: Service, channel: grpc.Channel, verifier: Proxy) -> None:
-    error = refusal(channel)
-    assert (error.code, error.reason) == (grpc.StatusCode.UNAVAILABLE, "NO_VERIFIER")
-    assert verifier.address in error.message
-    assert health(channel) == health_pb2.HealthCheckResponse.NOT_SERVING
-    wait_until(lambda: service.logged("waiting for the verifier"))
-
-
-def drains(service: Service, channel: grpc.Channel, verifier: Proxy) -> None:
-    """A request in progress finishes, a new one is sent elsewhere, and the exit is clean."""
-    call = DraftServiceStub(channel).Generate(request(temperature=1.0, max_new_tokens=120, ignore_eos=True), timeout=90)
-    next(call)
-    verifier.stall()  # it is in progress until this ends
-    service.end()
-    wait_until(lambda: health(channel) == health_pb2.HealthCheckResponse.NOT_SERVING)
-    error = refusal(channel)
-    assert (error.code, error.reason) == (grpc.StatusCode.UNAVAILABLE, "DRAINING")
-    verifier.flow()
-    *_, last = call
-    assert last.finished.usage.completion_tokens == 120
-    assert service.process.wait(90) == 0
 
 
 def test_a_mismatched_pair_exits_with_one_line(mismatched: Service, pair_process: Service) -> None:

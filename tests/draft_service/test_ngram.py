@@ -38,9 +38,9 @@ def distribution(tables: Sequence[NGramCounts], tokens: Sequence[int]) -> np.nda
     return p
 
 
-def test_a_distribution_is_the_share_of_counts_and_the_rest_of_the_shorter_context() -> None:
+def test_the_distribution_backs_off_to_shorter_contexts() -> None:
     counts = NGramCounts(2, 4, 100)
-    assert back_off([counts], [1]) is None, "nothing was counted yet"
+    assert back_off([counts], [1]) is None, "without counts"
     counts.add([0, 1, 0, 1, 0, 2])
     singles = (np.array([3, 2, 1, 0]) + 3 / 4) / (6 + 3)  # six tokens, three kinds
     assert distribution([counts], []) == pytest.approx(singles)
@@ -50,7 +50,7 @@ def test_a_distribution_is_the_share_of_counts_and_the_rest_of_the_shorter_conte
     assert distribution([counts], [1]) == pytest.approx((np.array([2, 0, 0, 0]) + singles) / (2 + 1))
 
 
-def test_memory_is_bounded_and_what_was_seen_most_stays() -> None:
+def test_memory_is_bounded_and_keeps_the_most_frequent() -> None:
     counts = counted(4, entries=200)
     for at in range(0, len(TEXT), 10):
         counts.add([9, 10, 11] * 3)
@@ -68,11 +68,13 @@ def sequence(**changes: Any) -> DraftSequence:
     return replace(DraftSequence(PROMPT, [], PARAMS, LogitRules(), 77), **changes)
 
 
-def rounds(of: NGramDrafter, opening: DraftSequence, verdicts: Sequence[Sequence[int]], gamma: int = 4) -> list[Draft]:
+def rounds(
+    drafter_: NGramDrafter, opening: DraftSequence, verdicts: Sequence[Sequence[int]], gamma: int = 4
+) -> list[Draft]:
     """The proposal before each verdict, and the one after the last."""
 
     async def run() -> list[Draft]:
-        drafting = of.open(opening)
+        drafting = drafter_.open(opening)
         drafts = [await drafting.propose(gamma)]
         for verdict in verdicts:
             drafting.advance(verdict)
@@ -84,7 +86,7 @@ def rounds(of: NGramDrafter, opening: DraftSequence, verdicts: Sequence[Sequence
 
 
 def reference(tokens: list[int], opening: DraftSequence, gamma: int = 4) -> tuple[list[int], list[SparseDistribution]]:
-    """γ tokens one by one, everything counted anew for each; and what they are drawn from under `tokenwise`."""
+    """γ tokens one by one, with new counts for each; and their distributions under `tokenwise`."""
     base, distributions = len(tokens), list[SparseDistribution]()
     own = counted(3, tokens)
     for index in range(gamma):
@@ -112,7 +114,7 @@ def reference(tokens: list[int], opening: DraftSequence, gamma: int = 4) -> tupl
     ],
     ids=["tokenwise", "coupled", "greedy", "resumed, hotter", "greedy draft"],
 )
-def test_drafts_are_drawn_from_the_distribution_by_the_rule_round_after_round(opening: DraftSequence) -> None:
+def test_drafts_equal_the_reference_over_many_rounds(opening: DraftSequence) -> None:
     tokens = [*opening.prompt, *opening.committed]
     verdicts = [[5, 2], [7], [1, 4, 1, 5, 2], [0], [0]]
     for draft, verdict in zip(rounds(drafter(), opening, verdicts), [*verdicts, []], strict=True):
@@ -126,25 +128,25 @@ def test_drafts_are_drawn_from_the_distribution_by_the_rule_round_after_round(op
         tokens += verdict
 
 
-def test_what_is_learned_serves_where_no_draw_can_depend_on_it() -> None:
-    """Under `tokenwise`, a seed that another request may have had does not use served texts."""
+def test_served_texts_are_used_only_where_no_draw_depends_on_them() -> None:
+    """Under `tokenwise`, a request whose seed may be reused does not use served texts."""
     taught, fresh = drafter(learns=True), drafter()
     for _ in range(30):
         rounds(taught, sequence(prompt=[*PROMPT, 11, 10, 9] * 4), [[11, 10, 9]])
-    asked = sequence(prompt=[2, 11])
+    opening = sequence(prompt=[2, 11])
     for rule, temperature in ((Rule.TOKENWISE, None), (Rule.BLOCK, None), (Rule.TOKENWISE, 0.0)):
-        opening = replace(asked, rule=rule, draft_temperature=temperature)
-        assert rounds(taught, opening, [])[0].token_ids == rounds(fresh, opening, [])[0].token_ids
-    greedy = replace(asked, params=SamplingParams(temperature=0.0))
+        drawn = replace(opening, rule=rule, draft_temperature=temperature)
+        assert rounds(taught, drawn, [])[0].token_ids == rounds(fresh, drawn, [])[0].token_ids
+    greedy = replace(opening, params=SamplingParams(temperature=0.0))
     assert rounds(taught, greedy, [])[0].token_ids[:2] == [10, 9]
     assert rounds(fresh, greedy, [])[0].token_ids[:2] != [10, 9]
-    drawn = [rounds(taught, replace(asked, seed=seed, seed_is_fresh=True), [])[0].token_ids[0] for seed in range(20)]
-    assert drawn.count(10) > 10
+    first = [rounds(taught, replace(opening, seed=seed, seed_is_fresh=True), [])[0].token_ids[0] for seed in range(20)]
+    assert first.count(10) > 10
 
 
 @pytest.mark.parametrize("penalty", [0.0, 2.0])
-def test_what_is_ahead_is_drafted_behind_and_leaves_no_trace(penalty: float) -> None:
-    """By draws of its domain and the inner base; penalties count it, and take it back."""
+def test_guesses_behind_uncommitted_tokens_leave_no_trace(penalty: float) -> None:
+    """They draw by their own domain and the inner base. Penalties count uncommitted tokens only meanwhile."""
     opening = sequence(logit_rules=LogitRules(presence_penalty=penalty))
     guesser = drafter().guesser(opening, Domain.STAGED_DRAFT)
     guesser.read(opening.prompt)

@@ -19,7 +19,7 @@ from kernels.verify import Rule
 from outrider.runtime.loader import LoadedModel
 from tests.cluster import wait_until
 from tests.draft_service import engines
-from tests.draft_service.engines import PLAIN, WITHIN_S, engine_of, running, sequence
+from tests.draft_service.engines import PLAIN, TIMEOUT_S, engine_of, running, sequence
 
 ADJUSTED = LogitRules(repetition_penalty=1.3, presence_penalty=0.4, banned_tokens=(9, 11))
 GAMMA = 4
@@ -33,9 +33,9 @@ class Eager(DraftEngine):
         super().start()
 
     def look(self, inside: Callable[[], Any]) -> Any:
-        answers: queue.SimpleQueue[Any] = queue.SimpleQueue()
-        self._inbox.put(lambda: answers.put(inside()))  # type: ignore[arg-type]
-        return answers.get(timeout=WITHIN_S)
+        results: queue.SimpleQueue[Any] = queue.SimpleQueue()
+        self._inbox.put(lambda: results.put(inside()))  # type: ignore[arg-type]
+        return results.get(timeout=TIMEOUT_S)
 
     def receive(self, message: Any) -> None:
         message() if callable(message) else super().receive(message)
@@ -65,7 +65,7 @@ class Driver(engines.Driver):
     engine: Eager
 
     def wait_for_branches(self) -> list[tuple[int, int]]:
-        """Waits until all branches are drafted; returns their outcomes, likeliest first."""
+        """Wait until all branches are drafted. Return their outcomes, likeliest first."""
         drafted = wait_until(lambda: self.engine.look(self._branches))
         assert set(drafted.values()) == {GAMMA}
         return list(drafted)
@@ -104,10 +104,10 @@ def assert_alike(draft: Draft, other: Draft) -> None:
     ],
     ids=["greedy, adjusted", "tokenwise", "block", "coupled, adjusted"],
 )
-def test_a_branch_is_the_proposal_that_would_be_drafted(
+def test_a_branch_equals_the_proposal_drafted_after_the_verdict(
     engine: Eager, temperature: float, rule: Rule, rules: LogitRules
 ) -> None:
-    """Verdicts with a branch, on whole proposals and on parts, and some without."""
+    """Verdicts on whole proposals and on parts, with and without a branch."""
     ahead = Driver(engine, opening(temperature, rule, rules))
     plain = Driver(engine, opening(temperature, rule, rules, uses_outcome_cache=False))
     committed, hits = list[int](), 0
@@ -125,8 +125,8 @@ def test_a_branch_is_the_proposal_that_would_be_drafted(
     assert hits == 6
 
 
-def test_siblings_and_rounds_draw_apart(engine: Eager) -> None:
-    """Each branch draws by the base that it would have: no draw of one round comes again in the next (invariant 2)."""
+def test_no_draw_of_a_round_is_used_in_the_next(engine: Eager) -> None:
+    """Each branch draws by the base that it would have (invariant 2)."""
     driver = Driver(engine, replace(opening(1.0, Rule.TOKENWISE), params=SamplingParams(temperature=100.0)))
     proposals, committed = list[list[int]](), list[int]()
     for _ in range(8):
@@ -164,7 +164,7 @@ def test_sequences_that_end_free_their_branches(engine: Eager) -> None:
 
 
 def test_sequences_preempt_branches(loaded: LoadedModel) -> None:
-    """Of a pool of 12 blocks one sequence and its branches hold some; another asks for nearly all."""
+    """One sequence and its branches hold some of 12 blocks; another needs nearly all."""
     engine = eager(loaded, prefill_tokens=512, max_length=340, blocks=12)
     engine.start()
     small, large = Driver(engine, opening(0.0, Rule.TOKENWISE)), Driver(engine, opening(0.0, Rule.TOKENWISE))
@@ -176,12 +176,9 @@ def test_sequences_preempt_branches(loaded: LoadedModel) -> None:
     engine.model_runner.pool.check_integrity()
 
 
-# ------------------------------------------------------------------------------------------- what it chooses by
-
-
 def test_steps_end_before_the_first_expected_request() -> None:
     spare, now = SpareTime(), 0.0
-    assert spare.steps(now, 1) == 0, "no wait and no step is known yet"
+    assert spare.steps(now, 1) == 0, "without measurements"
     spare.add_steps(1, 5, 0.0025)
     for _ in range(60):
         spare.sent["a"] = now
@@ -189,19 +186,19 @@ def test_steps_end_before_the_first_expected_request() -> None:
         spare.requested("a", now)
     spare.sent["late"] = now
     assert spare.steps(now, 1) == pytest.approx(20, abs=1)
-    assert spare.steps(now, 4) == pytest.approx(5, abs=1), "without measurements: one after the other"
+    assert spare.steps(now, 4) == pytest.approx(5, abs=1), "widths not measured: one after the other"
     assert spare.steps(now + 0.006, 1) == pytest.approx(8, abs=1)
-    assert spare.steps(now + 0.02, 1) == 0, "overdue: the request may come at any moment"
+    assert spare.steps(now + 0.02, 1) == 0, "overdue"
     spare.sent["early"] = now - 0.008
     assert spare.steps(now, 1) == pytest.approx(4, abs=1)
 
 
 def share_on(gain: float, *, seed: int, rounds: int = 6000) -> float:
-    """Of the last half of these rounds, how many were done with branches; a round is shorter by `gain` with them."""
+    """The share of rounds with branches, in the last half. Branches shorten a round by `gain`."""
     trial, coin, on_count = Trial(), random.Random(seed), 0
     for round_ in range(rounds):
         on = trial.choose()
-        drift = 1.0 + 0.5 * round_ / rounds  # the machine grows slower
+        drift = 1.0 + 0.5 * round_ / rounds  # the machine becomes slower
         pause = 100.0 if coin.random() < 0.002 else 1.0
         trial.add(pause * drift * (1.0 - gain * on) * coin.lognormvariate(0, 0.3), on=on)
         on_count += on and round_ >= rounds // 2

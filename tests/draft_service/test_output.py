@@ -1,16 +1,14 @@
-"""Text out: whatever the tokens, the text is the reference's and nothing of a stop string leaks; responses in order."""
+"""Output text: it equals the reference for any tokens, without stop strings; responses come in order."""
 
 import asyncio
 import codecs
 from collections.abc import Sequence
 
-import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from draft_service.output import MAX_BACKLOG, RESUME_BACKLOG, OutputText, Responses
 from draft_service.service import HEARTBEAT_SECONDS, Heartbeat
-from outrider.rpc.errors import RequestError, internal
 from protos.outrider.v1.draft_service_pb2 import GenerateChunk, GenerateResponse
 from tests.fake_clock import fake_clock
 
@@ -34,7 +32,7 @@ class Bytes:
 
 
 def first_stop(ends: Sequence[int], text: str, stops: Sequence[str], min_tokens: int) -> tuple[int, str] | None:
-    """The plain meaning: the first character that completes a stop string, in a token late enough; the longest there.
+    """Reference: the first character that completes a stop string, in a token late enough; there, the longest one.
 
     `ends[k]` is the length of the text once token k is in.
     """
@@ -49,7 +47,7 @@ def first_stop(ends: Sequence[int], text: str, stops: Sequence[str], min_tokens:
 
 
 def whole_ends(pieces: Sequence[bytes]) -> list[int]:
-    """For each token, the length of the text with the first token from it on that ends between characters."""
+    """For each token, the length of the text up to the next token that ends between characters."""
     ends: list[int] = []
     for end in range(1, len(pieces) + 1):
         try:
@@ -63,7 +61,7 @@ def whole_ends(pieces: Sequence[bytes]) -> list[int]:
 def run(
     pieces: list[bytes], stops: list[str], min_tokens: int, groups: Sequence[int]
 ) -> tuple[list[str], int, str | None]:
-    """Pushes all tokens, releasing after each group of them; texts, tokens released, and the stop string."""
+    """Push all tokens, and release after each group. Return texts, tokens released, and the stop string."""
     out = OutputText(Bytes(pieces), stop=stops, min_tokens=min_tokens)
     texts, tokens = [], 0
     at, group = 0, 0
@@ -79,7 +77,7 @@ def run(
         tokens += released.tokens
         if out.stopped_by is None:
             whole = b"".join(pieces[:tokens])
-            assert "".join(texts) == whole.decode(), "what was sent is the text of the tokens that were sent"
+            assert "".join(texts) == whole.decode(), "text of the tokens sent"
     released = out.finish()
     return [*texts, released.text + released.tail], tokens + released.tokens, out.stopped_by
 
@@ -99,7 +97,7 @@ def cut_texts(draw: st.DrawFn) -> list[bytes]:
 
 @settings(max_examples=600, deadline=None)
 @given(cut_texts(), STOPS, st.integers(0, 8), GROUPS)
-def test_text_is_the_references_however_it_is_cut(
+def test_text_is_the_references_with_any_cuts(
     pieces: list[bytes], stops: list[str], min_tokens: int, groups: list[int]
 ) -> None:
     text = b"".join(pieces).decode()
@@ -116,7 +114,7 @@ def test_text_is_the_references_however_it_is_cut(
     assert tokens == sum(end <= cut for end in whole_ends(pieces)), "tokens that end at or before the cut"
 
 
-def test_stop_token_is_the_last_token_and_has_no_text() -> None:
+def test_a_stop_token_is_the_last_token_and_has_no_text() -> None:
     out = OutputText(Bytes([b"x", b"\xf0\x9f"]), stop=["xyz"])
     out.push(0)
     out.push(1)
@@ -133,25 +131,11 @@ def test_resumed_output_counts_the_tokens_before_it() -> None:
     assert not out.push(0)
 
 
-# ----------------------------------------------------------------------------------------------------------- responses
-
-
 def response(index: int) -> GenerateResponse:
     return GenerateResponse(chunk=GenerateChunk(index=index))
 
 
-async def test_what_was_sent_is_read_in_order_before_the_error() -> None:
-    responses = Responses()
-    for index in range(3):
-        responses.send(response(index))
-    responses.end(internal("INTERNAL", "broken"))
-    reader = aiter(responses)
-    assert [(await anext(reader)).chunk.index for _ in range(3)] == [0, 1, 2]
-    with pytest.raises(RequestError, match="broken"):
-        await anext(reader)
-
-
-async def test_who_makes_them_waits_until_half_is_read() -> None:
+async def test_the_writer_waits_until_half_of_the_backlog_is_read() -> None:
     responses = Responses()
     for index in range(MAX_BACKLOG):
         responses.send(response(index))
@@ -165,7 +149,7 @@ async def test_who_makes_them_waits_until_half_is_read() -> None:
 
 
 @fake_clock
-async def test_signs_of_life_come_while_nothing_is_said_and_do_not_pile_up() -> None:
+async def test_heartbeats_fill_pauses_and_do_not_pile_up() -> None:
     responses = Responses()
     with Heartbeat(responses):
         reader = aiter(responses)

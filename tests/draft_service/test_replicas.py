@@ -1,4 +1,4 @@
-"""Which verifiers there are, and which one a sequence gets: models, load, refusals, circuit breakers, DNS."""
+"""The choice of a verifier for a sequence: models, load, refusals, circuit breakers, DNS."""
 
 from __future__ import annotations
 
@@ -11,34 +11,28 @@ from contextlib import AsyncExitStack, asynccontextmanager
 from typing import Any
 from unittest.mock import Mock
 
-import grpc
 import pytest
 
 from draft_service.replicas import FIRST_PAUSE, LONGEST_PAUSE, TRIAL_SECONDS, Breaker, Lease, Replica, Replicas, State
 from outrider.rpc.channel import Lookup, look_up
-from outrider.rpc.errors import RequestError
 from outrider.service.model_info import check_target
 from protos.outrider.v1 import model_pb2, sampling_pb2, speculation_pb2
 from tests.draft_service.verifiers import fake_verifier
 
-MODEL = model_pb2.ModelInfo(
-    weights_fingerprint="a" * 64,
-    vocabulary_fingerprint="v",
-    protocol_version=1,
-    noise_version=1,
-    features=["decode", "resume"],
-    rules=[sampling_pb2.ACCEPTANCE_RULE_TOKENWISE, sampling_pb2.ACCEPTANCE_RULE_BLOCK],
-    limits=model_pb2.Limits(max_gamma=16, max_sequence_tokens=100),
-)
+FIELDS: dict[str, Any] = {
+    "weights_fingerprint": "a" * 64,
+    "vocabulary_fingerprint": "v",
+    "protocol_version": 1,
+    "noise_version": 1,
+    "features": ["decode", "resume"],
+    "rules": [sampling_pb2.ACCEPTANCE_RULE_TOKENWISE, sampling_pb2.ACCEPTANCE_RULE_BLOCK],
+    "limits": model_pb2.Limits(max_gamma=16, max_sequence_tokens=100),
+}
+MODEL = model_pb2.ModelInfo(**FIELDS)
 
 
 def other(**fields: Any) -> model_pb2.ModelInfo:
-    model = model_pb2.ModelInfo()
-    model.CopyFrom(MODEL)
-    for name in fields:
-        model.ClearField(name)
-    model.MergeFrom(model_pb2.ModelInfo(**fields))
-    return model
+    return model_pb2.ModelInfo(**FIELDS | fields)
 
 
 def verifier(model: model_pb2.ModelInfo = MODEL, listen: str = "127.0.0.1:0") -> Any:
@@ -57,12 +51,12 @@ async def found(*names: str, lookup: Lookup = look_up) -> AsyncIterator[Replicas
 
 
 def lease(replica: Replica) -> Lease:
-    """A lease without a stream."""
+    """A lease with a fake stream."""
     return Lease(replica, Mock(draining=False))
 
 
 def report_load(replica: Replica, running: int) -> None:
-    """Has the replica learn its load, as by a verdict."""
+    """Set the load as a verdict does."""
     claim = lease(replica)
     claim.succeeded(speculation_pb2.VerifierLoad(running=running + 1))
     claim.cancel()
@@ -74,12 +68,12 @@ def chosen(replicas: Replicas, times: int = 60) -> Counter[str]:
 
 async def until(holds: Callable[[], bool], seconds: float = 60.0) -> None:
     async with asyncio.timeout(seconds):
-        while not holds():  # noqa: ASYNC110  # many things may make it so
+        while not holds():  # noqa: ASYNC110  # there is no event
             await asyncio.sleep(0.02)
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="only Linux has 127.0.0.2 by default")
-async def test_a_name_is_looked_up_again_where_a_verifier_is_lost_and_the_new_address_is_used() -> None:
+async def test_a_name_is_resolved_again_when_a_verifier_is_lost() -> None:
     addresses = ["127.0.0.1"]
 
     async def lookup(host: str, port: int) -> list[str]:
@@ -98,7 +92,7 @@ async def test_a_name_is_looked_up_again_where_a_verifier_is_lost_and_the_new_ad
             assert [each.address for each in replicas.all()] == [second]
 
 
-async def test_the_first_named_that_answers_is_the_target_and_others_are_left_out() -> None:
+async def test_verifiers_that_differ_from_the_first_are_not_used() -> None:
     odd_model = other(weights_fingerprint="b" * 64)
     async with verifier() as good, verifier(odd_model) as odd, found(good, odd) as replicas:
         assert replicas.target == MODEL
@@ -107,27 +101,8 @@ async def test_the_first_named_that_answers_is_the_target_and_others_are_left_ou
         assert "its weights is bbbbbbbbbbbbbbbb; the target's is aaaaaaaaaaaaaaaa" in replicas.all()[1].mismatch
 
 
-async def test_a_verifier_that_comes_later_is_used() -> None:
-    async with verifier() as first:
-        async with verifier() as later:
-            pass
-        async with found(later, first) as replicas:
-            assert chosen(replicas) == {first: 60}
-            async with verifier(listen=later):
-                await until(lambda: len(chosen(replicas)) == 2)
-
-
-async def test_where_all_answer_and_none_forms_a_pair_there_is_no_waiting() -> None:
-    odd = other(vocabulary_fingerprint="w")
-    async with verifier(odd) as one, verifier(odd) as two:
-        with pytest.raises(RequestError, match="vocabularies") as caught:
-            async with found(one, two):
-                raise AssertionError
-    assert caught.value.code is grpc.StatusCode.FAILED_PRECONDITION
-
-
 @pytest.mark.parametrize(
-    ("model", "says"),
+    ("model", "words"),
     [
         (other(weights_fingerprint="b"), "its weights is b"),
         (other(noise_version=2), "its noise version is 2; the target's is 1"),
@@ -135,14 +110,14 @@ async def test_where_all_answer_and_none_forms_a_pair_there_is_no_waiting() -> N
         (other(features=["decode"]), "its features lack resume"),
     ],
 )
-def test_who_can_stand_in_for_the_target(model: model_pb2.ModelInfo, says: str) -> None:
-    assert says in check_target(model, MODEL)
+def test_differences_that_exclude_a_verifier(model: model_pb2.ModelInfo, words: str) -> None:
+    assert words in check_target(model, MODEL)
     assert check_target(MODEL, MODEL) == ""
 
 
 @asynccontextmanager
 async def some(count: int) -> AsyncIterator[tuple[Replicas, Sequence[Replica]]]:
-    """So many replicas, all of them usable."""
+    """Usable replicas."""
     async with AsyncExitStack() as stack:
         names = [await stack.enter_async_context(verifier()) for _ in range(count)]
         replicas = await stack.enter_async_context(found(*names))
@@ -150,7 +125,7 @@ async def some(count: int) -> AsyncIterator[tuple[Replicas, Sequence[Replica]]]:
         yield replicas, replicas.all()
 
 
-async def test_the_less_loaded_is_chosen_and_equals_share() -> None:
+async def test_the_less_loaded_replica_is_chosen_and_equal_ones_share() -> None:
     async with some(3) as (replicas, (busy, idle, middling)):
         counts = chosen(replicas, 600)
         assert all(100 < counts[each.address] < 300 for each in replicas.all()), counts
@@ -158,43 +133,45 @@ async def test_the_less_loaded_is_chosen_and_equals_share() -> None:
         report_load(middling, running=5)
         counts = chosen(replicas, 600)
         assert counts[busy.address] == 0
-        assert counts[idle.address] > counts[middling.address] > 100, "of two at random, lest all run to one"
+        assert counts[idle.address] > counts[middling.address] > 100, (
+            "the better of two at random, so that not all choose one"
+        )
 
 
-async def test_who_refuses_is_left_alone_for_as_long_as_it_said_where_another_one_does_not() -> None:
+async def test_a_replica_that_refuses_is_not_used_until_its_retry_after() -> None:
     async with some(2) as (replicas, (first, second)):
         lease(first).refused(40.0)
         assert chosen(replicas) == {second.address: 60}
         lease(second).refused(60.0)
-        assert "" not in chosen(replicas), "a new sequence tries a full verifier all the same"
+        assert "" not in chosen(replicas), "a new sequence tries a full verifier anyway"
         assert replicas.choose(proven=True) is None
         now = time.monotonic()
         assert await replicas.wait(now + 50.0, {first: now + 60.0, second: now + 70.0}) is None
-        assert time.monotonic() - now < 25.0, "it gives up at once: none becomes usable in time"
+        assert time.monotonic() - now < 25.0, "at once: none becomes usable in time"
         assert await replicas.wait(now + 50.0, {first: now + 0.4, second: now + 60.0}) is first
         assert 0.4 <= time.monotonic() - now < 25.0
 
 
 class TimedBreaker(Breaker):
-    """Its clock is moved by hand, and no pause is shortened."""
+    """On a fake clock, without jitter."""
 
     def __init__(self) -> None:
         self.now = 0.0
         super().__init__(clock=lambda: self.now, chance=lambda: 0.0)
 
     def fail(self) -> float:
-        """A try that fails; returns the pause."""
+        """A failed attempt; returns the pause."""
         assert self.failed(self.begin())
         return self.pause
 
     def probe(self, *, well: bool) -> float:
-        """A probe when it is due; returns the pause."""
+        """A probe when due; returns the pause."""
         self.now += self.pause
         self.probed(well=well)
         return self.pause
 
 
-def test_pauses_double_up_to_the_longest_and_a_success_forgets_them() -> None:
+def test_pauses_double_up_to_the_longest_and_a_success_resets_them() -> None:
     breaker = TimedBreaker()
     pauses = [breaker.fail(), *(breaker.probe(well=False) for _ in range(8))]
     assert pauses[:3] == pytest.approx([FIRST_PAUSE, 2 * FIRST_PAUSE, 4 * FIRST_PAUSE])
@@ -204,12 +181,12 @@ def test_pauses_double_up_to_the_longest_and_a_success_forgets_them() -> None:
     assert breaker.fail() == pytest.approx(FIRST_PAUSE)
 
 
-def test_open_admits_no_try_and_half_open_one_at_a_time() -> None:
+def test_open_admits_no_attempt_and_half_open_one_at_a_time() -> None:
     breaker = TimedBreaker()
     assert all(breaker.admits() for _ in range(10))
     breaker.fail()
     breaker.now += 1000.0
-    assert not breaker.admits(), "time alone does not mend it: a probe has to go well"
+    assert not breaker.admits(), "only a successful probe closes it"
     breaker.probe(well=True)
     assert breaker.state is State.HALF_OPEN
     assert breaker.admits()
@@ -221,12 +198,12 @@ def test_open_admits_no_try_and_half_open_one_at_a_time() -> None:
     assert all(breaker.admits() for _ in range(10))
 
 
-def test_what_was_begun_before_it_opened_says_nothing_of_it_after() -> None:
+def test_attempts_begun_before_it_opened_do_not_count() -> None:
     breaker = TimedBreaker()
     old, same = breaker.begin(), breaker.begin()
     breaker.fail()
-    assert not breaker.failed(same), "many that fail at once are one failure"
+    assert not breaker.failed(same), "concurrent failures are one failure"
     breaker.probe(well=True)
-    assert not breaker.succeeded(old), "a verdict that was on its way is no proof"
-    assert not breaker.failed(old), "and its end is none either"
+    assert not breaker.succeeded(old), "the verdict was sent before"
+    assert not breaker.failed(old), "and so is its end"
     assert breaker.state is State.HALF_OPEN

@@ -1,4 +1,4 @@
-"""Verifiers as the draft service sees them: matched, without a service, and fakes that do what a test says."""
+"""Fake verifiers, and the draft service's view of real ones without the service."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import asyncio
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
+from types import SimpleNamespace
 from typing import Any
 
 import grpc
@@ -13,47 +14,34 @@ import grpc
 from draft_service.failover import FailoverBudget, Verifiers
 from draft_service.metrics import FailoverMetrics
 from draft_service.replicas import Replicas
+from outrider.rpc.errors import RequestError
 from outrider.rpc.server import bind, create_server
 from protos.outrider.v1 import model_pb2
-from protos.outrider.v1.verifier_service_pb2 import (
-    VerifierServiceGetModelRequest,
-    VerifierServiceGetModelResponse,
-    VerifyRequest,
-    VerifyResponse,
-)
-from protos.outrider.v1.verifier_service_pb2_grpc import VerifierServiceStub
+from protos.outrider.v1.verifier_service_pb2 import VerifierServiceGetModelRequest, VerifierServiceGetModelResponse
+from protos.outrider.v1.verifier_service_pb2_grpc import VerifierServiceStub, add_VerifierServiceServicer_to_server
 
 SILENCE_S = 1.5
+NO_VERIFIER = (grpc.StatusCode.UNAVAILABLE, "NO_VERIFIER")
 
 Verify = Callable[[Any, Any], Awaitable[None]]
 
 
-async def _no_sequences(_: Any, context: Any) -> None:
-    await context.abort(grpc.StatusCode.UNIMPLEMENTED)
+def status_of(error: RequestError) -> tuple[grpc.StatusCode, str]:
+    return error.code, error.reason
 
 
 @asynccontextmanager
 async def fake_verifier(
-    verify: Verify = _no_sequences,
-    *,
-    model: model_pb2.ModelInfo | None = None,
-    listen: str = "127.0.0.1:0",
+    verify: Verify | None = None, *, model: model_pb2.ModelInfo | None = None, listen: str = "127.0.0.1:0"
 ) -> AsyncIterator[str]:
-    """Yields the address of one."""
+    """Yield its address."""
 
     async def get_model(_: Any, __: Any) -> VerifierServiceGetModelResponse:
         return VerifierServiceGetModelResponse(model=model)
 
-    handlers: dict[str, Any] = {
-        "Verify": grpc.stream_stream_rpc_method_handler(
-            verify, VerifyRequest.FromString, VerifyResponse.SerializeToString
-        ),
-        "GetModel": grpc.unary_unary_rpc_method_handler(
-            get_model, VerifierServiceGetModelRequest.FromString, VerifierServiceGetModelResponse.SerializeToString
-        ),
-    }
     server = create_server(max_message_bytes=1 << 20)
-    server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler("outrider.v1.VerifierService", handlers),))
+    servicer: Any = SimpleNamespace(Verify=verify, GetModel=get_model)
+    add_VerifierServiceServicer_to_server(servicer, server)
     address = bind(server, listen)
     await server.start()
     try:
@@ -64,7 +52,7 @@ async def fake_verifier(
 
 @dataclass
 class Switches(FailoverMetrics):
-    """Keeps what failover would show."""
+    """Records failovers and pauses."""
 
     reasons: list[str] = field(default_factory=list)
     pauses: int = 0
@@ -84,12 +72,12 @@ async def matched(
     burst: int = 64,
     silence: float = SILENCE_S,
 ) -> AsyncIterator[Verifiers]:
-    """These verifiers (addresses, or what has one), once each of them is known."""
+    """These verifiers (services or addresses), once their models are known."""
     addresses = [getattr(each, "address", each) for each in verifiers]
     replicas = Replicas(addresses, max_message_bytes=1 << 20, timeout=silence)
-    await replicas.match(await model_of(addresses[0]))  # a model is its own draft
+    await replicas.match(await model_of(addresses[0]))  # the target's model serves as the draft's
     try:
-        while not all(replica.has_target for replica in replicas.all()):  # noqa: ASYNC110  # no event for it
+        while not all(replica.has_target for replica in replicas.all()):  # noqa: ASYNC110  # there is no event
             await asyncio.sleep(0.02)
         yield Verifiers(replicas, FailoverBudget(burst), failover_timeout, switches or Switches())
         assert all(replica.num_open == 0 for replica in replicas.all()), "every lease has ended"
