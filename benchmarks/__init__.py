@@ -1,1 +1,1 @@
-"""What it costs, and against whom: benchmarks of Outrider. Nothing of the project imports this."""
+"""Benchmarks of Outrider: its costs, beside those of others. No other package imports this one."""

@@ -1,34 +1,37 @@
-"""Who writes one text after another, Outrider and transformers, in turns; and the figures that compare them."""
+"""Who writes texts: Outrider and transformers, one text after another in turns, or many at once.
 
-from __future__ import annotations
+A closed loop has a number of streams, each of which asks for its next text when one has ended. In an open loop requests
+arrive at set times, whatever became of those before.
+"""
 
+import asyncio
 import hashlib
+import logging
 import time
+from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
-from statistics import median
 from typing import Any
 
 import torch
 import transformers
 from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 
-from benchmarks import harness
-from benchmarks.harness import Bench, Json, number, tell
-from benchmarks.services import RULE, Services
-from outrider.client import Completion
-from outrider.theory import improvement
+from benchmarks.harness import PHASES, Json, Runs, progress, rotated
+from benchmarks.services import RULE, Services, await_
+from outrider.client import AsyncClient, Chunk, Finished, Overloaded
 
-PHASES = ("draft", "wire", "queue", "forward", "verify", "other")
-"""Where the seconds of a text go. They add up to the wall clock; what does not occur is 0."""
+_TIMEOUT_S = 600.0
+# A block of the KV cache of continuous batching, and its largest batch. transformers cannot choose them on a CPU, where
+# it asks psutil for the free memory.
+_BLOCK_TOKENS = 64
+_BATCH_TOKENS = 512
 
-TEMPERATURES = (0.0, 1.0)
 
-
-class WrongLength(RuntimeError):
-    """A contender wrote another number of tokens, or another text, than it was to: its speed means nothing."""
+class WrongText(RuntimeError):
+    """A contender wrote another number of tokens, or another text, than asked for: its speed means nothing."""
 
 
 class Unavailable(RuntimeError):
@@ -37,7 +40,7 @@ class Unavailable(RuntimeError):
 
 @dataclass(frozen=True, slots=True)
 class Task:
-    """One text to write: exactly `new_tokens` tokens, whatever they say."""
+    """One text to write: exactly `new_tokens` tokens, past any end of sequence."""
 
     prompt: int
     token_ids: tuple[int, ...]
@@ -46,8 +49,13 @@ class Task:
     seed: int
 
 
+def tokenised(target: Path, texts: Sequence[str]) -> list[tuple[int, ...]]:
+    tokenizer = AutoTokenizer.from_pretrained(target, local_files_only=True)
+    return [tuple(tokenizer(text)["input_ids"]) for text in texts]
+
+
 Write = Callable[[Task], Json]
-"""Writes one text; returns what it took, as `text_run` has it."""
+"""Writes one text; returns what `text_run` returns."""
 
 
 def text_run(
@@ -57,34 +65,26 @@ def text_run(
     phases: dict[str, float],
     *,
     seconds: float,
-    rounds: int,
-    drafted: int = 0,
-    accepted: int = 0,
-    alpha: float | None = None,
-    **more: float,
+    **more: float | None,
 ) -> Json:
-    """What one text took, by the clock of the caller.
-
-    Raises:
-        WrongLength: it came out shorter or longer than asked for.
-    """
+    """One text as a run; raises `WrongText` where it has another length than asked for."""
     if len(token_ids) != task.new_tokens:
-        raise WrongLength(f"{name} wrote {len(token_ids)} tokens of prompt {task.prompt}, not {task.new_tokens}")
+        raise WrongText(f"{name} wrote {len(token_ids)} tokens of prompt {task.prompt}, not {task.new_tokens}")
     known = {**dict.fromkeys(PHASES, 0.0), **phases}
     return {
         "seconds": seconds,
         "tokens": len(token_ids),
-        "rounds": rounds,
-        "drafted": drafted,
-        "accepted": accepted,
-        "alpha": alpha,
-        "digest": hashlib.sha256(",".join(map(str, token_ids)).encode()).hexdigest()[:16],
+        "drafted": 0,
+        "accepted": 0,
+        "alpha": None,
+        "digest": text_digest(token_ids),
         "phases": known | {"other": seconds - sum(known.values())},
         **more,
     }
 
 
-# --------------------------------------------------------------------------------------------------- Outrider
+def text_digest(token_ids: Sequence[int]) -> str:
+    return hashlib.sha256(",".join(map(str, token_ids)).encode()).hexdigest()[:16]
 
 
 def outrider_writer(services: Services, **options: Any) -> Write:
@@ -95,43 +95,36 @@ def outrider_writer(services: Services, **options: Any) -> Write:
     has_seed = options.get("speculation") != "adaptive" or options.get("rule", RULE) != RULE
 
     def write(task: Task) -> Json:
-        asked: Any = {
+        request: Any = {
             "max_new_tokens": task.new_tokens, "ignore_eos": True, "temperature": task.temperature,
             "seed": task.seed if has_seed else None, "rule": RULE, **options,
         }  # fmt: skip
         begin = time.perf_counter()
-        done = services.client.complete(list(task.token_ids), **asked)
-        return completion_run(done, time.perf_counter() - begin, task)
+        done = services.client.complete(list(task.token_ids), **request)
+        seconds = time.perf_counter() - begin
+        statistics, times = done.statistics, done.timings
+        phases = {
+            "draft": times.draft_us / 1e6,  # may overlap with the client's work
+            "wire": (times.verdict_us - times.queue_us - times.forward_us - times.verify_us) / 1e6,
+            "queue": times.queue_us / 1e6,
+            "forward": times.forward_us / 1e6,
+            "verify": times.verify_us / 1e6,
+        }
+        return text_run(
+            "Outrider",
+            task,
+            done.token_ids,
+            phases,
+            seconds=seconds,
+            rounds=statistics.num_rounds,
+            drafted=statistics.num_draft_tokens,
+            accepted=statistics.num_accepted_tokens,
+            alpha=statistics.alpha if statistics.num_draft_tokens else None,
+            cache_hits=statistics.num_outcome_cache_hits,
+            cache_queries=statistics.num_outcome_cache_queries,
+        )
 
     return write
-
-
-def completion_run(done: Completion, seconds: float, task: Task) -> Json:
-    """What one text took, by the caller's clock and by what the services say. Drafting and emitting may overlap."""
-    statistics, times = done.statistics, done.timings
-    phases = {
-        "draft": times.draft_us / 1e6,
-        "wire": (times.verdict_us - times.queue_us - times.forward_us - times.verify_us) / 1e6,
-        "queue": times.queue_us / 1e6,
-        "forward": times.forward_us / 1e6,
-        "verify": times.verify_us / 1e6,
-    }
-    return text_run(
-        "Outrider",
-        task,
-        done.token_ids,
-        phases,
-        seconds=seconds,
-        rounds=statistics.num_rounds,
-        drafted=statistics.num_draft_tokens,
-        accepted=statistics.num_accepted_tokens,
-        alpha=statistics.alpha if statistics.num_draft_tokens else None,
-        cache_hits=statistics.num_outcome_cache_hits,
-        cache_queries=statistics.num_outcome_cache_queries,
-    )
-
-
-# ----------------------------------------------------------------------------------------------- transformers
 
 
 class Passes:
@@ -154,7 +147,12 @@ class Passes:
         self.seconds += time.perf_counter() - self._begin
 
 
-_passes_of = lru_cache(maxsize=4)(Passes)
+def _passes_of(model: Any) -> Passes:
+    """One for each model, whatever the number of its writers."""
+    if not hasattr(model, "passes"):
+        model.passes = Passes(model)
+    passes: Passes = model.passes
+    return passes
 
 
 @lru_cache(maxsize=4)
@@ -168,14 +166,7 @@ def load_model(folder: Path, dtype: torch.dtype = torch.bfloat16) -> Any:
     return model
 
 
-def assist(draft: Any, tokens: int) -> None:
-    """Makes the model draft so many tokens in each round of assisted generation, always."""
-    draft.generation_config.num_assistant_tokens = tokens
-    draft.generation_config.num_assistant_tokens_schedule = "constant"
-    draft.generation_config.assistant_confidence_threshold = 0.0
-
-
-def sampling(task: Task) -> GenerationConfig:
+def _generation_config(task: Task) -> GenerationConfig:
     """Nothing is filtered, and no token ends a text."""
     how: Json = {"do_sample": False}
     if task.temperature > 0:
@@ -183,30 +174,31 @@ def sampling(task: Task) -> GenerationConfig:
     return GenerationConfig(max_new_tokens=task.new_tokens, eos_token_id=-1, pad_token_id=0, use_cache=True, **how)
 
 
-def transformers_writer(target: Path, *, threads: int, draft: Path | None = None, tokens: int = 5) -> Write:
-    """`generate` on the target with a cache that grows; with an assistant that drafts `tokens` where there is one."""
-    model, assistant = load_model(target), None if draft is None else load_model(draft)
-    passes = _passes_of(model)
-    drafts = Passes(torch.nn.Identity()) if assistant is None else _passes_of(assistant)
+def transformers_writer(target: Any, *, threads: int | None = None, draft: Any = None, tokens: int = 5) -> Write:
+    """`generate` on a model with a dynamic cache; with a draft as its assistant, which drafts `tokens` a round."""
+    passes, drafts = _passes_of(target), _passes_of(torch.nn.Identity() if draft is None else draft)
 
     def write(task: Task) -> Json:
-        options: Json = {"generation_config": sampling(task)}
-        if assistant is not None:
-            assist(assistant, tokens)
-            options["assistant_model"] = assistant
-        prompt = torch.tensor([task.token_ids])
-        torch.set_num_threads(threads)
+        options: Json = {"generation_config": _generation_config(task)}
+        if draft is not None:
+            draft.generation_config.num_assistant_tokens = tokens
+            draft.generation_config.num_assistant_tokens_schedule = "constant"
+            draft.generation_config.assistant_confidence_threshold = 0.0
+            options["assistant_model"] = draft
+        prompt = torch.tensor([task.token_ids], device=target.device)
+        if threads is not None:
+            torch.set_num_threads(threads)
         torch.manual_seed(task.seed)
         passes.reset()
         drafts.reset()
         begin = time.perf_counter()
         with torch.inference_mode():
-            written = model.generate(prompt, attention_mask=torch.ones_like(prompt), **options)
+            written = target.generate(prompt, attention_mask=torch.ones_like(prompt), **options)[0].tolist()
         seconds = time.perf_counter() - begin
         return text_run(
             "transformers",
             task,
-            written[0, prompt.shape[1] :].tolist(),
+            written[prompt.shape[1] :],
             {"draft": drafts.seconds, "forward": passes.seconds},
             seconds=seconds,
             rounds=passes.count,
@@ -217,19 +209,8 @@ def transformers_writer(target: Path, *, threads: int, draft: Path | None = None
     return write
 
 
-# --------------------------------------------------------------------------------------------------- in turns
-
-
-def tokenised(target: Path, texts: Sequence[str]) -> list[tuple[int, ...]]:
-    tokenizer = AutoTokenizer.from_pretrained(target, local_files_only=True)
-    return [tuple(tokenizer(text)["input_ids"]) for text in texts]
-
-
 def texts(
-    prompts: Sequence[tuple[int, ...]],
-    new_tokens: int,
-    repetitions: int,
-    temperatures: Sequence[float] = TEMPERATURES,
+    prompts: Sequence[tuple[int, ...]], new_tokens: int, repetitions: int, temperatures: Sequence[float] = (0.0, 1.0)
 ) -> Iterator[tuple[Json, Task]]:
     """Every text with its keys, in order: repetitions outermost, and temperatures alternate."""
     for repetition in range(repetitions):
@@ -240,7 +221,7 @@ def texts(
 
 
 def take_turns(
-    bench: Bench,
+    runs: Runs,
     where: Json,
     texts: Iterator[tuple[Json, Task]],
     writers: Mapping[str, Write],
@@ -248,103 +229,182 @@ def take_turns(
     turn: int = 0,
     skips: Callable[[str, Json], bool] = lambda name, keys: False,
 ) -> None:
-    """Adds what each text takes each writer, whatever else the machine does falling on all of them alike.
+    """Adds a run for each text and writer: in turns, so that other work on the machine affects all writers alike.
 
-    Args:
-        bench: where the runs go; what it has already is not measured again.
-        where: keys of all runs.
-        texts: what is written, with the keys of each.
-        writers: by name, the key `arm`; each text begins with another one.
-        turn: how many of them the first text passes over.
-        skips: whether one writes no such text.
+    `where` has keys of all runs, `texts` the keys of each text. A run that is there already is not measured again. A
+    writer's name is the key `arm`; each text begins with another one, and `turn` numbers them.
     """
     for keys, task in texts:
         turn += 1
-        if bench.has(**where, **keys):
+        if runs.has(**where, **keys):
             continue
-        order = [name for name in harness.rotated(writers, turn) if not skips(name, keys)]
-        runs = [{**where, **keys, "arm": name, **writers[name](task)} for name in order]
-        bench.add(*runs)
-        shown = ", ".join(f"{run['arm']} {run['tokens'] / run['seconds']:.0f}" for run in runs)
-        tell(f"{', '.join(str(value) for value in (where | keys).values())}: {shown} tokens/s")
+        order = [name for name in rotated(writers, turn) if not skips(name, keys)]
+        own = [{**where, **keys, "arm": name, **writers[name](task)} for name in order]
+        runs.add(*own)
+        shown = ", ".join(f"{run['arm']} {run['tokens'] / run['seconds']:.0f}" for run in own)
+        progress(f"{', '.join(str(value) for value in (where | keys).values())}: {shown} tokens/s")
 
 
-# ---------------------------------------------------------------------------------------------------- figures
+@dataclass(frozen=True, slots=True)
+class Served:
+    """One request among many. Times are seconds since the run began."""
+
+    due: float  # when it was to be sent
+    stamps: tuple[tuple[float, int], ...] = ()  # when each piece came, and its tokens, which come at once
+    refused: bool = False  # for want of room; then nothing came
+    rounds: int = 0  # passes of the target over it
+    proposals: int = 0  # rounds with a drafted token
+    drafted: int = 0  # tokens proposed in them
+    alpha: float | None = None  # mean chance of acceptance over the judged tokens
+
+    @property
+    def tokens(self) -> int:
+        return sum(count for _, count in self.stamps)
+
+    @property
+    def end(self) -> float:
+        return self.stamps[-1][0] if self.stamps else self.due
 
 
-def compared(runs: Sequence[Json], reference: str, names: Sequence[str]) -> dict[str, Json]:
-    """The arms of `names`; ratios are to the `reference` in the same repetition.
+Outcome = tuple[list[Served], dict[str, float]]
+"""All requests of a run, and the contender's own counters: passes, processor time."""
 
-    `same_text`: the share of texts that are the reference's, token for token.
-    """
-    by_arm = harness.grouped(runs, "arm")
-    rates = {name: harness.rates(own) for name, own in by_arm.items()}
-    said = {(run["repetition"], run["prompt"]): run["digest"] for run in by_arm[reference]}
-    found = {}
-    for name in (name for name in names if name in by_arm):
-        own = by_arm[name]
-        same = [said.get((run["repetition"], run["prompt"])) == run["digest"] for run in own]
-        found[name] = {
-            "tokens_per_second": median(rates[name].values()),
-            "repetitions": len(rates[name]),
-            **harness.ratio(rates[name], rates[reference]),
-            **per_round(own),
-            "same_text": sum(same) / len(same),
+
+def _checked(name: str, tasks: Sequence[Task], served: list[Served]) -> list[Served]:
+    """The same; raises `WrongText` where one is missing or, not refused, has another length."""
+    if len(served) != len(tasks):
+        raise WrongText(f"{name} served {len(served)} requests of {len(tasks)}")
+    for task, each in zip(tasks, served, strict=True):
+        if not each.refused and each.tokens != task.new_tokens:
+            raise WrongText(f"{name} wrote {each.tokens} tokens of text {task.prompt}, not {task.new_tokens}")
+    return served
+
+
+class OutriderServer:
+    def __init__(self, services: Services, **options: Any) -> None:
+        self._services = services
+        self._options = {"rule": RULE, "ignore_eos": True, **options}
+
+    def closed(self, tasks: Sequence[Task], streams: int) -> Outcome:
+        return self._outcome(tasks, streams)
+
+    def open(self, tasks: Sequence[Task], due: Sequence[float]) -> Outcome:
+        return self._outcome(tasks, len(tasks), due)
+
+    def settings(self) -> Json:
+        return self._services.how | self._options
+
+    def _outcome(self, tasks: Sequence[Task], streams: int, due: Sequence[float] | None = None) -> Outcome:
+        before = self._counters()
+        served = await_(self._serve(tasks, streams, due))
+        costs = {name: value - before[name] for name, value in self._counters().items()}
+        return _checked("Outrider", tasks, served), costs
+
+    async def _serve(self, tasks: Sequence[Task], streams: int, due: Sequence[float] | None) -> list[Served]:
+        served: dict[int, Served] = {}
+        left = deque(enumerate(tasks))
+        # A refused request is counted, not tried again.
+        async with AsyncClient(self._services.draft.address, timeout=_TIMEOUT_S, retry=False) as client:
+            await client.get_model()
+            began = time.perf_counter()
+
+            async def stream() -> None:
+                while left:
+                    number, task = left.popleft()
+                    at = time.perf_counter() - began
+                    if due is not None:
+                        await asyncio.sleep(due[number] - at)
+                        at = due[number]
+                    served[number] = await self._write(client, task, began, at)
+
+            async with asyncio.TaskGroup() as group:
+                for _ in range(streams):
+                    group.create_task(stream())
+        return [served[number] for number in range(len(tasks))]
+
+    async def _write(self, client: AsyncClient, task: Task, began: float, due: float) -> Served:
+        stamps: list[tuple[float, int]] = []
+        # Without a seed, as most requests come: those with one share no acceptance statistics under `block`.
+        options: Any = self._options | {"max_new_tokens": task.new_tokens, "temperature": task.temperature}
+        try:
+            async for event in client.generate(list(task.token_ids), **options):
+                if isinstance(event, Chunk) and event.token_ids:
+                    stamps.append((time.perf_counter() - began, len(event.token_ids)))
+                elif isinstance(event, Finished):
+                    statistics = event.statistics
+        except Overloaded:
+            return Served(due, refused=True)
+        return Served(
+            due,
+            tuple(stamps),
+            rounds=statistics.num_rounds,
+            proposals=statistics.num_drafts,
+            drafted=statistics.num_draft_tokens,
+            alpha=statistics.alpha if statistics.num_draft_tokens else None,
+        )
+
+    def _counters(self) -> dict[str, float]:
+        services = self._services
+        verifier, draft = services.metrics_of(services.verifier), services.metrics_of(services.draft)
+        return {
+            "passes": verifier.get("outrider_verify_seconds_count", 0.0),
+            "verifier_cpu_seconds": verifier.get("process_cpu_seconds_total", 0.0),
+            "draft_cpu_seconds": draft.get("process_cpu_seconds_total", 0.0),
         }
-    return found
 
 
-def per_round(runs: Sequence[Json]) -> Json:
-    """Means over all rounds of all texts, those that read the prompt included; times in microseconds."""
-    rounds, drafted = harness.total(runs, "rounds"), harness.total(runs, "drafted")
-    queries = sum(run.get("cache_queries", 0) for run in runs)
-    times = {phase: 1e6 * sum(run["phases"][phase] for run in runs) / rounds for phase in PHASES}
-    return {
-        "texts": len(runs),
-        "rounds": int(rounds),
-        "gamma": drafted / rounds,
-        "alpha": harness.alpha_of(runs),
-        "accepted_share": harness.total(runs, "accepted") / drafted if drafted else None,
-        "tokens_per_round": harness.total(runs, "tokens") / rounds,
-        "hit_rate": sum(run["cache_hits"] for run in runs) / queries if queries else None,
-        "round_us": times,
-        "draft_step_us": times["draft"] * rounds / drafted if drafted else None,  # t_q
-        "target_pass_us": times["forward"],  # t_p(γ+1)
-        "round_trip_us": times["wire"] + times["queue"] + times["verify"],  # R, acceptance included
-    }
+class ContinuousBatching:
+    """transformers' `generate_batch` on the target alone, in a closed loop."""
+
+    def __init__(self, target: Path, *, threads: int, longest: int) -> None:
+        """`longest`: tokens of a sequence, prompt included. Raises `Unavailable` where this transformers has none."""
+        logging.getLogger("ContinuousBatchingLogger").setLevel(logging.CRITICAL)  # `closed` reports its errors
+        try:
+            from transformers.generation import ContinuousBatchingConfig
+        except ImportError as error:
+            raise Unavailable(f"this transformers has no continuous batching: {error}") from error
+        self._how: Json = {"threads": threads, "page_tokens": _BLOCK_TOKENS, "pass_tokens": _BATCH_TOKENS}
+        self._config: Any = ContinuousBatchingConfig
+        self._model = load_model(target)
+        self._blocks = -(-longest // _BLOCK_TOKENS) + 1  # of a sequence
+
+    def closed(self, tasks: Sequence[Task], streams: int) -> Outcome:
+        torch.set_num_threads(self._how["threads"])
+        config = self._config(
+            page_size=_BLOCK_TOKENS,
+            num_blocks=streams * self._blocks,
+            max_batch_tokens=_BATCH_TOKENS,
+            max_requests_per_batch=streams,
+            allow_block_sharing=False,
+            seed=tasks[0].seed,
+        )
+        try:
+            results = self._model.generate_batch(
+                [list(task.token_ids) for task in tasks],
+                generation_config=_generation_config(tasks[0]),
+                continuous_batching_config=config,
+                record_timestamps=True,
+            )
+        except Exception as error:  # the other contenders go on
+            raise Unavailable(f"continuous batching failed: {type(error).__name__}: {error}") from error
+        found = list(results.values())  # in the order of the prompts
+        errors = [result.error for result in found if result.error is not None]
+        if errors or len(found) < len(tasks):  # it logs errors and returns the rest
+            raise Unavailable(f"continuous batching answered {len(found)} of {len(tasks)} requests: {errors[:1]}")
+        began = min(result.created_time for result in found)
+        # All requests are queued at the start. One is due when it leaves the queue: then a stream has ended a text.
+        served = [
+            Served(
+                due=each.lifespan[0] - began,
+                stamps=tuple((stamp - began, 1) for stamp in each.timestamps),
+                rounds=len(each.timestamps),
+            )
+            for each in found
+        ]
+        return _checked("transformers", tasks, served), {}
+
+    def settings(self) -> Json:
+        return self._how
 
 
-def predicted_ratio(arm: Json, alpha: float | None, alone: float) -> float | None:
-    """The speed-up of [L Thm 3.8] from an arm's measured times, over a target alone of `alone` tokens a second."""
-    if not arm["draft_step_us"] or alpha is None:
-        return None
-    step = 1e6 / alone
-    return improvement(
-        min(alpha, 1.0),
-        round(arm["gamma"]),
-        c=arm["draft_step_us"] / step,
-        round_trip=arm["round_trip_us"] / step,
-        verify_cost=arm["target_pass_us"] / step,
-    )
-
-
-COLUMNS: dict[str, Callable[[Json], str]] = {
-    "tokens/s": lambda arm: number(arm["tokens_per_second"], 1),
-    "ratio": lambda arm: harness.between(arm),
-    "α": lambda arm: number(arm["alpha"], 3),
-    "γ": lambda arm: number(arm["gamma"] or None, 1),
-    "tokens/round": lambda arm: number(arm["tokens_per_round"]),
-    "t_q µs": lambda arm: number(arm["draft_step_us"], 0),
-    "t_p(γ+1) µs": lambda arm: number(arm["target_pass_us"], 0),
-    "R µs": lambda arm: number(arm["round_trip_us"] or None, 0),
-    "hits": lambda arm: "–" if arm["hit_rate"] is None else f"{arm['hit_rate']:.0%}",
-}
-
-
-def arms_table(summary: Json, keys: Sequence[str], **more: Callable[[Json], str]) -> str:
-    """A row for each arm of a summary that is nested by `keys`; `more` are columns by their heads."""
-    columns = COLUMNS | more
-    rows = [
-        [*where, *(column(arm) for column in columns.values())] for where, arm in harness.flat(summary, len(keys) + 1)
-    ]
-    return harness.table([*keys, "", *columns], rows)
+Server = OutriderServer | ContinuousBatching

@@ -1,13 +1,8 @@
-"""What each drafter is worth: α and tokens/s on code to go on with and on code to be written once more.
+"""What each drafter is worth: α and tokens/s on code to complete and on code to edit.
 
-Every drafter writes every text through both services, in turns; ratios are to `none`, the target alone, in the same
-repetition. `ngram` counts what the demo target was trained on, none of which is in the prompts.
-
-    python -m benchmarks.drafters            about five minutes on two cores
-    python -m benchmarks.drafters --quick    does it work at all: the demo pair, few texts
+All drafters write each text through both services, in turns; ratios are to `none`, the target alone. `ngram` counts the
+training text of the demo target, none of which is in the prompts.
 """
-
-from __future__ import annotations
 
 import sys
 import tempfile
@@ -16,38 +11,32 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks import harness, plots
-from benchmarks.contenders import (
-    Task,
-    Write,
-    arms_table,
-    compared,
-    outrider_writer,
-    take_turns,
-    texts,
-    tokenised,
-)
-from benchmarks.harness import Bench, Json, number
+from benchmarks.contenders import Task, Write, outrider_writer, take_turns, texts, tokenised
+from benchmarks.harness import Bench, Json, arms_table, compared, number
 from benchmarks.services import Services, models_of
 from models.corpus import training_documents
 
 DRAFTERS = ("none", "model", "staged", "ngram", "lookup", "random")
-"""In the order of tables and pictures; the first is what the others are held against."""
+"""In the order of tables and pictures; ratios are to the first."""
 # Judged token by token, so that α is the paper's.
 RULE = "tokenwise"
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     parser = harness.parser("drafters", __doc__, quick="few texts, the demo pair only")
-    harness.pair_options(parser, factor=3, prompts=4, new_tokens=64)
+    harness.target_options(parser, factor=3)
+    harness.text_options(parser, prompts=4, new_tokens=64)
     parser.add_argument("--gamma", type=int, default=5, help="tokens of a proposal")
     parser.add_argument("--corpus-mb", type=float, default=4.0, help="of the training text that ngram counts")
     few = {"only": "demo", "prompts": 1, "new_tokens": 16, "repetitions": 1, "corpus_mb": 0.1}
-    return harness.run("drafters", harness.parse(parser, arguments, few), measure, summarise, table, draw)
+    given = harness.parse(parser, arguments, few)
+    summarise = harness.summary_of(("pair", "kind", "temperature"), figures)
+    return harness.run("drafters", given, measure, summarise, table, draw)
 
 
 def measure(bench: Bench) -> None:
     given = bench.given
-    pairs = models_of(given.target, given.draft, given.only, given.factor)
+    pairs = models_of(given)
     bench.document["models"] = {models.name: models.document() for models in pairs}
     with tempfile.TemporaryDirectory() as folder:
         corpus = Path(folder) / "corpus.txt"
@@ -63,7 +52,7 @@ def measure(bench: Bench) -> None:
 
 
 def _texts(bench: Bench, target: Path) -> Iterator[tuple[Json, Task]]:
-    """All that is written, in order: kinds and temperatures alternate, so that they too meet the same machine."""
+    """All texts in order. Kinds and temperatures alternate: other work on the machine affects them alike."""
     given = bench.given
     prompts = [kinds(prompt) for prompt in harness.spread(bench.prompts, given.prompts)]
     by_kind = {
@@ -76,14 +65,14 @@ def _texts(bench: Bench, target: Path) -> Iterator[tuple[Json, Task]]:
 
 
 def kinds(prompt: str) -> dict[str, str]:
-    """Code to go on with, and the same code to be edited: it is there, and its beginning once more behind it."""
+    """Code to complete; and to edit: the code, and its beginning once more behind it."""
     lines = prompt.rstrip("\n").split("\n")
     beginning = "\n".join(lines[: max(1, len(lines) // 3)])
     return {"completion": prompt, "edit": f"{prompt}\n\n# Edited: the same, once more.\n{beginning}\n"}
 
 
 def _writer(services: Services, drafter: str, gamma: int) -> Write:
-    """One text, and of `staged` also how its inner game went."""
+    """One text, with the tokens that `staged` guessed for its draft model and had accepted."""
     write = outrider_writer(services, drafter=drafter, gamma=gamma, rule=RULE)
 
     def counts() -> dict[str, float]:
@@ -99,10 +88,6 @@ def _writer(services: Services, drafter: str, gamma: int) -> Write:
     return counted
 
 
-def summarise(bench: Bench) -> Json:
-    return {"summary": harness.tree(bench.runs, ("pair", "kind", "temperature"), figures)}
-
-
 def figures(runs: Sequence[Json]) -> Json:
     found = compared(runs, DRAFTERS[0], DRAFTERS)
     for name, own in harness.grouped(runs, "arm").items():
@@ -112,12 +97,10 @@ def figures(runs: Sequence[Json]) -> Json:
 
 
 def table(document: Json) -> str:
-    inner = {"inner": lambda arm: number(arm["inner_acceptance"])}
-    return arms_table(document["summary"], ("pair", "texts", "T"), **inner)
+    return arms_table(document["summary"], ("pair", "texts", "T"), inner=lambda arm: number(arm["inner_acceptance"]))
 
 
 def draw(document: Json, path: Path) -> None:
-    """A panel for each pair and temperature, a group of bars a kind: tokens/s to the target alone, with α."""
     panels: dict[str, dict[str, Any]] = {}
     for (pair, kind, temperature), arms in harness.flat(document["summary"], 3):
         layers = document["models"][pair]["target_layers"]

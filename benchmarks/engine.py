@@ -1,20 +1,14 @@
 """What the verifier's engine itself costs: the share of its time that is neither forward nor verify.
 
-A share means something only while the engine always has work, so verifiers are asked directly. `Decode`: each of some
-streams lets the target write alone. `proposals`: each stream proposes what the target is known to write after its
-prompt at temperature 0, several rounds ahead of their verdicts, while one more stream decodes in the same passes. The
-verdicts of a stream that decodes tell, by the verifier's own clock, how long forward and verify of each pass took, and
-how long the stream had been owed its token when the pass began: all that the engine did in between.
-
-    python -m benchmarks.engine            the demo pair and a deepened target, about a minute and a half
-    python -m benchmarks.engine --quick    does it work at all
+The share means something only while the engine always has work, so verifiers are called directly. `Decode`: in each
+stream the target writes alone. `proposals`: each stream proposes the known text of the target at temperature 0, several
+rounds ahead of the verdicts, while one more stream decodes in the same batches. Verdicts of a stream that decodes give,
+by the verifier's clock, the time of forward and verify, and how long the stream waited before: all other work.
 """
-
-from __future__ import annotations
 
 import asyncio
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from statistics import mean
 from typing import Any
@@ -23,7 +17,7 @@ import grpc
 
 from benchmarks import harness, plots
 from benchmarks.contenders import tokenised
-from benchmarks.harness import Bench, Json, tell
+from benchmarks.harness import Bench, Json, progress
 from benchmarks.services import VerifyStream, await_, models_of, verifier
 from protos.outrider.v1 import sampling_pb2
 from protos.outrider.v1.verifier_service_pb2_grpc import VerifierServiceStub
@@ -36,18 +30,19 @@ DECODED = 60  # in one go: a sequence 64 verdicts ahead of its reader is paused
 
 def main(arguments: Sequence[str] | None = None) -> int:
     parser = harness.parser("engine", __doc__, quick="the demo pair, two streams")
-    parser.add_argument("--only", choices=("demo", "deepened"), help="one of the two pairs")
-    parser.add_argument("--factor", type=int, default=12, help="how many times as deep the deepened target is")
+    harness.target_options(parser, factor=12)
     parser.add_argument("--streams", type=int, nargs="+", default=[8], help="at once")
     parser.add_argument("--gamma", type=int, default=4, help="tokens of a proposal")
     parser.add_argument("--repetitions", type=int, default=3)
     few = {"only": "demo", "streams": [2], "repetitions": 1}
-    return harness.run("engine", harness.parse(parser, arguments, few), measure, summarise, table, draw)
+    given = harness.parse(parser, arguments, few)
+    summarise = harness.summary_of(("pair", "rounds", "streams"), median_run)
+    return harness.run("engine", given, measure, summarise, table, draw)
 
 
 def measure(bench: Bench) -> None:
     given = bench.given
-    for models in models_of(given.target, given.draft, given.only, given.factor):
+    for models in models_of(given):
         prompts = tokenised(models.target, bench.prompts)
         with verifier(models.target, max_sequences=max(given.streams) + 1) as address:
             for repetition in range(given.repetitions):
@@ -57,7 +52,7 @@ def measure(bench: Bench) -> None:
                         keys = {"pair": models.name, "rounds": rounds, "streams": streams, "repetition": repetition}
                         if not bench.has(**keys):
                             bench.add({**keys, **await_(shared(address, some, gamma))})
-                            tell(f"{', '.join(map(str, keys.values()))}: {bench.runs[-1]['share']:.1%} its own")
+                            progress(f"{', '.join(map(str, keys.values()))}: {bench.runs[-1]['share']:.1%} its own")
 
 
 async def shared(address: str, prompts: Sequence[Sequence[int]], gamma: int) -> Json:
@@ -68,9 +63,8 @@ async def shared(address: str, prompts: Sequence[Sequence[int]], gamma: int) -> 
         for stream in streams:
             stream.cancel()
         if not gamma:
-            return max(
-                (figures([timings for _, timings in text], len(prompts)) for text in texts), key=lambda f: f["share"]
-            )
+            found = [figures([timings for _, timings in text], len(prompts)) for text in texts]
+            return max(found, key=lambda each: each["share"])
         observer = await _open(stub, prompts[0])
         streams = [await _open(stub, prompt) for prompt in prompts]
         known = [[token for token, _ in text] for text in texts]
@@ -108,41 +102,32 @@ async def _play(stream: VerifyStream, text: Sequence[int], gamma: int) -> None:
 
 
 def figures(passes: Sequence[Any], sequences: int) -> Json:
-    """The engine's share, from the timings of the passes that held so many sequences.
-
-    Raises:
-        ValueError: there were fewer than `LEAST_PASSES` of them.
-    """
-    # The first says how long its Decode took to arrive at a pass.
+    """The engine's share, from the passes with so many sequences; raises ValueError below `LEAST_PASSES` of them."""
+    # The first waited for its Decode.
     counted = [each for each in passes[1:] if each.pass_sequences == sequences]
     if len(counted) < LEAST_PASSES:
         raise ValueError(f"{len(counted)} passes held all {sequences} sequences; at least {LEAST_PASSES} must")
-    outside, forward, verify = (
-        mean(getattr(each, name) for each in counted) for name in ("queue_us", "forward_us", "verify_us")
-    )
+    names = ("queue_us", "forward_us", "verify_us")
+    outside, forward, verify = (mean(getattr(each, name) for each in counted) for name in names)
     share = outside / (outside + forward + verify)
     return {"passes": len(counted), "share": share, "outside_us": outside, "forward_us": forward, "verify_us": verify}
 
 
-def summarise(bench: Bench) -> Json:
-    """By pair, rounds and streams: the repetition of the median share, and the range of shares."""
-
-    def leaf(runs: list[Json]) -> Json:
-        shares = sorted(runs, key=lambda run: run["share"])
-        middle = shares[len(shares) // 2]
-        kept = {name: middle[name] for name in ("share", "outside_us", "forward_us", "verify_us", "passes")}
-        return kept | {"share_range": [shares[0]["share"], shares[-1]["share"]]}
-
-    return {"summary": harness.tree(bench.runs, ("pair", "rounds", "streams"), leaf)}
+def median_run(runs: Sequence[Json]) -> Json:
+    """The repetition of the median share, and the range of shares."""
+    shares = sorted(runs, key=lambda run: run["share"])
+    middle = shares[len(shares) // 2]
+    kept = {name: middle[name] for name in ("share", "outside_us", "forward_us", "verify_us", "passes")}
+    return kept | {"share_range": [shares[0]["share"], shares[-1]["share"]]}
 
 
 def table(document: Json) -> str:
-    rows = [
-        [*where, *(f"{found[f'{name}_us'] / 1e3:.2f} ms" for name in ("outside", "forward", "verify")),
-         f"{found['share']:.1%}"]
-        for where, found in harness.flat(document["summary"], 3)
-    ]  # fmt: skip
-    return harness.table(["pair", "rounds", "streams", "outside", "forward", "verify", "share"], rows)
+    def ms(name: str) -> Callable[[Json], str]:
+        return lambda found: f"{found[f'{name}_us'] / 1e3:.2f} ms"
+
+    columns = {name: ms(name) for name in ("outside", "forward", "verify")}
+    columns["share"] = lambda found: f"{found['share']:.1%}"
+    return harness.summary_table(document["summary"], ["pair", "rounds", "streams"], columns)
 
 
 def draw(document: Json, path: Path) -> None:

@@ -1,7 +1,7 @@
-"""What must hold before anything is timed: parts `choices`, `tests` and `memcheck` of `benchmarks.gpu`.
+"""Whether a GPU gives right results: parts `choices`, `tests` and `memcheck` of `benchmarks.gpu`.
 
-`memcheck` runs this file as a program: every kernel of ours once, on sizes that fill no tile, under compute-sanitizer.
-Results are held to what they should be, and nothing is captured: it must run without torch's cache of memory, too.
+`memcheck` runs this file as a program: every kernel once, on sizes that fill no tile, under compute-sanitizer. It
+captures nothing, because it runs without torch's cache of memory.
 
     python -m benchmarks.gpu_checks cuda:0
     TRITON_INTERPRET=1 python -m benchmarks.gpu_checks cpu
@@ -14,20 +14,18 @@ import re
 import shutil
 import subprocess
 import sys
-import time
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from importlib.util import find_spec
-from types import MappingProxyType
+from typing import TYPE_CHECKING
 
 import torch
 
-from benchmarks import planted
+from benchmarks import synthetic_models
 from benchmarks.contenders import Unavailable
-from benchmarks.gpu_bench import GpuBench, paged_model
 from benchmarks.harness import ROOT, Json
-from benchmarks.planted import TINY_TARGET, Plant, Shape
+from benchmarks.synthetic_models import TINY_TARGET, KnownText, Shape
 from kernels import paths
 from kernels.sampling import Draw, SamplingParams
 from kernels.sparse import SparseConfig
@@ -38,22 +36,23 @@ from outrider.runtime.decode_loop import DecodeLoop
 from outrider.runtime.device import find_device, work_on
 from outrider.runtime.fused_decoder import FusedDecoder
 from outrider.runtime.layer_ops import check_layer_ops
-from outrider.runtime.memory import MIB
+from outrider.runtime.loader import LoadedModel
+from outrider.runtime.memory import MIB, kv_dtype
 from outrider.runtime.model_runner import Chunk, ModelRunner
-from outrider.runtime.paged_attention import EAGER, TRITON, AttentionChoice, check_attention
+from outrider.runtime.paged_attention import AUTO, EAGER, TRITON, AttentionChoice, check_attention, choose_attention
 from verifier_service.target_runner import TargetRunner
 
-GROUPS: Mapping[str, int] = MappingProxyType(
-    {
-        "tests/kernels": min(6, max(1, (os.cpu_count() or 1) // 2)),
-        "tests/outrider": 1,
-        "tests/exactness": 1,
-        "tests/benchmarks": 1,
-    }
-)
-"""Where the tests marked gpu are, in the order of what everything else stands on; in how many processes each runs. Most
-of the kernels' time is the compiler's; the others look at the memory or the time of the whole device."""
-# Other files may import what such a machine lacks.
+if TYPE_CHECKING:
+    from benchmarks.gpu import GpuBench
+
+GROUPS = {
+    "tests/kernels": min(6, max(1, (os.cpu_count() or 1) // 2)),  # they mostly compile
+    "tests/outrider": 1,
+    "tests/exactness": 1,
+    "tests/benchmarks": 1,
+}
+"""Folders with tests marked gpu, the most basic first; in how many processes each runs."""
+# Other files may import packages that such a machine lacks.
 _MARKED = re.compile(r"pytest\.mark\.gpu|^from tests\.kernels\.paths import .*(PATHS|TRITON)", re.MULTILINE)
 
 SANITIZER = "compute-sanitizer"
@@ -64,16 +63,19 @@ _SHOWN_LINES = 40
 _MEMORY_ERROR = 9  # exit code
 
 
-# -------------------------------------------------------------------------------------------------------------- choices
+def paged_model(loaded: LoadedModel, max_sequences: int, max_length: int) -> ModelRunner:
+    """The model with the attention that a service takes on its device; also on a CPU with blocks."""
+    choice = choose_attention(AUTO, loaded.layers, kv_dtype(loaded), loaded.device, paged=loaded.device.type == "cpu")
+    return ModelRunner.build(loaded, max_sequences, max_length, attention=choice)
 
 
 def choices(bench: GpuBench) -> Json:
-    """Which attention, layers and graphs a model of each shape gets here, and why; of one layer each."""
+    """Which attention, layers and graphs a model of each shape gets, and why; of one layer each."""
     plan = bench.plan
     asked = [(shape, plan.dtype) for shape in plan.shapes] + [(plan.shapes[0], "float32")]
     rows = []
     for shape, dtype in asked:
-        row = bench.tried(f"{shape.name} in {dtype}", partial(_chosen, bench, replace(shape, layers=1), dtype))
+        row = bench.attempt(f"{shape.name} in {dtype}", partial(_chosen, bench, replace(shape, layers=1), dtype))
         rows.append({"shape": shape.name, "dtype": dtype} | row)
     return {"rows": rows}
 
@@ -91,8 +93,8 @@ def _chosen(bench: GpuBench, shape: Shape, dtype: str) -> Json:
             most_bytes=_GRAPH_BYTES,
         )
     if bench.device.type == "cuda" and attention.name == EAGER:
-        bench.troubles.append(f"{shape.name} in {dtype} attends without our kernel: {attention.reason}")
-    bench.told(f"{shape.name} in {dtype}: attention {attention.name}, graphs {graphs}")
+        bench.errors.append(f"{shape.name} in {dtype} attends without our kernel: {attention.reason}")
+    bench.progress(f"{shape.name} in {dtype}: attention {attention.name}, graphs {graphs}")
     return {
         "attention": attention.name,
         "attention_why": attention.reason,
@@ -103,21 +105,15 @@ def _chosen(bench: GpuBench, shape: Shape, dtype: str) -> Json:
     }
 
 
-# ---------------------------------------------------------------------------------------------------------------- tests
-
-
 def tests(bench: GpuBench) -> Json:
     """The tests marked gpu, group by group, up to the first in which one fails; a dry run only collects them."""
     rows: list[Json] = []
     for group, processes in GROUPS.items():
-        try:
-            rows.append({"group": group, **_tested(bench, group, processes)})
-        except Unavailable as error:  # those before it stand
-            bench.troubles.append(f"{group}: {error}")
-            break
-        bench.told(f"{group}: {rows[-1]['outcome']}")
-        if rows[-1]["exit_code"]:
-            bench.troubles.append(f"{group}: {rows[-1]['outcome']}; the groups after it did not run")
+        row = bench.attempt(group, partial(_tested, bench, group, processes))
+        rows.append({"group": group} | row)
+        bench.progress(f"{group}: {row.get('outcome')}")
+        if row.get("exit_code", 1):
+            bench.errors.append(f"{group}: {row.get('outcome')}; the groups after it did not run")
             break
     return {"collected_only": bench.plan.is_dry, "rows": rows}
 
@@ -130,29 +126,35 @@ def _tested(bench: GpuBench, folder: str, processes: int) -> Json:
         str(path) for path in sorted((ROOT / folder).rglob("test_*.py")) if _MARKED.search(path.read_text("utf-8"))
     ]
     command = [sys.executable, "-m", "pytest", "-m", "gpu", "-q", "-p", "no:cacheprovider", *how, *files]
-    # The tests take a machine without /dev/nvidiactl for one without a GPU, unless they are told.
+    # Without it, the tests find no GPU on a machine that has no /dev/nvidiactl.
     environment = {"TRITON_INTERPRET": "0"} if bench.device.type == "cuda" else {}
-    began = time.monotonic()
     code, lines = run_command(command, bench.left, environment)
     summary = next((line for line in reversed(lines) if re.search(r"\d+ (passed|failed|error)|collected", line)), "")
-    row: Json = {
-        "exit_code": code,
-        "outcome": summary.strip("= ") or f"exit code {code}",
-        "seconds": round(time.monotonic() - began, 1),
-    }
+    row: Json = {"exit_code": code, "outcome": summary.strip("= ") or f"exit code {code}"}
     return row | ({"output": lines[-_SHOWN_LINES:]} if code else {})
 
 
-# ------------------------------------------------------------------------------------------------------------- memcheck
+def run_command(command: Sequence[str], seconds: float, environment: Mapping[str, str]) -> tuple[int, list[str]]:
+    """The exit code and the lines of a command in the repository's root; raises where it takes longer."""
+    done = subprocess.run(
+        command,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        cwd=ROOT,
+        env=os.environ | environment,
+        timeout=max(1.0, seconds),
+        check=False,
+    )
+    return done.returncode, done.stdout.splitlines()
 
 
 def memcheck(bench: GpuBench) -> Json:
-    """Every kernel once, under compute-sanitizer where it is there: accesses out of bounds, and misaligned ones."""
-    return bench.tried("memcheck", partial(_memchecked, bench), ours=False)
+    """Every kernel once, under compute-sanitizer where it is installed: accesses out of bounds, and misaligned ones."""
+    return bench.attempt("memcheck", partial(_memchecked, bench), ours=False)
 
 
 def _memchecked(bench: GpuBench) -> Json:
-    """Raises `Unavailable` where the tool takes too long, or does not know the device."""
     tool = None if bench.plan.is_dry else shutil.which(SANITIZER)
     command = [sys.executable, "-m", "benchmarks.gpu_checks", str(bench.device)]
     environment = {"TRITON_INTERPRET": "1"} if bench.device.type == "cpu" else {}
@@ -160,54 +162,25 @@ def _memchecked(bench: GpuBench) -> Json:
         command = [tool, "--tool", "memcheck", "--error-exitcode", str(_MEMORY_ERROR), *command]
         environment["PYTORCH_NO_CUDA_MEMORY_CACHING"] = "1"  # each tensor then ends where its memory does
     code, lines = run_command(command, bench.left, environment)
-    said = [line for line in lines if line.startswith("=========")]
-    if tool is not None and any("not supported" in line for line in said):
-        raise Unavailable(f"{SANITIZER}: {next(line for line in said if 'not supported' in line)}")
+    found = [line for line in lines if line.startswith("=========")]
+    if tool is not None and (unsupported := [line for line in found if "not supported" in line]):
+        raise Unavailable(f"{SANITIZER}: {unsupported[0]}")
     if code:
-        bench.troubles.append(f"exit code {code}: {next(iter([*said, *lines[-1:]]), 'no word')}")
-    outcome = "it runs" if tool is None else "no error"
-    bench.told(f"every kernel once{'' if tool is None else f' under {SANITIZER}'}: {outcome if not code else 'failed'}")
-    return {
-        "tool": SANITIZER if tool is not None else None,
-        "exit_code": code,
-        **({"output": (said or lines)[:_SHOWN_LINES]} if code else {}),
-    }
+        bench.errors.append(f"exit code {code}: {next(iter([*found, *lines[-1:]]), 'no output')}")
+    bench.progress(f"every kernel once, {f'under {SANITIZER}' if tool else 'unchecked'}: exit code {code}")
+    output = {"output": (found or lines)[:_SHOWN_LINES]} if code else {}
+    return {"tool": tool and SANITIZER, "exit_code": code, **output}
 
-
-def run_command(command: Sequence[str], seconds: float, environment: Mapping[str, str]) -> tuple[int, list[str]]:
-    """The exit code and the lines of a command of this repository.
-
-    Raises:
-        Unavailable: it takes longer than `seconds`.
-    """
-    try:
-        done = subprocess.run(
-            command,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-            cwd=ROOT,
-            env=os.environ | environment,
-            timeout=max(1.0, seconds),
-            check=False,
-        )
-    except subprocess.TimeoutExpired:
-        raise Unavailable(f"{' '.join(command[1:4])} took more than {seconds:.0f} s") from None
-    return done.returncode, done.stdout.splitlines()
-
-
-# ----------------------------------------------------------------------------------------------- every kernel once
 
 _HEADS = (
     AttentionLayer(6, 2, 80, 0.1, None),
     AttentionLayer(8, 8, 64, 0.1, 100, softcap=5.0),
     AttentionLayer(8, 1, 128, 0.1, None, sinks=True),
 )
-_CONFIG = SparseConfig(keep_mass=0.97, max_support=40)
 
 
 def main() -> int:
-    """The command; returns 0, or 1 where a kernel gives something else than it should."""
+    """Every kernel once; returns 0, or 1 where a result is wrong."""
     device = find_device(sys.argv[1] if len(sys.argv) > 1 else "auto")
     work_on(device)
     # Triton's interpreter is slow, and its products of bfloat16 are wrong: on a CPU it gets the least.
@@ -228,37 +201,32 @@ def main() -> int:
 
 @torch.inference_mode()
 def _rounds(device: torch.device, dtype: torch.dtype) -> str:
-    """Passes, rounds and drafted tokens of a tiny model; why they are wrong, or nothing."""
-    plant = Plant(TINY_TARGET.vocab, (0.5,))
-    loaded = planted.loaded(TINY_TARGET, plant, drafts=False, device=device, dtype=dtype)
+    """Prefill, rounds and drafted tokens of a tiny model; why they are wrong, or nothing."""
+    text = KnownText(TINY_TARGET.vocab, (0.5,))
+    loaded = synthetic_models.loaded(TINY_TARGET, text, drafts=False, device=device, dtype=dtype)
     model_runner = ModelRunner.build(loaded, 3, 100, attention=AttentionChoice(TRITON, "exercised"))
     assert isinstance(loaded.fused, FusedDecoder)
     refusal = check_layer_ops(loaded.fused._layers, dtype)
     if refusal:
         return f"layers: {refusal}"
-    judge = TargetRunner(model_runner, vocab_size=TINY_TARGET.vocab, verify_path="triton")
+    target = TargetRunner(model_runner, vocab_size=TINY_TARGET.vocab, verify_path="triton")
     capture = {"seconds": 1000, "most_bytes": 1024 * MIB}
-    judge.capture(Repeating(), max_sequences=1, max_gamma=1, pass_tokens=64, **capture)
-    loop = DecodeLoop(model_runner, TINY_TARGET.vocab, _CONFIG)
+    target.capture(Repeating(), max_sequences=1, max_gamma=1, pass_tokens=64, **capture)
+    loop = DecodeLoop(model_runner, TINY_TARGET.vocab, SparseConfig(keep_mass=0.97, max_support=40))
     loop.capture(Repeating(), sequences=2, tokens=3, with_noise=True, **capture)
-    follows, slots = plant.successors().tolist(), [model_runner.pool.allocate() for _ in range(2)]
+    slots = [model_runner.pool.allocate() for _ in range(2)]
     model_runner.forward([Chunk(slot, [5 + slot] * 37, 0, 37) for slot in slots])
-    for rule, judged in ((Rule.TOKENWISE, slots[:1]), (Rule.COUPLED, slots)):  # a captured pass, and one as it comes
-        last, chunks, proposals = 9, [], []
-        for slot in judged:
-            right = follows[last]
-            chunks.append(Chunk(slot, [last, right], model_runner.pool.length(slot), 0))
-            q = (None,) if rule is Rule.TOKENWISE else ()
-            proposals.append(Proposed((right,), q, SamplingParams(), seed=1, base_length=40, rule=rule))
-        told = [(each.accepted, each.next_token) for each in judge(chunks, proposals).results]
-        if told != [(1, follows[follows[last]])] * len(judged):
-            return f"rounds under {rule}: {told}"
+    for rule, own in ((Rule.TOKENWISE, slots[:1]), (Rule.COUPLED, slots)):  # a captured step, and an eager one
+        chunks = [Chunk(slot, [9, 10], model_runner.pool.length(slot), 0) for slot in own]
+        q = (None,) if rule is Rule.TOKENWISE else ()
+        proposals = [Proposed((10,), q, SamplingParams(), seed=1, base_length=40, rule=rule) for _ in own]
+        verdicts = [(each.accepted, each.next_token) for each in target(chunks, proposals).results]
+        if verdicts != [(1, 11)] * len(own):
+            return f"rounds under {rule}: {verdicts}"
     draws = [[Draw(SamplingParams(), 0.5)] * 3 for _ in slots]
     samples = loop.decode([Chunk(slot, [9], model_runner.pool.length(slot), 0) for slot in slots], draws)
     drafted = [[each.token for each in own] for own in samples]
-    if any(tokens != [follows[9], follows[follows[9]], follows[follows[follows[9]]]] for tokens in drafted):
-        return f"drafted tokens: {drafted}"
-    return ""
+    return "" if drafted == [[10, 11, 12]] * len(slots) else f"drafted tokens: {drafted}"
 
 
 if __name__ == "__main__":

@@ -1,12 +1,9 @@
-"""What every benchmark stands on: its command line, its runs on disk, the machine, tables, and one JSON document.
+"""What all benchmarks share: command line, runs on disk, the machine, statistics, tables, and one JSON document.
 
-A benchmark measures *runs*: what one contender did once in one place of the grid, a flat JSON object. Runs go to disk
-as they come, into `NAME.runs.jsonl` beside the output, which git ignores, so that `--resume` goes on where the same
-command was interrupted. What is kept is their summary: medians and ranges, with the settings, the machine and the
-command.
+A benchmark measures *runs*: what one arm did once at one point of the grid, a flat JSON object. Runs go to disk as they
+come, into `NAME.runs.jsonl` beside the output, which git ignores; `--resume` continues from them. The result keeps a
+summary (medians and ranges) with the settings, the machine and the command.
 """
-
-from __future__ import annotations
 
 import argparse
 import json
@@ -21,28 +18,27 @@ from pathlib import Path
 from statistics import median
 from typing import Any, TypeVar
 
+from outrider.theory import improvement
+
 ROOT = Path(__file__).resolve().parents[1]
 DEMO = ROOT / "models" / "demo"
 RESULTS = ROOT / "benchmarks" / "results"
 CACHE = ROOT / ".models-cache"
 PACKAGES = ("torch", "transformers", "grpcio", "protobuf", "uvloop")
-# What a reader asks about a processor when the subject is small matrices.
+# Extensions that matter to products of small matrices.
 _INSTRUCTIONS = ("avx2", "avx512f", "avx512_bf16", "avx512_vnni", "amx_bf16")
-# Options that say where things lie or what to do with them; all others are settings.
+# Options that are paths or choose what to run; all others are settings of a result.
 _NO_SETTINGS = ("command", "quick", "resume", "output", "target", "draft", "prompts_file", "parts")
 
 Json = dict[str, Any]
 Item = TypeVar("Item")
 
 
-# ----------------------------------------------------------------------------------------------------- command line
-
-
 def parser(name: str, doc: str | None, *, quick: str) -> argparse.ArgumentParser:
-    """A parser that knows models, prompts and output; `quick` says what `--quick` leaves out."""
+    """A parser with the options of all benchmarks; `quick` says what `--quick` leaves out."""
     made = argparse.ArgumentParser(prog=f"python -m benchmarks.{name}", description=(doc or "").split("\n")[0])
     made.add_argument("--quick", action="store_true", help=f"does it work at all: {quick}")
-    made.add_argument("--resume", action="store_true", help="go on where the same command was interrupted")
+    made.add_argument("--resume", action="store_true", help="continue where the same command was interrupted")
     made.add_argument("--output", type=Path, help="JSON file to write; the picture goes beside it")
     made.add_argument("--target", type=Path, default=DEMO / "target", help="folder of the target")
     made.add_argument("--draft", type=Path, default=DEMO / "draft", help="folder of the draft")
@@ -50,17 +46,20 @@ def parser(name: str, doc: str | None, *, quick: str) -> argparse.ArgumentParser
     return made
 
 
-def pair_options(made: argparse.ArgumentParser, *, factor: int, prompts: int, new_tokens: int) -> None:
-    """Options of what writes texts by the demo pair and by one with a deepened target; with their defaults."""
+def target_options(made: argparse.ArgumentParser, factor: int) -> None:
+    """Options of a benchmark of the demo pair and of the pair with a deepened target."""
     made.add_argument("--only", choices=("demo", "deepened"), help="one of the two pairs")
     made.add_argument("--factor", type=int, default=factor, help="how many times as deep the deepened target is")
+
+
+def text_options(made: argparse.ArgumentParser, *, prompts: int, new_tokens: int) -> None:
     made.add_argument("--prompts", type=int, default=prompts, help="how many prompts")
     made.add_argument("--new-tokens", type=int, default=new_tokens, help="tokens of each text")
     made.add_argument("--repetitions", type=int, default=3, help="how often each text is written")
 
 
 def parse(made: argparse.ArgumentParser, arguments: Sequence[str] | None, quick: Json) -> argparse.Namespace:
-    """What was asked; `quick` are the defaults under `--quick`."""
+    """The options; `quick` are the defaults under `--quick`."""
     arguments = sys.argv[1:] if arguments is None else list(arguments)
     if "--quick" in arguments:
         made.set_defaults(**quick)
@@ -74,34 +73,29 @@ def _without_folders(argument: str) -> str:
     return path.name if path.is_absolute() else argument
 
 
-def tell(line: str) -> None:
-    """Progress, for people, on standard error."""
+def progress(line: str) -> None:
     print(line, file=sys.stderr, flush=True)
-
-
-# ------------------------------------------------------------------------------------------------------------- runs
 
 
 class Runs:
     def __init__(self) -> None:
         self.runs: list[Json] = []
 
+    def select(self, **keys: Any) -> list[Json]:
+        return [run for run in self.runs if all(run.get(name) == value for name, value in keys.items())]
+
     def has(self, **keys: Any) -> bool:
-        return any(all(run.get(name) == value for name, value in keys.items()) for run in self.runs)
+        return bool(self.select(**keys))
 
     def add(self, *runs: Json) -> None:
         self.runs += json.loads(json.dumps(runs))
 
 
 class Bench(Runs):
-    """One benchmark under way; its runs are on disk as soon as they are added.
+    """One benchmark in progress; its runs are on disk as soon as they are added.
 
-    Attributes:
-        given: what was asked.
-        document: what will be kept beside the summary.
-
-    Raises:
-        ValueError: there are runs to resume, but of other settings.
+    `given` are the options, `document` is what the result holds beside the summary. Raises ValueError where the runs to
+    resume have other settings.
     """
 
     def __init__(self, name: str, given: argparse.Namespace) -> None:
@@ -158,14 +152,18 @@ class Bench(Runs):
         return read_prompts(self.given.prompts_file)
 
     def write(self, summary: Json) -> Json:
-        """Writes the document with its summary, under its name only when whole, and returns it."""
         document = self.document | summary
         document["load_average"] = [*self.document["load_average"], load_average()]
         document = json.loads(json.dumps(rounded(document)))
-        part = self.output.with_suffix(".part")
-        part.write_text(json.dumps(document, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
-        os.replace(part, self.output)
+        write_json(self.output, document)
         return document
+
+
+def write_json(path: Path, document: Json) -> None:
+    """Under its name only when whole."""
+    part = path.with_suffix(".part")
+    part.write_text(json.dumps(document, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
+    os.replace(part, path)
 
 
 def run(
@@ -181,16 +179,21 @@ def run(
         bench = Bench(name, given)
         measure(bench)
     except (OSError, ValueError) as error:
-        tell(f"benchmarks.{name}: {error}")
+        progress(f"benchmarks.{name}: {error}")
         return 2
     except KeyboardInterrupt:
-        tell(f"benchmarks.{name}: interrupted; --resume goes on from here")
+        progress(f"benchmarks.{name}: interrupted; --resume goes on from here")
         return 130
     document = bench.write(summarise(bench))
     draw(document, bench.output.with_suffix(".png"))
     print(f"{machine_line(document)}\n{document['command']}\n\n{table(document)}\n")
     print(json.dumps(document, ensure_ascii=False))
     return 0
+
+
+def summary_of(keys: Sequence[str], figures: Callable[[list[Json]], Json]) -> Callable[[Bench], Json]:
+    """A `summarise` for `run`: the `figures` of runs that are alike in all keys, as nested objects by the keys."""
+    return lambda bench: {"summary": tree(bench.runs, keys, figures)}
 
 
 def rotated(items: Iterable[Item], turn: int) -> list[Item]:
@@ -200,15 +203,19 @@ def rotated(items: Iterable[Item], turn: int) -> list[Item]:
     return listed[first:] + listed[:first]
 
 
-# ----------------------------------------------------------------------------------------------------------- figures
-
-
 def grouped(runs: Iterable[Json], key: str) -> dict[Any, list[Json]]:
     """The runs by the value of a key, in the order of their first."""
     groups: dict[Any, list[Json]] = {}
     for each in runs:
         groups.setdefault(each[key], []).append(each)
     return groups
+
+
+def tree(runs: Iterable[Json], keys: Sequence[str], leaf: Callable[[list[Json]], Json]) -> Json:
+    """`leaf` of the runs that are alike in all keys, as nested objects by the keys' values."""
+    if not keys:
+        return leaf(list(runs))
+    return {str(value): tree(some, keys[1:], leaf) for value, some in grouped(runs, keys[0]).items()}
 
 
 def flat(tree: Json, depth: int) -> Iterator[tuple[tuple[str, ...], Any]]:
@@ -220,13 +227,6 @@ def flat(tree: Json, depth: int) -> Iterator[tuple[tuple[str, ...], Any]]:
             yield from (((key, *keys), leaf) for keys, leaf in flat(value, depth - 1))
 
 
-def tree(runs: Iterable[Json], keys: Sequence[str], leaf: Callable[[list[Json]], Json]) -> Json:
-    """`leaf` of the runs that are alike in all keys, as nested objects by the keys' values."""
-    if not keys:
-        return leaf(list(runs))
-    return {str(value): tree(some, keys[1:], leaf) for value, some in grouped(runs, keys[0]).items()}
-
-
 def total(runs: Iterable[Json], key: str) -> float:
     return float(sum(each[key] for each in runs))
 
@@ -236,10 +236,22 @@ def rates(runs: Iterable[Json]) -> dict[Any, float]:
     return {nth: total(own, "tokens") / total(own, "seconds") for nth, own in grouped(runs, "repetition").items()}
 
 
+def by_repetition(runs: Iterable[Json], key: str) -> dict[Any, float]:
+    return {run["repetition"]: run[key] for run in runs}
+
+
 def ratio(own: Mapping[Any, float], reference: Mapping[Any, float]) -> Json:
     """Median and range of the ratios of two rates of the same repetition."""
     found = [rate / reference[nth] for nth, rate in own.items() if reference.get(nth)]
     return {"ratio": median(found), "ratio_range": [min(found), max(found)]} if found else {"ratio": None}
+
+
+def medians(values: Sequence[Any]) -> Any:
+    """The median of those that are known; of percentiles, each by itself."""
+    known = [value for value in values if value is not None]
+    if known and isinstance(known[0], dict):
+        return {name: median(each[name] for each in known) for name in known[0]}
+    return median(known) if known else None
 
 
 def alpha_of(runs: Iterable[Json]) -> float | None:
@@ -258,8 +270,76 @@ def rounded(value: Any) -> Any:
     return [rounded(each) for each in value] if isinstance(value, list | tuple) else value
 
 
+PHASES = ("draft", "wire", "queue", "forward", "verify", "other")
+"""Where the seconds of a text go. They add up to the wall clock; what does not occur is 0."""
+
+
+def compared(runs: Sequence[Json], reference: str, names: Sequence[str]) -> dict[str, Json]:
+    """The arms of `names`; ratios are to the `reference` in the same repetition.
+
+    `same_text`: the share of texts that are the reference's, token for token.
+    """
+    by_arm = grouped(runs, "arm")
+    reference_rates = rates(by_arm[reference])
+    texts = {(run["repetition"], run["prompt"]): run["digest"] for run in by_arm[reference]}
+    found = {}
+    for name in (name for name in names if name in by_arm):
+        own = by_arm[name]
+        own_rates = rates(own)
+        same = [texts.get((run["repetition"], run["prompt"])) == run["digest"] for run in own]
+        found[name] = {
+            "tokens_per_second": median(own_rates.values()),
+            "repetitions": len(own_rates),
+            **ratio(own_rates, reference_rates),
+            **_per_round(own),
+            "same_text": sum(same) / len(same),
+        }
+    return found
+
+
+def _per_round(runs: Sequence[Json]) -> Json:
+    """Means over all rounds of all texts, those that read the prompt included; times in microseconds."""
+    rounds, drafted = total(runs, "rounds"), total(runs, "drafted")
+    queries = sum(run.get("cache_queries", 0) for run in runs)
+    times = {phase: 1e6 * sum(run["phases"][phase] for run in runs) / rounds for phase in PHASES}
+    return {
+        "texts": len(runs),
+        "rounds": int(rounds),
+        "gamma": drafted / rounds,
+        "alpha": alpha_of(runs),
+        "accepted_share": total(runs, "accepted") / drafted if drafted else None,
+        "tokens_per_round": total(runs, "tokens") / rounds,
+        "hit_rate": sum(run["cache_hits"] for run in runs) / queries if queries else None,
+        "round_us": times,
+        "draft_step_us": times["draft"] * rounds / drafted if drafted else None,  # t_q
+        "target_pass_us": times["forward"],  # t_p(γ+1)
+        "round_trip_us": times["wire"] + times["queue"] + times["verify"],  # R, acceptance included
+    }
+
+
+def predicted_ratio(arm: Json, alpha: float | None, alone: float) -> float | None:
+    """The speed-up of [L Thm 3.8] from an arm's measured times, over a target alone of `alone` tokens a second."""
+    if not arm["draft_step_us"] or alpha is None:
+        return None
+    step = 1e6 / alone
+    return improvement(
+        min(alpha, 1.0),
+        round(arm["gamma"]),
+        c=arm["draft_step_us"] / step,
+        round_trip=arm["round_trip_us"] / step,
+        verify_cost=arm["target_pass_us"] / step,
+    )
+
+
+Columns = Mapping[str, Callable[[Json], Any]]
+
+
 def number(value: float | None, digits: int = 2) -> str:
     return "–" if value is None else f"{value:.{digits}f}"
+
+
+def percent(value: float | None) -> str:
+    return "–" if value is None else f"{value:.0%}"
 
 
 def between(found: Json, name: str = "ratio") -> str:
@@ -267,6 +347,30 @@ def between(found: Json, name: str = "ratio") -> str:
         return "–"
     low, high = found[f"{name}_range"]
     return f"{found[name]:.2f} ({low:.2f} to {high:.2f})"
+
+
+ARM_COLUMNS: Columns = {
+    "tokens/s": lambda arm: number(arm["tokens_per_second"], 1),
+    "ratio": between,
+    "α": lambda arm: number(arm["alpha"], 3),
+    "γ": lambda arm: number(arm["gamma"] or None, 1),
+    "tokens/round": lambda arm: number(arm["tokens_per_round"]),
+    "t_q µs": lambda arm: number(arm["draft_step_us"], 0),
+    "t_p(γ+1) µs": lambda arm: number(arm["target_pass_us"], 0),
+    "R µs": lambda arm: number(arm["round_trip_us"] or None, 0),
+    "hits": lambda arm: percent(arm["hit_rate"]),
+}
+
+
+def arms_table(summary: Json, keys: Sequence[str], **more: Callable[[Json], Any]) -> str:
+    """A row for each arm of a summary that is nested by `keys`."""
+    return summary_table(summary, [*keys, ""], {**ARM_COLUMNS, **more})
+
+
+def summary_table(summary: Json, keys: Sequence[str], columns: Columns, title: str = "") -> str:
+    """A row for each leaf of a summary that is nested by `keys`; `columns` make its cells."""
+    rows = [[*where, *(cell(leaf) for cell in columns.values())] for where, leaf in flat(summary, len(keys))]
+    return table([*keys, *columns], rows, title)
 
 
 def table(head: Sequence[str], rows: Iterable[Sequence[Any]], title: str = "") -> str:
@@ -278,16 +382,8 @@ def table(head: Sequence[str], rows: Iterable[Sequence[Any]], title: str = "") -
     return f"## {title}\n\n{text}\n" if title else text
 
 
-# ----------------------------------------------------------------------------------------------------------- prompts
-
-
 def read_prompts(path: Path) -> list[str]:
-    """The prompts of a file with one JSON object a line, each with its `text`.
-
-    Raises:
-        OSError: the file cannot be read.
-        ValueError: a line is no such object, or there is none.
-    """
+    """The `text` of each line, which is a JSON object; raises OSError, or ValueError where there is none."""
     prompts = []
     for nth, line in enumerate(path.read_text(encoding="utf-8").splitlines(), start=1):
         entry = json.loads(line) if line.strip() else {"text": ""}
@@ -305,20 +401,16 @@ def spread(items: Sequence[Item], count: int) -> list[Item]:
     return [items[i * len(items) // count] for i in range(count)]
 
 
-# ----------------------------------------------------------------------------------------------------------- machine
-
-
 def machine() -> Json:
-    """What figures are measured on: processor, cores and versions. No names of hosts, no paths."""
+    """Processor, cores and versions: no names of hosts, no paths."""
     info = _cpuinfo()
     name = info.get("model name") or platform.processor() or platform.machine()
-    flags = info.get("flags", "").split()
+    if "cpu family" in info:
+        name += f" (family {info['cpu family']}, model {info.get('model', '?')})"
     return {
-        "cpu": f"{name} (family {info['cpu family']}, model {info.get('model', '?')})"
-        if "cpu family" in info
-        else name,
+        "cpu": name,
         "cores": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1,
-        "instructions": [each for each in _INSTRUCTIONS if each in flags],
+        "instructions": [each for each in _INSTRUCTIONS if each in info.get("flags", "").split()],
         "memory_gib": _memory_gib(),
         "system": f"{platform.system()} {platform.machine()}",
         "python": platform.python_version(),
@@ -333,7 +425,7 @@ def machine_line(document: Json) -> str:
 
 
 def load_average() -> float | None:
-    """Processes that wanted a core over the last minute; None where the system does not tell."""
+    """Over the last minute; None where the system has no such figure."""
     return round(os.getloadavg()[0], 2) if hasattr(os, "getloadavg") else None
 
 

@@ -1,26 +1,19 @@
-"""What one verification costs on a device: Outrider's kernel against what others do, and against the memory's speed.
-
-    python -m benchmarks.kernel                  all of it, on a GPU: about seven minutes
-    python -m benchmarks.kernel --parts gamma    one part; --resume goes on with what there is
-    python -m benchmarks.kernel --quick          does it work at all: small sizes, on a CPU too
-
+"""What one verification costs on a device: Outrider's kernel against other implementations and the memory bandwidth.
 Parts: `batch` (B from 1 to 256), `gamma` (γ from 1 to 20 at B = 1, as [W Fig. 3-5, Table 8]) and `rules`. Bandwidth is
-what must move over the time with cold caches; its share is of what a plain copy moves in the same run. Logits are of a
-Zipf-like distribution, and drafts of one near it. All but Outrider take the whole of q, and turn both models' logits to
-float32 first.
+the bytes that must move over the time with cold caches; its share is of a plain copy in the same run. Logits have a
+Zipf-like distribution, and the draft's are near them. All but Outrider read the whole of q, and turn both models'
+logits to float32 first.
 """
-
-from __future__ import annotations
 
 import gc
 import importlib
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from functools import cached_property, lru_cache, partial
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 import torch
 from matplotlib.axes import Axes
@@ -28,9 +21,9 @@ from torch import Tensor
 from transformers.generation.utils import _speculative_sampling
 
 from benchmarks import harness, plots
-from benchmarks.clocks import Clock, Work, clock_of
 from benchmarks.contenders import Unavailable
-from benchmarks.harness import Bench, Json, Runs, tell
+from benchmarks.harness import Bench, Json, Runs, number, percent, progress
+from benchmarks.timing import Timer, Work
 from kernels.dense import DraftLogits, SigmoidScales
 from kernels.rng import Domain, gumbel, uniform
 from kernels.sampling import SamplingParams
@@ -39,16 +32,16 @@ from kernels.verify import Proposed, Rule, implementation_for, verify
 
 PARTS = ("rules", "batch", "gamma")
 NAMES = ("outrider", "transformers", "torch")
-MEASURES = ("eager cold", "eager warm", "graph cold", "graph warm", "whole")
 MAX_GAMMA = 20
 BASE_LENGTH = 1000
+SECONDS = 420.0
+"""After so long no measurement begins."""
+MOST_ALONE = 16
+"""Sequences that a contender without batches verifies one after another; more would only take longer."""
 _EXPONENT = 1.5  # p ∝ rank^-1.5: the best 64 of 128k tokens have nine tenths of the mass
-_APART = 0.7  # standard deviation of draft and target logits from each other
+_DRAFT_NOISE = 0.7  # standard deviation of draft from target logits
 _SUPPORT = SparseConfig(keep_mass=0.99, max_support=64)
 _SCALES = SigmoidScales(-1e3, 1e3)
-
-
-# -------------------------------------------------------------------------------------------------------------- cases
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,31 +53,22 @@ class Shape:
     gamma: int
     rule: Rule = Rule.TOKENWISE
 
-    def keys(self) -> dict[str, Any]:
-        return {"V": self.V, "B": self.B, "gamma": self.gamma, "rule": self.rule.value}
-
 
 @dataclass(frozen=True, slots=True)
 class Rows:
-    """The rows of one sequence of `MAX_GAMMA` drafts, which those of all others are copies of.
+    """One sequence, of which all others are copies."""
 
-    Attributes:
-        logits: `[MAX_GAMMA + 1, V]`.
-        draft_logits: `[MAX_GAMMA, V]`.
-        q: q̂ of each draft, `[MAX_GAMMA]`.
-    """
-
-    logits: Tensor
-    draft_logits: Tensor
-    q: Sequence[SparseDistribution]
+    logits: Tensor  # `[MAX_GAMMA + 1, V]`
+    draft_logits: Tensor  # `[MAX_GAMMA, V]`
+    q: Sequence[SparseDistribution]  # q̂ of each draft, `[MAX_GAMMA]`
 
     @classmethod
-    def make(cls, V: int, dtype: torch.dtype, device: torch.device) -> Rows:
+    def make(cls, V: int, dtype: torch.dtype, device: torch.device) -> Self:
         source = torch.Generator().manual_seed(V)
         ranks = torch.stack([torch.randperm(V, generator=source) for _ in range(MAX_GAMMA + 1)])
         logits = -_EXPONENT * (1 + ranks).log()
-        apart = _APART * torch.randn(MAX_GAMMA, V, generator=source)
-        draft_logits = (logits[:-1] + apart).to(dtype)
+        noise = _DRAFT_NOISE * torch.randn(MAX_GAMMA, V, generator=source)
+        draft_logits = (logits[:-1] + noise).to(dtype)
         q = sparsify(torch.softmax(draft_logits.float(), dim=-1), _SUPPORT)
         return cls(logits.to(dtype).to(device), draft_logits.to(device), q)
 
@@ -96,12 +80,12 @@ class Case:
 
     @cached_property
     def logits(self) -> Tensor:
-        shape = self.shape
-        return self._rows.logits[: shape.gamma + 1].repeat(shape.B, 1, 1)
+        """`[B, γ+1, V]`."""
+        return self._rows.logits[: self.shape.gamma + 1].repeat(self.shape.B, 1, 1)
 
     @cached_property
     def draft_logits(self) -> Tensor:
-        """The draft's, `[B, γ, V]`: what is read by those who take the whole of q."""
+        """`[B, γ, V]`, for contenders that read the whole of q."""
         return self._rows.draft_logits[: self.shape.gamma].repeat(self.shape.B, 1, 1)
 
     @cached_property
@@ -114,11 +98,13 @@ class Case:
 
     @cached_property
     def proposals(self) -> list[Proposed]:
-        """As Outrider takes them: tokens drawn from q̂, or by the shared noise under `coupled`."""
-        shape, kept = self.shape, self._rows.q[: self.shape.gamma]
-        plain = SamplingParams()
+        """For Outrider: tokens drawn from q̂, or by the shared noise under `coupled`."""
+        shape, kept, plain = self.shape, self._rows.q[: self.shape.gamma], SamplingParams()
         if shape.rule is Rule.COUPLED:
-            return [Proposed(self._coupled_tokens(), (), plain, 0, BASE_LENGTH, Rule.COUPLED)] * shape.B
+            noise = gumbel(0, range(BASE_LENGTH, BASE_LENGTH + shape.gamma), shape.V)
+            log_q = torch.log_softmax(self._rows.draft_logits[: shape.gamma].cpu().float(), dim=-1)
+            tokens = tuple((log_q + noise).argmax(dim=-1).tolist())
+            return [Proposed(tokens, (), plain, 0, BASE_LENGTH, Rule.COUPLED)] * shape.B
         q: tuple[Any, ...] = tuple(kept)
         scales = None
         if shape.rule is Rule.SIGMOID:
@@ -134,50 +120,30 @@ class Case:
 
     @property
     def must_bytes(self) -> int:
-        """What must move at the least: each row of logits once; under `sigmoid` the draft's too."""
+        """Each row of logits once; under `sigmoid` the draft's too."""
         shape = self.shape
         rows = shape.B * (shape.gamma + 1) + (shape.B * shape.gamma if shape.rule is Rule.SIGMOID else 0)
         return rows * shape.V * self._rows.logits.element_size()
 
-    def _coupled_tokens(self) -> tuple[int, ...]:
-        gamma = self.shape.gamma
-        noise = gumbel(0, range(BASE_LENGTH, BASE_LENGTH + gamma), self.shape.V)
-        scores = torch.log_softmax(self._rows.draft_logits[:gamma].cpu().float(), dim=-1) + noise
-        return tuple(scores.argmax(dim=-1).tolist())
-
-
-# ----------------------------------------------------------------------------------------------------------- contenders
-
-MOST_IN_TURN = 16
-"""Sequences that a contender without batches takes one after the other; more would only take longer."""
-
 
 @dataclass(frozen=True, slots=True)
 class Ready:
-    """A contender that has a case in hand.
-
-    Attributes:
-        run: what is timed: from logits on the device to results on the device.
-        accepted: runs once more; drafted tokens accepted a sequence.
-        graphable: whether `run` may be captured in a CUDA graph.
-        whole: the same with all that the host does before and after, where that is not in `run`.
-    """
-
-    run: Work
-    accepted: Callable[[], float]
-    graphable: bool
-    whole: Work | None = None
+    run: Work  # what is timed: from logits on the device to results on the device
+    accepted: Callable[[], float]  # runs once more; mean drafted tokens accepted
+    graphable: bool  # whether a CUDA graph may capture `run`
+    whole: Work | None = None  # with all work of the host before and after, where `run` leaves it out
 
 
 Contender = Callable[[Case], Ready]
-"""Takes a case in hand; raises `Unavailable` where it cannot."""
+"""Raises `Unavailable` where it cannot verify a case."""
 
 
 def outrider(path: str) -> Contender:
-    """`kernels.verify` by the path named; of `triton` the launches are timed apart from packing and copying."""
+    """`kernels.verify` by the named path; of `triton` the launches are timed apart from packing and copying."""
 
     def start(case: Case) -> Ready:
-        if case.shape.rule not in importlib.import_module(f"kernels.verify_{path}").RULES:
+        implementation: Any = importlib.import_module(f"kernels.verify_{path}")
+        if case.shape.rule not in implementation.RULES:
             raise Unavailable(f"{path} does not know the rule {case.shape.rule.value}")
         logits = case.logits.flatten(0, 1)
 
@@ -188,22 +154,21 @@ def outrider(path: str) -> Contender:
             return sum(result.accepted for result in whole()) / case.shape.B
 
         if path != "triton":
-            return Ready(whole, accepted, graphable=False, whole=whole)
-        launch: Any = importlib.import_module("kernels.verify_triton").prepare(logits, case.proposals)
-        return Ready(launch.run, accepted, graphable=True, whole=whole)
+            return Ready(whole, accepted, graphable=False)
+        return Ready(implementation.prepare(logits, case.proposals).run, accepted, graphable=True, whole=whole)
 
     return start
 
 
-def _tokenwise_alone(case: Case) -> None:
+def _only_tokenwise(case: Case) -> None:
     if case.shape.rule is not Rule.TOKENWISE:
         raise Unavailable(f"it does not know the rule {case.shape.rule.value}")
 
 
 def transformers(case: Case) -> Ready:
     """Transformers' `_speculative_sampling`, a sequence at a time: it takes no batch."""
-    _tokenwise_alone(case)
-    if case.shape.B > MOST_IN_TURN:
+    _only_tokenwise(case)
+    if case.shape.B > MOST_ALONE:
         raise Unavailable(f"it takes one sequence at a time, not {case.shape.B}")
     logits, draft_logits, drafted = case.logits, case.draft_logits, case.drafted
 
@@ -217,31 +182,18 @@ def transformers(case: Case) -> Ready:
 
 
 def torch_unfused(case: Case) -> Ready:
-    _tokenwise_alone(case)
+    _only_tokenwise(case)
     arguments = case.logits, case.draft_logits, case.drafted
     return Ready(lambda: unfused(*arguments), lambda: float(unfused(*arguments)[0].float().mean()), graphable=True)
 
 
 def contenders_of(path: str) -> dict[str, Contender]:
-    """All who verify, by name; `path` is Outrider's implementation."""
-    return {
-        "outrider": outrider(path),
-        "transformers": transformers,
-        "torch": torch_unfused,
-    }
+    return dict(zip(NAMES, (outrider(path), transformers, torch_unfused), strict=True))
 
 
 def unfused(logits: Tensor, draft_logits: Tensor, drafted: Tensor) -> tuple[Tensor, Tensor]:
-    """[L Alg. 1] on a batch, in as many operations as it reads, and without waiting for the host.
-
-    Args:
-        logits: `[B, γ+1, V]`.
-        draft_logits: `[B, γ, V]`.
-        drafted: int64 `[B, γ]`.
-
-    Returns:
-        How many are accepted, int64 `[B]`, and the next token, int64 `[B]`.
-    """
+    """[L Alg. 1] on a batch in plain torch, without host syncs: accepted tokens and next tokens, int64 `[B]`."""
+    # logits: [B, γ+1, V], draft_logits: [B, γ, V], drafted: int64 [B, γ]
     gamma = drafted.shape[1]
     p, q = torch.softmax(logits.float(), dim=-1), torch.softmax(draft_logits.float(), dim=-1)
     p_x = p[:, :gamma].gather(2, drafted[..., None])[..., 0]
@@ -256,28 +208,14 @@ def unfused(logits: Tensor, draft_logits: Tensor, drafted: Tensor) -> tuple[Tens
     return accepted, (rest.clamp(min=0) / times).argmax(dim=1)
 
 
-# -------------------------------------------------------------------------------------------------------- measurement
-
-
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """What is measured.
-
-    Attributes:
-        vocabularies: each V.
-        gammas: of the part `gamma`, at B = 1.
-        batches: each B of the part `batch`, at `gamma`.
-        gamma: of the parts `batch` and `rules`.
-        rules_batches: each B of the part `rules`, at the second V.
-        repeats: runs of one measurement at the most.
-    """
-
     vocabularies: tuple[int, ...] = (32_000, 128_256, 151_936, 262_144)
-    gammas: tuple[int, ...] = tuple(range(1, 21))
-    batches: tuple[int, ...] = (1, 2, 4, 8, 16, 32, 64, 128, 256)
-    gamma: int = 5
-    rules_batches: tuple[int, ...] = (1, 64, 128, 256)
-    repeats: int = 50
+    gammas: tuple[int, ...] = tuple(range(1, 21))  # of the part `gamma`, at B = 1
+    batches: tuple[int, ...] = (1, 2, 4, 8, 16, 32, 64, 128, 256)  # of the part `batch`
+    gamma: int = 5  # of the parts `batch` and `rules`
+    rules_batches: tuple[int, ...] = (1, 64, 128, 256)  # of the part `rules`, at the second V
+    repeats: int = 50  # runs of one measurement at the most
 
     def shapes(self, part: str) -> Iterator[Shape]:
         if part == "gamma":
@@ -296,7 +234,6 @@ QUICK = Plan(vocabularies=(512, 1000), gammas=(1, 3), batches=(1, 2), gamma=2, r
 def main(arguments: Sequence[str] | None = None) -> int:
     parser = harness.parser("kernel", __doc__, quick="small sizes, few runs")
     parser.add_argument("--parts", nargs="+", choices=PARTS, default=PARTS, help="what to measure (default: all)")
-    parser.add_argument("--seconds", type=float, default=420.0, help="begin nothing after so long")
     parser.add_argument("--device", help="cuda, cuda:N or cpu (default: CUDA where there is one)")
     return harness.run("kernel", harness.parse(parser, arguments, {}), _measure, summarise, table, draw)
 
@@ -304,69 +241,68 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def _measure(bench: Bench) -> None:
     given = bench.given
     device = torch.device(given.device or ("cuda" if torch.cuda.is_available() else "cpu"))
-    path = implementation_for(device)
     if device.type == "cpu" and not given.quick:
         raise ValueError("there is no CUDA device; --quick runs small sizes on a CPU")
     plan = QUICK if given.quick else FULL
-    clock = clock_of(device, plan.repeats)
-    bench.document |= {"plan": asdict(plan), "path": path, "device": clock.describe()}
-    bench.document["copy_bytes_per_second"] = bench.once("copy", clock.copy_bandwidth)
-    if not measure(plan, given.parts, contenders_of(path), clock, bench, given.seconds):
-        tell(f"{given.seconds:g} s are over; --resume goes on")
+    timer = Timer(device, plan.repeats)
+    bench.document |= head(plan, timer) | {"copy_bytes_per_second": bench.once("copy", timer.copy_bandwidth)}
+    if not measure(plan, given.parts, timer, bench, SECONDS):
+        progress(f"{SECONDS:g} s are over; --resume goes on")
 
 
-def measure(
-    plan: Plan, parts: Sequence[str], contenders: Mapping[str, Contender], clock: Clock, runs: Runs, seconds: float
-) -> bool:
+def head(plan: Plan, timer: Timer) -> Json:
+    return {"plan": asdict(plan), "path": implementation_for(timer.device), "device": timer.describe()}
+
+
+def measure(plan: Plan, parts: Sequence[str], timer: Timer, runs: Runs, seconds: float) -> bool:
     """Adds the runs that are not there yet; False where the time was over first."""
     end = time.monotonic() + seconds
-    rows = lru_cache(maxsize=1)(lambda V: Rows.make(V, torch.bfloat16, clock.device))
+    contenders = contenders_of(implementation_for(timer.device))
+    rows = lru_cache(maxsize=1)(lambda V: Rows.make(V, torch.bfloat16, timer.device))
     for part in parts:
         for shape in plan.shapes(part):
-            keys = {"part": part, **shape.keys()}
+            keys = {"part": part, **asdict(shape), "rule": shape.rule.value}
             left = [name for name in contenders if not runs.has(**keys, contender=name)]
             if left and time.monotonic() > end:
                 return False
             if left:
                 case = Case(shape, rows(shape.V))
-                found = [{**keys, "contender": name, **_timed(name, contenders[name], case, clock)} for name in left]
+                found = [{**keys, "contender": name, **_timed(name, contenders[name], case, timer)} for name in left]
                 runs.add(*found)
                 shown = ", ".join(f"{run['contender']} {device_us(run):.1f}" for run in found if "us" in run)
-                tell(f"{', '.join(f'{name} {value}' for name, value in keys.items())}: {shown} µs")
+                progress(f"{', '.join(f'{name} {value}' for name, value in keys.items())}: {shown} µs")
                 del case
                 gc.collect()
     return True
 
 
-def _timed(name: str, contender: Contender, case: Case, clock: Clock) -> Json:
-    """Everything that is known of one contender on one case, or why it takes no part. Ours must not fail."""
+def _timed(name: str, contender: Contender, case: Case, timer: Timer) -> Json:
+    """The figures of one contender on one case, or why there are none. Outrider must not fail."""
     try:
         with torch.inference_mode():
-            return _figures(contender(case), case, clock)
+            return _figures(contender(case), case, timer)
     except Unavailable as error:
         return {"refusal": str(error)}
-    except Exception as error:  # another's library may be of another version than we know
+    except Exception as error:  # another version of the library may fail
         if name == "outrider":
             raise
         return {"refusal": f"it failed: {type(error).__name__}: {(str(error).splitlines() or [''])[0]}"}
 
 
-def _figures(ready: Ready, case: Case, clock: Clock) -> Json:
-    times = {f"eager {name}": clock.times(ready.run, cold=name == "cold") for name in ("cold", "warm")}
-    graph = clock.captured(ready.run) if ready.graphable else None
+def _figures(ready: Ready, case: Case, timer: Timer) -> Json:
+    times = {f"eager {name}": timer.times(ready.run, cold=name == "cold") for name in ("cold", "warm")}
+    graph = timer.captured(ready.run) if ready.graphable else None
     if graph is not None:
         for name in ("cold", "warm"):
-            times[f"graph {name}"] = clock.times(graph, cold=name == "cold", launched=False)
-    times["whole"] = clock.wall(ready.whole or ready.run)
+            times[f"graph {name}"] = timer.times(graph, cold=name == "cold", launched=False)
+    whole = ready.whole or ready.run
+    times["whole"] = timer.wall(whole)
     return {
-        "us": {name: asdict(found) for name, found in times.items()},
+        "us": times,
         "must_bytes": case.must_bytes,
-        "peak_bytes": clock.peak_bytes(ready.whole or ready.run),
+        "peak_bytes": timer.peak_bytes(whole),
         "accepted": ready.accepted(),
     }
-
-
-# ----------------------------------------------------------------------------------------------------------- figures
 
 
 def device_us(run: Json, state: str = "warm") -> float:
@@ -376,8 +312,12 @@ def device_us(run: Json, state: str = "warm") -> float:
 
 
 def share_of_copy(run: Json, bandwidth: float) -> float:
-    """What must move, over the time with cold caches, as a share of `bandwidth` in bytes a second."""
+    """The bytes that must move, over the time with cold caches, as a share of `bandwidth` in bytes a second."""
     return float(run["must_bytes"]) / (device_us(run, "cold") * 1e-6) / bandwidth
+
+
+def _peak_mib(run: Json) -> float | None:
+    return run["peak_bytes"] and run["peak_bytes"] / 2**20
 
 
 def summarise(bench: Bench) -> Json:
@@ -385,12 +325,11 @@ def summarise(bench: Bench) -> Json:
 
 
 def _select(document: Json, **keys: Any) -> list[Json]:
-    """The runs with these keys that have figures."""
     return [run for run in document["rows"] if "us" in run and all(run[name] == value for name, value in keys.items())]
 
 
 def aims(document: Json) -> list[Json]:
-    """Each aim, for an H200, with the worst that was found; `met` is None where nothing that bears on it was there."""
+    """Each aim, for an H200, with its worst case."""
     if document["device"]["name"] == "cpu":
         return []
     ours = _select(document, contender="outrider")
@@ -415,7 +354,7 @@ def aims(document: Json) -> list[Json]:
 
 
 def aim(text: str, values: Sequence[float | None], *, least: float | None = None, most: float | None = None) -> Json:
-    """An aim with the worst of the values that are known."""
+    """An aim with the worst of the known values; `met` is None where none is known."""
     known = [value for value in values if value is not None]
     found = None if not known else min(known) if least is not None else max(known)
     met = None if found is None else found >= least if least is not None else found <= (most or 0.0)
@@ -431,6 +370,7 @@ def aims_list(found: Sequence[Json]) -> str:
 def table(document: Json) -> str:
     device = ", ".join(f"{name} {value}" for name, value in document["device"].items())
     bandwidth = document["copy_bytes_per_second"]
+    times = ("eager cold", "eager warm", "graph cold", "graph warm", "whole")
     rows = [
         [
             run["contender"],
@@ -438,15 +378,15 @@ def table(document: Json) -> str:
             f"{run['V']:,}",
             run["B"],
             run["gamma"],
-            *(harness.number(run["us"].get(name, {"median": None})["median"], 1) for name in MEASURES),
-            f"{run['accepted'] / run['gamma']:.0%}",
+            *(number(run["us"].get(name, {"median": None})["median"], 1) for name in times),
+            percent(run["accepted"] / run["gamma"]),
             f"{run['must_bytes'] / 1e6:.1f}",
-            f"{share_of_copy(run, bandwidth):.0%}",
-            harness.number(run["peak_bytes"] and run["peak_bytes"] / 2**20, 1),
+            percent(share_of_copy(run, bandwidth)),
+            number(_peak_mib(run), 1),
         ]
         for run in _select(document)
     ]
-    head = ["", "rule", "V", "B", "γ", *(f"{name}, µs" for name in MEASURES), "accepted"]
+    head = ["", "rule", "V", "B", "γ", *(f"{name}, µs" for name in times), "accepted"]
     head += ["must move, MB", "of a copy", "peak, MiB"]
     reasons = {(run["contender"], run["refusal"]) for run in document["rows"] if "refusal" in run}
     return "\n\n".join(
@@ -454,32 +394,31 @@ def table(document: Json) -> str:
             f"{device}; path `{document['path']}`; a copy moves {bandwidth / 1e9:.0f} GB/s.",
             aims_list(document["aims"]),
             harness.table(head, rows, "One verification, medians"),
-            harness.table(["who", "why, for some of the cases at least"], sorted(reasons), "Left out"),
+            harness.table(["contender", "why, at least in some cases"], sorted(reasons), "Left out"),
         ]
     )
 
 
 def draw(document: Json, path: Path) -> None:
     """A column a vocabulary, after [W Fig. 3-5]: time by γ, peak memory by γ, and share of the copy bandwidth by B."""
-    vocabularies = document["plan"]["vocabularies"]
-    bandwidth = document["copy_bytes_per_second"]
+    plan = document["plan"]
+    share_of = partial(share_of_copy, bandwidth=document["copy_bytes_per_second"])
     note = f"{document['device']['name']}; path {document['path']}"
-    with plots.picture(path, 3, len(vocabularies), size=(3.4, 2.8), note=note) as panels:
-        for V, (times, memory, share) in zip(vocabularies, panels.T, strict=True):
+    with plots.picture(path, 3, len(plan["vocabularies"]), size=(3.4, 2.8), note=note) as panels:
+        for V, (times, memory, share) in zip(plan["vocabularies"], panels.T, strict=True):
             _lines(times, document, "gamma", V, device_us)
-            _lines(memory, document, "gamma", V, lambda run: run["peak_bytes"] and run["peak_bytes"] / 2**20)
-            _lines(share, document, "batch", V, partial(share_of_copy, bandwidth=bandwidth))
+            _lines(memory, document, "gamma", V, _peak_mib)
+            _lines(share, document, "batch", V, share_of)
             times.set_title(f"V = {V:,}", fontsize=10)
             times.set_yscale("log")
             share.set_xscale("log", base=2)
             plots.level(share)
-            share.set_xlabel(f"B (γ = {document['plan']['gamma']})", fontsize=8)
+            share.set_xlabel(f"B (γ = {plan['gamma']})", fontsize=8)
             for panel in (times, memory):
                 panel.set_xlabel("γ (B = 1)", fontsize=8)
-        for panel, named in zip(
-            panels[:, 0], ("µs, warm caches", "peak memory, MiB", "of a copy, cold caches"), strict=True
-        ):
-            panel.set_ylabel(named, fontsize=8)
+        labels = ("µs, warm caches", "peak memory, MiB", "of a copy, cold caches")
+        for panel, label in zip(panels[:, 0], labels, strict=True):
+            panel.set_ylabel(label, fontsize=8)
 
 
 def _lines(panel: Axes, document: Json, part: str, V: int, value: Callable[[Json], float | None]) -> None:

@@ -1,14 +1,8 @@
-"""What holding passes back is worth at a verifier: rounds per second and sequences per pass, by streams at once.
+"""What delaying steps is worth at a verifier: rounds per second and sequences per step, by streams at once.
 
-One verifier without and one with `--max-linger`, both up together; they take turns, so that whatever else the machine
-does falls on both. The drafts are elsewhere, as they should be: each stream is a `Verify` stream whose next proposal
-comes a set time after the verdict, give or take a fifth. The demo target, and the same six times as deep.
-
-    python -m benchmarks.linger            about two minutes
-    python -m benchmarks.linger --quick    does it work at all
+One verifier without and one with `--max-linger`, in turns. Each stream is a `Verify` stream whose next proposal comes a
+set time after the verdict, give or take a fifth. The demo target, and the same six times as deep.
 """
-
-from __future__ import annotations
 
 import asyncio
 import random
@@ -23,7 +17,7 @@ from typing import Any
 import grpc
 
 from benchmarks import harness, plots
-from benchmarks.harness import Bench, Json, number, tell
+from benchmarks.harness import Bench, Json, number, progress
 from benchmarks.services import VerifyStream, await_, models_of, verifier
 from protos.outrider.v1 import sampling_pb2
 from protos.outrider.v1.verifier_service_pb2_grpc import VerifierServiceStub
@@ -34,27 +28,24 @@ MAX_NEW_TOKENS = 900
 
 def main(arguments: Sequence[str] | None = None) -> int:
     parser = harness.parser("linger", __doc__, quick="two streams, one short turn")
-    parser.add_argument("--only", choices=("demo", "deepened"), help="one of the two targets")
-    parser.add_argument("--factor", type=int, default=6, help="how many times as deep the deepened target is")
-    parser.add_argument("--linger", type=float, default=20.0, help="milliseconds to compare with none")
+    harness.target_options(parser, factor=6)
     parser.add_argument("--streams", type=int, nargs="+", default=[1, 8, 16], help="at once")
-    parser.add_argument(
-        "--turnaround", type=float, default=2.0, help="milliseconds from a verdict to the next proposal"
-    )
-    parser.add_argument("--gamma", type=int, default=2)
     parser.add_argument("--seconds", type=float, default=1.0, help="length of a turn")
     parser.add_argument("--repetitions", type=int, default=5)
+    parser.set_defaults(linger=20.0, turnaround=2.0, gamma=2)
     few = {"only": "demo", "streams": [2], "seconds": 0.3, "repetitions": 1}
-    return harness.run("linger", harness.parse(parser, arguments, few), measure, summarise, table, draw)
+    given = harness.parse(parser, arguments, few)
+    summarise = harness.summary_of(("target", "streams"), figures)
+    return harness.run("linger", given, measure, summarise, table, draw)
 
 
 def measure(bench: Bench) -> None:
     given = bench.given
-    for models in models_of(given.target, given.draft, given.only, given.factor):
+    for models in models_of(given):
         with ExitStack() as stack:
             addresses = {
                 ms: stack.enter_context(
-                    verifier(models.target, max_sequences=max(given.streams), more=["--max-linger", str(ms)])
+                    verifier(models.target, "--max-linger", str(ms), max_sequences=max(given.streams))
                 )
                 for ms in (0.0, given.linger)
             }
@@ -75,7 +66,7 @@ async def _turns(bench: Bench, target: str, addresses: dict[float, str]) -> None
                         found = await _turn(stub, streams, bench.given)
                         if repetition >= 0:
                             bench.add({**keys, **found})
-            tell(f"{target}: turn {repetition + 1} of {bench.given.repetitions}")
+            progress(f"{target}: turn {repetition + 1} of {bench.given.repetitions}")
 
 
 async def _turn(stub: Any, streams: int, given: Any) -> Json:
@@ -97,7 +88,7 @@ async def _turn(stub: Any, streams: int, given: Any) -> Json:
 
 
 async def _play(stream: VerifyStream, chance: random.Random, given: Any, until: float, verdicts: list[Any]) -> None:
-    """One sequence, proposal by proposal, until the time is up. Under `coupled` a proposal is tokens alone."""
+    """One sequence, until the time is up. Under `coupled` a proposal is tokens alone."""
     while stream.length - len(PROMPT) < MAX_NEW_TOKENS - given.gamma - 1:
         await stream.propose([7] * given.gamma, coupled=True)
         verdict = await stream.verdict()
@@ -109,14 +100,10 @@ async def _play(stream: VerifyStream, chance: random.Random, given: Any, until: 
     stream.cancel()
 
 
-def summarise(bench: Bench) -> Json:
-    return {"summary": harness.tree(bench.runs, ("target", "streams"), figures)}
-
-
 def figures(runs: Sequence[Json]) -> Json:
     """Both settings at one number of streams; ratios are to no linger in the same repetition."""
     by_setting = dict(sorted(harness.grouped(runs, "linger_ms").items()))
-    rates = {ms: {run["repetition"]: run["rounds_per_second"] for run in own} for ms, own in by_setting.items()}
+    rates = {ms: harness.by_repetition(own, "rounds_per_second") for ms, own in by_setting.items()}
     return {
         f"{ms:g}": {
             "rounds_per_second": median(rates[ms].values()),
@@ -129,18 +116,13 @@ def figures(runs: Sequence[Json]) -> Json:
 
 
 def table(document: Json) -> str:
-    rows = [
-        [
-            *where,
-            number(found["rounds_per_second"], 0),
-            harness.between(found),
-            number(found["sequences_per_pass"], 1),
-            number(found["pass_fixed_ms"], 1),
-        ]
-        for where, found in harness.flat(document["summary"], 3)
-    ]
-    head = ["target", "streams", "linger, ms", "rounds/s", "to none", "sequences/pass", "fixed cost, ms"]
-    return harness.table(head, rows)
+    columns: harness.Columns = {
+        "rounds/s": lambda found: number(found["rounds_per_second"], 0),
+        "to none": harness.between,
+        "sequences/pass": lambda found: number(found["sequences_per_pass"], 1),
+        "fixed cost, ms": lambda found: number(found["pass_fixed_ms"], 1),
+    }
+    return harness.summary_table(document["summary"], ["target", "streams", "linger, ms"], columns)
 
 
 def draw(document: Json, path: Path) -> None:

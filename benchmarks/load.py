@@ -1,55 +1,56 @@
 """What many requests at once do to speculation: the pair, the target alone, and transformers' continuous batching.
 
-Three loops. `closed`: so many streams, each of which asks for its next text when one has ended. `short-texts`: the
-same with 32 streams and texts of a few tokens, as a classifier or a tool call asks for. `open`: a Poisson process with
-a fixed seed, at shares of the most requests a second that Outrider served in the closed loop; without transformers.
+Three loops. `closed`: a number of streams, each with its next text when one has ended. `short-texts`: the same with 32
+streams and texts of a few tokens. `open`: Poisson arrivals with a fixed seed, at shares of the highest request rate
+of Outrider in the closed loop; without transformers.
 
-    python -m benchmarks.load --only demo            about eight minutes on two cores
-    python -m benchmarks.load --only deepened        about five: the closed loop, without continuous batching
     python -m benchmarks.load --only demo --parts closed --contenders Decode pair --streams 1 8 64 --repetitions 1
                                                      one minute; in two trees, in turns, it compares them
-    python -m benchmarks.load --quick                does it work at all
 
 γ is chosen by the policy `adaptive`; `--gamma` fixes it. Services have one thread each and bfloat16, the pair a core
 each, as `outrider serve` starts them; continuous batching has one thread: with these each was fastest on two cores.
 """
 
-from __future__ import annotations
-
 import argparse
 import random
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack
-from itertools import islice
+from itertools import pairwise
 from pathlib import Path
 from statistics import median
-from typing import Any
 
+import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.ticker import LogLocator, NullFormatter
 
 from benchmarks import harness, plots
-from benchmarks.contenders import Task, Unavailable, load_model, tokenised
-from benchmarks.harness import Bench, Json, number, tell
-from benchmarks.servers import ContinuousBatching, OutriderServer, Server, figures
+from benchmarks.contenders import (
+    ContinuousBatching,
+    Outcome,
+    OutriderServer,
+    Server,
+    Task,
+    Unavailable,
+    load_model,
+    tokenised,
+)
+from benchmarks.harness import Bench, Json, between, medians, number, percent, progress
 from benchmarks.services import ANYWHERE, APART, Models, Services, models_of
 
 BATCHING, ALONE, PAIR = "batching", "Decode", "pair"
 CONTENDERS = (BATCHING, ALONE, PAIR)
 REFERENCES = (BATCHING, ALONE)
-"""What the pair is held against: the better of the two in the same repetition."""
+"""The ratio of the pair is to the better of the two in the same repetition."""
 CLOSED, SHORT, OPEN = "closed", "short-texts", "open"
 LEVELS = {CLOSED: "streams", SHORT: "tokens a text", OPEN: "share of capacity"}
 """What differs from one level of a loop to the next."""
-MIXES = ("short", "long")
+MIX = "short"
+"""The only mix of prompts, a key of results: as they are in the file."""
 AIM = 0.97
-"""What the pair is to keep of the better reference's rate at any load."""
+"""The least ratio that the pair should have at any load."""
 
-TEMPERATURE = 1.0
-SHORT_STREAMS, SHORT_TEXTS = 32, 512  # of the short texts
-# Of a long prompt: prompts of one length would all prefill alike.
-_LONG_PROMPTS = (384, 192, 288)
+SHORT_STREAMS = 32
 _USUAL: Json = {"new_tokens": 64, "streams": [1, 2, 4, 8, 16, 32, 64], "parts": list(LEVELS), "contenders": CONTENDERS}
 # Its target takes twelve times as long, and continuous batching was never faster there than half of `Decode`.
 _DEEPENED: Json = {"new_tokens": 32, "streams": [1, 4, 16, 64], "parts": [CLOSED], "contenders": [ALONE, PAIR]}
@@ -57,18 +58,16 @@ _DEEPENED: Json = {"new_tokens": 32, "streams": [1, 4, 16, 64], "parts": [CLOSED
 
 def main(arguments: Sequence[str] | None = None) -> int:
     parser = harness.parser("load", __doc__, quick="few texts, the demo pair only")
-    parser.add_argument("--only", choices=("demo", "deepened"), help="one of the two pairs")
-    parser.add_argument("--factor", type=int, default=12, help="how many times as deep the deepened target is")
+    harness.target_options(parser, factor=12)
     parser.add_argument("--parts", nargs="+", choices=list(LEVELS), help="(default: all; deepened: closed)")
     parser.add_argument("--contenders", nargs="+", choices=CONTENDERS, help="(default: all; deepened: Decode, pair)")
     parser.add_argument("--streams", type=int, nargs="+", help="of the closed loop (default: 1 to 64)")
-    parser.add_argument("--mixes", nargs="+", choices=MIXES, default=["short"], help="of prompts")
     parser.add_argument("--new-tokens", type=int, help="tokens of each text (default: 64; deepened: 32)")
     parser.add_argument("--rates", type=float, nargs="+", default=[0.5, 0.9], help="of the open loop")
     parser.add_argument("--open-seconds", type=float, default=8.0, help="how long requests of the open loop arrive")
     parser.add_argument("--repetitions", type=int, default=3, help="how often each run is made")
     parser.add_argument("--gamma", type=int, help="of the pair, fixed (default: adaptive)")
-    parser.set_defaults(short_tokens=[1, 4, 16], short_texts=SHORT_TEXTS, least_texts=12)
+    parser.set_defaults(short_tokens=[1, 4, 16], short_texts=512, least_texts=12)
     few = {
         "only": "demo", "streams": [1, 2], "new_tokens": 8, "short_tokens": [1], "short_texts": 2, "least_texts": 2,
         "rates": [0.8], "open_seconds": 1.0, "repetitions": 1,
@@ -76,6 +75,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     given = harness.parse(parser, arguments, few)
     if given.output is None and given.only and not given.quick:
         given.output = harness.RESULTS / f"load-{given.only}.json"
+    summarise = harness.summary_of(("pair", "part", "mix", "level"), cell)
     return harness.run("load", given, measure, summarise, table, draw)
 
 
@@ -86,7 +86,7 @@ def measure(bench: Bench) -> None:
         value = getattr(given, name)
         if value is not None and min(value if isinstance(value, list) else [value]) <= 0:
             raise ValueError(f"{name} is {value}; it must be above 0")
-    for models in models_of(given.target, given.draft, given.only, given.factor):
+    for models in models_of(given):
         bench.document["models"][models.name] = models.document()
         Loops(bench, models).run()
         load_model.cache_clear()
@@ -99,7 +99,7 @@ class Loops:
         vars(self._given).update(_USUAL | (_DEEPENED if models.name == "deepened" else {}) | asked)
         self._bench = bench
         self._models = models
-        self._work = Workload(tokenised(models.target, bench.prompts), self._given)
+        self._prompts = tokenised(models.target, bench.prompts)
 
     def run(self) -> None:
         cells = [(turn, cell) for turn, cell in enumerate(self._cells()) if self._missing(cell)]
@@ -110,19 +110,19 @@ class Loops:
                     self._measure(cell, servers, turn)
 
     def _servers(self, running: ExitStack) -> dict[str, Server]:
-        """All contenders that can run here, warm."""
         given, target = self._given, self._models.target
         most = max(8, *given.streams, SHORT_STREAMS if SHORT in given.parts else 0)
 
         def services(place: str) -> Services:
             return running.enter_context(Services(target, self._models.draft, place=place, max_sequences=most))
 
-        # Asked for by each request: one that gives a seed gets a fixed γ otherwise.
+        # Named in each request: one with a seed has a fixed γ otherwise.
         options: Json = {"speculation": "adaptive"}
         if given.gamma is not None:
             options = {"speculation": "fixed", "gamma": given.gamma}
+        longest = max(map(len, self._prompts)) + max(given.new_tokens, *given.short_tokens)
         makers: dict[str, Callable[[], Server]] = {
-            BATCHING: lambda: ContinuousBatching(target, threads=1, longest=self._work.longest()),
+            BATCHING: lambda: ContinuousBatching(target, threads=1, longest=longest),
             ALONE: lambda: OutriderServer(services(ANYWHERE), gamma=0),
             PAIR: lambda: OutriderServer(services(APART), **options),
         }
@@ -130,29 +130,27 @@ class Loops:
         for name in given.contenders:
             try:
                 server = makers[name]()
-                server.closed(self._work.warm_up(), 2)
+                server.closed(tasks(self._prompts, 2, 10_000, min(8, given.new_tokens)), 2)  # not measured
                 servers[name] = server
             except Unavailable as error:
                 self._leave_out(name, error)
-        self._bench.document["contenders"][self._models.name] = {
-            name: each.settings() for name, each in servers.items()
-        }
+        settings = {name: each.settings() for name, each in servers.items()}
+        self._bench.document["contenders"][self._models.name] = settings
         return servers
 
     def _leave_out(self, name: str, error: Unavailable) -> None:
-        tell(f"{self._models.name}: {name} is not there: {error}")
+        progress(f"{self._models.name}: {name} is not there: {error}")
         self._bench.document["unavailable"].setdefault(self._models.name, {})[name] = str(error)
 
     def _cells(self) -> Iterator[Json]:
-        """The grid, in order. Repetitions are outermost, so that each meets the machine at another time."""
+        """The grid, in order. Repetitions are outermost, so that other work on the machine affects all levels."""
         given = self._given
         for part, levels in ((CLOSED, given.streams), (SHORT, given.short_tokens), (OPEN, given.rates)):
             if part in given.parts:
                 for repetition in range(given.repetitions):
-                    for mix in given.mixes[: 1 if part == SHORT else None]:
-                        for level in levels:
-                            keys = {"pair": self._models.name, "part": part, "mix": mix, "level": f"{level:g}"}
-                            yield keys | {"repetition": repetition}
+                    for level in levels:
+                        keys = {"pair": self._models.name, "part": part, "mix": MIX, "level": f"{level:g}"}
+                        yield keys | {"repetition": repetition}
 
     def _missing(self, cell: Json) -> list[str]:
         names = [name for name in self._given.contenders if name != BATCHING or cell["part"] != OPEN]
@@ -169,82 +167,46 @@ class Loops:
                 continue
             self._bench.add({**cell, "contender": name, **found})
             shown.append(f"{name} {found['tokens_per_second']:.1f}")
-        tell(f"{' '.join(map(str, cell.values()))}: {', '.join(shown)} tokens/s")
+        progress(f"{' '.join(map(str, cell.values()))}: {', '.join(shown)} tokens/s")
 
     def _served(self, cell: Json, server: Server) -> Json:
-        work, mix, repetition = self._work, cell["mix"], cell["repetition"]
+        given, repetition = self._given, cell["repetition"]
+        if cell["part"] == SHORT:
+            short = tasks(self._prompts, given.short_texts, repetition, int(cell["level"]))
+            return figures(server.closed(short, SHORT_STREAMS))
         if cell["part"] == CLOSED:
             streams = int(cell["level"])
-            if not repetition and isinstance(server, OutriderServer):
-                server.closed(work.closed(mix, streams, 1000), streams)  # it learns how long so many take
-            return figures(server.closed(work.closed(mix, streams, repetition), streams))
-        if cell["part"] == SHORT:
-            return figures(server.closed(work.short(mix, int(cell["level"]), repetition), SHORT_STREAMS))
-        key = f"{self._models.name} {mix}"
-        capacity = self._bench.once(key, lambda: self._capacity(mix))
-        self._bench.document["capacity"][key] = capacity
+            count = max(given.least_texts, 3 * streams)
+            if not repetition and isinstance(server, OutriderServer):  # it learns how long so many take
+                server.closed(tasks(self._prompts, count, 1000, given.new_tokens), streams)
+            return figures(server.closed(tasks(self._prompts, count, repetition, given.new_tokens), streams))
+        key = f"{self._models.name} {MIX}"
+        capacity = self._bench.document["capacity"][key] = self._bench.once(key, self._capacity)
         assert isinstance(server, OutriderServer)
-        return figures(server.open(*work.open(mix, float(cell["level"]) * capacity, repetition)))
+        due = list(arrivals(float(cell["level"]) * capacity, given.open_seconds, seed=1 + repetition))
+        return figures(server.open(tasks(self._prompts, len(due), repetition, given.new_tokens), due))
 
-    def _capacity(self, mix: str) -> float:
-        """Requests a second that the closed loop found at the most, of Outrider's contenders.
+    def _capacity(self) -> float:
+        """The highest request rate of Outrider's contenders in the closed loop.
 
         Raises:
             ValueError: it has not run.
         """
-        runs = [run for run in self._bench.runs if run["part"] == CLOSED and run["contender"] in (ALONE, PAIR)]
-        here = [
-            {**run, "at": (run["contender"], run["level"])}
-            for run in runs
-            if (run["pair"], run["mix"]) == (self._models.name, mix)
+        here = {"part": CLOSED, "pair": self._models.name}
+        found = [
+            median(run["requests_per_second"] for run in own)
+            for name in (ALONE, PAIR)
+            for own in harness.grouped(self._bench.select(**here, contender=name), "level").values()
         ]
-        found = [median(run["requests_per_second"] for run in own) for own in harness.grouped(here, "at").values()]
         if not found:
-            raise ValueError(f"the open loop needs the closed loop of {mix} prompts before it: no capacity is known")
+            raise ValueError("the open loop needs the closed loop before it: no capacity is known")
         return max(found)
 
 
-class Workload:
-    """The requests, as tokens: the same for all contenders."""
-
-    def __init__(self, prompts: Sequence[tuple[int, ...]], given: argparse.Namespace) -> None:
-        self._prompts = prompts
-        self._given = given
-
-    def closed(self, mix: str, streams: int, repetition: int) -> list[Task]:
-        return self._tasks(mix, max(self._given.least_texts, 3 * streams), repetition, self._given.new_tokens)
-
-    def short(self, mix: str, new_tokens: int, repetition: int) -> list[Task]:
-        return self._tasks(mix, self._given.short_texts, repetition, new_tokens)
-
-    def open(self, mix: str, rate: float, repetition: int) -> tuple[list[Task], list[float]]:
-        """All texts of a run of the open loop, and when each arrives, in seconds; `rate` is in requests a second."""
-        due = list(arrivals(rate, self._given.open_seconds, seed=1 + repetition))
-        return self._tasks(mix, len(due), repetition, self._given.new_tokens), due
-
-    def warm_up(self) -> list[Task]:
-        """Two short texts that are not measured, after the longest prompts there are."""
-        return self._tasks(self._given.mixes[-1], 2, 10_000, min(8, self._given.new_tokens))
-
-    def longest(self) -> int:
-        mixes = self._given.mixes
-        lengths = [len(self._prompt(mix, nth)) for mix in mixes for nth in range(max(3, len(self._prompts)))]
-        return max(lengths) + max(self._given.new_tokens, *self._given.short_tokens)
-
-    def _tasks(self, mix: str, count: int, repetition: int, new_tokens: int) -> list[Task]:
-        first = repetition * count  # other prompts each time, as long as there are any
-        return [
-            Task(nth, self._prompt(mix, nth), new_tokens, TEMPERATURE, 1 + nth) for nth in range(first, first + count)
-        ]
-
-    def _prompt(self, mix: str, nth: int) -> tuple[int, ...]:
-        """The prompt as it is, or followed by those that come after it up to the length of a long one."""
-        count = len(self._prompts)
-        if mix == "short":
-            return self._prompts[nth % count]
-        length = _LONG_PROMPTS[nth % len(_LONG_PROMPTS)]
-        following = (token for i in range(nth, nth + length) for token in self._prompts[i % count])
-        return tuple(islice(following, length))
+def tasks(prompts: Sequence[tuple[int, ...]], count: int, repetition: int, new_tokens: int) -> list[Task]:
+    """The same for all contenders; other prompts in each repetition, as long as there are any."""
+    numbers = range(repetition * count, (repetition + 1) * count)
+    return [Task(nth, prompts[nth % len(prompts)], new_tokens, 1.0, 1 + nth) for nth in numbers]
 
 
 def arrivals(rate: float, seconds: float, *, seed: int) -> Iterator[float]:
@@ -259,15 +221,52 @@ def arrivals(rate: float, seconds: float, *, seed: int) -> Iterator[float]:
         yield at
 
 
-# ------------------------------------------------------------------------------------------------------------ report
+def figures(outcome: Outcome) -> Json:
+    """One run. Times in milliseconds; None where nothing was measured.
+
+    - `ttft_ms`: from when a request was due to its first token.
+    - `tpot_ms`: of each text, the time from its first to its last piece over its tokens but one.
+    - `piece_ms`: from one piece of a text to the next.
+    - `gamma`: drafted tokens over all rounds, those of `Decode` included. `decode_share`: of the rounds, those.
+    - `rounds_per_pass`: verdicts over calls of `verify`: how full batches are.
+    - `verifier_cpu_us`, `draft_cpu_us`: processor time of each service a token, prompts included.
+    """
+    served, costs = outcome
+    answered = [each for each in served if not each.refused]
+    tokens = sum(each.tokens for each in answered)
+    seconds = max((each.end for each in answered), default=0.0) - min(each.due for each in served)
+    rounds, drafted = sum(each.rounds for each in answered), sum(each.drafted for each in answered)
+    per_token = [(each.end - each.stamps[0][0]) / (each.tokens - 1) for each in answered if each.tokens > 1]
+    pieces = [at - before for each in answered for (before, _), (at, _) in pairwise(each.stamps)]
+    return {
+        "requests": len(served),
+        "refused": len(served) - len(answered),
+        "tokens_per_second": tokens / seconds if seconds > 0 else 0.0,
+        "requests_per_second": len(answered) / seconds if seconds > 0 else 0.0,
+        "ttft_ms": _percentiles(each.stamps[0][0] - each.due for each in answered),
+        "tpot_ms": _percentiles(per_token),
+        "piece_ms": _percentiles(pieces),
+        "alpha": harness.alpha_of([{"alpha": each.alpha, "drafted": each.drafted} for each in answered]),
+        "gamma": drafted / rounds if drafted else None,
+        "decode_share": 1 - sum(each.proposals for each in answered) / rounds if drafted else None,
+        "tokens_per_round": tokens / rounds if rounds else None,
+        "rounds_per_pass": rounds / costs["passes"] if costs.get("passes") else None,
+        **{
+            f"{name}_cpu_us": 1e6 * costs[f"{name}_cpu_seconds"] / tokens if tokens and costs else None
+            for name in ("verifier", "draft")
+        },
+    }
 
 
-def summarise(bench: Bench) -> Json:
-    """By pair, loop, mix, level and contender: medians over repetitions of the repetition's own figures."""
-    return {"summary": harness.tree(bench.runs, ("pair", "part", "mix", "level"), cell)}
+def _percentiles(seconds: Iterable[float]) -> Json | None:
+    known = list(seconds)
+    if not known:
+        return None
+    return {f"p{percent}": 1e3 * float(np.percentile(known, percent)) for percent in (50, 95, 99)}
 
 
 def cell(runs: Sequence[Json]) -> Json:
+    """One level, by contender: medians over repetitions of the repetition's own figures."""
     best: dict[int, float] = {}
     for run in runs:
         if run["contender"] in REFERENCES:
@@ -276,7 +275,7 @@ def cell(runs: Sequence[Json]) -> Json:
     by_contender = harness.grouped(runs, "contender")
     for name in sorted(by_contender, key=CONTENDERS.index):
         own = by_contender[name]
-        rates = {run["repetition"]: run["tokens_per_second"] for run in own}
+        rates = harness.by_repetition(own, "tokens_per_second")
         keys = [key for key in own[0] if key not in ("pair", "part", "mix", "level", "repetition", "contender")]
         found[name] = {
             "repetitions": len(own),
@@ -287,68 +286,44 @@ def cell(runs: Sequence[Json]) -> Json:
     return found
 
 
-def medians(values: Sequence[Any]) -> Any:
-    """The median of those that are known; of percentiles, each by itself."""
-    known = [value for value in values if value is not None]
-    if known and isinstance(known[0], dict):
-        return {name: median(each[name] for each in known) for name in known[0]}
-    return median(known) if known else None
-
-
-def missed(summary: Json) -> list[str]:
-    """Where the pair keeps less than `AIM` of the better reference, a line each."""
-    return [
-        f"{pair} pair, {part}, {mix} prompts, {LEVELS[part]} {level}: {found[PAIR]['ratio']:.2f}"
-        for (pair, part, mix, level), found in harness.flat(summary, 4)
-        if PAIR in found and found[PAIR]["ratio"] is not None and found[PAIR]["ratio"] < AIM
-    ]
-
-
 def table(document: Json) -> str:
     """Where the pair falls behind, who is missing, and a table for each pair, loop and mix."""
-    behind = [f"- BEHIND the better reference: {line}" for line in missed(document["summary"])]
-    missing = [
+    lines = [
+        f"- BEHIND the better reference: {pair} pair, {part}, {LEVELS[part]} {level}: {found[PAIR]['ratio']:.2f}"
+        for (pair, part, _, level), found in harness.flat(document["summary"], 4)
+        if PAIR in found and (found[PAIR]["ratio"] or AIM) < AIM
+    ] or [f"The pair keeps {AIM:.0%} or more everywhere."]
+    lines += [
         f"- {pair} pair: {name} is not there: {reason}"
-        for pair, reasons in document["unavailable"].items()
-        for name, reason in reasons.items()
+        for (pair, name), reason in harness.flat(document["unavailable"], 2)
     ]
-    parts = ["\n".join([*(behind or [f"The pair keeps {AIM:.0%} or more everywhere."]), *missing, ""])]
-    for (pair, part, mix), by_level in harness.flat(document["summary"], 3):
-        rows = [[level, name, *_row(found)] for (level, name), found in harness.flat(by_level, 2)]
-        head = [LEVELS[part], "", *_HEAD]
-        parts.append(harness.table(head, rows, f"{pair} pair, {mix} prompts, {part}"))
-    return "\n".join(parts)
-
-
-_HEAD = (
-    "tokens/s", "ratio", "requests/s", "refused", "α", "γ", "Decode", "tokens/round", "rounds/pass",
-    "CPU µs: verifier + draft", "TTFT ms, p50 / p95 / p99", "time per token ms", "between pieces ms",
-)  # fmt: skip
-
-
-def _row(found: Json) -> list[str]:
-    cpu = [number(found[f"{name}_cpu_us"], 0) for name in ("verifier", "draft")]
-    times = [
-        "–"
-        if found[name] is None
-        else " / ".join(f"{value:.{0 if value >= 100 else 1}f}" for value in found[name].values())
-        for name in ("ttft_ms", "tpot_ms", "piece_ms")
+    tables = [
+        harness.summary_table(by_level, [LEVELS[part], ""], _COLUMNS, f"{pair} pair, {mix} prompts, {part}")
+        for (pair, part, mix), by_level in harness.flat(document["summary"], 3)
     ]
-    return [
-        number(found["tokens_per_second"], 1),
-        harness.between(found),
-        number(found["requests_per_second"]),
-        f"{found['refused']:.0f}/{found['requests']:.0f}" if found["refused"] else "0",
-        number(found["alpha"], 3),
-        number(found["gamma"], 1),
-        "–" if found["decode_share"] is None else f"{found['decode_share']:.0%}",
-        number(found["tokens_per_round"]),
-        number(found["rounds_per_pass"], 1),
-        " + ".join(cpu) if found["verifier_cpu_us"] else "–",
-        *times,
-    ]
+    return "\n".join([*lines, "", *tables])
 
 
+def _times(value: Json | None) -> str:
+    return "–" if value is None else " / ".join(f"{each:.{0 if each >= 100 else 1}f}" for each in value.values())
+
+
+_COLUMNS: harness.Columns = {
+    "tokens/s": lambda found: number(found["tokens_per_second"], 1),
+    "ratio": between,
+    "requests/s": lambda found: number(found["requests_per_second"]),
+    "refused": lambda found: f"{found['refused']:.0f}/{found['requests']:.0f}" if found["refused"] else "0",
+    "α": lambda found: number(found["alpha"], 3),
+    "γ": lambda found: number(found["gamma"], 1),
+    "Decode": lambda found: percent(found["decode_share"]),
+    "tokens/round": lambda found: number(found["tokens_per_round"]),
+    "rounds/pass": lambda found: number(found["rounds_per_pass"], 1),
+    "CPU µs: verifier": lambda found: number(found["verifier_cpu_us"], 0),
+    "draft": lambda found: number(found["draft_cpu_us"], 0),
+    "TTFT ms, p50 / p95 / p99": lambda found: _times(found["ttft_ms"]),
+    "time per token ms": lambda found: _times(found["tpot_ms"]),
+    "between pieces ms": lambda found: _times(found["piece_ms"]),
+}
 _COLOURS = {BATCHING: plots.ORANGE, ALONE: plots.GREY, PAIR: plots.BLUE}
 _PANELS: tuple[tuple[str, str, str | None], ...] = (
     ("tokens/s, all streams", "tokens_per_second", None),
@@ -377,8 +352,8 @@ def _draw_panel(panel: Axes, part: str, by_level: Json, figure: str, dotted: str
         if figure == "ratio" and name != PAIR:
             continue
         cells = [(float(level), found[name][figure]) for level, found in by_level.items() if name in found]
-        for percent, style in (("p50", "-"), (dotted, ":")) if dotted else ((None, "-"),):
-            points = [(at, value[percent] if percent and value else value) for at, value in cells]
+        for percentile, style in (("p50", "-"), (dotted, ":")) if dotted else ((None, "-"),):
+            points = [(at, value[percentile] if percentile and value else value) for at, value in cells]
             label = name if style == "-" else None
             plots.line(panel, points, color=colour, linestyle=style, marker="o", label=label)
     if part == OPEN:

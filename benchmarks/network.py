@@ -1,22 +1,16 @@
 """What distance between draft and verifier costs: tokens per second by added round-trip time.
 
-Between the two services stands a proxy that holds every byte back for half of the added round trip. All arms write the
-same texts (rule `coupled`, one seed a prompt), in turns, at each delay in turn. What counts is the ratio to the target
-alone (drafter `none`) in the same turn.
-
-    python -m benchmarks.network            about three minutes on two cores
-    python -m benchmarks.network --quick    does it work at all
+A proxy between the two services delays every byte by half of the added round trip. All arms write the same texts (rule
+`coupled`, one seed a prompt), in turns, at each delay in turn. Ratios are to the target alone (drafter `none`).
 """
-
-from __future__ import annotations
 
 import sys
 from collections.abc import Sequence
 from pathlib import Path
 
 from benchmarks import harness, plots
-from benchmarks.contenders import arms_table, compared, outrider_writer, predicted_ratio, take_turns, texts, tokenised
-from benchmarks.harness import Bench, Json, number
+from benchmarks.contenders import outrider_writer, take_turns, texts, tokenised
+from benchmarks.harness import Bench, Json, arms_table, compared, number, predicted_ratio
 from benchmarks.services import Services
 
 ALONE = "none"
@@ -32,7 +26,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--repetitions", type=int, default=3, help="turns of all")
     parser.add_argument("--dtype", default="bfloat16")
     few = {"delays": [0.0, 20.0], "prompts": 1, "repetitions": 1, "new_tokens": 24}
-    return harness.run("network", harness.parse(parser, arguments, few), measure, summarise, table, draw)
+    given = harness.parse(parser, arguments, few)
+    summarise = harness.summary_of(("added_ms",), figures)
+    return harness.run("network", given, measure, summarise, table, draw)
 
 
 def arms(gamma: int) -> dict[str, Json]:
@@ -60,12 +56,7 @@ def measure(bench: Bench) -> None:
                 take_turns(bench, {"added_ms": f"{delay:g}"}, iter(some), writers, turn=repetition)
 
 
-def summarise(bench: Bench) -> Json:
-    return {"summary": harness.tree(bench.runs, ("added_ms",), figures)}
-
-
 def figures(runs: Sequence[Json]) -> Json:
-    """One delay."""
     found = compared(runs, ALONE, list(arms(0)))
     for arm in found.values():
         arm["predicted_ratio"] = predicted_ratio(arm, arm["alpha"], found[ALONE]["tokens_per_second"])
@@ -73,18 +64,14 @@ def figures(runs: Sequence[Json]) -> Json:
 
 
 def table(document: Json) -> str:
-    return arms_table(
-        document["summary"],
-        ["added, ms"],
-        **{
-            "Thm 3.8": lambda arm: number(arm["predicted_ratio"]),
-            "wire, ms": lambda arm: number(arm["round_us"]["wire"] / 1e3),
-        },
-    )
+    more: harness.Columns = {
+        "Thm 3.8": lambda arm: number(arm["predicted_ratio"]),
+        "wire, ms": lambda arm: number(arm["round_us"]["wire"] / 1e3),
+    }
+    return arms_table(document["summary"], ["added, ms"], **more)
 
 
 def draw(document: Json, path: Path) -> None:
-    """A line for each arm, whole as measured and dashed as Theorem 3.8 has it."""
     delays = list(document["summary"])
     with plots.picture(path, 1, 1, size=(6.6, 4.0), note=f"{plots.caption(document)}. Dashed: Theorem 3.8.") as panels:
         panel = panels[0][0]
@@ -95,8 +82,8 @@ def draw(document: Json, path: Path) -> None:
             panel.errorbar(
                 range(len(delays)), ratios, yerr=errors, marker="o", markersize=4, capsize=2, color=colour, label=name
             )
-            foretold = [(x, arm["predicted_ratio"]) for x, arm in enumerate(found)]
-            plots.line(panel, foretold, linestyle="--", linewidth=1, color=colour)
+            predicted = [(x, arm["predicted_ratio"]) for x, arm in enumerate(found)]
+            plots.line(panel, predicted, linestyle="--", linewidth=1, color=colour)
         panel.set_xticks(range(len(delays)), delays)
         panel.set_xlabel("added round trip between draft and verifier, ms")
         panel.set_ylabel("tokens/s, to the target alone")

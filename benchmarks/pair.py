@@ -1,16 +1,7 @@
 """What speculation over gRPC is worth: the target alone, the pair, and transformers' assisted generation, in turns.
 
-Every contender writes the same number of tokens after the same prompts. They take turns on each prompt, so that
-whatever else the machine does falls on all of them. Both ways of speculating take part with several lengths of a
-proposal, so that each is seen at its best. Two pairs of models: the demo pair, and the same with a deepened target
-(`benchmarks.deepen`).
-
-    python -m benchmarks.pair                                          about ten minutes on two cores
-    python -m benchmarks.pair --only demo --prompts 4 --repetitions 1  half a minute
-    python -m benchmarks.pair --quick                                  does it work at all
+Both ways of speculating take part with several numbers of drafted tokens, so that each is seen at its best.
 """
-
-from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Sequence
@@ -18,24 +9,20 @@ from contextlib import ExitStack
 from itertools import islice
 from pathlib import Path
 from statistics import median
-from typing import Any, TypeVar
+from typing import Any
 
 from benchmarks import harness, plots
 from benchmarks.contenders import (
-    PHASES,
     Task,
     Write,
-    arms_table,
-    compared,
     load_model,
     outrider_writer,
-    predicted_ratio,
     take_turns,
     texts,
     tokenised,
     transformers_writer,
 )
-from benchmarks.harness import Bench, Json, number
+from benchmarks.harness import PHASES, Bench, Json, arms_table, compared, number, predicted_ratio
 from benchmarks.services import ANYWHERE, APART, Models, Services, models_of
 from outrider.cli.processes import processors
 
@@ -43,23 +30,24 @@ GENERATE, DECODE = "generate", "Decode"
 ALONE = (GENERATE, DECODE)
 ASSISTED, PAIR = "assisted", "pair"
 
-T = TypeVar("T")
-
 
 def main(arguments: Sequence[str] | None = None) -> int:
     parser = harness.parser("pair", __doc__, quick="few texts, the demo pair only")
-    harness.pair_options(parser, factor=12, prompts=5, new_tokens=64)
+    harness.target_options(parser, factor=12)
+    harness.text_options(parser, prompts=5, new_tokens=64)
     parser.add_argument("--gammas", type=int, nargs="*", default=[4, 10], help="of the pair, beside `adaptive`")
     parser.add_argument("--assistant-tokens", type=int, nargs="*", default=[8, 12], help="of assisted generation")
     few = {
         "only": "demo", "prompts": 2, "new_tokens": 16, "repetitions": 1, "gammas": [4], "assistant_tokens": [8],
     }  # fmt: skip
-    return harness.run("pair", harness.parse(parser, arguments, few), measure, summarise, table, draw)
+    given = harness.parse(parser, arguments, few)
+    summarise = harness.summary_of(("pair", "temperature"), figures)
+    return harness.run("pair", given, measure, summarise, table, draw)
 
 
 def measure(bench: Bench) -> None:
     given = bench.given
-    pairs = models_of(given.target, given.draft, given.only, given.factor)
+    pairs = models_of(given)
     bench.document["models"] = {models.name: models.document() for models in pairs}
     for models in pairs:
         prompts = tokenised(models.target, harness.spread(bench.prompts, given.prompts))
@@ -87,26 +75,28 @@ def _writers(bench: Bench, models: Models, running: ExitStack, task: Task) -> di
         running.enter_context(Services(models.target, models.draft, threads=threads, place=place))
         for threads, place in ((all_cores, ANYWHERE), (1, APART))
     ]
+    target, draft = load_model(models.target), load_model(models.draft)
     alone = _fastest(services, lambda each: outrider_writer(each, gamma=0), task)
     pair = _fastest(services, lambda each: outrider_writer(each, gamma=given.gammas[0]), task)
-    threads = _fastest([all_cores, 1], lambda each: transformers_writer(models.target, threads=each), task)
+    threads = _fastest([all_cores, 1], lambda each: transformers_writer(target, threads=each), task)
     bench.document.setdefault("placement", {})[models.name] = {
         "transformers": {"threads": threads}, DECODE: alone.how, PAIR: pair.how,
     }  # fmt: skip
-    writers = {
-        GENERATE: transformers_writer(models.target, threads=threads),
-        DECODE: outrider_writer(alone, gamma=0),
+    assisted = {
+        f"{ASSISTED}, {tokens}": transformers_writer(target, threads=threads, draft=draft, tokens=tokens)
+        for tokens in given.assistant_tokens
     }
-    for tokens in given.assistant_tokens:
-        writers[f"{ASSISTED}, {tokens}"] = transformers_writer(
-            models.target, threads=threads, draft=models.draft, tokens=tokens
-        )
-    writers |= {f"{PAIR}, γ = {gamma}": outrider_writer(pair, gamma=gamma) for gamma in given.gammas}
-    return writers | {f"{PAIR}, adaptive": outrider_writer(pair, speculation="adaptive")}
+    return {
+        GENERATE: transformers_writer(target, threads=threads),
+        DECODE: outrider_writer(alone, gamma=0),
+        **assisted,
+        **{f"{PAIR}, γ = {gamma}": outrider_writer(pair, gamma=gamma) for gamma in given.gammas},
+        f"{PAIR}, adaptive": outrider_writer(pair, speculation="adaptive"),
+    }
 
 
-def _fastest(candidates: Sequence[T], writer: Callable[[T], Write], task: Task) -> T:
-    def seconds(candidate: T) -> float:
+def _fastest(candidates: Sequence[Any], writer: Callable[[Any], Write], task: Task) -> Any:
+    def seconds(candidate: Any) -> float:
         write = writer(candidate)
         write(task)
         return min(float(write(task)["seconds"]) for _ in range(3))
@@ -114,40 +104,29 @@ def _fastest(candidates: Sequence[T], writer: Callable[[T], Write], task: Task) 
     return min(candidates, key=seconds)
 
 
-# ----------------------------------------------------------------------------------------------------------- figures
-
-
-def summarise(bench: Bench) -> Json:
-    return {"summary": harness.tree(bench.runs, ("pair", "temperature"), figures)}
-
-
 def figures(runs: Sequence[Json]) -> Json:
     """One pair at one temperature. Ratios are to the faster target alone in the same repetition."""
     by_arm = harness.grouped(runs, "arm")
-    best = max(
-        (name for name in ALONE if name in by_arm), key=lambda name: median(harness.rates(by_arm[name]).values())
-    )
-    # Assisted generation tells no α; that of the pair holds for it, whose models are the same.
+    rates = {name: median(harness.rates(by_arm[name]).values()) for name in ALONE if name in by_arm}
+    best = max(rates, key=lambda name: rates[name])
+    # Assisted generation reports no α; that of the pair holds for it, whose models are the same.
     alpha = harness.alpha_of([run for run in runs if run["arm"].startswith(PAIR)])
-    names = sorted(by_arm, key=lambda name: [*ALONE, ASSISTED, PAIR].index(name.split(",")[0]))
-    found = compared(runs, best, names)
+    found = compared(runs, best, sorted(by_arm, key=lambda name: [*ALONE, ASSISTED, PAIR].index(name.split(",")[0])))
     for arm in found.values():
-        arm["predicted_ratio"] = predicted_ratio(arm, alpha, found[best]["tokens_per_second"])
+        arm["predicted_ratio"] = predicted_ratio(arm, alpha, rates[best])
     return found
 
 
 def table(document: Json) -> str:
-    keys = ("pair", "T")
+    keys, summary = ("pair", "T"), document["summary"]
+    speeds = arms_table(summary, keys, **{"Thm 3.8": lambda arm: number(arm["predicted_ratio"])})
     times = [
-        [*where, *(f"{arm['round_us'][phase]:.0f}" for phase in PHASES)]
-        for where, arm in harness.flat(document["summary"], 3)
+        [*where, *(f"{arm['round_us'][phase]:.0f}" for phase in PHASES)] for where, arm in harness.flat(summary, 3)
     ]
-    speeds = arms_table(document["summary"], keys, **{"Thm 3.8": lambda arm: number(arm["predicted_ratio"])})
     return f"{speeds}\n\n{harness.table([*keys, 'µs of a round', *PHASES], times)}"
 
 
 def draw(document: Json, path: Path) -> None:
-    """A panel a temperature, a group of bars a pair: speed-up over the target alone, measured and foretold."""
     panels: dict[str, dict[str, Any]] = {}
     for (pair, temperature), arms in harness.flat(document["summary"], 2):
         group = f"{pair} pair\n{document['models'][pair]['target_layers']} layers"
@@ -159,7 +138,7 @@ def draw(document: Json, path: Path) -> None:
         label="speed-up over the faster target alone",
         note=". Marks: Theorem 3.8 from measured α and times.",
         text=lambda arm: f"{arm['ratio']:.2f}",
-        foretold=lambda arm: arm["predicted_ratio"],
+        predicted=lambda arm: arm["predicted_ratio"],
     )
 
 

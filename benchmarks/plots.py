@@ -1,9 +1,7 @@
 """The pictures of all benchmarks: panels with bars or lines, drawn from a result's JSON document.
 
-python -m benchmarks.plots benchmarks/results/pair.json    draw its picture anew, beside it
+python -m benchmarks.plots benchmarks/results/pair.json    draw its picture again, beside it
 """
-
-from __future__ import annotations
 
 import importlib
 import json
@@ -31,13 +29,7 @@ Point = tuple[float, float, float] | None
 
 @contextmanager
 def picture(
-    path: Path,
-    rows: int,
-    columns: int,
-    *,
-    size: tuple[float, float] = (4.6, 3.7),
-    note: str = "",
-    sharey: bool = False,
+    path: Path, rows: int, columns: int, *, size: tuple[float, float], note: str = "", sharey: bool = False
 ) -> Iterator[Any]:
     """Yields a grid of panels, `[rows, columns]`; writes a PNG with one legend."""
     width, height = size[0] * columns, size[1] * rows + 0.7
@@ -54,9 +46,7 @@ def picture(
     handles, labels = panels[0][0].get_legend_handles_labels()
     inches = 0.0
     if labels:
-        longest = max(map(len, labels))
-        most = max(1, int(width / (0.35 + 0.075 * longest)))
-        shown = min(len(labels), most)
+        shown = min(len(labels), max(1, int(width / (0.35 + 0.075 * max(map(len, labels))))))
         figure.legend(
             handles, labels, loc="upper center", ncol=shown, frameon=False, fontsize=8,
             bbox_to_anchor=(0.5, 1),
@@ -70,7 +60,6 @@ def picture(
 
 
 def caption(document: dict[str, Any]) -> str:
-    """What the figures were measured on, in a few words."""
     return f"{document['machine']['cpu']}, {document['machine']['cores']} cores"
 
 
@@ -109,11 +98,11 @@ def comparison(
     label: str,
     note: str = "",
     text: Callable[[Any], str] | None = None,
-    foretold: Callable[[Any], float | None] | None = None,
+    predicted: Callable[[Any], float | None] | None = None,
 ) -> None:
     """A panel a title, a group of bars a key, a bar an arm: its ratio with its range, around a level at 1.
 
-    `text` stands at the foot of a bar; `foretold` is a mark at its height.
+    `text` stands at the foot of a bar; `predicted` is a mark at its height.
     """
     names = list(dict.fromkeys(name for groups in panels.values() for arms in groups.values() for name in arms))
     colours = dict(zip(names, COLOURS * 2, strict=False))
@@ -133,10 +122,10 @@ def comparison(
                 for name, arm in arms.items():
                     if text is not None:
                         foot(panel, at[name], text(arm))
-                if foretold is not None:
+                if predicted is not None:
                     line(
-                        panel, [(at[name], foretold(arm)) for name, arm in arms.items()], linestyle="none", marker="D",
-                        markersize=5, color="black", markerfacecolor="white", label="foretold" if not nth else None,
+                        panel, [(at[name], predicted(arm)) for name, arm in arms.items()], linestyle="none", marker="D",
+                        markersize=5, color="black", markerfacecolor="white", label="predicted" if not nth else None,
                     )  # fmt: skip
             level(panel)
             panel.set_title(title, fontsize=10)
@@ -152,15 +141,13 @@ def foot(panel: Axes, x: float, text: str) -> None:
 
 
 def line(panel: Axes, points: Sequence[tuple[float, float | None]], **how: Any) -> None:
-    """A line through the points that are known."""
     known = [(x, y) for x, y in points if y is not None]
     if known:
         panel.plot([x for x, _ in known], [y for _, y in known], **({"markersize": 4} | how))
 
 
 def level(panel: Axes, at: float = 1.0, **how: Any) -> None:
-    """A dotted level: what everything is held against."""
-    options: dict[str, Any] = {"color": "#333333", "linewidth": 0.8, "linestyle": ":"} | how
+    options: Any = {"color": "#333333", "linewidth": 0.8, "linestyle": ":"} | how
     panel.axhline(at, **options)
 
 

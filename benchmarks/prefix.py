@@ -1,13 +1,7 @@
-"""Time to the first token of prompts that begin alike, with the prefix at hand and without; through both services.
+"""Time to the first token of prompts that begin alike, with the beginning cached and without; through both services.
 
-Every measurement of a prompt whose beginning is known is followed by one of the same prompt under a salt of its own,
-which finds nothing. What counts is the ratio.
-
-    python -m benchmarks.prefix            a minute
-    python -m benchmarks.prefix --quick    does it work at all
+Each prompt with a cached beginning is followed by the same prompt under a salt of its own, which finds nothing.
 """
-
-from __future__ import annotations
 
 import secrets
 import sys
@@ -16,7 +10,7 @@ from pathlib import Path
 from statistics import median
 
 from benchmarks import harness, plots
-from benchmarks.harness import Bench, Json, tell
+from benchmarks.harness import Bench, Json, by_repetition, progress
 from benchmarks.services import Services
 from outrider.client import Client, Completion
 
@@ -28,7 +22,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--lengths", type=int, nargs="+", default=[64, 256, 768], help="of the common beginning")
     parser.add_argument("--repetitions", type=int, default=9)
     few = {"lengths": [64], "repetitions": 3}
-    return harness.run("prefix", harness.parse(parser, arguments, few), measure, summarise, table, draw)
+    given = harness.parse(parser, arguments, few)
+    summarise = harness.summary_of(("length",), figures)
+    return harness.run("prefix", given, measure, summarise, table, draw)
 
 
 def measure(bench: Bench) -> None:
@@ -37,61 +33,48 @@ def measure(bench: Bench) -> None:
         for length in given.lengths:
             _write(services.client, length, 0, "known")
             for nth in range(1, given.repetitions + 1):
-                if bench.has(length=length, repetition=nth):
+                keys = {"length": length, "repetition": nth}
+                if bench.has(**keys):
                     continue
                 known = _write(services.client, length, nth, "known")
                 fresh = _write(services.client, length, nth, secrets.token_hex(8))
-                bench.add(
-                    {
-                        "length": length,
-                        "repetition": nth,
-                        "cached_tokens": known.usage.cached_tokens,
-                        "known_ms": known.timings.time_to_first_token_us / 1e3,
-                        "fresh_ms": fresh.timings.time_to_first_token_us / 1e3,
-                    }
-                )
-            tell(f"{length} tokens")
+                times = {
+                    "known_ms": known.timings.time_to_first_token_us / 1e3,
+                    "fresh_ms": fresh.timings.time_to_first_token_us / 1e3,
+                }
+                bench.add({**keys, "cached_tokens": known.usage.cached_tokens, **times})
+            progress(f"{length} tokens")
 
 
-def _write(client: Client, length: int, number_: int, salt: str) -> Completion:
-    beginning = [3 + 7 * nth % 1900 for nth in range(length)]
-    tail = [11 + 31 * (number_ * TAIL + nth) % 1900 for nth in range(TAIL)]
+def _write(client: Client, length: int, nth: int, salt: str) -> Completion:
+    beginning = [3 + 7 * i % 1900 for i in range(length)]
+    tail = [11 + 31 * (nth * TAIL + i) % 1900 for i in range(TAIL)]
     return client.complete(beginning + tail, max_new_tokens=1, gamma=1, seed=1, ignore_eos=True, cache_salt=salt)
 
 
-def summarise(bench: Bench) -> Json:
-    return {"summary": harness.tree(bench.runs, ("length",), figures)}
-
-
 def figures(runs: Sequence[Json]) -> Json:
-    ratios = [run["fresh_ms"] / run["known_ms"] for run in runs]
     return {
         "prompt_tokens": runs[0]["length"] + TAIL,
         "cached_tokens": runs[-1]["cached_tokens"],
-        "known_ms": median(run["known_ms"] for run in runs),
-        "fresh_ms": median(run["fresh_ms"] for run in runs),
-        "ratio": median(ratios),
-        "ratio_range": [min(ratios), max(ratios)],
+        **{name: median(run[name] for run in runs) for name in ("known_ms", "fresh_ms")},
+        **harness.ratio(by_repetition(runs, "fresh_ms"), by_repetition(runs, "known_ms")),
     }
 
 
 def table(document: Json) -> str:
-    rows = [
-        [
-            length,
-            found["prompt_tokens"],
-            found["cached_tokens"],
-            *(f"{found[name]:.1f} ms" for name in ("known_ms", "fresh_ms")),
-            harness.between(found),
-        ]
-        for length, found in document["summary"].items()
-    ]
-    return harness.table(["known tokens", "of a prompt of", "found", "first token, known", "fresh", "ratio"], rows)
+    columns: harness.Columns = {
+        "of a prompt of": lambda found: found["prompt_tokens"],
+        "found": lambda found: found["cached_tokens"],
+        "first token, cached": lambda found: f"{found['known_ms']:.1f} ms",
+        "not cached": lambda found: f"{found['fresh_ms']:.1f} ms",
+        "ratio": harness.between,
+    }
+    return harness.summary_table(document["summary"], ["common tokens"], columns)
 
 
 def draw(document: Json, path: Path) -> None:
     with plots.picture(path, 1, 1, size=(5.2, 3.6), note=plots.caption(document)) as panels:
-        for name, label, colour in (("known_ms", "known", plots.BLUE), ("fresh_ms", "fresh", plots.GREY)):
+        for name, label, colour in (("known_ms", "cached", plots.BLUE), ("fresh_ms", "not cached", plots.GREY)):
             points = [(float(length), found[name]) for length, found in document["summary"].items()]
             plots.line(panels[0][0], points, marker="o", label=label, color=colour)
         panels[0][0].set_ylim(bottom=0)

@@ -1,24 +1,18 @@
 """How many drafted tokens each exact rule accepts: through both services, on equal prompts, with equally many rounds.
 
-*Counted* is what the services did; it does not depend on what else the machine does. *Expected* has far less noise: the
-drafts of the texts are drawn again with `Propose` (a seed draws the same), the target's distribution at each comes from
-a pass in this process, and the uniforms of acceptance are integrated out, so that `tokenwise` and `block` are compared
-on the same drafts. A prompt is the unit: rounds of one text are not independent. Intervals are 95 %.
-
-    python -m benchmarks.rules            about five minutes on one core
-    python -m benchmarks.rules --quick    does it work at all
+*Counted* is what the services accepted; other work on the machine does not change it. *Expected* has less noise: the
+same drafts are drawn again with `Propose`, the target's distributions at them come from a forward pass in this process,
+and the uniforms of acceptance are integrated out, so `tokenwise` and `block` are compared on the same drafts. A prompt
+is the unit: rounds of one text are not independent. Intervals are 95 %.
 """
 
-from __future__ import annotations
-
 import math
-import queue
 import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import fmean, stdev
-from typing import Any, Self, cast
+from typing import Any, cast
 
 import grpc
 import numpy as np
@@ -27,9 +21,8 @@ from transformers import DynamicCache
 
 from benchmarks import harness, plots
 from benchmarks.contenders import load_model
-from benchmarks.deepen import digest_of
-from benchmarks.harness import Bench, Json, tell
-from benchmarks.services import ANYWHERE, Services
+from benchmarks.harness import Bench, Json, progress
+from benchmarks.services import ANYWHERE, Services, digest_of
 from kernels.sampling import SamplingParams, probabilities
 from outrider.client import AcceptanceRule, Chunk, Client, Round, Started
 from outrider.service.wire import decode_sparse
@@ -49,27 +42,19 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--temperatures", type=float, nargs="+", default=[0.7, 1.0])
     parser.add_argument("--gammas", type=int, nargs="+", default=[2, 4, 8])
     few = {"prompts": 2, "rounds": 3, "temperatures": [1.0], "gammas": [2, 3]}
-    return harness.run("rules", harness.parse(parser, arguments, few), measure, summarise, table, draw)
-
-
-# ----------------------------------------------------------------------------------------------------------- formulas
+    given = harness.parse(parser, arguments, few)
+    summarise = harness.summary_of(("temperature", "gamma"), figures)
+    return harness.run("rules", given, measure, summarise, table, draw)
 
 
 @dataclass(frozen=True, slots=True)
 class Drafted:
-    """One drafted token x and the distributions at its place.
+    """One drafted token x, with the distributions at its position."""
 
-    Attributes:
-        p: p(x).
-        q: q̂(x).
-        masses: p on the support of q̂, `[K]`.
-        weights: q̂ there, `[K]`.
-    """
-
-    p: float
-    q: float
-    masses: np.ndarray
-    weights: np.ndarray
+    p: float  # p(x)
+    q: float  # q̂(x)
+    masses: np.ndarray  # p on the support of q̂, `[K]`
+    weights: np.ndarray  # q̂ there, `[K]`
 
 
 def tokenwise(path: Sequence[Drafted]) -> float:
@@ -109,9 +94,9 @@ EXPECTED = {"tokenwise": tokenwise, "block": block}
 
 
 def estimate(values: Sequence[float]) -> Json:
-    """Mean of independent values with its 95 % interval, and the mean that so many would have distinguished from 0.
+    """Mean of independent values with its 95 % interval; one value has none.
 
-    `detectable` is that of a two-sided test at 5 % with a power of 95 %. One value has no interval.
+    `detectable`: the mean that a two-sided test at 5 % distinguishes from 0 with a power of 95 %.
     """
     mean = fmean(values)
     if len(values) < 2:
@@ -119,9 +104,6 @@ def estimate(values: Sequence[float]) -> Json:
     error = stdev(values) / math.sqrt(len(values))
     interval = [mean - _TWO_SIDED * error, mean + _TWO_SIDED * error]
     return {"mean": mean, "interval": interval, "detectable": (_TWO_SIDED + _POWER) * error}
-
-
-# -------------------------------------------------------------------------------------------------------- measurement
 
 
 def measure(bench: Bench) -> None:
@@ -148,7 +130,7 @@ def write_all(bench: Bench, client: Client) -> None:
                         if rule.value in EXPECTED:
                             run |= _expected(text, gamma, channel, target)
                         bench.add({**keys, "prompt": nth, **run})
-                    tell(f"T = {temperature:g}, γ = {gamma}, {rule.value}")
+                    progress(f"T = {temperature:g}, γ = {gamma}, {rule.value}")
 
 
 @dataclass(frozen=True, slots=True)
@@ -162,7 +144,7 @@ class Text:
 def write(
     client: Client, prompt: str, temperature: float, gamma: int, rule: AcceptanceRule, *, seed: int, rounds: int
 ) -> Text:
-    """A text of `rounds` whole rounds; what comes after them is left."""
+    """A text of `rounds` whole rounds."""
     output: list[int] = []
     reports: list[Round] = []
     tokens: tuple[int, ...] = ()
@@ -190,22 +172,20 @@ def write(
     return Text(tokens, sampling, tuple(output), tuple(reports[:rounds]))
 
 
-def _expected(text: Text, gamma: int, channel: grpc.Channel, target: Target) -> Json:
-    """What each rule would accept of the text's drafts in expectation: sums over its rounds."""
+def _expected(text: Text, gamma: int, channel: grpc.Channel, target: "Target") -> Json:
+    """Accepted tokens of the text's drafts that each rule expects, and how many rounds were drafted alike."""
     expected = dict.fromkeys(EXPECTED, 0.0)
-    redrafted = 0
+    same = 0
     target.begin()
-    with Redraft(channel, text) as stream:
-        for each in text.rounds:
-            proposal = stream.propose(each.output_length, gamma)
-            tokens = list(proposal.token_ids)
-            redrafted += tuple(tokens) == each.drafted_token_ids
-            known = [*text.prompt, *text.output[: each.output_length]]
-            p = target.after(known, tokens, text.sampling.temperature)
-            path = [_drafted(*place) for place in zip(tokens, p, proposal.distributions, strict=True)]
-            for rule, formula in EXPECTED.items():
-                expected[rule] += formula(path)
-    return {"redrafted": redrafted, "expected": expected}
+    for each, proposal in zip(text.rounds, redrafted(text, gamma, channel), strict=True):
+        tokens = list(proposal.token_ids)
+        same += tuple(tokens) == each.drafted_token_ids
+        known = [*text.prompt, *text.output[: each.output_length]]
+        p = target.after(known, tokens, text.sampling.temperature)
+        path = [_drafted(*position) for position in zip(tokens, p, proposal.distributions, strict=True)]
+        for rule, formula in EXPECTED.items():
+            expected[rule] += formula(path)
+    return {"redrafted": same, "expected": expected}
 
 
 def _drafted(token: int, p: torch.Tensor, q: speculation_pb2.TokenDistribution) -> Drafted:
@@ -240,50 +220,24 @@ class Target:
         return probabilities(logits[0, -len(drafted) :, : self._vocab_size], SamplingParams(temperature=temperature))
 
 
-class Redraft:
-    """One call of `Propose`, which follows one text and draws its drafts again."""
-
-    def __init__(self, channel: grpc.Channel, text: Text) -> None:
-        self._text = text
-        self._told = 0  # output tokens the draft knows
-        self._round = 0
-        self._outbox: queue.SimpleQueue[draft_service_pb2.ProposeRequest | None] = queue.SimpleQueue()
-        self._send(open=draft_service_pb2.OpenDraft(prompt_token_ids=text.prompt, sampling=text.sampling))
-        self._call: Iterator[Any] = DraftServiceStub(channel).Propose(iter(self._outbox.get, None), timeout=_TIMEOUT_S)
-        next(self._call)
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *exception: object) -> None:
-        self._outbox.put(None)
-        for _ in self._call:  # to its end: the next text needs the place
-            pass
-
-    def propose(self, base: int, gamma: int) -> speculation_pb2.Proposal:
-        """Tells the text up to `base` output tokens, and asks for a proposal there."""
-        self._round += 1
-        self._send(
-            advance=draft_service_pb2.Advance(
-                round=self._round,
-                base_length=len(self._text.prompt) + self._told,
-                committed_token_ids=self._text.output[self._told : base],
-                gamma=gamma,
-            )
+def redrafted(text: Text, gamma: int, channel: grpc.Channel) -> list[speculation_pb2.Proposal]:
+    """The proposals of a text, drawn again: the seed is the same."""
+    Request = draft_service_pb2.ProposeRequest
+    requests = [Request(open=draft_service_pb2.OpenDraft(prompt_token_ids=text.prompt, sampling=text.sampling))]
+    done = 0  # output tokens
+    for nth, each in enumerate(text.rounds, start=1):
+        advance = draft_service_pb2.Advance(
+            round=nth,
+            base_length=len(text.prompt) + done,
+            committed_token_ids=text.output[done : each.output_length],
+            gamma=gamma,
         )
-        self._told = base
-        proposal: speculation_pb2.Proposal = next(self._call).proposal
-        return proposal
-
-    def _send(self, **kind: Any) -> None:
-        self._outbox.put(draft_service_pb2.ProposeRequest(sequence_id="redraft", **kind))
-
-
-# ------------------------------------------------------------------------------------------------------------ figures
-
-
-def summarise(bench: Bench) -> Json:
-    return {"summary": harness.tree(bench.runs, ("temperature", "gamma"), figures)}
+        requests.append(Request(advance=advance))
+        done = each.output_length
+    for request in requests:
+        request.sequence_id = "redraft"
+    replies: Iterator[Any] = DraftServiceStub(channel).Propose(iter(requests), timeout=_TIMEOUT_S)
+    return [reply.proposal for reply in replies if reply.WhichOneof("kind") == "proposal"]
 
 
 def figures(runs: Sequence[Json]) -> Json:
@@ -327,34 +281,23 @@ def _gain(*texts: Json) -> float:
 
 
 def table(document: Json) -> str:
-    rows = []
-    for temperature, by_gamma in document["summary"].items():
-        for gamma, cell in by_gamma.items():
-            for rule, found in cell["rules"].items():
-                compared = cell["block_minus_tokenwise"] if rule == "block" else {}
-                detectable = compared.get("expected", {}).get("detectable")
-                rows.append(
-                    [
-                        temperature,
-                        gamma,
-                        f"`{rule}`",
-                        f"{found['rounds']:,}",
-                        _told(found["counted"]),
-                        _told(found.get("expected")),
-                        f"{found['tokens_per_round']:.2f}",
-                        _told(compared.get("counted"), "+"),
-                        _told(compared.get("expected"), "+"),
-                        "" if detectable is None else f"{detectable:.3f}",
-                    ]
-                )
-    head = [
-        "T", "γ", "rule", "rounds", "accepted a round, counted", "expected", "tokens a round",
-        "`block` - `tokenwise`, counted", "expected, on the same drafts", "told from 0 at",
-    ]  # fmt: skip
-    return harness.table(head, rows)
+    """A row for each rule; the difference is in that of `block`."""
+    summary: Json = {}
+    for (temperature, gamma), cell in harness.flat(document["summary"], 2):
+        rules = {f"`{rule}`": found for rule, found in cell["rules"].items()}
+        rules["`block`"] = rules["`block`"] | {"gain": cell["block_minus_tokenwise"]}
+        summary.setdefault(temperature, {})[gamma] = rules
+    columns: harness.Columns = {
+        "rounds": lambda found: f"{found['rounds']:,}",
+        "accepted a round, counted": lambda found: _mean(found["counted"]),
+        "expected": lambda found: _mean(found.get("expected")),
+        "`block` - `tokenwise`, counted": lambda found: _mean(found.get("gain", {}).get("counted"), "+"),
+        "expected, on the same drafts": lambda found: _mean(found.get("gain", {}).get("expected"), "+"),
+    }
+    return harness.summary_table(summary, ["T", "γ", "rule"], columns)
 
 
-def _told(found: Json | None, sign: str = "") -> str:
+def _mean(found: Json | None, sign: str = "") -> str:
     if found is None:
         return ""
     interval = found["interval"]
@@ -362,7 +305,6 @@ def _told(found: Json | None, sign: str = "") -> str:
 
 
 def draw(document: Json, path: Path) -> None:
-    """Above, accepted tokens a round of each rule; below, what `block` gains on the same drafts."""
     summary = document["summary"]
     colours = {"tokenwise": plots.GREY, "block": plots.BLUE, "coupled": plots.ORANGE}
     note = "demo pair; bars: 95 % over prompts; below: expected on the same drafts"

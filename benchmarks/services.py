@@ -1,25 +1,28 @@
-"""The services that benchmarks ask, as processes on loopback: a verifier or a pair; and a stream to a verifier.
+"""Services as processes on loopback, the models they load, and a `Verify` stream that a benchmark drives itself.
 
-All that a benchmark learns comes from what the services serve: chunks, the statistics and timings at the end of a
-text, metrics over HTTP, and verdicts.
+A benchmark learns only what the services serve: chunks, statistics and timings of a text, metrics over HTTP, verdicts.
 """
 
-from __future__ import annotations
-
 import asyncio
+import hashlib
 import json
+import re
+import shutil
+from argparse import Namespace
 from collections import defaultdict
 from collections.abc import Collection, Coroutine, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
+from dataclasses import KW_ONLY, dataclass, field
 from functools import cache
 from pathlib import Path
 from typing import Any, Self, TypeVar
 from urllib.request import urlopen
 
+import torch
 from prometheus_client.parser import text_string_to_metric_families
+from safetensors.torch import load_file, save_file
+from torch import Tensor
 
-from benchmarks.deepen import WEIGHTS, deepened, digest_of
 from benchmarks.harness import CACHE, Json
 from outrider.cli.processes import (
     ServiceError,
@@ -34,17 +37,21 @@ from outrider.service.wire import PrefixHash
 from protos.outrider.v1 import sampling_pb2, speculation_pb2, verifier_service_pb2
 
 RULE = "block"
-"""Named, so that figures do not depend on what a request with a seed gets where it names no rule."""
+"""Named in each request: the default depends on whether it has a seed."""
 
 APART, ANYWHERE, ONE_CORE = "a core each", "any core", "both on one core"
-"""Where the services run: each on its own half of the processors, as `outrider serve` starts them; wherever the system
-puts them; both on the same one."""
+"""Where the services run: each on half of the processors, as `outrider serve` starts them; where the system puts them;
+both on the same one."""
 
-# Prompts come again and again, and other contenders run them each time.
+# Prompts are repeated, and other contenders run them each time.
 NO_PREFIXES = ("--no-prefix-cache",)
 
-_STREAM_S = 600.0
-_METRICS_S = 10.0
+WEIGHTS = "model.safetensors"
+# A layer adds to the residual stream through these.
+OUTPUTS = ("self_attn.o_proj.", "mlp.down_proj.")
+_LAYER = re.compile(r"^(?P<before>.*\blayers\.)(?P<index>\d+)\.(?P<after>.+)$")
+
+_START_S = 240.0  # a first start on a GPU compiles some ten kernels, and captures some twenty passes
 
 Result = TypeVar("Result")
 
@@ -56,7 +63,6 @@ class Models:
     draft: Path
 
     def document(self) -> Json:
-        """What they are, not where they lie."""
         config = json.loads((self.target / "config.json").read_text(encoding="utf-8"))
         return {
             "target": self.target.name,
@@ -68,121 +74,162 @@ class Models:
         }
 
 
-def models_of(target: Path, draft: Path, only: str | None, factor: int) -> list[Models]:
-    """The demo pair, and the one whose target is `factor` times as deep; `only` one of the two."""
-    pairs = [Models("demo", target, draft)] if only != "deepened" else []
-    if only != "demo":
-        pairs.append(Models("deepened", deepened(target, factor, CACHE), draft))
+def models_of(given: Namespace) -> list[Models]:
+    """The demo pair and the pair with a deepened target; with `--only`, one of them."""
+    pairs = [Models("demo", given.target, given.draft)] if given.only != "deepened" else []
+    if given.only != "demo":
+        pairs.append(Models("deepened", deepened(given.target, given.factor, CACHE), given.draft))
     return pairs
 
 
-def _arguments(service: str, model: Path, flags: Json, more: Sequence[str]) -> list[str]:
-    given = {"--model": model, "--listen": "127.0.0.1:0", "--dtype": "bfloat16", "--device": "cpu", **flags}
-    if "--device" in more:
-        del given["--device"]
-    return [service, *(str(part) for flag in given.items() for part in flag), *more]
+def deepened(source: Path, factor: int, folder: Path) -> Path:
+    """The model of `source` with `factor` times its layers, in a folder of its own below `folder`; made once.
+
+    The added layers are copies whose output projections are zero. They do the work of a layer and change no logit, bit
+    for bit: the model costs as much as a larger one and writes the same text. The name of its folder holds a digest of
+    the source, so that a model trained again is deepened again. Raises ValueError for layers not named as Llama's.
+    """
+    if factor < 1:
+        raise ValueError(f"factor is {factor}; it must be at least 1")
+    out = folder / f"{source.name}-x{factor}-{digest_of(source)}"
+    if (out / WEIGHTS).is_file():
+        return out
+    config = json.loads((source / "config.json").read_text(encoding="utf-8"))
+    layers = config.get("num_hidden_layers", 0)
+    weights = _deepened_weights(load_file(source / WEIGHTS), layers, factor)
+    config["num_hidden_layers"] = layers * factor
+    if isinstance(config.get("layer_types"), list):
+        config["layer_types"] = [kind for kind in config["layer_types"] for _ in range(factor)]
+    out.mkdir(parents=True, exist_ok=True)
+    for file in source.iterdir():
+        if file.is_file() and file.name not in (WEIGHTS, "config.json"):
+            shutil.copyfile(file, out / file.name)
+    (out / "config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
+    # Last, and under its name only when whole: a folder with weights is complete.
+    save_file(weights, out / f"{WEIGHTS}.part", metadata={"format": "pt"})
+    (out / f"{WEIGHTS}.part").rename(out / WEIGHTS)
+    return out
+
+
+def _deepened_weights(weights: dict[str, Tensor], layers: int, factor: int) -> dict[str, Tensor]:
+    outputs = {f"layers.{index}.{output}" for index in range(layers) for output in OUTPUTS}
+    if not layers or not all(any(output in name for name in weights) for output in outputs):
+        raise ValueError(f"a layer lacks {' or '.join(OUTPUTS)}; only models with Llama's layers can be deepened")
+    deep: dict[str, Tensor] = {}
+    for name, tensor in weights.items():
+        found = _LAYER.match(name)
+        if found is None:
+            deep[name] = tensor
+            continue
+        for copy in range(factor):
+            is_zero = copy > 0 and found["after"].startswith(OUTPUTS)
+            layer = f"{found['before']}{int(found['index']) * factor + copy}"
+            deep[f"{layer}.{found['after']}"] = torch.zeros_like(tensor) if is_zero else tensor.clone()
+    return deep
+
+
+def digest_of(folder: Path) -> str:
+    """A short name of a model: of its configuration and its weights."""
+    digest = hashlib.sha256()
+    for name in ("config.json", WEIGHTS):
+        digest.update((folder / name).read_bytes())
+    return digest.hexdigest()[:12]
+
+
+def _start(
+    service: str,
+    model: Path,
+    *more: str,
+    dtype: str = "bfloat16",
+    device: str = "cpu",
+    threads: int = 1,
+    max_sequences: int,
+    cores: Collection[int] | None = None,
+    command: Sequence[str] = (),
+) -> ServiceProcess:
+    flags = {"--model": model, "--listen": "127.0.0.1:0", "--dtype": dtype, "--device": device, "--threads": threads}
+    flags["--max-sequences"] = max_sequences
+    arguments = [*command, service, *(str(part) for flag in flags.items() for part in flag), *more]
+    return ServiceProcess.start(arguments, env=service_environment(threads), cores=cores)
 
 
 @contextmanager
-def verifier(target: Path, *, max_sequences: int, more: Sequence[str] = ()) -> Iterator[str]:
-    """A verifier by itself, on one thread; its address."""
-    flags = {"--threads": 1, "--max-sequences": max_sequences}
-    arguments = _arguments("verifier_service", target, flags, (*NO_PREFIXES, *more))
-    with terminated_as_interrupted(), ServiceProcess.start(arguments, env=service_environment(1)) as service:
-        service.wait_healthy(300)
+def verifier(target: Path, *more: str, max_sequences: int) -> Iterator[str]:
+    with (
+        terminated_as_interrupted(),
+        _start("verifier_service", target, *NO_PREFIXES, *more, max_sequences=max_sequences) as service,
+    ):
+        service.wait_healthy(_START_S)
         yield service.address
 
 
+@dataclass(eq=False)
 class Services:
-    """Both services of a pair and a client of theirs, as a context manager that stops them when left.
+    """Both services of a pair and a client, as a context manager that stops them.
 
     For a main thread: inside it SIGTERM interrupts, or else the services would outlive a benchmark that is stopped.
-
-    Args:
-        target: folder of the target.
-        draft: folder of the draft.
-        dtype: number format of both.
-        threads: of the verifier; the draft has one.
-        place: one of `APART`, `ANYWHERE`, `ONE_CORE`.
-        max_sequences: sequences at once; room for more would only be memory.
-        verifier_flags: further flags of the verifier.
-        draft_flags: and of the draft service.
-        distant: whether a proxy stands between the two, as `proxy`, which can hold bytes back.
-        command: what comes before a service's name on its command line.
-        start_timeout: seconds until each service must be healthy.
     """
 
-    def __init__(
-        self,
-        target: Path,
-        draft: Path,
-        *,
-        dtype: str = "bfloat16",
-        threads: int = 1,
-        place: str = APART,
-        max_sequences: int = 2,
-        verifier_flags: Sequence[str] = NO_PREFIXES,
-        draft_flags: Sequence[str] = (),
-        distant: bool = False,
-        command: Sequence[str] = (),
-        start_timeout: float = 300.0,
-    ) -> None:
-        self.how: Json = {"dtype": dtype, "threads": threads, "place": place}
-        self._models = {"verifier_service": target, "draft_service": draft}
-        self._max_sequences = max_sequences
-        self._flags = {"verifier_service": verifier_flags, "draft_service": draft_flags}
-        self._distant = distant
-        self._before = list(command)
-        self._start_timeout = start_timeout
-        self._open = ExitStack()
-        self._metrics: dict[ServiceProcess, str] = {}
-        self.client: Client
-        self.verifier: ServiceProcess
-        self.draft: ServiceProcess
-        self.proxy: Any = None
+    target_model: Path
+    draft_model: Path
+    _: KW_ONLY
+    dtype: str = "bfloat16"
+    device: str = "cpu"
+    threads: int = 1  # of the verifier; the draft has one
+    place: str = APART
+    max_sequences: int = 2
+    verifier_flags: Sequence[str] = NO_PREFIXES
+    draft_flags: Sequence[str] = ()
+    distant: bool = False  # whether `proxy`, which can delay bytes, stands between the two
+    command: Sequence[str] = ()  # before a service's name on its command line
+
+    verifier: ServiceProcess = field(init=False)
+    draft: ServiceProcess = field(init=False)
+    client: Client = field(init=False)
+    proxy: Any = field(init=False, default=None)
+    _open: ExitStack = field(init=False, default_factory=ExitStack)
+    _metrics: dict[ServiceProcess, str] = field(init=False, default_factory=dict)
+
+    @property
+    def how(self) -> Json:
+        return {"dtype": self.dtype, "threads": self.threads, "place": self.place}
 
     def __enter__(self) -> Self:
-        threads, place = self.how["threads"], self.how["place"]
-        one = frozenset([min(processors())]) if place == ONE_CORE else None
-        first, second = (halves(threads) if place == APART else None) or (one, one)
+        one = frozenset([min(processors())]) if self.place == ONE_CORE else None
+        first, second = (halves(self.threads) if self.place == APART else None) or (one, one)
         with ExitStack() as opening:
             opening.enter_context(terminated_as_interrupted())
-            self.verifier = opening.enter_context(self._start("verifier_service", threads, first))
+            self.verifier = self._started(opening, "verifier_service", first, *self.verifier_flags)
             address = self.verifier.address
-            if self._distant:
+            if self.distant:
                 from tests.proxy import Proxy
 
                 self.proxy = opening.enter_context(Proxy(address))
                 address = self.proxy.address
-            more = ["--verifier", address, "--speculation", "fixed"]  # where a run does not name another
-            self.draft = opening.enter_context(self._start("draft_service", 1, second, *more))
+            # A run that names no speculation policy has a fixed γ.
+            flags = ("--verifier", address, "--speculation", "fixed", *self.draft_flags)
+            self.draft = self._started(opening, "draft_service", second, *flags)
             for service in (self.verifier, self.draft):
-                service.wait_healthy(self._start_timeout)
-                self._metrics[service] = _metrics_address(service)  # now: of a long log only the end is kept
+                service.wait_healthy(_START_S)
+                self._metrics[service] = _metrics_address(service)  # now: only the end of a long log is kept
             self.client = opening.enter_context(Client(self.draft.address))
             self._open = opening.pop_all()
         return self
 
-    def __exit__(self, *exception: object) -> None:
-        self.close()
+    def _started(self, opening: ExitStack, name: str, cores: Collection[int] | None, *flags: str) -> ServiceProcess:
+        model, threads = (self.target_model, self.threads) if name == "verifier_service" else (self.draft_model, 1)
+        service = _start(
+            name, model, "--metrics-listen", "127.0.0.1:0", *flags, dtype=self.dtype, device=self.device,
+            threads=threads, max_sequences=self.max_sequences, cores=cores, command=self.command,
+        )  # fmt: skip
+        return opening.enter_context(service)
 
-    def close(self) -> None:
-        """Stops the services; may be called twice."""
+    def __exit__(self, *exception: object) -> None:
         self._open.close()
 
-    def _start(self, name: str, threads: int, cores: Collection[int] | None, *more: str) -> ServiceProcess:
-        flags = {
-            "--metrics-listen": "127.0.0.1:0",
-            "--dtype": self.how["dtype"],
-            "--threads": threads,
-            "--max-sequences": self._max_sequences,
-        }
-        arguments = _arguments(name, self._models[name], flags, (*more, *self._flags[name]))
-        return ServiceProcess.start([*self._before, *arguments], env=service_environment(threads), cores=cores)
-
     def metrics_of(self, service: ServiceProcess) -> dict[str, float]:
-        """What one of the two shows of itself now: each sample by its name, summed over labels."""
-        with urlopen(self._metrics[service], timeout=_METRICS_S) as answer:
+        """The metrics of one of the two: each sample by its name, summed over labels."""
+        with urlopen(self._metrics[service], timeout=10.0) as answer:
             shown = answer.read().decode()
         sums: dict[str, float] = defaultdict(float)
         for family in text_string_to_metric_families(shown):
@@ -195,11 +242,11 @@ def _metrics_address(service: ServiceProcess) -> str:
     for line in service.log_lines():
         if line.startswith("{") and (entry := json.loads(line)).get("event") == "metrics":
             return str(entry["address"])
-    raise ServiceError(f"{service.name} does not say where it shows its metrics", service.log_lines())
+    raise ServiceError(f"{service.name} does not say where it serves its metrics", service.log_lines())
 
 
 def await_(coroutine: Coroutine[Any, Any, Result]) -> Result:
-    """The result of a coroutine, on one event loop for all: that of asyncio gRPC must not change."""
+    """Runs a coroutine, always on the same event loop: asyncio gRPC needs one that does not change."""
     return _runner().run(coroutine)
 
 
@@ -209,19 +256,18 @@ def _runner() -> asyncio.Runner:
 
 
 class VerifyStream:
-    """One sequence at a verifier, driven by hand. `commit` tells it what the text has become."""
+    """One sequence at a verifier. After each verdict, `commit` its tokens."""
 
     def __init__(self, call: Any, prompt: Sequence[int]) -> None:
         self.length = len(prompt)
         self._call = call
         self._hash = PrefixHash(prompt)
-        self._asked = 0
-        self._seen = 0
+        self._round, self._seen = 0, 0
 
     @classmethod
     async def open(cls, stub: Any, prompt: Sequence[int], new_tokens: int, **sampling: Any) -> Self:
-        """An open sequence that ignores end-of-sequence ids; the stub belongs to a channel of `grpc.aio`."""
-        stream = cls(stub.Verify(timeout=_STREAM_S), prompt)
+        """Opens a sequence that ignores end-of-sequence ids; the stub belongs to a channel of `grpc.aio`."""
+        stream = cls(stub.Verify(timeout=600.0), prompt)
         opening = verifier_service_pb2.OpenSequence(
             prompt_token_ids=prompt,
             sampling=sampling_pb2.SamplingParams(**sampling),
@@ -233,13 +279,13 @@ class VerifyStream:
         return stream
 
     async def propose(self, tokens: Sequence[int], *, coupled: bool = False) -> None:
-        """Asks for a round of tokens that the draft was sure of; under `coupled` no q travels at all."""
+        """Proposes tokens with q = 1 each; under `coupled` without q."""
         sure = speculation_pb2.TokenDistribution(point_mass=speculation_pb2.PointMass())
         q = [] if coupled else [sure for _ in tokens]
-        await self._send(proposal=speculation_pb2.Proposal(token_ids=tokens, distributions=q, **self._round()))
+        await self._send(proposal=speculation_pb2.Proposal(token_ids=tokens, distributions=q, **self._next_round()))
 
     async def decode(self, tokens: int) -> None:
-        await self._send(decode=verifier_service_pb2.Decode(num_tokens=tokens, **self._round()))
+        await self._send(decode=verifier_service_pb2.Decode(num_tokens=tokens, **self._next_round()))
 
     async def verdict(self) -> speculation_pb2.Verdict:
         while True:
@@ -255,12 +301,10 @@ class VerifyStream:
     def cancel(self) -> None:
         self._call.cancel()
 
-    def _round(self) -> Json:
-        self._asked += 1
-        return {
-            "round": self._asked, "base_length": self.length, "prefix_hash": self._hash.digest(),
-            "seen_round": self._seen,
-        }  # fmt: skip
+    def _next_round(self) -> Json:
+        self._round += 1
+        digest = self._hash.digest()
+        return {"round": self._round, "base_length": self.length, "prefix_hash": digest, "seen_round": self._seen}
 
     async def _send(self, **kind: Any) -> None:
         await self._call.write(verifier_service_pb2.VerifyRequest(sequence_id="benchmark", **kind))

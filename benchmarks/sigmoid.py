@@ -2,16 +2,11 @@
 
 Its page is `docs/explanation/lossy-rules.md`.
 
-Acceptance and distances come from the distributions themselves, at every place of texts that the target wrote at
+Acceptance and distances are computed from the distributions, at every position of texts that the target wrote at
 temperature 1; only the rounds of several tokens are drawn. With q the distribution that drafts are sampled from, a(x)
-the chance that x is then accepted, and r the distribution of the token in its place, the place is written by
-q·a + (1 - Σ q·a)·r. Speed is given in ratios alone, on the host path, all rules in turns in one run.
-
-    python -m benchmarks.sigmoid            half a minute
-    python -m benchmarks.sigmoid --quick    does it work at all
+the chance that x is accepted, and r the distribution after a rejection, the output has q·a + (1 - Σ q·a)·r. Speed is
+given in ratios, on the host, all rules in turns in one run.
 """
-
-from __future__ import annotations
 
 import math
 import random
@@ -28,7 +23,7 @@ from torch import Tensor
 from transformers import LlamaForCausalLM
 
 from benchmarks import harness, plots
-from benchmarks.harness import Bench, Json, tell
+from benchmarks.harness import Bench, Json, progress
 from kernels.dense import SigmoidScales
 from kernels.rng import Domain, uniform
 from kernels.sampling import SamplingParams, probabilities
@@ -44,7 +39,7 @@ SWEEP = [round(10 ** (k / 4), 6) for k in range(-4, 21)]
 ONE_APART = range(-10, 31, 2)  # α of the other sweep, in which β is α + 1
 PROMPT_TOKENS, GAMMA, LARGE = 16, 5, 151_936
 PLAIN = SamplingParams()
-KEPT = SparseConfig()  # what the draft service keeps of its distribution where it is not told otherwise
+KEPT = SparseConfig()  # the default of the draft service
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -57,16 +52,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     def table(document: Json) -> str:
         return "\n\n".join(tables(document).values())
 
-    return harness.run("sigmoid", harness.parse(parser, arguments, few), measure, summarise, table, draw)
+    def measure(bench: Bench) -> None:
+        bench.document |= bench.once("figures", lambda: _measured(bench))
 
-
-def measure(bench: Bench) -> None:
-    bench.once("figures", lambda: _measured(bench))
-
-
-def summarise(bench: Bench) -> Json:
-    found: Json = bench.once("figures", dict)
-    return found
+    given = harness.parse(parser, arguments, few)
+    return harness.run("sigmoid", given, measure, lambda bench: {}, table, draw)
 
 
 def _measured(bench: Bench) -> Json:
@@ -76,20 +66,17 @@ def _measured(bench: Bench) -> Json:
     target, draft = load(given.target), load(given.draft)
     rows = [tokenizer(text)["input_ids"][:PROMPT_TOKENS] for text in bench.prompts]
     prompts = torch.tensor([row for row in rows if len(row) == PROMPT_TOKENS][: given.texts])
-    tell(f"writing {len(prompts)} texts")
+    progress(f"writing {len(prompts)} texts")
     texts = write(target, draft, prompts, given.tokens, tokenizer.eos_token_id)
-    tell("drafting rounds")
+    progress("drafting rounds")
     cases = rounds(target, draft, texts, GAMMA, every=8)
-    tell("verifying and timing")
+    progress("verifying and timing")
     return figures(texts, cases, given.repeats)
-
-
-# --------------------------------------------------------------------------------------------------- one drafted place
 
 
 @dataclass(frozen=True, slots=True)
 class Precision:
-    """What the rule is computed in: the target's logits, the draft's, and each step from logits to scores."""
+    """Number formats of the target's logits, the draft's, and each step from logits to scores."""
 
     name: str
     target: torch.dtype
@@ -104,8 +91,8 @@ PRECISIONS = (SERVICES, FLOAT32, FLOAT16)
 FIELDS = ("acceptance", "from_target", "from_draft", "distinct")
 
 Places = Mapping[str, Tensor]
-"""Of several drafted places, `[N]` each, NaN where scores are no numbers: Σ q·a; the total variation between what is
-written and p, and q; how many values p̂ takes among the tokens."""
+"""Of drafted tokens, `[N]` each, NaN where scores are no numbers: Σ q·a; the total variation of the output from p and
+from q; how many values p̂ has among the tokens."""
 
 
 def by_sigmoid(z: Tensor, v: Tensor, q: Tensor, scales: SigmoidScales, precision: Precision) -> Places:
@@ -116,7 +103,7 @@ def by_sigmoid(z: Tensor, v: Tensor, q: Tensor, scales: SigmoidScales, precision
 
 
 def by_tokenwise(z: Tensor, q: Tensor) -> Places:
-    """The same places under the exact rule, where p and q decide: what is written is p [L A.1]."""
+    """The same under the exact rule: the output is p [L A.1]."""
     p = torch.softmax(z.double(), -1)
     return _accepted_by(p, q.double(), p, q.double())
 
@@ -127,10 +114,7 @@ def _scores(z: Tensor, scales: SigmoidScales, steps: torch.dtype) -> Tensor:
 
 
 def _accepted_by(p: Tensor, q: Tensor, p_hat: Tensor, q_hat: Tensor) -> Places:
-    """Drafts of q are accepted with min(1, p̂/q̂), and norm(max(0, p̂ - q̂)) stands in for the others.
-
-    Where that residual is nothing, p stands in, as it does in the services.
-    """
+    """Drafts of q are accepted with min(1, p̂/q̂), or else replaced by norm(max(0, p̂ - q̂)); by p where that is 0."""
     chance = torch.where(q_hat > 0, (p_hat / q_hat).clamp(max=1), 0.0)
     chance = torch.where(p_hat.isnan() | q_hat.isnan(), torch.nan, chance)
     acceptance = (q * chance).sum(-1)
@@ -151,36 +135,24 @@ def total_variation(a: Tensor, b: Tensor) -> Tensor:
     return (a - b).abs().sum(-1) / 2
 
 
-# --------------------------------------------------------------------------------------------------- texts and rounds
-
-
 @dataclass(frozen=True, slots=True)
 class Texts:
-    """What the target wrote at temperature 1, and what both models say at each place of it.
+    """Texts of the target at temperature 1, with the logits of both models."""
 
-    Attributes:
-        ids: prompts and what was written, `[B, L]`.
-        begin: where the prompts end.
-        target: the target's logits for each written place, `[B, L - begin, V]` float32.
-        draft: the draft's.
-        alive: the places up to the text's end, bool `[B, L - begin]`.
-    """
-
-    ids: Tensor
-    begin: int
-    target: Tensor
-    draft: Tensor
-    alive: Tensor
+    ids: Tensor  # prompts and texts, `[B, L]`
+    begin: int  # where the prompts end
+    target: Tensor  # the target's logits of each written position, `[B, L - begin, V]` float32
+    draft: Tensor  # the draft's
+    alive: Tensor  # the positions up to the text's end, bool `[B, L - begin]`
 
     @property
     def places(self) -> tuple[Tensor, Tensor]:
-        """Both models' logits of all places, `[N, V]` each."""
         return self.target[self.alive], self.draft[self.alive]
 
 
 @torch.no_grad()
 def write(target: LlamaForCausalLM, draft: LlamaForCausalLM, prompts: Tensor, tokens: int, end: int) -> Texts:
-    """Let the target continue `prompts` `[B, n]` by `tokens` each, drawn at temperature 1."""
+    """The target continues `prompts` `[B, n]` by `tokens` each, drawn at temperature 1."""
     generator = torch.Generator().manual_seed(20)
     written, logits = zip(*steps(target, prompts, tokens, torch.ones(len(prompts)), generator), strict=True)
     ids = torch.cat(written[:-1], dim=1)
@@ -196,7 +168,7 @@ def write(target: LlamaForCausalLM, draft: LlamaForCausalLM, prompts: Tensor, to
 
 
 def drawn_from(draft: Tensor) -> Tensor:
-    """The distribution that drafts of these logits `[N, V]` are sampled from, float64: truncated and in integers."""
+    """q̂ of draft logits `[N, V]`, float64."""
     q = torch.zeros(draft.shape, dtype=torch.float64)
     for row, kept in zip(q, sparsify(probabilities(draft, PLAIN), KEPT), strict=True):
         row[torch.from_numpy(kept.ids)] = torch.from_numpy(kept.weights.astype("float64")) / kept.total
@@ -205,7 +177,7 @@ def drawn_from(draft: Tensor) -> Tensor:
 
 @dataclass(frozen=True, slots=True)
 class Case:
-    """One proposal of γ tokens: the target's rows `[γ+1, V]`, the draft's `[γ, V]`, and what was drawn from them."""
+    """One proposal of γ tokens, with the logits of the target `[γ+1, V]` and of the draft `[γ, V]`."""
 
     target: Tensor
     draft: Tensor
@@ -215,7 +187,7 @@ class Case:
     base_length: int
 
     def proposed(self, rule: Rule, scales: SigmoidScales | None = None, *, dense: bool = False) -> Proposed:
-        """As one rule takes it; with `dense`, an exact rule takes the draft's whole distribution."""
+        """For one rule; with `dense`, q is the draft's whole distribution."""
         plain = Proposed(self.tokens, self.q, PLAIN, self.seed, self.base_length, rule=rule)
         if rule is Rule.SIGMOID:
             return replace(plain, q=tuple(draft_logits(self.draft, PLAIN)), sigmoid=scales)
@@ -226,15 +198,15 @@ class Case:
 
 @torch.no_grad()
 def rounds(target: LlamaForCausalLM, draft: LlamaForCausalLM, texts: Texts, gamma: int, every: int) -> list[Case]:
-    """Draft `gamma` tokens at every `every`-th place of each text, and run the target on them."""
+    """Drafts `gamma` tokens at every `every`-th position of each text, and runs the target on them."""
     cases = []
     for base in range(texts.begin, texts.ids.shape[1], every):
         prefix = texts.ids[:, :base]
-        writer, drafted, said = Writer(draft, len(prefix), base + gamma), prefix, []
+        writer, drafted, draft_rows = Writer(draft, len(prefix), base + gamma), prefix, []
         kept: list[list[SparseDistribution]] = []
         logits = writer.extend(prefix)[:, -1]
         for place in range(gamma):
-            said.append(logits)
+            draft_rows.append(logits)
             kept.append(sparsify(probabilities(logits, PLAIN), KEPT))
             drawn = [own.token_at(uniform(row, base, place, Domain.DRAFT)) for row, own in enumerate(kept[-1])]
             drafted = torch.cat((drafted, torch.tensor(drawn)[:, None]), dim=1)
@@ -244,8 +216,8 @@ def rounds(target: LlamaForCausalLM, draft: LlamaForCausalLM, texts: Texts, gamm
         for b in range(len(prefix)):
             if bool(texts.alive[b, base - texts.begin]):
                 tokens = tuple(drafted[b, base:].tolist())
-                logits_of_draft = torch.stack([each[b] for each in said])
-                cases.append(Case(rows[b], logits_of_draft, tokens, tuple(each[b] for each in kept), b, base))
+                draft_logits_of_b = torch.stack([each[b] for each in draft_rows])
+                cases.append(Case(rows[b], draft_logits_of_b, tokens, tuple(each[b] for each in kept), b, base))
     return cases
 
 
@@ -260,9 +232,6 @@ def synthetic(vocab_size: int, gamma: int, count: int) -> list[Case]:
         tokens = tuple(each.token_at(uniform(nth, 1, i, Domain.DRAFT)) for i, each in enumerate(q))
         cases.append(Case(z, v, tokens, q, nth, 1))
     return cases
-
-
-# ------------------------------------------------------------------------------------------------------------ figures
 
 
 def figures(texts: Texts, cases: Sequence[Case], repeats: int) -> Json:
@@ -319,7 +288,6 @@ def _rounds(cases: Sequence[Case]) -> Json:
 
 
 def _speed(cases: Sequence[Case], repeats: int) -> Json:
-    """Time of one verification, over that of tokenwise on the same round."""
     demo, large = cases[:: max(1, len(cases) // 64)], synthetic(LARGE, GAMMA, 6)
     return {
         "gamma": GAMMA,
@@ -328,7 +296,7 @@ def _speed(cases: Sequence[Case], repeats: int) -> Json:
 
 
 def _timed(cases: Sequence[Case], repeats: int) -> Json:
-    """One round a call under each way, in an order that chance gives; ratios to the first way in the same turn."""
+    """One round a call for each rule, in random order; ratios to `tokenwise` in the same turn."""
     ways: dict[str, Json] = {
         "tokenwise": {"rule": Rule.TOKENWISE},
         "tokenwise, dense q": {"rule": Rule.TOKENWISE, "dense": True},
@@ -351,9 +319,6 @@ def _timed(cases: Sequence[Case], repeats: int) -> Json:
                     own.append(seconds[name] / seconds["tokenwise"])
     names = ("low", "median", "high")
     return {name: dict(zip(names, statistics.quantiles(own, n=4), strict=True)) for name, own in ratios.items()}
-
-
-# ----------------------------------------------------------------------------------------------- tables, as in the docs
 
 
 def tables(document: Json) -> dict[str, str]:
@@ -392,7 +357,7 @@ def tables(document: Json) -> dict[str, str]:
 
 
 def bytes_of_a_token(found: Json) -> str:
-    """What a drafted token takes on the wire, in words."""
+    """The bytes of a drafted token on the wire, in words."""
     logits, sparse = f"{found['logits']:,}", f"{found['sparse_mean']:,.0f}"
     return f"{logits} bytes of logits for each drafted token, where a sparse distribution takes {sparse} on average"
 
@@ -403,11 +368,11 @@ def _precise(each: Json) -> tuple[str, str, str]:
 
 
 def _rule(name: str) -> str:
-    rule, separator, scale = name.partition(" ±")
-    if separator:
+    if " ±" in name:
+        rule, scale = name.split(" ±")
         return f"`{rule}` {_scale(scale)}"
-    rule, separator, rest = name.partition(",")
-    return f"`{rule}`{separator}{rest}"
+    rule, comma, rest = name.partition(",")
+    return f"`{rule}`{comma}{rest}"
 
 
 def _scale(scale: str) -> str:
@@ -427,12 +392,10 @@ def _tv(value: float | None) -> str:
 
 
 def _table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    lines = [head, ["---", *["---:"] * (len(head) - 1)], *rows]
-    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
+    return harness.table(head, rows).replace(" | ---", " | ---:")
 
 
 def draw(document: Json, path: Path) -> None:
-    """Distances above acceptance, for both families of scales."""
     found = document["distributions"]
     apart, exact = found["target_from_draft"], found["tokenwise"]["acceptance"]
     note = f"The demo pair at temperature 1, {found['places']:,} places. Circles: the scales of Wagner et al."

@@ -8,7 +8,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM
 
-from benchmarks.deepen import WEIGHTS, deepened
+from benchmarks.services import WEIGHTS, deepened
 
 
 @pytest.fixture

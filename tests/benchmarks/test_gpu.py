@@ -1,4 +1,4 @@
-"""The benchmark of a GPU runs dry on a CPU and goes on where a part fails; its arithmetic and its planted pair hold."""
+"""The benchmark of a GPU runs dry on a CPU and goes on where a part fails; its arithmetic and synthetic pair hold."""
 
 from __future__ import annotations
 
@@ -10,11 +10,9 @@ import pytest
 import torch
 
 from benchmarks import gpu, gpu_checks
-from benchmarks.clocks import Clock
-from benchmarks.gpu import DRY_RUN, MEASURES, RUN_SECONDS
-from benchmarks.gpu_bench import DRY, FULL, RUNS, GpuBench
+from benchmarks.gpu import DRY, DRY_RUN, FULL, PARTS, RUN_SECONDS, RUNS, GpuBench
 from benchmarks.harness import Json
-from benchmarks.planted import TINY_DRAFT, TINY_TARGET, Plant, build
+from benchmarks.synthetic_models import TINY_DRAFT, TINY_TARGET, KnownText, build
 from outrider.theory import expected_tokens
 
 CPU = torch.device("cpu")
@@ -62,7 +60,7 @@ def test_on_a_gpu_tiny_models_pass_through_every_part(tmp_path: Path, monkeypatc
 
 def check_device(document: Json) -> None:
     figures = {name: entry["figures"] for name, entry in document["parts"].items()}
-    assert list(figures) == list(MEASURES)
+    assert list(figures) == list(PARTS)
     for row in figures["choices"]["rows"]:
         assert row["attention"]
         assert row["graphs"] == "9 of 9 sizes"
@@ -75,11 +73,11 @@ def check_device(document: Json) -> None:
 
 def check_services(document: Json) -> None:
     figures = {name: entry["figures"] for name, entry in document["parts"].items()}
-    plant = DRY.plant(DRY.target)
+    text = DRY.text(DRY.target)
     for alpha, row in zip(DRY.alphas, figures["pair"]["rows"], strict=True):
-        prompt = plant.prompt(alpha, 0, length=DRY.prompt_tokens, output=DRY.pair_tokens)
-        judged, accepted, passes = rounds(plant, prompt[-1], DRY.pair_tokens, DRY.gamma)
-        assert row["found_alpha"] == pytest.approx(accepted / judged, abs=1e-6)  # of the draft that was planted
+        prompt = text.prompt(alpha, 0, length=DRY.prompt_tokens, output=DRY.pair_tokens)
+        judged, accepted, passes = rounds(text, prompt[-1], DRY.pair_tokens, DRY.gamma)
+        assert row["found_alpha"] == pytest.approx(accepted / judged, abs=1e-6)  # of the synthetic draft
         assert row["assisted_tokens_per_pass"] == pytest.approx(DRY.pair_tokens / passes, rel=0.35)
     for row in figures["streams"]["rows"]:
         assert (row["tokens_per_round"] > 1) == (row["contender"] == "the pair")
@@ -87,9 +85,9 @@ def check_services(document: Json) -> None:
     assert 0 < figures["engine"]["rows"][0]["share"] < 1
 
 
-def rounds(plant: Plant, last: int, count: int, gamma: int) -> tuple[int, int, int]:
-    """Judged and accepted drafts, and rounds, of a text after the token `last`: by the plant, without any model."""
-    wrong = plant.wrong().tolist()
+def rounds(text: KnownText, last: int, count: int, gamma: int) -> tuple[int, int, int]:
+    """Judged and accepted drafts, and rounds, of a text after the token `last`: by the formula, without any model."""
+    wrong = text.mistakes().tolist()
     judged = accepted = passes = done = 0
     while done < count:
         drafted = min(gamma, count - done - 1)  # the last token is the target's own
@@ -110,26 +108,26 @@ def test_a_part_that_fails_is_recorded_and_the_others_go_on(
         raise RuntimeError("the device fell off the bus")
 
     for name in ("kernel", "alone", "pair"):
-        monkeypatch.setitem(gpu.MEASURES, name, lambda bench: {"rows": [{"found": 1}]})
+        monkeypatch.setitem(gpu.PARTS, name, lambda bench: {"rows": [{"found": 1}]})
     monkeypatch.setattr("benchmarks.kernel.table", str)
     monkeypatch.setattr("benchmarks.kernel.draw", lambda document, path: None)
-    arguments = tmp_path / "gpu.json", "--parts", "kernel,pair"
+    arguments = tmp_path / "gpu.json", "--parts", "kernel", "pair"
     with monkeypatch.context() as broken:
-        broken.setitem(gpu.MEASURES, "kernel", fails)
+        broken.setitem(gpu.PARTS, "kernel", fails)
         code, document = dry_run(*arguments)
     assert code == 1
     assert list(document["parts"]) == ["kernel", "pair"]
-    assert document["parts"]["kernel"]["troubles"] == ["RuntimeError: the device fell off the bus"]
+    assert document["parts"]["kernel"]["errors"] == ["RuntimeError: the device fell off the bus"]
     assert "the device fell off the bus" in capsys.readouterr().out
 
-    monkeypatch.setitem(gpu.MEASURES, "pair", fails)
+    monkeypatch.setitem(gpu.PARTS, "pair", fails)
     code, document = dry_run(*arguments, "--resume")  # only failed parts are measured again
     assert code == 0
     assert all("figures" in entry for entry in document["parts"].values())
 
 
 def test_each_run_takes_less_than_nine_minutes_and_all_have_each_part_once() -> None:
-    assert [name for run in RUNS.values() for name in run] == list(MEASURES)
+    assert [name for run in RUNS.values() for name in run] == list(PARTS)
     assert all(sum(run.values()) <= RUN_SECONDS for run in RUNS.values())
 
 
@@ -140,7 +138,7 @@ def test_aims_are_judged_by_their_worst_case_and_by_what_is_served() -> None:
     }
     figures = {
         "alone": {"shapes": shapes},
-        "pair": {"rows": [{"of_foretold": 0.95}, {"of_foretold": 0.85}]},
+        "pair": {"rows": [{"of_predicted": 0.95}, {"of_predicted": 0.85}]},
         "engine": {"rows": [{"rounds": "Decode", "share": 0.3}, {"rounds": "Decode", "share": 0.05}]},
     }
     found = gpu.aims({"parts": {name: {"figures": each} for name, each in figures.items()}})
@@ -157,8 +155,8 @@ def test_aims_are_judged_by_their_worst_case_and_by_what_is_served() -> None:
 
 
 @pytest.fixture
-def bench(tmp_path: Path) -> GpuBench:
-    made = GpuBench(FULL, CPU, Clock(CPU, 5), tmp_path)
+def bench() -> GpuBench:
+    made = GpuBench(FULL, CPU)
     made.begin(60.0)
     return made
 
@@ -177,17 +175,17 @@ def test_groups_end_with_the_first_in_which_a_test_fails(
     good, bad = gpu_checks.tests(bench)["rows"]
     assert (good["exit_code"], bad["exit_code"]) == (0, 1)
     assert any("assert (2 + 2) == 5" in line for line in bad["output"])
-    assert "the groups after it did not run" in bench.troubles[0]
+    assert "the groups after it did not run" in bench.errors[0]
 
 
-# ----------------------------------------------------------------------------------------------------- the planted pair
+# --------------------------------------------------------------------------------------------------- the synthetic pair
 
 
 def test_mistakes_come_as_often_as_said_and_independently() -> None:
     """Tokens of a round, over 50,000 rounds or more of γ = 6: their mean within four standard errors (1.5 %)."""
     alpha, gamma, count = 0.7, 6, 200_000
-    plant = Plant(count + 10, (alpha,))
-    _, accepted, passes = rounds(plant, 0, count, gamma)
+    text = KnownText(count + 10, (alpha,))
+    _, accepted, passes = rounds(text, 0, count, gamma)
     assert passes > 50_000
     mean, most = 1 + accepted / passes, gamma + 1
     second = sum((2 * k + 1) * alpha**k for k in range(most))  # E X² of the tokens of a round: Σ (2k + 1) P(X > k)
@@ -197,16 +195,16 @@ def test_mistakes_come_as_often_as_said_and_independently() -> None:
 
 
 @pytest.mark.parametrize("drafts", [False, True])
-def test_a_planted_model_writes_what_was_planted(drafts: bool) -> None:
+def test_a_synthetic_model_writes_its_known_text(drafts: bool) -> None:
     """After any tokens whatever, and with a margin that bfloat16 does not bridge."""
     shape = TINY_DRAFT if drafts else TINY_TARGET
-    plant = DRY.plant(shape)
-    model = build(shape, plant, drafts=drafts, device=CPU, dtype=torch.bfloat16)
+    text = DRY.text(shape)
+    model = build(shape, text, drafts=drafts, device=CPU, dtype=torch.bfloat16)
     tokens = torch.randperm(shape.vocab, generator=torch.Generator().manual_seed(3))[None]
     with torch.inference_mode():
         logits = model(tokens).logits[0].float()
-    follows = plant.drafted() if drafts else plant.successors()
-    assert torch.equal(plant.drafted() != plant.successors(), plant.wrong())
+    follows = text.draft_next() if drafts else text.target_next()
+    assert torch.equal(text.draft_next() != text.target_next(), text.mistakes())
     best = logits.topk(2)
     assert torch.equal(best.indices[:, 0], follows[tokens[0]])
     assert float((best.values[:, 0] - best.values[:, 1]).min()) > 8 * 2**-8 * float(best.values.max())

@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 
 from benchmarks import gamma, harness, pair
-from benchmarks.contenders import PHASES, Task, WrongLength, compared, take_turns, text_run
-from benchmarks.harness import Bench, read_prompts
+from benchmarks.contenders import Task, WrongText, take_turns, text_run
+from benchmarks.harness import PHASES, Bench, compared, read_prompts
 from outrider.theory import tokens_per_second
 
 RESULTS = sorted(harness.RESULTS.glob("*.json"))
@@ -67,7 +67,7 @@ def test_a_line_without_a_prompt_is_named(tmp_path: Path) -> None:
 
 
 def test_a_text_of_another_length_is_no_result() -> None:
-    with pytest.raises(WrongLength, match="it wrote 3 tokens of prompt 7, not 4"):
+    with pytest.raises(WrongText, match="it wrote 3 tokens of prompt 7, not 4"):
         text_run("it", Task(7, (1,), 4, 0.0, 1), [1, 2, 3], {}, seconds=1.0, rounds=3)
 
 

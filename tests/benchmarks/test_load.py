@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 
 from benchmarks import engine, load
-from benchmarks.load import AIM, ALONE, BATCHING, PAIR, Workload, arrivals, cell
-from benchmarks.servers import Served, figures
+from benchmarks.contenders import Served
+from benchmarks.load import AIM, ALONE, BATCHING, PAIR, arrivals, cell, figures, tasks
 
 
 def test_arrivals_are_a_poisson_process() -> None:
@@ -25,18 +25,10 @@ def test_arrivals_are_a_poisson_process() -> None:
     assert fast == pytest.approx([at / 3 for at in slow]), "rates differ in their pace alone"
 
 
-def test_long_prompts_are_as_long_as_asked_and_short_ones_as_they_are() -> None:
-    given = argparse.Namespace(
-        mixes=["short", "long"], new_tokens=64, least_texts=8, short_tokens=[1, 4], short_texts=256
-    )
-    work = Workload([tuple(b"aaa"), tuple(b"bb"), tuple(b"c")], given)
-    assert [len(task.token_ids) for task in work.closed("short", 1, 0)[:4]] == [3, 2, 1, 3]
-    assert [len(task.token_ids) for task in work.closed("long", 1, 0)[:4]] == [384, 192, 288, 384]
-    assert work.closed("long", 1, 0)[0].token_ids[:7] == tuple(b"aaabbca")
-    assert work.longest() == 384 + 64
-    assert [task.new_tokens for task in work.short("short", 4, 1)] == [4] * 256
-    seeds = {task.seed for repetition in range(3) for task in work.closed("short", 8, repetition)}
-    assert len(seeds) == 3 * 24
+def test_repetitions_have_other_prompts_and_seeds() -> None:
+    repetitions = [tasks([(1,), (2, 2), (3,), (4,), (5,)], 3, nth, 64) for nth in range(2)]
+    assert [[task.token_ids[0] for task in own] for own in repetitions] == [[1, 2, 3], [4, 5, 1]]
+    assert len({task.seed for own in repetitions for task in own}) == 6
 
 
 def test_tokens_of_one_piece_have_not_waited_for_each_other() -> None:

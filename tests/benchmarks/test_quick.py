@@ -13,8 +13,7 @@ from typing import Any
 import pytest
 
 from benchmarks import load, plots
-from benchmarks.contenders import PHASES
-from benchmarks.harness import Bench, flat
+from benchmarks.harness import PHASES, Bench, flat
 from benchmarks.load import ALONE, CONTENDERS, PAIR
 from models.corpus import Document
 from tests.fork_server import ForkedService, noting
