@@ -211,7 +211,7 @@ def _rounds(device: torch.device, dtype: torch.dtype) -> str:
         return f"layers: {refusal}"
     target = TargetRunner(model_runner, vocab_size=TINY_TARGET.vocab, verify_path="triton")
     capture = {"seconds": 1000, "most_bytes": 1024 * MIB}
-    target.capture(Repeating(), max_sequences=1, max_gamma=1, pass_tokens=64, **capture)
+    target.capture(Repeating(), max_sequences=1, max_gamma=1, max_batch_tokens=64, **capture)
     loop = DecodeLoop(model_runner, TINY_TARGET.vocab, SparseConfig(keep_mass=0.97, max_support=40))
     loop.capture(Repeating(), sequences=2, tokens=3, with_noise=True, **capture)
     slots = [model_runner.pool.allocate() for _ in range(2)]

@@ -158,8 +158,10 @@ def load_built(settings: DraftSettings, loader: Loader = load) -> tuple[Built, T
     loaded, tokenizer = loader(settings)
     length = sequence_tokens(settings, loaded)
     # A step holds pieces of prompts and the last token of each sequence that drafts.
-    pass_tokens = settings.prefill_tokens + settings.max_sequences
-    built = build_model_runner(settings, loaded, length, pass_tokens=pass_tokens, most_sequences=settings.max_sequences)
+    largest = settings.prefill_tokens + settings.max_sequences
+    built = build_model_runner(
+        settings, loaded, length, max_batch_tokens=largest, most_sequences=settings.max_sequences
+    )
     built.model_runner.warm_up((1, 2, 64))
     return built, tokenizer
 
@@ -186,10 +188,10 @@ def build_engine(
 
 
 def _captures(engine: DraftEngine, target: model_pb2.ModelInfo, settings: DraftSettings) -> Callable[..., str]:
-    """Captures the forward passes that begin a round, with one or two tokens a sequence, and the decode loop."""
+    """Captures the steps that begin a round, with one or two tokens a sequence, and the decode loop."""
 
     def capture(capturer: Capturer, *, seconds: float, most_bytes: int) -> str:
-        steps = engine.loop.capture(
+        loop = engine.loop.capture(
             capturer,
             sequences=min(settings.max_sequences, MOST_STEPPED),
             tokens=target.limits.max_gamma,
@@ -197,10 +199,10 @@ def _captures(engine: DraftEngine, target: model_pb2.ModelInfo, settings: DraftS
             seconds=seconds / 2,
             most_bytes=most_bytes,
         )
-        passes = engine.model_runner.capture(
+        steps = engine.model_runner.capture(
             capturer, max_sequences=settings.max_sequences, widest=2, seconds=seconds / 2, most_bytes=most_bytes
         )
-        return f"{steps}; {passes}"
+        return f"decode loop: {loop}; steps: {steps}"
 
     return capture
 
@@ -266,7 +268,7 @@ def verifier_tls(settings: DraftSettings) -> ChannelTLS | None:
     return from_files("--verifier-tls-ca, -cert or -key", lambda: ChannelTLS(TLS(ca, cert, key, name)))
 
 
-# The limit of our verifiers; the target has not answered yet.
+# The limit of our verifiers: this service needs it before a verifier has answered.
 _STOP_TOKEN_IDS = 64
 
 
@@ -299,7 +301,7 @@ def _requests(settings: DraftSettings, sequence_tokens: int) -> int:
 
 
 # Seconds between two checks that the engine runs.
-GLANCE_SECONDS = 0.5
+CHECK_SECONDS = 0.5
 
 
 async def warm_up(drafter: Drafter, engine: DraftEngine) -> None:
@@ -311,10 +313,10 @@ async def warm_up(drafter: Drafter, engine: DraftEngine) -> None:
     drafting = drafter.open(PROBE)
     proposal = asyncio.ensure_future(drafting.propose(PROBE_GAMMA))
     try:
-        while not (await asyncio.wait((proposal,), timeout=GLANCE_SECONDS))[0]:
+        while not (await asyncio.wait((proposal,), timeout=CHECK_SECONDS))[0]:
             if not engine.alive:
                 raise internal(
-                    "INTERNAL", "the draft engine ended before its first step; its error is in the log above"
+                    "INTERNAL", "the draft engine ended before its first step; its error is in the log above this line"
                 )
         proposal.result()
     except DraftError as error:

@@ -181,8 +181,8 @@ class _Failures:
             raise RequestError(
                 grpc.StatusCode.INTERNAL,
                 "STEP_FAILED",
-                f"a round of this request failed at {len(self.suspected)} verifiers, {names}; it is "
-                f"not sent to another one: {error.message}",
+                f"a round of this request failed at {len(self.suspected)} verifiers, {names}, and is not sent to "
+                f"another one: {error.message}; see the verifiers' logs",
             )
         if kind is FailureKind.REFUSED and error.retry_after is not None:
             self.avoid[lease.replica] = time.monotonic() + error.retry_after

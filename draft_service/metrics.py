@@ -26,7 +26,7 @@ _SHORT = (50e-6, 100e-6, 200e-6, 500e-6, 1e-3, 2e-3, 5e-3, 10e-3, 20e-3, 50e-3, 
 _FIRST_TOKEN = (1e-3, 2e-3, 5e-3, 10e-3, 20e-3, 50e-3, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0, 20.0, 50.0, 100.0)
 _WHOLE = (10e-3, 20e-3, 50e-3, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0, 20.0, 50.0, 100.0, 200.0, 500.0, 1000.0)
 
-PHASES = ("draft", "wire", "queue", "pass", "accept")
+PHASES = ("draft", "wire", "queue", "forward", "verify")
 """Of a round: drafting; the network, with waits on both event loops; the queue at the verifier; the forward pass;
 acceptance and sampling. The last three are fields of `VerdictTimings`."""
 
@@ -65,7 +65,7 @@ class RequestMetrics:
         )
         rounds = seconds(
             "round",
-            "Time of a round by phase: draft (rounds with a proposal only), wire, queue, pass, accept.",
+            "Time of a round by phase: draft (rounds with a proposal only), wire, queue, forward, verify.",
             _SHORT,
             "phase",
         )
@@ -157,9 +157,9 @@ class SampleWatch:
         """
         self.ends()
         timings = verdict.timings
-        queue, forward, accept = timings.queue_us / 1e6, timings.forward_us / 1e6, timings.verify_us / 1e6
-        wire = max(0.0, waited - queue - forward - accept)
-        self._metrics.judged(draft, wire, queue, forward, accept)
+        queue, forward, verify = timings.queue_us / 1e6, timings.forward_us / 1e6, timings.verify_us / 1e6
+        wire = max(0.0, waited - queue - forward - verify)
+        self._metrics.judged(draft, wire, queue, forward, verify)
         if self._trace.is_recorded:
             now = time.perf_counter()
             self._trace.span(
@@ -177,8 +177,8 @@ class SampleWatch:
                     "outrider.draft_seconds": draft or 0.0,
                     "outrider.wire_seconds": wire,
                     "outrider.queue_seconds": queue,
-                    "outrider.pass_seconds": forward,
-                    "outrider.accept_seconds": accept,
+                    "outrider.forward_seconds": forward,
+                    "outrider.verify_seconds": verify,
                 },
             )
 
@@ -265,9 +265,9 @@ class _Staged(Collector):
         """Guesses have metrics of their own: they never reach a verifier."""
         counts = self._counts
         yield CounterMetricFamily(
-            "outrider_staged_passes",
-            "Passes of the draft model that judged guessed tokens; each counts once for each sequence.",
-            value=counts.passes,
+            "outrider_staged_steps",
+            "Steps of the draft model that judged guessed tokens; each counts once for each sequence.",
+            value=counts.steps,
         )
         yield CounterMetricFamily("outrider_staged_guessed_tokens", "Guessed tokens.", value=counts.guessed)
         yield CounterMetricFamily(

@@ -289,8 +289,8 @@ FIRST_WAIT, LONGEST_WAIT = 0.1, 2.0
 SECONDS_PER_LINE = 5.0
 # Seconds between two probes of a mismatched verifier, and the least between two resolutions of the names.
 MISMATCHED_PAUSE, RESOLVE_PAUSE = 10.0, 0.5
-# Seconds between two looks for a usable replica, if no replica changes.
-GLANCE = 0.25
+# Seconds between two searches for a usable replica, if no replica changes.
+SEARCH_SECONDS = 0.25
 
 
 class Replicas:
@@ -396,7 +396,7 @@ class Replicas:
         if proven:
             ready = [each for each in ready if each.breaker.state is State.CLOSED and each.busy_until <= now]
         ready = [each for each in ready if each not in failed] or ready
-        # A full replica may have room again: try it if there is no better one.
+        # A full replica may have capacity again: try it if there is no better one.
         ready = [each for each in ready if each.busy_until <= now] or ready
         if len(ready) > 2:
             ready = random.sample(ready, 2)
@@ -413,7 +413,7 @@ class Replicas:
             if now >= until or hopeless or (free and min(free) > until):
                 return None
             with suppress(TimeoutError):
-                async with asyncio.timeout(min(GLANCE, min(until, *free) - now if free else until - now)):
+                async with asyncio.timeout(min(SEARCH_SECONDS, min(until, *free) - now if free else until - now)):
                     await self._changed.wait()
         return replica
 
@@ -489,7 +489,7 @@ async def _answer(replica: Replica) -> model_pb2.ModelInfo | RequestError:
 
 
 def _problem(draft: model_pb2.ModelInfo, answer: model_pb2.ModelInfo | RequestError) -> RequestError | None:
-    """Why an answer is no target for `draft`; None if it is one."""
+    """Why an answer cannot be the target of `draft`; None if it can."""
     try:
         if isinstance(answer, RequestError):
             return answer

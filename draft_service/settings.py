@@ -46,14 +46,14 @@ class DraftSettings(ServiceSettings):
     )
     drafter: Literal["model", "staged", "ngram", "lookup", "random", "none"] = Field(
         "model",
-        description="what proposes tokens if a request names nothing; with another one than model and staged the "
-        "service loads no weights, only the tokenizer of --model",
+        description="drafter of requests that name none: the source of proposed tokens; with any other than model and "
+        "staged the service loads no weights, only the tokenizer of --model",
     )
     staged_by: Literal["lookup", "ngram"] = Field(
-        "lookup", description="what proposes tokens to the draft model in the drafter staged"
+        "lookup", description="drafter that guesses tokens for the draft model in the drafter staged"
     )
     staged_guesses: int = Field(
-        8, ge=1, le=256, description="largest number of tokens that --staged-by proposes at once in the drafter staged"
+        8, ge=1, le=256, description="largest number of tokens that --staged-by guesses at once in the drafter staged"
     )
     draft_temperature: float | None = Field(
         None,
@@ -64,13 +64,13 @@ class DraftSettings(ServiceSettings):
     draft_timeout: int = Field(
         10_000,
         ge=1,
-        description="longest time for one proposal, in milliseconds; if it is late, the target generates alone",
+        description="longest time for one proposal, in milliseconds; after that the target generates alone for a while",
     )
     ngram_corpus: Path | None = Field(
         None, description="text file whose n-grams are counted at start-up; default: none"
     )
     ngram_documents: Literal["file", "line"] = Field(
-        "file", description="what one document of --ngram-corpus is: the file, or each line"
+        "file", description="unit of --ngram-corpus in which n-grams are counted: the whole file, or each line"
     )
     ngram_order: int = Field(4, ge=1, le=8, description="n: the longest n-grams to count, in tokens")
     ngram_entries: int = Field(
@@ -78,21 +78,22 @@ class DraftSettings(ServiceSettings):
     )
     ngram_learn: bool = Field(
         False,
-        description="also count the texts that the service generates; proposals then reveal them to other clients",
+        description="also count the texts that the service generates; proposals then reveal parts of them to other "
+        "clients",
     )
     lookup_min_match: int = Field(
         2, ge=1, le=64, description="shortest match, in tokens, after which the drafter lookup copies"
     )
     outcome_cache: bool = Field(
         True,
-        description="draft for the likely verdicts while a verdict is under way, with the drafter model, where "
-        "measurements say that it pays",
+        description="with the drafter model: draft for the likely verdicts while a verdict is under way, as long as "
+        "measurements show a gain",
     )
     speculation: Literal["fixed", "heuristic", "adaptive"] = Field(
         "adaptive",
-        description="what chooses the tokens in each proposal (gamma) if a request names nothing; fixed: --gamma; "
-        "heuristic: 2 more after a proposal accepted whole, else 1 less; adaptive: the most tokens a "
-        "second by measured acceptance and times",
+        description="policy for the number of tokens in each proposal (gamma), if a request names none; fixed: "
+        "--gamma; heuristic: 2 more after a fully accepted proposal, else 1 less; adaptive: the most tokens a second, "
+        "by measured acceptance and times",
     )
     gamma: int = Field(
         5,
@@ -155,5 +156,8 @@ class DraftSettings(ServiceSettings):
         30.0, gt=0, description="seconds after which a call is ended whose client has 64 unread responses"
     )
     contended_idle_timeout: float = Field(
-        5.0, gt=0, description="seconds that replace the two timeouts above while others wait in the queue, if shorter"
+        5.0,
+        gt=0,
+        description="seconds that replace --idle-timeout and --slow-client-timeout while others wait in the queue, if "
+        "shorter",
     )

@@ -41,7 +41,7 @@ REMEMBERED_CYCLES, FORMULA_WEIGHT, LARGEST_RATIO = 128, 4, 4.0
 
 @dataclass(frozen=True, slots=True)
 class JudgedRound:
-    """A verdict, as policies use it. Times are in seconds.
+    """The data of one verdict that policies use. Times are in seconds.
 
     Attributes:
         gamma: the chosen γ; 0 for each token of a `Decode`.

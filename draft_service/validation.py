@@ -180,7 +180,7 @@ def check_prompt_length(field: str, tokens: int, most: int | None) -> None:
     """
     if most is not None and tokens > most:
         raise invalid_field(
-            field, f"the prompt has {tokens} tokens; at most {most} at this service", given=tokens, maximum=most
+            field, f"{field} has {tokens} tokens; at most {most} at this service", given=tokens, maximum=most
         )
 
 

@@ -127,7 +127,9 @@ class VerifyStream:
         verdict, length = response.verdict, len(self._sequence.tokens)
         if verdict.status != speculation_pb2.VERDICT_STATUS_JUDGED or verdict.base_length != length:
             raise internal(
-                "INTERNAL", f"verdict {verdict.round} has base {verdict.base_length}; the sequence has {length} tokens"
+                "INTERNAL",
+                f"the verdict on round {verdict.round} of the verifier at {self._address} has base_length "
+                f"{verdict.base_length}; the sequence has {length} tokens",
             )
         self._seen = verdict.round
         self._ended = bool(verdict.finish_reason)
@@ -190,7 +192,7 @@ class VerifyStream:
         """How the call ended."""
         status = await self._ending.status()
         if status.code() is grpc.StatusCode.OK:
-            return internal("INTERNAL", "the verifier ended the stream before the sequence ended")
+            return internal("INTERNAL", f"the verifier at {self._address} ended the stream before the sequence ended")
         return translate(status, self._address)
 
 
@@ -221,7 +223,9 @@ def translate(error: grpc.RpcError, address: str) -> RequestError:
             reason=refusal.message,
             action="check --verifier-tls-cert here and --allow-client-san there",
         )
-        return unavailable("NO_VERIFIER", f"the verifier at {address} refuses this draft service")
+        return unavailable(
+            "NO_VERIFIER", f"the verifier at {address} refuses this draft service, whose log has the reason"
+        )
     field = refusal.metadata.get("field", "")
     of_a_round = refusal.reason in ("WRONG_BASE", "OUT_OF_ORDER") or field.startswith(_OF_A_ROUND)
     if refusal.code is grpc.StatusCode.INVALID_ARGUMENT and of_a_round:

@@ -1,6 +1,6 @@
-"""A client that drives the loop itself: it passes proposals of a draft service to a verifier, and verdicts back.
+"""A client that runs the loop itself: it sends proposals of a draft service to a verifier, and verdicts back.
 
-It needs the public contract and gRPC alone. It has no tokenizer: prompt and text are token ids.
+It needs only the public contract and gRPC. It has no tokenizer: prompt and text are token ids.
 
     python examples/orchestrator.py DRAFT_HOST:PORT VERIFIER_HOST:PORT 317 12 88
 """
@@ -46,7 +46,7 @@ def generate(
     sampling: sampling_pb2.SamplingParams,
     max_new_tokens: int,
 ) -> Iterator[int]:
-    """Yields tokens as the target commits them. `sampling` names the seed and the rule: both services need both."""
+    """Yields tokens as the target commits them. `sampling` must set seed and rule: both services need them."""
     drafts = Stream(DraftServiceStub(draft).Propose, draft_service_pb2.ProposeRequest)
     verdicts = Stream(VerifierServiceStub(verifier).Verify, verifier_service_pb2.VerifyRequest)
     try:
@@ -61,7 +61,7 @@ def generate(
             drafts.send(
                 advance={"round": number, "base_length": base, "committed_token_ids": committed, "gamma": GAMMA}
             )
-            verdicts.send(proposal=drafts.take("proposal"))  # as it is
+            verdicts.send(proposal=drafts.take("proposal"))  # unchanged
             verdict = verdicts.take("verdict")
             number, base, committed = number + 1, base + len(committed), list(verdict.token_ids)
             finished = bool(verdict.finish_reason)

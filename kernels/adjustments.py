@@ -67,11 +67,11 @@ class LogitRules:
         """Whether no logit is ever changed."""
         return not (self._counts_tokens or self.logit_bias or self.banned_tokens or self._holds_back_stops)
 
-    def refuse_foreign(self, vocab_size: int) -> None:
-        """Check that every id named is below `vocab_size`.
+    def check_ids(self, vocab_size: int) -> None:
+        """Check that all ids are below `vocab_size`.
 
         Raises:
-            ValueError: one is not.
+            ValueError: an id is not.
         """
         for name, ids in self._named_ids():
             if ids and max(ids) >= vocab_size:
@@ -121,7 +121,7 @@ class Adjuster:
         Raises:
             ValueError: the rules name an id that is not below `vocab_size`.
         """
-        rules.refuse_foreign(vocab_size)
+        rules.check_ids(vocab_size)
         self._rules = rules
         self._vocab_size = vocab_size
         self._generated: list[int] = []
@@ -136,7 +136,7 @@ class Adjuster:
         self._bias = np.array([self._bias_of(int(token)) for token in self._ids], dtype=np.float32)
 
     def copy(self) -> Adjuster:
-        """Return one that follows the same sequence so far, and goes on by itself."""
+        """Return an independent adjuster with the same tokens."""
         copy = Adjuster.__new__(Adjuster)
         copy.__dict__.update(self.__dict__)
         copy._generated, copy._counts = list(self._generated), dict(self._counts)
@@ -145,16 +145,16 @@ class Adjuster:
 
     @property
     def n_generated(self) -> int:
-        """Tokens pushed and not taken back."""
+        """Tokens pushed and not removed."""
         return len(self._generated)
 
     def push(self, token: int) -> None:
-        """Note that `token` was generated (or drafted)."""
+        """Record a generated or drafted token."""
         self._generated.append(token)
         self._recount(token, 1)
 
     def pop(self) -> None:
-        """Take back the last pushed token.
+        """Remove the last pushed token.
 
         Raises:
             IndexError: nothing was pushed.
@@ -162,10 +162,10 @@ class Adjuster:
         self._recount(self._generated.pop(), -1)
 
     def truncate(self, n_generated: int) -> None:
-        """Take back all but the first `n_generated` tokens.
+        """Remove all but the first `n_generated` tokens.
 
         Raises:
-            ValueError: fewer than that were pushed, or the number is negative.
+            ValueError: fewer tokens were pushed, or the number is negative.
         """
         if not 0 <= n_generated <= len(self._generated):
             raise ValueError(f"n_generated is {n_generated}, outside 0..{len(self._generated)}")
@@ -173,7 +173,7 @@ class Adjuster:
             self.pop()
 
     def row(self) -> RowAdjustment | None:
-        """Return the change to the row of the next token; None where there is none."""
+        """Return the change to the row of the next token; None if nothing changes."""
         if not (self._static_bias or self._rules._counts_tokens or self._withholds_stops) or not len(self._ids):
             return None
         bias = self._bias.copy()
@@ -191,7 +191,7 @@ class Adjuster:
         self._counts[token] = self._counts.get(token, 0) + change
         slot = int(np.searchsorted(self._ids, token))
         if slot == len(self._ids) or self._ids[slot] != token:
-            # A new array each time: rows already handed out keep the ids they were made with.
+            # New arrays: earlier results of `row` must keep their ids.
             self._ids = np.insert(self._ids, slot, token)
             self._repetition = np.insert(self._repetition, slot, 1)
             self._bias = np.insert(self._bias, slot, 0)
@@ -208,10 +208,10 @@ class Adjuster:
 
 
 def apply(logits: Tensor, rows: Sequence[RowAdjustment | None]) -> Tensor:
-    """Return `logits` `[R, V]` with each row's adjustment made, in float32.
+    """Return `logits` `[R, V]` with the adjustment of each row applied, in float32.
 
-    `rows` holds one entry a row, or none at all. The same tensor is returned where nothing changes, and a copy
-    otherwise. A row whose every id is banned comes out as -inf throughout, which `sampling.bad_rows` reports.
+    `rows` has one entry per row, or is empty. If nothing changes, the same tensor is returned, else a copy. A row with
+    all ids banned becomes -inf throughout, which `sampling.bad_rows` reports.
 
     Raises:
         ValueError: `rows` is neither empty nor of length R.

@@ -13,7 +13,7 @@ from kernels.verify import Proposed, TokenLogprobs, VerifyResult
 
 
 def with_logprobs(result: VerifyResult, proposal: Proposed, raw: Tensor, p: Tensor) -> VerifyResult:
-    """Return the result with the log-probabilities that its proposal asks for.
+    """Return the result with the log-probabilities that its proposal requests.
 
     Args:
         result: of `proposal`, not BAD_LOGITS.
@@ -27,7 +27,7 @@ def with_logprobs(result: VerifyResult, proposal: Proposed, raw: Tensor, p: Tens
 
 
 def token_logprobs(raw: Tensor, p: Tensor, tokens: Sequence[int], top: int) -> tuple[TokenLogprobs, ...]:
-    """Describe `tokens` `[m]`, each emitted at its row.
+    """Return the log-probabilities of `tokens` `[m]`, one per row.
 
     Args:
         raw: the target's untouched logits, `[m, V]`, on any device.

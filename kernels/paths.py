@@ -51,7 +51,7 @@ def choose(requested: str, device: torch.device) -> VerifyPath:
     return VerifyPath(requested, "requested")
 
 
-def rehearse(name: str, device: torch.device) -> None:
+def try_out(name: str, device: torch.device) -> None:
     """Verify one drafted token on `device`, so that a missing driver or C compiler is found at the start.
 
     Raises:

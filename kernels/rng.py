@@ -33,13 +33,13 @@ MAX_WORD = 2**32 - 1
 
 
 class Domain(IntEnum):
-    """What a draw is for; the third word of the counter, so draws for different purposes never coincide."""
+    """The purpose of a draw. It is the third word of the counter, so draws for different purposes never coincide."""
 
     DRAFT = 0
     ACCEPT = 1
     RESAMPLE = 2
     COUPLED = 3  # keys the noise; the counter holds an absolute position in place of base_length
-    # Staged drafting [L 6], within a round: `draw` is the number of the round's tokens at the start of the inner round.
+    # Staged drafting [L 6], within a round: `draw` is the number of tokens of the round before the inner round.
     STAGED_DRAFT = 4
     STAGED_ACCEPT = 5
     STAGED_RESAMPLE = 6
@@ -143,9 +143,9 @@ def _refuse_outside(name: str, value: int, largest: int) -> None:
 
 # ------------------------------------------------------------------------------------------------------------- noise
 
-# Three multiplications and a key at each step. Without the first or the last, tokens that differ in one high bit stay
-# related, and the tests see it. The first spreads neighbouring ids apart (2^32 over the golden ratio); the others are a
-# pair that a search found to be of least bias (C. Wellons, "Prospecting for hash functions").
+# Three multiplications, with a key at each step. Without the first or the last key, tokens that differ in one high bit
+# stay correlated, and a test fails. The first multiplier separates neighbouring ids (2^32 over the golden ratio); the
+# others are the pair of least bias in a search (C. Wellons, "Prospecting for hash functions").
 SPREAD = 0x9E3779B9
 FIRST_MULTIPLIER = 0x21F0AAAD
 SECOND_MULTIPLIER = 0x735A2D97
@@ -172,7 +172,7 @@ def words(keys: Sequence[tuple[int, int, int]], V: int, device: torch.device | N
     """Return one 32-bit word a token for each of `keys` `[R]`, as int64 `[R, V]`. No word occurs twice in a row."""
     key = torch.tensor(keys, dtype=torch.int64, device=device).view(-1, 3, 1)
     x = torch.arange(V, dtype=torch.int64, device=device).mul_(SPREAD) + key[:, 0]
-    # In place, since for a large vocabulary most of the time would go into fresh memory.
+    # In place: for a large vocabulary, allocating new memory would take most of the time.
     x.bitwise_and_(_MASK32)
     x.bitwise_xor_(x >> 16).mul_(FIRST_MULTIPLIER).bitwise_and_(_MASK32)
     x.bitwise_xor_(x >> 15).add_(key[:, 1]).bitwise_and_(_MASK32)
@@ -183,7 +183,7 @@ def words(keys: Sequence[tuple[int, int, int]], V: int, device: torch.device | N
 def unit(words: Tensor, dtype: torch.dtype = torch.float32) -> Tensor:
     """Return -v of each word, with v = (word + ½) / 2^32 uniform in (0, 1), in `dtype`.
 
-    Each step is correctly rounded, so that a row is the same whatever it is computed with.
+    Each operation is correctly rounded, so every implementation computes the same row.
     """
     u = words.to(dtype).add_(0.5).mul_(-_UNIT_32)
     return u.clamp_(min=2.0**-24 - 1) if dtype == torch.float32 else u  # the largest words round to v = 1
@@ -208,7 +208,7 @@ def gumbel(seed: int, positions: Sequence[int], V: int, dtype: torch.dtype = tor
 
 
 _WORDS_AT_ONCE, _ROWS_AT_ONCE = 1 << 14, 8
-"""Small rows of neighbouring positions are made together: they share the cost of each operation."""
+"""Small rows of neighbouring positions are computed together: they share the cost of each operation."""
 
 
 def noise_rows(positions: Sequence[tuple[int, int]], V: int) -> Tensor:

@@ -120,7 +120,7 @@ def _nucleus_cuts(z: Tensor, p: Tensor, top_p: float) -> Tensor:
     The cut of a bad row is NaN, which nothing is below.
     """
     rows, distributions = z.cpu(), p.cpu()
-    # All tokens below this bound together are less than half of what may go, so only the rest need sorting.
+    # All tokens below this bound together have less than half of the mass that may be dropped. Only the rest is sorted.
     counts = (distributions > (1.0 - top_p) / (2 * distributions.size(1))).sum(dim=1, keepdim=True)
     K = max(1, int(counts.max())) if counts.numel() else 1
     best, at = torch.topk(rows, K)  # [R, K]

@@ -117,8 +117,8 @@ def _truncate(p: Tensor, config: SparseConfig) -> tuple[Tensor, Tensor]:
     """Return ids and weights of q̂ of each row of `p` `[B, V]`, int64 `[B, K]`; see `sparse.sparsify`."""
     V = p.shape[1]
     K = min(config.max_support, V)
-    # topk names any of the tokens that equal its last. Their probabilities are certain, so these decide how many stay,
-    # and the ids are looked for afterwards.
+    # Among tokens that equal its last, topk returns any. Their probabilities do not depend on that, so these decide how
+    # many tokens are kept, and the ids follow from them.
     best = p.topk(K, dim=1)[0].double()
     scale = torch.full_like(best[:, :1], _LARGEST) / best[:, :1]
     enough = (best.cumsum(dim=1) < config.keep_mass).sum(dim=1, keepdim=True) + 1
@@ -129,7 +129,7 @@ def _truncate(p: Tensor, config: SparseConfig) -> tuple[Tensor, Tensor]:
     last = last.float()
     equal = (p == last).cumsum(dim=1, dtype=torch.int32)
     kept = (p > last).cumsum(dim=1, dtype=torch.int32) + torch.minimum(equal, remaining.int())
-    # The k-th token kept is the first up to which k are.
+    # The k-th kept token is the first one at which k tokens are kept.
     ranks = torch.arange(1, K + 1, dtype=torch.int32, device=p.device).expand(p.shape[0], K).contiguous()
     ids = torch.searchsorted(kept, ranks)
     weights = (p.gather(1, ids.clamp(max=V - 1)).double() * scale).round().long()

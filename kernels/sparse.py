@@ -1,6 +1,7 @@
-"""q̂: the draft's probabilities, cut to the best tokens and rounded to integers, both sampled from and sent.
+"""q̂: the draft probabilities, truncated to the best tokens and rounded to integers, both sampled from and sent.
 
-Truncate, round, then sample from the integers: what is sent is then exactly what was used (invariant 1).
+Truncate, round, then sample from the integers: the message then holds exactly the distribution that was sampled from
+(invariant 1).
 """
 
 from __future__ import annotations
@@ -86,8 +87,8 @@ def sparsify(probs: Tensor, config: SparseConfig) -> list[SparseDistribution]:
 def truncate(p: np.ndarray, config: SparseConfig) -> SparseDistribution:
     """Return q̂ of one distribution `p` `[V]`; see `sparsify`."""
     V, K = len(p), config.max_support
-    # All tokens below the first bound together are less than half of what may go. Those below the second have weight 0,
-    # since the largest probability is at least 1/V. So only the rest need sorting.
+    # All tokens below the first bound together have less than half of the mass that may be dropped. Tokens below the
+    # second bound have weight 0, since the largest probability is at least 1/V. So only the rest is sorted.
     least = max((1.0 - config.keep_mass) / 2, 0.25 / 65535) / V
     if V > 16 * K:
         least = max(least, float(torch.topk(torch.from_numpy(p), K, sorted=False)[0].min()))
@@ -98,7 +99,7 @@ def truncate(p: np.ndarray, config: SparseConfig) -> SparseDistribution:
     last = best[size - 1]
     inside = kept >= last
     surplus = int(np.count_nonzero(inside)) - size
-    if surplus:  # more tokens equal to the last than there is room for: the lower ids stay
+    if surplus:  # more tokens equal the last one than fit: the lower ids are kept
         inside[(kept == last).nonzero()[0][-surplus:]] = False
     ids, kept = ids[inside], kept[inside]
     weights = np.rint(kept.astype(np.float64) * (65535.0 / best[0])).astype(np.uint16)
@@ -108,11 +109,11 @@ def truncate(p: np.ndarray, config: SparseConfig) -> SparseDistribution:
 
 
 def validate(ids: np.ndarray, weights: np.ndarray, vocab_size: int) -> SparseDistribution:
-    """Return the distribution of ids and weights from elsewhere, after checking them.
+    """Check ids and weights from outside, and return their distribution.
 
     Raises:
         ValueError: lengths differ, K is 0 or above 256, ids are not strictly ascending or not below `vocab_size`, or a
-            weight is 0; names the offending numbers.
+            weight is 0; names the numbers.
     """
     K = len(ids)
     if len(weights) != K:

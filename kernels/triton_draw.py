@@ -129,8 +129,8 @@ def _choose(weights, target, N: tl.constexpr):
     at = tl.arange(0, N)
     cumulative = tl.cumsum(weights, 0)
     last = tl.max(tl.where(weights > 0, at, 0), 0)
-    place = tl.minimum(tl.min(tl.where((weights > 0) & (cumulative > target), at, N), 0), last)
-    return place, target - tl.sum(tl.where(at < place, weights, 0.0), 0)
+    index = tl.minimum(tl.min(tl.where((weights > 0) & (cumulative > target), at, N), 0), last)
+    return index, target - tl.sum(tl.where(at < index, weights, 0.0), 0)
 
 
 @triton.jit
@@ -140,7 +140,7 @@ def draw(rows, stats, p, draft, kind, kept, u, TILE: tl.constexpr, TILES: tl.con
 
     Args:
         rows: the logits.
-        stats: what the tiles say.
+        stats: of the tiles.
         p: the distribution of the row.
         draft: q̂ of the rejected token.
         kind: TARGET, to draw from p; or above which q̂: SPARSE, DENSE or SIGMOID.

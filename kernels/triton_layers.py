@@ -32,7 +32,7 @@ def rms_norm_kernel(x, weight, out, eps, E: tl.constexpr, BLOCK: tl.constexpr):
     tl.store(out + start + ids, (z * scale * w).to(out.dtype.element_ty), mask=there)
 
 
-# These arrays lie behind others in one buffer: their alignment must not cause another compilation.
+# These arrays are parts of a larger buffer: their alignment must not cause another compilation.
 @triton.jit(do_not_specialize_on_alignment=["positions", "slot_mapping"])
 def rotate_and_store_kernel(
     qkv, cos_sin, positions, slot_mapping, head_norm, query, keys, values, eps,

@@ -191,7 +191,7 @@ def tile_stats(z, ids, scale, wanted, seed, position, WITH_GUMBEL: tl.constexpr)
 
     Returns:
         The largest logit; the sum of exp((z - largest) / temperature), NaN where a logit is NaN or +inf; the token that
-        wins the tile, and by how many bits it lies above the tile's largest logit.
+        wins the tile, and by how many bits its score exceeds the tile's largest logit.
     """
     fine = tl.where(z == z, z, -float("inf"))
     peak = tl.max(fine, 0)

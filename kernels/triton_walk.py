@@ -186,9 +186,9 @@ def _pick(values, index):
 
 
 @triton.jit
-def _until_failure(stands, group, gamma):
+def _until_failure(passes, group, gamma):
     """Return the index of the first rejected draft of the group, or γ."""
-    return tl.min(tl.where(group.inside & ~stands, group.i, gamma), 0)
+    return tl.min(tl.where(group.inside & ~passes, group.i, gamma), 0)
 
 
 @triton.jit
@@ -234,7 +234,7 @@ def _dense_overlap(rows, terms, drafts, group, j, share, TILE: tl.constexpr, ADJ
             z = load_tile(rows, row, tile, ids, TILE, ADJUSTED, True)
             common = tl.load(q + ids, mask=ids < rows.V, other=0.0).to(tl.float64)
             if terms.rule == GREEDY:
-                common = tl.where(_stands(z, ids, peak, best, terms.lenience), common, 0.0)
+                common = tl.where(_is_acceptable(z, ids, peak, best, terms.lenience), common, 0.0)
             else:
                 common = tl.minimum(probability(z, peak, mass, terms.scale).to(tl.float64) * share, common)
             overlap += tl.sum(common, 0)
@@ -264,8 +264,8 @@ def walk_tokenwise(rows, stats, terms, drafts, beta, TILE: tl.constexpr, TILES: 
     while start < terms.gamma:
         group = _group(rows, stats, terms, drafts, start, TILES)
         p, q = _p_and_q(rows, terms, drafts, group, TILE, ADJUSTED, WITH_DENSE)
-        stands = (q > 0) & (_tests(drafts, terms, group) * terms.lenience * q < p) & is_distribution(group.mass)
-        accepted = _until_failure(stands, group, terms.gamma)
+        passes = (q > 0) & (_tests(drafts, terms, group) * terms.lenience * q < p) & is_distribution(group.mass)
+        accepted = _until_failure(passes, group, terms.gamma)
         if terms.rule == TOKENWISE:
             share = 1.0 / terms.lenience
             supports = _supports(rows, drafts, group, K, TILE, ADJUSTED)
@@ -339,13 +339,15 @@ def walk_greedily(rows, stats, terms, drafts, beta, TILE: tl.constexpr, TILES: t
     while start < terms.gamma:
         group = _group(rows, stats, terms, drafts, start, TILES)
         z = load_at(rows, group.row, group.token, group.known, TILE, ADJUSTED, True)
-        stands = (
-            _stands(z, group.token, group.peak, group.best, terms.lenience) & group.known & is_distribution(group.mass)
+        passes = (
+            _is_acceptable(z, group.token, group.peak, group.best, terms.lenience)
+            & group.known
+            & is_distribution(group.mass)
         )
-        accepted = _until_failure(stands, group, terms.gamma)
+        accepted = _until_failure(passes, group, terms.gamma)
         supports = _supports(rows, drafts, group, K, TILE, ADJUSTED)
-        standing = _stands(supports.z, supports.ids, group.peak[:, None], group.best[:, None], terms.lenience)
-        overlaps = tl.sum(tl.where(standing, supports.q, 0.0).to(tl.float64), 1)
+        acceptable = _is_acceptable(supports.z, supports.ids, group.peak[:, None], group.best[:, None], terms.lenience)
+        overlaps = tl.sum(tl.where(acceptable, supports.q, 0.0).to(tl.float64), 1)
         share = terms.lenience * 0 + 1.0
         _store_beta(rows, terms, drafts, group, overlaps, share, beta, TILE, ADJUSTED, WITH_DENSE)
         start = tl.where(accepted < terms.gamma, terms.gamma, start + _GROUP)
@@ -353,7 +355,7 @@ def walk_greedily(rows, stats, terms, drafts, beta, TILE: tl.constexpr, TILES: t
 
 
 @triton.jit
-def _stands(z, ids, peak, best, lenience):
+def _is_acceptable(z, ids, peak, best, lenience):
     """Return which tokens are acceptable at temperature 0: the argmax, and with l < 1 all with p(x) ≥ l · max p."""
     near = tl.exp2((z - peak) * LOG2_E).to(tl.float64) >= lenience
     return tl.where(lenience == 1, ids == best, near)

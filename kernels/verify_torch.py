@@ -261,10 +261,10 @@ def _walk_greedily(rows: np.ndarray, best: list[int], top: list[float], proposal
     for i, token in enumerate(proposal.tokens):
         if not math.isfinite(top[i]):
             return BAD_LOGITS
-        stands = _standing(rows[i], best[i], top[i], proposal.lenience)
+        acceptable = _acceptable(rows[i], best[i], top[i], proposal.lenience)
         if proposal.rule not in (Rule.COUPLED, Rule.SIGMOID):  # these rules have no q̂
-            beta.append(float(sum(_draft_probability(proposal.q[i], token, int(choice)) for choice in stands)))
-        if not _is_in(token, stands):
+            beta.append(float(sum(_draft_probability(proposal.q[i], token, int(choice)) for choice in acceptable)))
+        if token not in acceptable:
             break
         accepted += 1
     if not math.isfinite(top[accepted]):
@@ -283,7 +283,7 @@ def _draft_probability(q: DraftDistribution, token: int, choice: int) -> float:
             return float(choice == token)
 
 
-def _standing(row: np.ndarray, best: int, top: float, lenience: float) -> Sequence[int]:
+def _acceptable(row: np.ndarray, best: int, top: float, lenience: float) -> Sequence[int]:
     """Return the acceptable ids at temperature 0: the argmax, and with l < 1 all with p(x) ≥ l · max p [L A.5]."""
     if lenience == 1:
         return (best,)
@@ -291,10 +291,6 @@ def _standing(row: np.ndarray, best: int, top: float, lenience: float) -> Sequen
     near = np.flatnonzero(row >= top + math.log(lenience) - 1.0)
     chosen: list[int] = near[np.exp(row[near].astype(np.float64) - top) >= lenience].tolist()
     return chosen
-
-
-def _is_in(token: int, stands: Sequence[int]) -> bool:
-    return token in stands
 
 
 @dataclass(frozen=True, slots=True)

@@ -9,7 +9,7 @@ import grpc
 import structlog
 
 from kernels import paths
-from kernels.paths import PathUnavailable, VerifyPath, choose, rehearse
+from kernels.paths import PathUnavailable, VerifyPath, choose, try_out
 from kernels.verify import Rule
 from outrider.rpc.errors import RequestError, internal
 from outrider.runtime.device import find_device
@@ -45,7 +45,7 @@ MAX_SUPPORT = 256
 MAX_OUTSTANDING = 8
 MAX_STOP_TOKEN_IDS = 64
 
-# Tokens of a warm-up pass that is longer than a round: it uses another attention kernel.
+# Tokens of a warm-up step that is longer than a round: it uses another attention kernel.
 SHORT_PROMPT = 64
 
 
@@ -85,7 +85,7 @@ class VerifierApp(Service):
             device=model.device,
             verify_path=self._path.name,
         )
-        _log.info("verifying", verify_path=self._path.name, reason=self._path.reason, device=model.device)
+        _log.info("verification", verify_path=self._path.name, reason=self._path.reason, device=model.device)
         self.engine = engine
         engine.lost.add_done_callback(self._lose)
         engine.start()
@@ -148,15 +148,15 @@ def find_path(settings: VerifierSettings) -> VerifyPath:
     device = find_device(settings.device)
     try:
         path = choose(settings.verify_path, device)
-        rehearse(path.name, device)
+        try_out(path.name, device)
     except PathUnavailable as error:
-        raise SettingsError(f"--verify-path {settings.verify_path}: {error}") from error
+        raise SettingsError(f"--verify-path {settings.verify_path}: {error}; use --verify-path auto") from error
     return path
 
 
-def longest_pass(settings: VerifierSettings) -> int:
-    """The most tokens in one step: `--pass-tokens`, but at least one whole round."""
-    return max(settings.pass_tokens, settings.max_gamma + 1)
+def largest_batch(settings: VerifierSettings) -> int:
+    """The most tokens of a batch: `--max-batch-tokens`, but at least one whole round."""
+    return max(settings.max_batch_tokens, settings.max_gamma + 1)
 
 
 def build_engine(
@@ -174,7 +174,7 @@ def build_engine(
         SettingsError: the KV cache is too small for one sequence.
         ModelLost: another rank has ended.
     """
-    pass_tokens = longest_pass(settings)
+    max_batch_tokens = largest_batch(settings)
     behind = partial(verify_rows, verify_path=path.name)
     if parallel is None:
         loaded, tokenizer = loader(settings)
@@ -182,7 +182,9 @@ def build_engine(
         tokenizer = load_tokenizer_alone(settings)
         loaded = load_share(settings, parallel)
     tokens = sequence_tokens(settings, loaded)
-    built = build_model_runner(settings, loaded, tokens, pass_tokens=pass_tokens, behind=behind, parallel=parallel)
+    built = build_model_runner(
+        settings, loaded, tokens, max_batch_tokens=max_batch_tokens, behind=behind, parallel=parallel
+    )
     if parallel is not None:
         parallel.command_workers(built.model_runner)
     model = describe(
@@ -204,7 +206,7 @@ def build_engine(
     engine = VerifierEngine(
         built.model_runner,
         model,
-        pass_tokens=settings.pass_tokens,
+        max_batch_tokens=settings.max_batch_tokens,
         max_linger=settings.max_linger / 1e3,
         threads=settings.threads,
         verify_path=path.name,
@@ -215,7 +217,7 @@ def build_engine(
         engine.runner.capture,
         max_sequences=settings.max_sequences,
         max_gamma=settings.max_gamma,
-        pass_tokens=settings.pass_tokens,
+        max_batch_tokens=settings.max_batch_tokens,
     )
     built.log_memory(0 if parallel is not None else built.capture(settings, capture))
     built.model_runner.warm_up([1, settings.max_gamma + 1, SHORT_PROMPT])
@@ -224,7 +226,7 @@ def build_engine(
 
 
 # Seconds between two checks that the engine runs.
-GLANCE_SECONDS = 0.5
+CHECK_SECONDS = 0.5
 PROMPT_TOKENS = 2
 _NAME = "warm-up"
 
@@ -288,12 +290,12 @@ async def _verdict(engine: VerifierEngine, replies: asyncio.Queue[Reply]) -> spe
     """The next verdict; skips notices."""
     while True:
         try:
-            async with asyncio.timeout(GLANCE_SECONDS):
+            async with asyncio.timeout(CHECK_SECONDS):
                 reply = await replies.get()
         except TimeoutError:
             if not engine.alive:
                 raise internal(
-                    "INTERNAL", "the engine ended before its first step; its error is in the log above"
+                    "INTERNAL", "the engine ended before its first step; its error is in the log above this line"
                 ) from None
             continue
         if isinstance(reply, RequestError):

@@ -82,12 +82,12 @@ Message = Open | Submit | Read | Remind | HalfClose | Close | Drain
 Result = TypeVar("Result")
 
 _DRAINING = verifier_service_pb2.Notice(
-    kind=verifier_service_pb2.NOTICE_KIND_DRAINING, message="the verifier drains; continue at another one"
+    kind=verifier_service_pb2.NOTICE_KIND_DRAINING, message="the verifier is shutting down; continue at another one"
 )
 
 # Seconds without a step before the pool is checked.
 QUIET_SECONDS = 1.0
-# Timed passes of each width at the start: the first one costs several times the next.
+# Timed forward passes of each width at the start: the first one costs several times the next.
 TRIALS = 3
 
 
@@ -108,7 +108,7 @@ class Observer(Protocol):
     def judged(self, rule: Rule, drafted: int, accepted: int) -> None:
         """A round was judged; `accepted` of its `drafted` tokens are in the text."""
 
-    def passed(self, tokens: int, sequences: int, seconds: float) -> None:
+    def forwarded(self, tokens: int, sequences: int, seconds: float) -> None:
         """A forward pass ended."""
 
     def waited(self, seconds: float) -> None:
@@ -137,7 +137,7 @@ class VerifierEngine(Engine[Message, TargetWork, StepResult]):
         model_runner: ModelRunner,
         model: model_pb2.ModelInfo,
         *,
-        pass_tokens: int,
+        max_batch_tokens: int,
         max_linger: float = 0.0,
         threads: int | None = None,
         verify_path: str | None = None,
@@ -156,7 +156,10 @@ class VerifierEngine(Engine[Message, TargetWork, StepResult]):
         self.prefixes = PrefixCache(model_runner.pool, enabled=prefix_cache)
         self.cost: FittedCost  # of steps; set by `prepare`
         self.scheduler = Scheduler(
-            model_runner.pool, self.prefixes, pass_tokens=pass_tokens, max_sequences=model.limits.max_sequences
+            model_runner.pool,
+            self.prefixes,
+            max_batch_tokens=max_batch_tokens,
+            max_sequences=model.limits.max_sequences,
         )
         self._load = speculation_pb2.VerifierLoad()  # at the end of the last step, or when idle
         self._draining = False
@@ -211,7 +214,7 @@ class VerifierEngine(Engine[Message, TargetWork, StepResult]):
             return
         if sequence.slot is None:
             position = self.scheduler.waiting.index(sequence)
-            text = f"all {self._model.limits.max_sequences} sequences run; this one waits in the queue"
+            text = f"{self._model.limits.max_sequences} sequences run, the most at once; this one waits in the queue"
         elif sequence.rounds:
             position, text = 0, "the round waits for its step"
         elif sequence.awaits_turn:
@@ -418,7 +421,7 @@ def _count_plan(observer: Observer, plan: Plan) -> None:
 
 
 def _count_step(observer: Observer, step: Step) -> None:
-    observer.passed(step.tokens, step.sequences, step.forward_seconds)
+    observer.forwarded(step.tokens, step.sequences, step.forward_seconds)
     if step.has_rounds:
         observer.verified(step.verify_seconds)
     for each in step.judged:

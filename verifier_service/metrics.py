@@ -87,27 +87,27 @@ class SpeculationMetrics:
         self._registry = metrics.registry
         self._seconds = Histogram(
             "outrider_verify_seconds",
-            "Time of one verification, for all sequences of a pass.",
+            "Time of one verification, for all sequences of a step.",
             ("path",),
             buckets=_SECONDS,
             registry=metrics.registry,
         ).labels(verify_path)
-        self._pass = Histogram(
-            "outrider_pass_seconds",
-            "Time of one forward pass of the target, for all sequences in it.",
+        self._forward = Histogram(
+            "outrider_step_forward_seconds",
+            "Time of the forward pass of one step of the target, for all sequences in it.",
             buckets=_SECONDS,
             registry=metrics.registry,
         )
-        self._pass_tokens, self._pass_sequences = (
-            Counter(f"outrider_pass_{name}", text, registry=metrics.registry)
+        self._step_tokens, self._step_sequences = (
+            Counter(f"outrider_step_{name}", text, registry=metrics.registry)
             for name, text in (
-                ("tokens", "Tokens in the target's passes, of prompts and proposals."),
-                ("sequences", "Sequences in the target's passes; each counts once for each pass."),
+                ("tokens", "Tokens in the target's steps, of prompts and proposals."),
+                ("sequences", "Sequences in the target's steps; each counts once for each step."),
             )
         )
         self._queue = Histogram(
             "outrider_queue_seconds",
-            "From the arrival of a round to the start of its pass; within a Decode, from the verdict before.",
+            "From the arrival of a round to the start of its step; within a Decode, from the verdict before.",
             buckets=_SECONDS,
             registry=metrics.registry,
         )
@@ -131,11 +131,11 @@ class SpeculationMetrics:
         """See `Observer`."""
         self._seconds.observe(seconds)
 
-    def passed(self, tokens: int, sequences: int, seconds: float) -> None:
+    def forwarded(self, tokens: int, sequences: int, seconds: float) -> None:
         """See `Observer`."""
-        self._pass.observe(seconds)
-        self._pass_tokens.inc(tokens)
-        self._pass_sequences.inc(sequences)
+        self._forward.observe(seconds)
+        self._step_tokens.inc(tokens)
+        self._step_sequences.inc(sequences)
 
     def waited(self, seconds: float) -> None:
         """See `Observer`."""

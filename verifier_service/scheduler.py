@@ -53,16 +53,16 @@ class Scheduler:
     Args:
         pool: the KV pool.
         prefixes: the prefix cache.
-        pass_tokens: the most tokens in a step; one round always fits.
+        max_batch_tokens: the most tokens in a step; one round always fits.
         max_sequences: the most sequences that run at once.
     """
 
-    def __init__(self, pool: KVPool, prefixes: PrefixCache, *, pass_tokens: int, max_sequences: int) -> None:
+    def __init__(self, pool: KVPool, prefixes: PrefixCache, *, max_batch_tokens: int, max_sequences: int) -> None:
         self.running: list[TargetSequence] = []  # the longest unserved first
         self.waiting: deque[TargetSequence] = deque()
         self._pool = pool
         self._prefixes = prefixes
-        self._pass_tokens = pass_tokens
+        self._max_batch_tokens = max_batch_tokens
         self._max_sequences = max_sequences
         self.is_short = False  # of blocks, in the last plan; then the oldest go first
         self._isolated: TargetSequence | None = None  # the one whose turn it is
@@ -156,7 +156,7 @@ class Scheduler:
         is_waited_for = holder is not None and holder.is_isolated and not holder.finished and not holder.rounds
         return holder if is_waited_for and time.perf_counter() - self._turn_began > TURN_SECONDS else None
 
-    # ------------------------------------------------------------------------------------------------------- a pass
+    # ------------------------------------------------------------------------------------------------------- a step
 
     def plan(self, rounds: Sequence[tuple[TargetSequence, Round | None]]) -> Plan:
         """Plans a step from sequences and their next rounds, in this order.
@@ -172,7 +172,7 @@ class Scheduler:
             order.sort(key=lambda item: item[0].arrival)
             self.is_short = False
         plan = Plan()
-        budget = self._pass_tokens
+        budget = self._max_batch_tokens
         reserved = int(PROMPT_SHARE * budget) if prompts else 0
         for sequence, round_ in order:
             is_prompt = self._behind(sequence) > 1

@@ -9,7 +9,7 @@ from outrider.service.settings import ServiceAddress, ServiceSettings
 
 
 class VerifierSettings(ServiceSettings):
-    """The verifier service: judges proposals with the target model, over gRPC."""
+    """The verifier service: runs the target model and verifies proposals, over gRPC."""
 
     model_config = SettingsConfigDict(cli_prog_name="python -m verifier_service")
 
@@ -33,7 +33,7 @@ class VerifierSettings(ServiceSettings):
     max_waiting: int = Field(
         64, ge=0, description="largest number of sequences in the queue while --max-sequences run; more are refused"
     )
-    pass_tokens: int = Field(
+    max_batch_tokens: int = Field(
         512, ge=1, description="largest number of tokens in one batch; longer prompts take several"
     )
     max_linger: float = Field(
@@ -41,11 +41,11 @@ class VerifierSettings(ServiceSettings):
         ge=0,
         le=1000,
         description="longest time that a batch waits for sequences that are about to send a round, in milliseconds; "
-        "never longer than the fixed cost of a pass; 0: no waiting",
+        "never longer than the fixed cost of a step; 0: no waiting",
     )
     verify_path: Literal["auto", "torch", "triton"] = Field(
         "auto",
-        description="implementation of verification; auto: the fastest on the device",
+        description="implementation of verification; auto: the fastest one on the device",
     )
     prefix_cache: bool = Field(True, description="share the KV cache of prompts that begin alike")
     idle_timeout: float = Field(60.0, gt=0, description="seconds after which a stream without a message is ended")

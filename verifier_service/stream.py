@@ -238,10 +238,10 @@ class VerifyStream:
                 "outrider.accepted": verdict.accepted,
                 "outrider.committed": len(verdict.token_ids),
                 "outrider.queue_seconds": timings.queue_us / 1e6,
-                "outrider.pass_seconds": timings.forward_us / 1e6,
-                "outrider.accept_seconds": timings.verify_us / 1e6,
-                "outrider.pass_tokens": timings.pass_tokens,
-                "outrider.pass_sequences": timings.pass_sequences,
+                "outrider.forward_seconds": timings.forward_us / 1e6,
+                "outrider.verify_seconds": timings.verify_us / 1e6,
+                "outrider.step_tokens": timings.pass_tokens,
+                "outrider.step_sequences": timings.pass_sequences,
             },
         )
 

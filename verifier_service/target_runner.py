@@ -79,16 +79,16 @@ class TargetRunner:
         *,
         max_sequences: int,
         max_gamma: int,
-        pass_tokens: int,
+        max_batch_tokens: int,
         seconds: float,
         most_bytes: int,
     ) -> str:
-        """Captures forward passes of rounds; see `ModelRunner.capture`."""
+        """Captures steps of rounds; see `ModelRunner.capture`."""
         return self._model_runner.capture(
             capturer,
             max_sequences=max_sequences,
             widest=max_gamma + 1,
-            pass_tokens=max(pass_tokens, max_gamma + 1),
+            max_batch_tokens=max(max_batch_tokens, max_gamma + 1),
             seconds=seconds,
             most_bytes=most_bytes,
         )

@@ -14,7 +14,7 @@ from outrider.runtime.tensor_parallel import TensorParallel, leave, read_ranks
 from outrider.service.loading import build_model_runner, load_share, sequence_tokens
 from outrider.service.logs import configure_logging
 from outrider.service.settings import SettingsError
-from verifier_service.app import longest_pass
+from verifier_service.app import largest_batch
 from verifier_service.settings import VerifierSettings
 
 _log = structlog.get_logger()
@@ -49,7 +49,7 @@ def run_worker(program: str, settings: VerifierSettings) -> NoReturn:
         loaded = load_share(settings, parallel)
         tokens = sequence_tokens(settings, loaded)
         model_runner = build_model_runner(
-            settings, loaded, tokens, pass_tokens=longest_pass(settings), parallel=parallel
+            settings, loaded, tokens, max_batch_tokens=largest_batch(settings), parallel=parallel
         ).model_runner
         _log.info("worker ready", heads=loaded.layers[0].heads, device=str(loaded.device))
         parallel.work(model_runner)

@@ -23,14 +23,14 @@ def check_settings(settings: DraftSettings) -> None:
     """Checks the settings of the drafters, before anything is loaded.
 
     Raises:
-        SettingsError: a number is out of its range, the drafter has nothing to count, or the corpus is not there.
+        SettingsError: a number is out of its range, the drafter has no text to count, or there is no corpus file.
     """
     least, given = TEMPERATURES[0], settings.draft_temperature
     if given is not None and 0 < given < least:
         raise SettingsError(f"--draft-temperature is {given:g}; it must be 0 or at least {least:g}")
     corpus = settings.ngram_corpus
     if corpus is not None and not corpus.is_file():
-        raise SettingsError(f"--ngram-corpus: no file '{corpus}'")
+        raise SettingsError(f"--ngram-corpus is '{corpus}'; there is no such file")
     if corpus is not None or settings.ngram_learn:
         return
     staged_by_counts = loads_model(settings) and Kind(settings.staged_by) is Kind.NGRAM

@@ -174,9 +174,9 @@ class ModelSequence:
         if not self.chooses_by_scores:
             return [_likeliest(each, count) for each in self.distributions]
         rows = torch.stack([row for row in self.scores if row is not None])  # [γ, V]
-        is_race = self.opening.shares_noise  # the least score wins, and its -log is log p + g: `kernels.sampling`
-        scores, tokens = rows.topk(min(count, rows.shape[-1]), largest=not is_race)
-        scores = scores.neg().log() if is_race else scores
+        by_noise = self.opening.shares_noise  # the least score wins, and its -log is log p + g: `kernels.sampling`
+        scores, tokens = rows.topk(min(count, rows.shape[-1]), largest=not by_noise)
+        scores = scores.neg().log() if by_noise else scores
         return [Candidates(*each) for each in zip(tokens.tolist(), scores.tolist(), strict=True)]
 
     def finish(self, error: DraftError | None = None) -> None:

@@ -31,13 +31,13 @@ class StagedCounts:
     """Totals over all sequences.
 
     Attributes:
-        passes: steps of the draft model that judged guesses, counted once for each sequence.
+        steps: of the draft model that judged guesses, counted once for each sequence.
         guessed: tokens guessed.
         accepted: of them, tokens that the draft model accepted.
         failures: guessers that failed; the model drafts for their sequences without guesses.
     """
 
-    passes: int = 0
+    steps: int = 0
     guessed: int = 0
     accepted: int = 0
     failures: int = 0
@@ -64,7 +64,7 @@ class Staging:
         kept = _walk(work.sequence, work.guesses, samples)
         accepted = len(kept) - 1
         pool.rollback(work.chunk.slot, len(work.sequence.tokens) + accepted)
-        self.counts.passes += 1
+        self.counts.steps += 1
         self.counts.guessed += len(work.guesses)
         self.counts.accepted += accepted
         return kept
@@ -78,7 +78,7 @@ class Staging:
         return item
 
     def _with_guesses(self, item: DraftWork) -> DraftWork:
-        """Lets the guesser read as far as the step does, so that it reads a long prompt in pieces too, and then guess.
+        """The guesser reads as far as the step does, so it reads a long prompt in pieces too; then it guesses.
 
         Without a guess, the model drafts the rest of the round alone. Only the text decides this, so a round has the
         same tokens in any batch.

@@ -44,7 +44,7 @@ def main(context: click.Context) -> None:
         prefix = f"{PREFIX}_{str(command.name).upper()}_"
         known = {f"{prefix}{str(option.name).upper()}" for option in command.params}
         for variable, nearest in mistyped(known, prefix).items():
-            click.echo(f"outrider: {variable} is no option and is ignored; the nearest is {nearest}", err=True)
+            click.echo(f"outrider: {variable} is unknown and is ignored; the nearest name is {nearest}", err=True)
 
 
 for each in (chat_command, demo_command, generate_command, info_command, serve_command):

@@ -33,14 +33,14 @@ from outrider.client import Chunk, Client, InvalidRequest, Message, Options, Sta
 def chat_command(draft: str, system: str | None, timeout: float, **values: Any) -> None:
     """Talk with a model that has a chat template.
 
-    Each line is a message; the answer comes as it is written. /new starts a new conversation. Ctrl-C ends an answer,
-    and Ctrl-D the command.
+    Each line is a message; the answer appears as it is generated. /new starts a new conversation. Ctrl-C ends an
+    answer, and Ctrl-D the command.
     """
     with connected(draft, timeout, None, values) as client:
         options = request_of(values)
         target = client.get_model(timeout=min(timeout, 10.0)).target
         if not target.has_chat_template:
-            raise Failure(f"{target.name} has no chat template: use `outrider generate`")
+            raise Failure(f"{target.name} has no chat template: use `outrider generate`, which continues a text")
         click.echo(f"{target.name}. /new: new conversation; Ctrl-D: end.", err=True)
         first = [Message("system", system)] if system is not None else []
         messages = list(first)

@@ -59,7 +59,7 @@ def demo_command(prompt: str | None, max_new_tokens: int, repeats: int, as_json:
     """Start both services on this machine, continue PROMPT, and compare with the target alone.
 
     The style of each token shows its origin: drafted and accepted, drafted and rejected, or the target's own. Then the
-    prompt is timed with the draft and without, in turns. Both services end with the command.
+    command measures the speed with the draft and without, in turns. Both services end with the command.
     """
     how = {name: values.pop(name) for name in ("target", "draft", "device", "target_device", "draft_device", "threads")}
     how["listen"] = "127.0.0.1:0"  # a draft service may run at the default address
@@ -113,8 +113,8 @@ def warn_of_busy_processors() -> None:
     busy, count = busy_processors(), len(processors())
     if busy > _BUSY_SHARE * count:
         click.echo(
-            f"outrider: other processes keep {busy:.1f} of {count} processors busy: the times below are too long, and "
-            "the ratio may be below 1",
+            f"outrider: other processes keep {busy:.1f} of {count} processors busy: the speeds below are too low, and "
+            "the ratio may be below 1; try again when the machine is idle",
             err=True,
         )
 
@@ -123,8 +123,8 @@ def _demo_model(name: str) -> str:
     folder = MODELS / name
     if not (folder / "config.json").is_file():
         raise Failure(
-            f"the demo's {name} model is not at {folder}: it lies in the source tree. Run from a clone, or name a "
-            "pair with --target and --draft"
+            f"the demo's {name} model is not at {folder}; it is part of the source tree: run from a clone, or name "
+            "another pair with --target and --draft"
         )
     return str(folder)
 
@@ -152,7 +152,7 @@ def _begin_drawing(out: Console, pair: Pair, client: Client, prompt: str) -> Tok
 
 
 def _short(name: str) -> str:
-    """A folder, relative to the current one if it lies below it."""
+    """A folder, relative to the current folder if it is inside."""
     path = Path(name)
     return str(path.relative_to(Path.cwd())) if path.is_relative_to(Path.cwd()) else name
 
@@ -160,7 +160,7 @@ def _short(name: str) -> str:
 # --------------------------------------------------------------------------------------------------------- comparing
 
 Complete = Callable[..., Completion]
-"""Writes the text; its arguments replace options of the request."""
+"""Generates the text once; its arguments replace options of the request."""
 
 
 @dataclass(frozen=True, slots=True)

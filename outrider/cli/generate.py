@@ -55,9 +55,9 @@ def generate_command(
 ) -> None:
     """Continue PROMPT with a draft service; `-` reads the prompt from standard input.
 
-    Text goes to stdout as it comes; a line on stderr says if it is lossy or waits in the queue. Without options the
-    text follows the target's own distribution. Exit codes: 0; 1 with one line on stderr that names the gRPC status; 2
-    for wrong usage.
+    Text goes to stdout as it comes. A line on stderr says if it is lossy, or if the request waits in the queue. Without
+    options the text follows the target's own distribution. Exit codes: 0; 1 with one line on stderr that names the gRPC
+    status; 2 for wrong usage.
 
     \b
     outrider generate --temperature 0 "def add(a, b):"
@@ -70,13 +70,13 @@ def generate_command(
         raise click.UsageError("--logprobs needs --json")
     with connected(draft, timeout, patience, values) as client:
         options = request_of(values)
-        asked = _prompt(sys.stdin.read() if prompt == "-" else prompt, chat, system)
+        whole = _prompt(sys.stdin.read() if prompt == "-" else prompt, chat, system)
         if as_json:
-            write_json(completion_document(client.complete(asked, **options)))
+            write_json(completion_document(client.complete(whole, **options)))
         elif options.get("n", 1) > 1:
-            _print_samples(client, asked, options)
+            _print_samples(client, whole, options)
         else:
-            _stream(client, asked, options)
+            _stream(client, whole, options)
 
 
 def _prompt(text: str, chat: bool, system: str | None) -> Prompt:
@@ -91,7 +91,7 @@ def _stream(client: Client, prompt: Prompt, options: Options) -> None:
     for event in client.generate(prompt, **options):
         if isinstance(event, Queued) and not is_queued:
             is_queued = True
-            click.echo(f"outrider: in the queue, {event.position} requests ahead", err=True)
+            click.echo(f"outrider: the request waits in the queue behind {event.position} others", err=True)
         if isinstance(event, Started):
             warn_of_loss(event)
         if isinstance(event, Chunk) and event.text:

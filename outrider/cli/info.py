@@ -1,4 +1,4 @@
-"""`outrider info`: what a service is, and how it is doing."""
+"""`outrider info`: model, limits, health and load of a service."""
 
 from __future__ import annotations
 
@@ -44,9 +44,10 @@ _HASH_OF_TOKEN_0 = hashlib.blake2b(bytes(4), digest_size=8).digest()
 def info_command(
     address: str, timeout: float, as_json: bool, token_file: str | None, plaintext: bool, **tls: Any
 ) -> None:
-    """Show what the service at HOST:PORT is, a draft service or a verifier, and how it is doing.
+    """Show model, limits, health and load of the service at HOST:PORT, a draft service or a verifier.
 
-    The load of a verifier comes with the verdict of one token, which this command has it write.
+    A verifier reports its load with each verdict, so the command has it generate one token. A draft service reports its
+    load in its metrics only (--metrics-listen).
     """
     security = tls_of(tls)
     try:
@@ -82,8 +83,8 @@ async def _look(address: str, tls: TLS | None, token_file: str | Path | None, ti
             if error.code() is not grpc.StatusCode.UNIMPLEMENTED:
                 raise
             verifier: Any = VerifierServiceStub(channel)
-            asked = verifier_service_pb2.VerifierServiceGetModelRequest()
-            model = (await verifier.GetModel(asked, metadata=metadata, timeout=timeout)).model
+            own_request = verifier_service_pb2.VerifierServiceGetModelRequest()
+            model = (await verifier.GetModel(own_request, metadata=metadata, timeout=timeout)).model
             found |= {"service": "verifier", "model": _model(model)}
             found["health"] = await _health(channel, metadata)
             found["load"] = await _load(verifier, model, metadata)
@@ -113,7 +114,7 @@ async def _health(channel: grpc.aio.Channel, metadata: Sequence[tuple[str, str]]
 
 
 async def _load(verifier: Any, model: model_pb2.ModelInfo, metadata: Sequence[tuple[str, str]]) -> dict[str, Any]:
-    """The load before the step that writes one token after token 0, and how long that took, in milliseconds."""
+    """Has the verifier generate one token. Returns the load before that step, and the time in milliseconds."""
     opening = verifier_service_pb2.OpenSequence(
         prompt_token_ids=[0],
         max_new_tokens=1,
@@ -138,13 +139,15 @@ async def _load(verifier: Any, model: model_pb2.ModelInfo, metadata: Sequence[tu
                 "pass_token_us": load.pass_token_us,
                 "one_token_ms": (time.perf_counter() - began) * 1e3,
             }
-    raise Failure("the verifier closed the stream without a verdict")
+    raise Failure("the verifier ended the stream without a verdict; its log may have the reason")
 
 
 # ----------------------------------------------------------------------------------------------------------- drawing
 
 
 _SHOWN_CHARACTERS = 12  # of a fingerprint
+# The contract has no load of a draft service.
+_LOAD_METRICS = ("outrider_num_requests_running", "outrider_num_requests_queued")
 # Fields that the table leaves out; --json has them.
 _LEFT_OUT = ("limits", "logits_size", "lossy_rules", "noise_version", "protocol_version")
 
@@ -175,6 +178,8 @@ def _draw(out: Console, found: dict[str, Any]) -> None:
             f"cache in use; one token took {load['one_token_ms']:.0f} ms",
             soft_wrap=True,
         )
+    else:
+        out.print(f"load: see {' and '.join(_LOAD_METRICS)} in its metrics (--metrics-listen)", soft_wrap=True)
 
 
 def _text(value: Any) -> str:

@@ -51,7 +51,7 @@ class Address(click.ParamType[str]):
 
 
 class DeviceName(click.ParamType[str]):
-    """`auto`, `cpu`, `cuda` or `cuda:N`. The service checks whether it exists."""
+    """`auto`, `cpu`, `cuda` or `cuda:N`. The service checks whether the device exists."""
 
     name = "DEVICE"
 

@@ -28,10 +28,10 @@ from outrider.rpc.channel import wait_for_health
 def service_environment(threads: int | None = None) -> dict[str, str]:
     """The environment of a service that shares its machine with one other.
 
-    Each gets `threads`, or half of the processors where neither that nor OMP_NUM_THREADS is given: two OpenMP pools of
-    full size that wait by spinning take turns at slowing each other down. Waiting passively does not, but makes two
-    threads slower than one: a pool sleeps at the end of every operation, and a pass is hundreds of them. So they spin
-    for a moment, which bridges the gap from one operation to the next and no more.
+    Each gets `threads`, else OMP_NUM_THREADS, else half of the processors. Two OpenMP pools of full size that wait by
+    spinning slow each other down. A pool that waits passively sleeps after each of the hundreds of operations of a
+    forward pass, which makes two threads slower than one. So pools spin briefly: long enough for the gap between two
+    operations.
     """
     environment = {
         "PYTHONUNBUFFERED": "1",
@@ -49,8 +49,8 @@ def service_environment(threads: int | None = None) -> dict[str, str]:
 def halves(threads: int) -> tuple[frozenset[int], frozenset[int]] | None:
     """Half of the processors for each of two services with so many threads; None if there are too few.
 
-    A round goes back and forth between them. Where either may run anywhere, each wakes on the other's processor, whose
-    caches hold the other's weights (measured on two processors: a third of a round's hand-offs).
+    A round alternates between the services. Without pinning, a service often wakes on a processor whose caches hold the
+    weights of the other one (measured on two processors: a third of the wake-ups in a round).
     """
     ours = sorted(processors())
     half = len(ours) // 2
@@ -95,7 +95,7 @@ def busy_processors(seconds: float = 0.2) -> float:
 def keep_on(process_id: int, cores: Collection[int]) -> None:
     """Pins a new process, with all its threads, to these processors.
 
-    Does nothing where the system cannot or must not do it, or the process has ended: it runs as well elsewhere.
+    Does nothing if the system does not support or allow it, or if the process has ended.
     """
     if hasattr(os, "sched_setaffinity"):
         with contextlib.suppress(OSError):
@@ -253,9 +253,9 @@ class ServiceProcess:
             raise self._ended()
 
     def stop(self, timeout: float = STOP_TIMEOUT_S) -> int:
-        """SIGTERM, then up to `timeout` seconds, then SIGKILL. Returns the exit code; may be called twice.
+        """Sends SIGTERM, waits up to `timeout` seconds, then sends SIGKILL. Returns the exit code; may be called twice.
 
-        An interrupt while it waits kills the process at once, and is raised.
+        An interrupt during the wait kills the process at once, and is raised again.
         """
         if self.process.poll() is None:
             self.process.send_signal(signal.SIGTERM)

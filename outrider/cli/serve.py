@@ -20,7 +20,7 @@ from outrider.service.logs import take_over, text_renderer
 _PREFIXES = {"verifier_service": "verifier | ", "draft_service": "draft    | "}
 
 
-# Flags of an address: two services cannot share one, so it is the draft service's.
+# Two services cannot share an address. Without a prefix these flags belong to the draft service.
 _ADDRESSES = ("metrics-listen", "health-listen")
 
 
@@ -131,7 +131,7 @@ def serve_command(verifier_listen: str, threads: int | None, flags: tuple[str, .
 
 
 def shared_out(arguments: Sequence[str]) -> tuple[list[str], list[str]]:
-    """The flags among `arguments` that are the verifier's, and those that are the draft service's.
+    """Splits flags of the services into those of the verifier and those of the draft service.
 
     Raises:
         UsageError: no service has such a flag, or its value is missing.
@@ -162,7 +162,7 @@ def shared_out(arguments: Sequence[str]) -> tuple[list[str], list[str]]:
 
 
 def _owners(name: str, kinds: dict[str, dict[str, bool]]) -> Iterator[tuple[str, str]]:
-    """The services that a flag is of, each with the flag's name there."""
+    """Yields the services that have this flag, each with the name of the flag there."""
     services = [service for service, flags in kinds.items() if name in flags]
     if name in _ADDRESSES:
         services = ["draft"]
@@ -174,7 +174,9 @@ def _owners(name: str, kinds: dict[str, dict[str, bool]]) -> Iterator[tuple[str,
 
 
 def _fields(package: str, settings: str) -> dict[str, bool]:
-    """The flags of a service, and which of them take no value. By name, as its process is started by name."""
+    """The flags of a service, each with whether it takes no value. Imported by name: this package must not depend on
+    the services.
+    """
     fields = getattr(import_module(f"{package}.settings"), settings).model_fields
     flags = {}
     for name, field in fields.items():

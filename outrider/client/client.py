@@ -82,7 +82,7 @@ class AsyncClient:
     ):
         names = split(address)
         if tls is not None and plaintext:
-            raise ValueError("tls and plaintext exclude each other")
+            raise ValueError("give tls=TLS(...) or plaintext=True, not both")
         for name in names:
             if tls is None and not plaintext:
                 check_plaintext(name, "give tls=TLS(...), or plaintext=True")
@@ -187,7 +187,7 @@ class AsyncClient:
             silent = f"the draft service at {call.address} sent nothing for {self._silence:g} s"
             failure = typed(unavailable(UNSPECIFIED, silent))
         if failure.code is grpc.StatusCode.UNIMPLEMENTED and await self._is_verifier(call.address):
-            failure.message = f"{call.address} is a verifier, not a draft service"
+            failure.message = f"{call.address} is a verifier, not a draft service; give the address of a draft service"
         call.failed(failure)
         if failure.is_passing:
             self._endpoints.failed(call.address)

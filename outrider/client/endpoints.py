@@ -43,7 +43,7 @@ def split(address: str | Sequence[str]) -> list[str]:
     parts = address.split(",") if isinstance(address, str) else address
     names = list(dict.fromkeys(part.strip() for part in parts if part.strip()))
     if not names:
-        raise ValueError("no address of a draft service is given")
+        raise ValueError("address is empty; give HOST:PORT of a draft service, or several")
     return names
 
 
@@ -65,7 +65,7 @@ class Endpoints:
         self._tls = None if tls is None else ChannelTLS(tls)
         self._token = None if token_file is None else OwnToken(token_file)
         self._channels: dict[str, RenewedChannel[Stubs]] = {}
-        self._named: dict[str, str] = {}  # the name that each address is of
+        self._named: dict[str, str] = {}  # the name that resolved to each address
         self._failed: dict[str, float] = {}  # when
         self._addresses: list[str] = []
         self._resolved = -RESOLVED_FOR_S
@@ -93,7 +93,7 @@ class Endpoints:
         return any(not self._avoided(address) for address in self._addresses)
 
     def failed(self, address: str) -> None:
-        """Call it after a call there found no service, or a draining one."""
+        """Call it when a call there has failed because the service is unreachable, drains or is full."""
         self._failed[address] = time.monotonic()
         self._resolved = -RESOLVED_FOR_S
 

@@ -43,7 +43,7 @@ class FinishReason(_Named):
     STOP_TOKEN = "stop_token"
     STOP_STRING = "stop_string"
     LENGTH = "length"
-    CONTEXT = "context"
+    CONTEXT = "context"  # never sent: see the contract
     TIME_LIMIT = "time_limit"
 
 
@@ -202,8 +202,8 @@ class Statistics(_Mirror):
     """Statistics of speculation, of one sample.
 
     `alpha` is the mean of β over verified positions; under `coupled`, which has no β, the accepted share of them.
-    `num_draft_failures` counts proposals that failed, so that the target wrote alone; `num_draft_recoveries` how often
-    a failed drafter proposed again. `mean_gamma` is the mean γ that `policy` chose, over all rounds;
+    `num_draft_failures` counts failed proposals, after which the target writes alone. `num_draft_recoveries` counts
+    proposals that followed a failure. `mean_gamma` is the mean γ that `policy` chose, over all rounds;
     `num_short_drafts` counts proposals with fewer tokens. `num_failovers` counts changes of the verifier,
     `num_drain_moves` those from a draining one, and `num_reopened_tokens` the tokens sent to the new ones.
     """
@@ -280,7 +280,7 @@ class Finished(_Mirror):
 @dataclass(frozen=True, slots=True)
 class Queued:
     """The request waits in the queue, behind `position` calls. Sent again when that changes; before `Started`, or later
-    if the request goes on at another service.
+    if the request continues at another service.
     """
 
     position: int
@@ -323,7 +323,7 @@ class Sample:
 
 @dataclass(frozen=True, slots=True)
 class Completion:
-    """A whole generation. Its own properties speak of the first sample, which is the only one unless `n` was given."""
+    """A whole generation. Its properties are those of the first sample, the only one unless `n` was given."""
 
     started: Started
     samples: tuple[Sample, ...]
@@ -348,7 +348,8 @@ class Completion:
                     ends[event.index] = event
         unfinished = chunks.keys() - ends.keys()
         if started is None or not ends or unfinished:
-            raise ValueError(f"the generation is not whole: started {started is not None}, open {sorted(unfinished)}")
+            missing = "Started" if started is None else f"Finished of samples {sorted(unfinished) or 'all'}"
+            raise ValueError(f"the events of the generation are incomplete: {missing} is missing")
         return cls(started, tuple(_sample(end, chunks.get(index, [])) for index, end in sorted(ends.items())))
 
     @property
@@ -389,7 +390,7 @@ class Completion:
 
     @property
     def drafter(self) -> Drafter:
-        """What proposed."""
+        """The drafter that was used."""
         return self.started.drafter
 
     @property

@@ -105,7 +105,9 @@ def _carry(name: str, setter: Setter, request: draft_service_pb2.GenerateRequest
     try:
         setter(request, value)
     except (TypeError, ValueError, AttributeError, OverflowError) as error:
-        raise typed(invalid_field(name, str(error))) from error
+        expected = _EXPECTED_OF_OPTION.get(name)
+        text = str(error) if expected is None else f"{expected} is expected, not {short_repr(value)}"
+        raise typed(invalid_field(name, text)) from error
 
 
 _TOKEN_IDS = f"integers from 0 to {2**32 - 1}"
@@ -160,7 +162,7 @@ def _role_and_content(message: Any) -> tuple[str, str]:
         return message.role, message.content
     missing = {"role", "content"} - message.keys()
     if missing:
-        raise ValueError(f"a message has no {' and no '.join(sorted(missing))}")
+        raise ValueError(f"a message has no {' and no '.join(sorted(missing))}; give each message a role and a content")
     return message["role"], message["content"]
 
 
@@ -226,7 +228,27 @@ def _set_time_limit(request: draft_service_pb2.GenerateRequest, value: float) ->
     request.time_limit.FromTimedelta(timedelta(seconds=value))
 
 
-# Of options that differ from the field of their name.
+def _one_of(kind: type[AcceptanceRule | SpeculationPolicy | Drafter]) -> str:
+    return f"one of {', '.join(each.value for each in kind if each.value != 'unspecified')}"
+
+
+# Of options without a field of the same name and type.
+_EXPECTED_OF_OPTION = {
+    "time_limit": "a number of seconds",
+    "logit_bias": f"a mapping of token ids ({_TOKEN_IDS}) to numbers",
+    "rule": _one_of(AcceptanceRule),
+    "sigmoid_scales": "a pair of numbers, alpha and beta,",
+    "stop": "text or a list of texts",
+    "speculation": _one_of(SpeculationPolicy),
+    "drafter": _one_of(Drafter),
+    "logprobs": _EXPECTED[FieldDescriptor.CPPTYPE_UINT32],
+    "held_tokens": _EXPECTED[FieldDescriptor.CPPTYPE_UINT32],
+    "frame_bytes": _EXPECTED[FieldDescriptor.CPPTYPE_UINT32],
+    "frame_pace": "a number of seconds",
+    "fixed_size_rounds": _EXPECTED[FieldDescriptor.CPPTYPE_BOOL],
+}
+
+# Setters of these options.
 _SETTERS: dict[str, Setter] = {
     "time_limit": _set_time_limit,
     "logit_bias": _set_logit_bias,

@@ -53,7 +53,7 @@ class Call:
         self._give_up = math.inf  # when
         self._is_noted = False
         self._tries: dict[str, int] = {}  # that failed, by address
-        self._last: OutriderError | None = None  # failure, but for that the time is over
+        self._last: OutriderError | None = None  # the last failure other than the passed deadline
 
     @property
     def time_left(self) -> float | None:
@@ -242,7 +242,7 @@ class Generation(Call):
     # -------------------------------------------------------------------------------------------------- the end
 
     def _whole(self, finished: Finished) -> Finished:
-        """The end of the last part, as the end of the whole."""
+        """The end of the last part, with usage and timings of the whole text."""
         if not self.resumes:
             return finished
         usage, timings = finished.usage, finished.timings

@@ -107,7 +107,7 @@ def _digest(token: str) -> bytes:
     return hashlib.sha256(token.encode()).digest()
 
 
-# What gRPC calls the names of a certificate's subjectAltName, by kind. Addresses and e-mail are no identities here.
+# gRPC's keys for the names in a certificate's subjectAltName. IP and e-mail addresses do not identify clients here.
 _KINDS = ("peer_uri", "peer_dns")
 _SHOWN = 8  # names in a message at most
 
@@ -208,7 +208,7 @@ class ClientLimits:
         if most is not None and count > most:
             raise invalid_field(
                 field,
-                f"{field} is {count}; one client may have at most {most} sequences in progress",
+                f"{field} is {count}; at most {most}, the limit of sequences in progress for one client",
                 given=count,
                 maximum=most,
             )
@@ -223,7 +223,8 @@ class ClientLimits:
         most = self._max_sequences
         if most is not None and client.sequences + more > most:
             raise overloaded(
-                f"this client has {client.sequences} sequences in progress and starts {more} more; at most {most}",
+                f"this client has {client.sequences} sequences in progress and starts {more} more; at most {most} are "
+                "allowed: try again when some have ended",
                 limit="max-client-sequences",
                 given=client.sequences + more,
                 maximum=most,

@@ -71,7 +71,7 @@ class RequestError(Exception):
 
 
 def invalid_field(field: str, message: str, **numbers: object) -> RequestError:
-    """A field is out of its range: INVALID_ARGUMENT. `numbers` are what was given and what is allowed."""
+    """A field is out of its range: INVALID_ARGUMENT. `numbers` are the given value and the limits."""
     metadata = {"field": field, **_texts(numbers)}
     text = message if field in message else f"{field}: {message}"
     return RequestError(grpc.StatusCode.INVALID_ARGUMENT, "INVALID_FIELD", text, metadata)
@@ -109,8 +109,10 @@ def permission_denied(message: str, **metadata: object) -> RequestError:
 
 
 def draining() -> RequestError:
-    """The server finishes its calls and accepts no new ones: UNAVAILABLE. Retry elsewhere."""
-    return RequestError(grpc.StatusCode.UNAVAILABLE, "DRAINING", "the service drains; try another one")
+    """The server finishes its calls and accepts no new ones: UNAVAILABLE. Retry at another server."""
+    return RequestError(
+        grpc.StatusCode.UNAVAILABLE, "DRAINING", "the service is shutting down; call another one, or try again later"
+    )
 
 
 def unavailable(reason: str, message: str) -> RequestError:
@@ -217,7 +219,7 @@ def from_rpc_error(error: grpc.RpcError) -> RequestError:
 def _details(call: Any) -> Sequence[any_pb2.Any]:
     try:
         status = rpc_status.from_call(call)
-    except ValueError:  # a proxy rewrote the code or the message: then the details do not speak of this status
+    except ValueError:  # a proxy rewrote the code or the message: the details belong to another status
         return ()
     return () if status is None else status.details
 
@@ -248,7 +250,7 @@ def guarded(method: Servicer) -> Servicer:
         @functools.wraps(method)
         async def stream(self: Any, request: Any, context: grpc.aio.ServicerContext[Any, Any]) -> AsyncIterator[Any]:
             try:
-                # Closed here and now, so that what the servicer frees is free when the client learns of the end.
+                # Closed at once: the servicer has freed its resources before the client receives the end.
                 async with aclosing(method(self, request, context)) as responses:
                     async for response in responses:
                         yield response

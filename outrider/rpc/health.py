@@ -69,8 +69,7 @@ class HealthState:
 
     async def alive(self, is_alive: bool) -> None:
         """Sets whether the loops run; if not, the server is not ready either. Call it at regular intervals from the
-        event
-        loop: other threads see by `last_check`, the time of the last call, whether the event loop runs.
+        event loop: other threads use `last_check`, the time of the last call, to see whether the event loop runs.
         """
         self.last_check = time.monotonic()
         if self._is_stuck == is_alive:

@@ -23,8 +23,8 @@ from outrider.rpc.channel import SOCKET
 from outrider.rpc.health import HealthState
 from outrider.rpc.interceptor import Context, Decoder, Handler, Interceptor, wrapped
 
-# gRPC accepts calls before their handlers begin, and a server that stops cuts those. So the gate counts as idle after
-# this many checks in a row without a new call; after the last check new calls are not waited for.
+# gRPC accepts calls before their handlers begin, and a server that stops ends those. So the gate counts as idle after
+# `_QUIET_CHECKS` checks in a row without a new call. After `_MOST_CHECKS` it does not wait for new calls.
 _QUIET_CHECKS, _CHECK_S = 10, 0.01
 _MOST_CHECKS = 200
 
@@ -222,8 +222,8 @@ async def serve_until_signal(
 
 
 async def cut_off(server: grpc.aio.Server) -> None:
-    """Ends calls in progress and new calls with UNAVAILABLE, within `CUTTING_SECONDS`, so that clients go on elsewhere.
-    For a service that can never answer again.
+    """Ends calls in progress and new calls with UNAVAILABLE, within `CUTTING_SECONDS`, so that clients continue at
+    another server. For a service that can never answer again.
     """
     gate = _gates[server]
     gate.close()
@@ -242,7 +242,7 @@ async def _drain(
     # 2. Then the gate: new calls get DRAINING and go elsewhere. The port stays open for that and for probes; a closed
     #    port would look like a crash.
     gate.close()
-    _logger.info("draining: %d calls in progress, %g s of grace", gate.running, grace_s)
+    _logger.info("draining: %d calls in progress may finish within %g s (--grace)", gate.running, grace_s)
     closing_s = min(CLOSING_SHARE * grace_s, CLOSING_SECONDS)
     try:
         async with asyncio.timeout(grace_s - closing_s):
@@ -253,7 +253,7 @@ async def _drain(
             await gate.wait_idle()
     except TimeoutError:
         # 5. The rest get DRAINING: a broken connection would not name the reason.
-        _logger.warning("the grace time is over: %d calls end with UNAVAILABLE", gate.running)
+        _logger.warning("the grace time is over: %d calls end with UNAVAILABLE; raise --grace for longer", gate.running)
         gate.cut()
         with suppress(TimeoutError):
             async with asyncio.timeout(closing_s):

@@ -29,7 +29,7 @@ class InactivityTimer:
         self, seconds: float | None, *, short: float | None = None, gives_way: Callable[[], bool] = lambda: False
     ) -> None:
         """A step may take `seconds`; None is no limit. After `short` seconds a step also ends once `gives_way` returns
-        True, which is called `CHECKS` times in `short` seconds.
+        True; it is called `CHECKS` times in `short` seconds.
         """
         self.seconds = math.inf if seconds is None else seconds
         self.waited = 0.0
@@ -115,7 +115,7 @@ class Ending:
         """Called while the status is being set: a moment later a failed write may have replaced it."""
         if self._noted is not None:
             return
-        code, details, trailing = (_at_once(ask()) for ask in (call.code, call.details, call.trailing_metadata))
+        code, details, trailing = (_at_once(read()) for read in (call.code, call.details, call.trailing_metadata))
         if code is not None and trailing is not None and details != _WRITE_FAILED:
             self._noted = _error(code, trailing, details)
 
@@ -154,7 +154,7 @@ class Pace:
         self._mean = seconds if self._mean is None else self._mean + RECENT * (seconds - self._mean)
 
     def wait(self, ends: int, running: int) -> float:
-        """Seconds until about `ends` of `running` sequences have ended (Little's law)."""
+        """Estimates the seconds until `ends` of `running` sequences have ended."""
         if self._mean is None:
             return FIRST_GUESS
         return min(max(ends * self._mean / running, LEAST_WAIT), LONGEST_WAIT)

@@ -1,1 +1,1 @@
-"""Hugging Face models on packed chunks of many sequences; nothing here knows gRPC, proposals, verdicts or sampling."""
+"""Runs Hugging Face models on batches of many sequences. Independent of gRPC, proposals, verdicts and sampling."""

@@ -110,8 +110,8 @@ def _paged(query: Tensor, key: Tensor, value: Tensor, batch: PagedBatch, layer: 
     return batch.attention(query.transpose(0, 1).to(keys.dtype), keys, values, batch, scoring)
 
 
-# NAME has no mask function: transformers then builds no mask, which saves a dozen tensor operations per pass. PROBE is
-# the same attention with a mask function that records the requested masks.
+# NAME has no mask function: transformers then builds no mask, which saves a dozen tensor operations per forward pass.
+# PROBE is the same attention with a mask function that records the requested masks.
 AttentionInterface.register(NAME, packed_attention)
 AttentionInterface.register(PROBE, packed_attention)
 
@@ -221,7 +221,8 @@ class _Observer:
         layer = getattr(module, "layer_idx", None)
         if not isinstance(layer, int) or layer in self._layers:
             raise CheckpointError(
-                f"{type(module).__name__} has no layer_idx of its own, or calls its attention twice in a pass"
+                f"{type(module).__name__} has no layer_idx, or is called twice in a forward pass, so it cannot use the "
+                "KV cache"
             )
         heads, kv_heads, head_dim = query.shape[1], key.shape[1], key.shape[3]
         fits = key.shape[:3] == value.shape[:3] and value.shape[3] <= head_dim == query.shape[3]

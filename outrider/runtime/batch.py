@@ -1,4 +1,4 @@
-"""The batch of one forward pass: the next tokens of each sequence, and where their keys and values lie.
+"""The batch of one forward pass: the next tokens of each sequence, and the locations of their keys and values.
 
 A `PackedBatch` holds each sequence in one piece of memory, for attention on a CPU. A `PagedBatch` uses block tables, on
 its device; a `HostBatch` is the same in numpy arrays, or as bytes between tensor-parallel ranks.
@@ -99,12 +99,12 @@ class PackedBatch:
 
 
 def pack(
-    spans: Iterable[tuple[int, int, int]], pool: KVPool, masks: CausalMasks, ahead: Sequence[int] = ()
+    spans: Iterable[tuple[int, int, int]], pool: KVPool, masks: CausalMasks, later_rows: Sequence[int] = ()
 ) -> PackedBatch:
-    """Packs (slot, start, count) spans in order; `ahead` is how many rows each will have in later batches."""
+    """Packs (slot, start, count) spans in order; `later_rows` is how many rows each will have in later batches."""
     batch = PackedBatch([], [], 0, [], pool.dtype, masks, pool)
     for i, (slot, start, count) in enumerate(spans):
-        batch.stores.append(pool.stores(slot, start + count + (ahead[i] if ahead else 0)))
+        batch.stores.append(pool.stores(slot, start + count + (later_rows[i] if later_rows else 0)))
         batch.starts.append(start)
         batch.counts.append(count)
         batch.rows += count

@@ -184,7 +184,7 @@ class BlockPool:
                 )
             free_lists = (block in self._free) + (block in self._reserved)
             if free_lists != (held[block] == 0) or (free_lists and block not in self._free_list(block)):
-                raise PoolCorrupted(f"block {block} has {held[block]} holders and lies on {free_lists} free lists")
+                raise PoolCorrupted(f"block {block} has {held[block]} holders and is on {free_lists} free lists")
         if len(self._free) + len(self._reserved) > self.count:
             raise PoolCorrupted("a free list has a block that does not exist")
         if {key: block for block, key in self._key_of_block.items()} != self._block_of_key:

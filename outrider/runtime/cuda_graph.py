@@ -87,7 +87,7 @@ class CannotCapture(RuntimeError):
 
 
 class Repeating:
-    """Stands in for graphs where there are none: replay is a plain call."""
+    """The replacement for CUDA graphs on a CPU: replay is a plain call."""
 
     bytes = 0
 
@@ -151,15 +151,15 @@ def capturer_for(device: torch.device) -> Capturer:
     return CudaCapturer(device) if device.type == "cuda" else Repeating()
 
 
-def buckets_for(max_sequences: int, widest: int, *, pass_tokens: int | None = None) -> list[int]:
+def buckets_for(max_sequences: int, widest: int, *, max_batch_tokens: int | None = None) -> list[int]:
     """Padded batch sizes to capture, in rows: 1, 2, 3, 4, 6, 8, 12 and so on. Padding adds at most half of a batch.
 
     Args:
         max_sequences: of a batch.
         widest: the most rows of one sequence.
-        pass_tokens: the most rows of a batch; None is no limit.
+        max_batch_tokens: the most rows of a batch; None is no limit.
     """
-    most = max_sequences * widest if pass_tokens is None else min(pass_tokens, max_sequences * widest)
+    most = max_sequences * widest if max_batch_tokens is None else min(max_batch_tokens, max_sequences * widest)
     return sorted({size for i in range(most.bit_length()) for size in (1 << i, 3 << i >> 1) if size < most} | {most})
 
 

@@ -83,7 +83,7 @@ class DecodeLoop:
         tokens = [token for chunk in chunks for token in chunk.tokens]
         counts = [len(chunk.tokens) for chunk in chunks]
         spans = ((chunk.slot, chunk.start, count) for chunk, count in zip(chunks, counts, strict=True))
-        batch = pack(spans, model_runner.pool, model_runner.masks, ahead=[len(own) - 1 for own in draws])
+        batch = pack(spans, model_runner.pool, model_runner.masks, later_rows=[len(own) - 1 for own in draws])
         last: Tensor | None = torch.tensor(counts, device=model_runner.loaded.device).cumsum(0) - 1
         while active:
             z = model_runner.run_packed(tokens, batch, last).narrow(1, 0, self.vocab_size)

@@ -8,12 +8,12 @@ from outrider.runtime.errors import CheckpointError
 
 
 def check_environment() -> None:
-    """Checks that transformers sees no optional package `kernels`: it would replace parts of models by downloaded ones.
+    """Checks that transformers sees no optional package `kernels`: it would replace parts of models by downloads.
 
-    Our package has the same name. transformers looks for the version of a distribution, and ours has none.
+    Our package has the same name. transformers looks for a distribution of that name; ours has another name.
 
     Raises:
-        CheckpointError: a foreign distribution of that name is installed, or transformers takes ours for it.
+        CheckpointError: a foreign distribution of that name is installed, or transformers mistakes ours for it.
     """
     for found in importlib.metadata.distributions(name="kernels"):
         raise CheckpointError(
@@ -24,13 +24,13 @@ def check_environment() -> None:
 
     if import_utils.is_kernels_available():
         raise CheckpointError(
-            "transformers takes Outrider's package 'kernels' for its own optional one; install a transformers "
-            "release that pyproject.toml allows"
+            "transformers mistakes Outrider's package 'kernels' for an optional package of the same name; install a "
+            "transformers release that pyproject.toml allows"
         )
 
 
 def find_device(name: str) -> torch.device:
-    """Return the device named `auto` (CUDA if there is one), `cpu`, `cuda` (the first) or `cuda:i`.
+    """Return the device named `auto` (CUDA if available), `cpu`, `cuda` (the first) or `cuda:N`.
 
     CUDA devices are numbered among those that `CUDA_VISIBLE_DEVICES` allows.
 
@@ -42,14 +42,14 @@ def find_device(name: str) -> torch.device:
     try:
         device = torch.device(name)
     except RuntimeError as error:
-        raise CheckpointError(f"--device is '{name}'; it must be auto, cpu, cuda or cuda:i") from error
+        raise CheckpointError(f"--device is '{name}'; it must be auto, cpu, cuda or cuda:N") from error
     if device.type not in ("cpu", "cuda"):
-        raise CheckpointError(f"--device is '{name}'; it must be auto, cpu, cuda or cuda:i")
+        raise CheckpointError(f"--device is '{name}'; it must be auto, cpu, cuda or cuda:N")
     if device.type == "cpu":
         return device
     index, count = device.index or 0, torch.cuda.device_count()
     if index >= count:
-        raise CheckpointError(f"--device is {name}; torch sees {count} CUDA devices")
+        raise CheckpointError(f"--device is '{name}'; torch sees {count} CUDA devices, numbered from 0")
     return torch.device("cuda", index)
 
 

@@ -1,9 +1,9 @@
-"""Replaces a model's forward by an equivalent with fewer operations, where one is known, and holds it to the original.
+"""Replaces the forward pass of a model by an equivalent one with fewer operations, and checks it against transformers.
 
-The decoder that Llama, Mistral, Qwen2 and Qwen3 share becomes a program of its own: queries, keys and values in one
-product, gate and up in one, each residual sum in the product before it. Rotary positions become one complex product,
-for which the pairs (i, i + D/2) that they rotate lie side by side in the weights. In any other model single modules are
-replaced: root-mean-square norms that prove to be just that, and linear layers that can be packed.
+`FusedDecoder` runs Llama, Mistral, Qwen2 and Qwen3: one product for queries, keys and values, one for gate and up, and
+residual sums inside products. The rotary embedding is one complex product, so the weights are reordered: the elements
+of each rotated pair (i, i + D/2) become neighbours. In other models single modules are replaced: RMS norms, if a test
+shows that they are RMS norms, and linear layers that can be packed.
 """
 
 import copy
@@ -20,11 +20,11 @@ from outrider.runtime.attention import AttentionLayer, Batch, Program, Rows, Tra
 from outrider.runtime.batch import PagedBatch
 from outrider.runtime.errors import CheckpointError
 from outrider.runtime.fused_layers import (
-    Frame,
     FusedLayers,
     LayerWeights,
     PackedModule,
     RMSNormModule,
+    SharedWeights,
     can_pack,
     compiled,
     doubled,
@@ -39,13 +39,13 @@ _NORM_TOLERANCE = 1e-5
 
 
 def fuse_model(loaded: LoadedModel) -> Program:
-    """The fused program of a model, made at the first call.
+    """The fused program of a model, built at the first call.
 
-    The weights move into it, so the model's own forward, and with it the unfused program, is lost. Layers that are
-    quantised stay as they are.
+    The weights move into it, so the model's own forward no longer works. Quantised layers are not changed.
 
     Raises:
-        CheckpointError: it fails, or gives other logits than the model did: a bug; `fuse=False` runs the model without.
+        CheckpointError: it fails, or its logits differ from those of transformers. This is a bug; `fuse=False` runs the
+            model unfused.
     """
     if loaded.fused is None:
         model = loaded.model
@@ -59,19 +59,20 @@ def fuse_model(loaded: LoadedModel) -> Program:
         why = check_program(loaded.fused, loaded.layers, loaded.reference, loaded.dtype, loaded.device, allowed)
         if why:
             raise CheckpointError(
-                f"the fused forward of {type(model).__name__} gives other logits than its own: {why}; run it unfused"
+                f"{type(model).__name__} gives other logits when fused than in transformers: {why}; this is a bug: "
+                "please report it"
             ) from why.cause
     return loaded.fused
 
 
 def _called_modules(loaded: LoadedModel) -> set[nn.Module]:
-    """The linear layers that a pass calls. Some models multiply by a layer's weight themselves, past its forward."""
+    """The linear layers whose `forward` is called. Some models use the weight of a layer without calling it."""
     called: set[nn.Module] = set()
     linear = [module for module in loaded.model.modules() if is_plain(module, nn.Linear, Conv1D)]
     hooks = [module.register_forward_hook(lambda module, args, out: called.add(module)) for module in linear]
     try:
-        told = loaded.layers, loaded.reference, loaded.dtype, loaded.device
-        check_program(TransformersProgram(loaded.model), *told, float("inf"))
+        program, anything = TransformersProgram(loaded.model), float("inf")
+        check_program(program, loaded.layers, loaded.reference, loaded.dtype, loaded.device, anything)
     finally:
         for hook in hooks:
             hook.remove()
@@ -89,7 +90,7 @@ def _replace_modules(model: nn.Module, called: set[nn.Module], dtype: torch.dtyp
 def _equivalent(module: nn.Module, called: set[nn.Module], dtype: torch.dtype) -> nn.Module | None:
     weight = getattr(module, "weight", None)
     if not isinstance(weight, Tensor) or weight.dtype != dtype:
-        return None  # a norm that is kept in float32 casts its result in a way of its own
+        return None  # for example a norm in float32, which casts its result in its own way
     if module in called and is_plain(module, nn.Linear, Conv1D):
         if not can_pack(weight.dtype, weight.device):
             return None
@@ -102,7 +103,7 @@ def _equivalent(module: nn.Module, called: set[nn.Module], dtype: torch.dtype) -
 
 
 def _equivalent_norm(module: nn.Module, weight: Tensor) -> nn.Module | None:
-    """A norm that gives the same on random input, in float32; None where neither w nor 1 + w does."""
+    """An RMS norm with the same result on random input, in float32, with weight w or 1 + w; None if neither agrees."""
     eps = getattr(module, "variance_epsilon", getattr(module, "eps", None))
     if weight.dim() != 1 or not isinstance(eps, float) or len(list(module.parameters())) != 1:
         return None
@@ -117,14 +118,14 @@ def _equivalent_norm(module: nn.Module, weight: Tensor) -> nn.Module | None:
 
 FAMILIES = (LlamaForCausalLM, MistralForCausalLM, Qwen2ForCausalLM, Qwen3ForCausalLM)
 
-# Kinds of rotary embedding whose angles depend on the position alone.
+# Kinds of rotary embedding whose angles depend on the position only.
 _FIXED_ROTARY = frozenset({"default", "linear", "llama3", "yarn"})
 
 _FIRST_POSITIONS = 2048
 
 
 def has_fused_decoder(model: Any, layers: Sequence[AttentionLayer]) -> bool:
-    """Whether a model is one this decoder computes: its class says so, and its configuration has no exception."""
+    """Whether `FusedDecoder` supports a model, by its class, its configuration and its weights."""
     config = model.config
     rope = getattr(config, "rope_parameters", None) or {}
     return (
@@ -140,7 +141,7 @@ def has_fused_decoder(model: Any, layers: Sequence[AttentionLayer]) -> bool:
 
 
 def _has_plain_weights(model: Any) -> bool:
-    """Whether all that `FusedDecoder` takes apart is what it seems, in one dtype: quantised weights are not."""
+    """Whether embedding and linear layers have plain weights of one dtype, not quantised ones."""
     embedding = model.model.embed_tokens
     linear = [model.lm_head]
     for layer in model.model.layers:
@@ -155,12 +156,12 @@ def _has_plain_weights(model: Any) -> bool:
 class FusedDecoder:
     """A program (`outrider.runtime.attention`) equal to the model's own forward up to rounding.
 
-    Positions, and on a CPU attention too, are computed in float32 whatever the dtype. The weights of the model's layers
-    move into the program one by one: its own forward runs no more.
+    Rotary positions are computed in float32 with any dtype, and on a CPU attention is, too. The weights of the model
+    move into the program, so its own forward no longer works.
 
     Args:
-        model: one for which `has_fused_decoder` holds.
-        layers: what its attention layers ask for.
+        model: `has_fused_decoder` must be true for it.
+        layers: its attention layers.
     """
 
     def __init__(self, model: Any, layers: Sequence[AttentionLayer]) -> None:
@@ -172,10 +173,10 @@ class FusedDecoder:
         self._half = first.head_dim // 2
         self._rotary = base.rotary_emb
         self._rotation_tables = [self._make_rotations(_FIRST_POSITIONS)]
-        weights = [self._take(module, ask) for module, ask in zip(base.layers, layers, strict=True)]
+        weights = [self._take(module, layer) for module, layer in zip(base.layers, layers, strict=True)]
         vocab_size = model.lm_head.weight.shape[0]
         head, head_bias = self._merge(model.lm_head)
-        frame = Frame(
+        shared = SharedWeights(
             heads=first.heads,
             kv_heads=first.kv_heads,
             head_dim=first.head_dim,
@@ -187,7 +188,7 @@ class FusedDecoder:
             head_bias=head_bias,
             vocab_size=vocab_size,
         )
-        self._layers = FusedLayers(frame, weights)
+        self._layers = FusedLayers(shared, weights)
         self._run: Callable[..., Tensor] = compiled(self._layers, self._device)
         self._chosen: dict[torch.dtype, LayerOps] = {}
 
@@ -204,7 +205,7 @@ class FusedDecoder:
         return self._run(token_ids, rotations, batch.starts, batch.counts, stores, masks, last, chosen)
 
     def choose_layers(self, dtype: torch.dtype) -> LayerOps:
-        """The operations of its layers over pages of a dtype, chosen at the first call."""
+        """The operations of its layers over a paged KV cache of a dtype, chosen at the first call."""
         if dtype not in self._chosen:
             self._chosen[dtype] = choose_layer_ops(self._layers, dtype)
         return self._chosen[dtype]
@@ -212,27 +213,27 @@ class FusedDecoder:
     # ------------------------------------------------------------------------------------------------------- positions
 
     def _rotations_to(self, length: int) -> Tensor:
-        """e^(i · angle) of at least so many positions, `[length, 1, D/2]`.
+        """e^(i · angle) of at least `length` positions, `[length, 1, D/2]`.
 
-        Shorter block_tables are kept: a CUDA graph may read them.
+        Shorter tables are kept: a CUDA graph may read them.
         """
         if length > len(self._rotation_tables[-1]):
             self._rotation_tables.append(self._make_rotations(max(length, 2 * len(self._rotation_tables[-1]))))
         return self._rotation_tables[-1]
 
     def _make_rotations(self, length: int) -> Tensor:
-        probe = torch.zeros(1, device=self._device)  # its dtype says in which the angles are wanted
+        probe = torch.zeros(1, device=self._device)  # the angles get its dtype
         cos, sin = self._rotary(probe, position_ids=torch.arange(length, device=self._device).unsqueeze(0))
         return torch.complex(cos[0, :, : self._half], sin[0, :, : self._half]).unsqueeze(1)
 
     # --------------------------------------------------------------------------------------------------------- weights
 
-    def _take(self, module: Any, ask: AttentionLayer) -> LayerWeights:
+    def _take(self, module: Any, layer: AttentionLayer) -> LayerWeights:
         attention, mlp = module.self_attn, module.mlp
-        pairs = torch.arange(ask.head_dim).view(2, -1).t().reshape(-1)  # 0, D/2, 1, D/2 + 1, …
+        pairs = torch.arange(layer.head_dim).view(2, -1).t().reshape(-1)  # 0, D/2, 1, D/2 + 1, …
         head_norm = None
         if hasattr(attention, "q_norm"):
-            norms = [attention.q_norm.weight] * ask.heads + [attention.k_norm.weight] * ask.kv_heads
+            norms = [attention.q_norm.weight] * layer.heads + [attention.k_norm.weight] * layer.kv_heads
             head_norm = torch.stack([norm.detach().float()[pairs.to(norm.device)] for norm in norms]).unsqueeze(1)
         qkv, qkv_bias = self._merge(attention.q_proj, attention.k_proj, attention.v_proj, order=(pairs, pairs, None))
         output, output_bias = self._merge(attention.o_proj)
@@ -250,14 +251,16 @@ class FusedDecoder:
             gate_up_bias=gate_up_bias,
             down=down,
             down_bias=down_bias,
-            scaling=ask.scaling,
-            window=ask.window or 0,
+            scaling=layer.scaling,
+            window=layer.window or 0,
         )
 
     def _merge(
         self, *modules: nn.Linear, order: Sequence[Tensor | None] = (None, None, None)
     ) -> tuple[Tensor, Tensor | None]:
-        """One weight and bias for several; rows of each head in that order. The modules give theirs up."""
+        """Concatenates weights and biases of several modules, with the rows of each head in `order`, and removes them
+        from the modules.
+        """
         weights, biases = [], []
         for module, rows in zip(modules, order, strict=False):
             weights.append(_reorder(module.weight.detach(), rows))
@@ -266,7 +269,7 @@ class FusedDecoder:
             module.register_parameter("weight", None)
             module.register_parameter("bias", None)
         if biases and len(biases) < len(weights):
-            raise ValueError("layers with and without bias cannot be one")
+            raise ValueError("some of the merged layers have a bias and some do not; they cannot be merged")
         weight = weights[0] if len(weights) == 1 else torch.cat(weights)
         return pack(weight) if self._packed else weight, torch.cat(biases) if biases else None
 

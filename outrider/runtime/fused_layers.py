@@ -1,7 +1,8 @@
-"""A gated decoder as one function of tensors, from token ids to logits, with its products and norms.
+"""The layers of the fused decoder as one function of tensors, from token ids to logits, with its products and norms.
 
-TorchScript compiles it on a CPU: a pass is then one call without the interpreter and its lock, and the whole service
-writes 1.3 to 1.5 times as fast. So this file keeps to what TorchScript understands; uncompiled it does the same.
+On a CPU TorchScript compiles it: a forward pass is then one call without the Python interpreter and its lock, which
+makes the whole service 1.3 to 1.5 times as fast. So this file uses only what TorchScript supports. Results are the same
+without compilation.
 """
 
 import platform
@@ -18,17 +19,17 @@ from outrider.runtime.sdpa import attend
 
 
 @dataclass(frozen=True, slots=True)
-class Frame:
-    """What surrounds the layers, and what they share.
+class SharedWeights:
+    """Sizes that all layers share, and the weights outside the layers.
 
     Attributes:
         heads: query heads, H.
         kv_heads: heads of keys and of values, KV.
         head_dim: size of each, D.
         eps: of all norms.
-        packed: whether the weights of linear layers are packed (`outrider.runtime.fused_layers`).
+        packed: whether the weights of linear layers are packed, see `pack`.
         embedding: `[V, E]`.
-        norm: of the residual stream at its end, `[2, E]`, see `outrider.runtime.fused_layers.doubled`.
+        norm: the final norm, `[2, E]`, see `doubled`.
         head: `[V, E]`, or packed.
         head_bias: `[V]`.
         vocab_size: V.
@@ -48,13 +49,14 @@ class Frame:
 
 @dataclass(frozen=True, slots=True)
 class LayerWeights:
-    """Weights of one layer, linear ones `[out, in]` or packed, and what its attention asks for.
+    """Weights and attention parameters of one layer. Linear weights are `[out, in]`, or packed.
 
     Attributes:
-        attention_norm: `[2, E]`, see `outrider.runtime.fused_layers.doubled`; likewise `mlp_norm`.
-        qkv: queries, keys and values in one, `[(H + KV + KV) · D, E]`; within the heads of queries and keys the pairs
-            that are rotated lie side by side.
-        head_norm: `[H + KV, 1, D]`, float32: norms of each query and key head, in that order too; None has none.
+        attention_norm: `[2, E]`, see `doubled`; likewise `mlp_norm`.
+        qkv: queries, keys and values in one, `[(H + KV + KV) · D, E]`; in the heads of queries and keys the elements of
+            a rotated pair are neighbours.
+        head_norm: `[H + KV, 1, D]`, float32: norm weights of each query and key head, in the same order; None: no head
+            norms.
         output: `[E, H · D]`.
         gate_up: `[2 · I, E]`.
         down: `[E, I]`.
@@ -78,7 +80,7 @@ class LayerWeights:
 
 
 class FusedLayers(nn.Module):
-    """All of a decoder. What differs by layer lies in lists, as TorchScript wants it."""
+    """The whole decoder. Values of the layers are in lists, which TorchScript supports."""
 
     head_bias: Tensor | None
     attention_norm: list[Tensor]
@@ -96,13 +98,13 @@ class FusedLayers(nn.Module):
     mask_kind: list[int]
     windows: list[int]
 
-    def __init__(self, frame: Frame, layers: Sequence[LayerWeights]) -> None:
+    def __init__(self, shared: SharedWeights, layers: Sequence[LayerWeights]) -> None:
         super().__init__()
-        self.heads, self.kv_heads, self.head_dim = frame.heads, frame.kv_heads, frame.head_dim
-        self.eps, self.packed = frame.eps, frame.packed
-        self.embedding, self.norm = frame.embedding, frame.norm
-        self.head, self.head_bias = frame.head, frame.head_bias
-        self.vocab_size = frame.vocab_size
+        self.heads, self.kv_heads, self.head_dim = shared.heads, shared.kv_heads, shared.head_dim
+        self.eps, self.packed = shared.eps, shared.packed
+        self.embedding, self.norm = shared.embedding, shared.norm
+        self.head, self.head_bias = shared.head, shared.head_bias
+        self.vocab_size = shared.vocab_size
         self.attention_norm = [layer.attention_norm for layer in layers]
         self.qkv = [layer.qkv for layer in layers]
         self.qkv_bias = [layer.qkv_bias for layer in layers]
@@ -117,10 +119,10 @@ class FusedLayers(nn.Module):
         self.scaling = [layer.scaling for layer in layers]
         self.windows = sorted({layer.window for layer in layers})
         self.mask_kind = [self.windows.index(layer.window) for layer in layers]
-        self.small = SMALL if frame.norm.device.type == "cpu" else 0
-        self.signs = make_signs(frame.norm)
+        self.small = SMALL if shared.norm.device.type == "cpu" else 0
+        self.signs = make_signs(shared.norm)
         self.exact_signs = self.signs.float()
-        self.ones = torch.ones(2, frame.head_dim, device=frame.norm.device)
+        self.ones = torch.ones(2, shared.head_dim, device=shared.norm.device)
 
     def forward(
         self,
@@ -133,17 +135,18 @@ class FusedLayers(nn.Module):
         last: int,
         rows: Tensor | None,
     ) -> Tensor:
-        """Runs a pass.
+        """Runs a batch.
 
         Args:
             token_ids: `[T]`.
             rotations: e^(i · angle) of all positions, `[max_length, 1, D/2]`, complex64.
             starts: the position of the first row of each chunk.
-            counts: rows of each.
-            stores: keys and values of each up to its last row, or further, `[layers, 2, kv_heads, end, head_dim]`.
-            masks: for each of `windows`, of each chunk (`CausalMasks.for_rows`).
-            last: how many rows at the end need logits, where `rows` is None.
-            rows: indices of those that do.
+            counts: the number of rows of each chunk.
+            stores: keys and values of each chunk, `[layers, 2, kv_heads, end, head_dim]`, with `end` at or after its
+                last row.
+            masks: per window in `windows`, the mask of each chunk (`CausalMasks.for_rows`).
+            last: how many rows at the end need logits, if `rows` is None.
+            rows: indices of the rows that need logits.
 
         Returns:
             Logits `[R, V]`, float32.
@@ -180,17 +183,17 @@ class FusedLayers(nn.Module):
         return self.logits(x).float()
 
     def queries_keys_values(self, i: int, x: Tensor, rotation: Tensor) -> Tensor:
-        """Of layer i and the residual stream `[T, 1, E]`: queries, keys and values side by side, `[T, 1, width]`.
+        """Queries, keys and values of layer i, `[T, 1, width]`, from the residual stream `[T, 1, E]`.
 
-        Positions and norms of heads are computed in float32, and so is the result.
+        Rotation and head norms are computed in float32, and the result is float32.
         """
         normed = rms_norm(x, self.attention_norm[i], self.signs, self.eps, self.small)
         return self.rotated(i, linear(normed, self.qkv[i], self.qkv_bias[i], self.packed), rotation)
 
     def rotated(self, i: int, qkv: Tensor, rotation: Tensor) -> Tensor:
-        """Of queries, keys and values of layer i, `[T, 1, width]`: the same, queries and keys normed and rotated.
+        """Norms and rotates queries and keys of layer i; `qkv` is `[T, 1, width]`, and so is the result, in float32.
 
-        In float32; what it was given may be written over.
+        `qkv` may be overwritten.
         """
         T, heads, kv_heads, head_dim = qkv.size(0), self.heads, self.kv_heads, self.head_dim
         rotated = heads + kv_heads
@@ -205,7 +208,7 @@ class FusedLayers(nn.Module):
         return qkv
 
     def after_attention(self, i: int, x: Tensor, attended: Tensor) -> Tensor:
-        """The residual stream after layer i, of the one before it and what was attended to, `[T, heads, head_dim]`."""
+        """The residual stream after layer i; `x` is the stream before it, `attended` is `[T, heads, head_dim]`."""
         attended = attended.to(x.dtype).reshape(x.size(0), 1, self.heads * self.head_dim)
         x = linear_add(x, attended, self.output[i], self.output_bias[i], self.packed)
         normed = rms_norm(x, self.mlp_norm[i], self.signs, self.eps, self.small)
@@ -213,7 +216,7 @@ class FusedLayers(nn.Module):
         return linear_add(x, F.silu(gate).mul_(up), self.down[i], self.down_bias[i], self.packed)
 
     def logits(self, x: Tensor) -> Tensor:
-        """Of the residual stream `[R, 1, E]` at its end, `[R, V]`."""
+        """The logits `[R, V]` from the final residual stream `[R, 1, E]`."""
         if x.size(0) == 0:
             return x.new_empty([0, self.vocab_size])
         normed = rms_norm(x, self.norm, self.signs, self.eps, self.small)
@@ -221,11 +224,11 @@ class FusedLayers(nn.Module):
 
 
 def compiled(module: nn.Module, device: torch.device) -> Callable[..., Any]:
-    """The module as TorchScript compiles it for a CPU; as it is elsewhere, or where this torch cannot."""
-    if device.type != "cpu":  # there TorchScript compiles kernels of its own while passes run
+    """Compiles the module with TorchScript on a CPU. Returns it unchanged on other devices, and if that fails."""
+    if device.type != "cpu":  # there TorchScript would compile kernels at run time
         return module
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore", DeprecationWarning)  # it is what this torch has; without it all is the same
+        warnings.simplefilter("ignore", DeprecationWarning)  # a torch without TorchScript runs the module itself
         try:
             script: Callable[..., Any] = torch.jit.script(module)
         except Exception:
@@ -237,7 +240,7 @@ _PLAIN = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 
 
 def can_pack(dtype: torch.dtype, device: torch.device) -> bool:
-    """Whether this torch packs weights of such a kind."""
+    """Whether the installed torch can pack weights of this dtype on this device."""
     if device.type != "cpu" or platform.machine().lower() not in ("x86_64", "amd64"):
         return False
     if not (torch.backends.mkldnn.is_available() and hasattr(torch.ops.mkldnn, "_linear_pointwise")):
@@ -248,39 +251,39 @@ def can_pack(dtype: torch.dtype, device: torch.device) -> bool:
 
 
 def is_plain(module: nn.Module, *kinds: type[nn.Module]) -> bool:
-    """Whether a module is of just that kind, its weight plain numbers: neither quantised nor changed from outside.
+    """Whether a module is exactly of one of these classes, and neither quantised nor changed.
 
-    Quantisation comes as a subclass, as a weight that is no plain tensor inside an ordinary module, as integers, as a
-    hook, or as another `forward` on the module itself.
+    Quantisation may appear as a subclass, as a weight that is not a plain tensor, as integers, as a hook, or as another
+    `forward` of the module.
     """
     return type(module) in kinds and is_plain_tensor(getattr(module, "weight", None)) and not is_changed(module)
 
 
 def is_plain_tensor(value: object) -> bool:
-    """Whether it is a tensor of floating-point numbers of 16 bits or more, and no subclass of one."""
+    """Whether a value is a tensor of floating-point numbers of 16 bits or more, not of a subclass of `Tensor`."""
     return type(value) in (Tensor, nn.Parameter) and value.dtype in _PLAIN  # type: ignore[attr-defined]
 
 
 def is_changed(module: nn.Module) -> bool:
-    """Whether someone put a hook on a module, or a `forward` of its own."""
+    """Whether a module has hooks, or a `forward` that is not that of its class."""
     return "forward" in vars(module) or bool(module._forward_hooks or module._forward_pre_hooks)
 
 
 def pack(weight: Tensor) -> Tensor:
-    """A weight `[out, in]` in oneDNN's layout: opaque, for `linear` and `linear_add` alone."""
+    """A weight `[out, in]` in oneDNN's own layout, for `linear` and `linear_add` only."""
     packed: Tensor = torch.ops.mkldnn._reorder_linear_weight(weight.detach().contiguous())
     return packed
 
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None, packed: bool) -> Tensor:
-    """The product x Wᵀ + b: `[..., in]` to `[..., out]`. `packed` says what `weight` is."""
+    """Returns x Wᵀ + b: `[..., in]` to `[..., out]`. `packed` is whether `weight` is packed."""
     if packed:
         return torch.ops.mkldnn._linear_pointwise(x, weight, bias, "none", [], "")
     return F.linear(x, weight, bias)
 
 
 def linear_add(residual: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None, packed: bool) -> Tensor:
-    """The sum residual + x Wᵀ + b, rounded once where one operation can: `[T, 1, out]`."""
+    """Returns residual + x Wᵀ + b, `[T, 1, out]`; with one operation, rounded once, if possible."""
     if packed:
         return torch.ops.mkldnn._linear_pointwise(x, residual, weight, bias, "add")
     if bias is None:
@@ -289,10 +292,10 @@ def linear_add(residual: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None,
 
 
 class PackedModule(nn.Module):
-    """A packed linear layer in the place of a module that held `weight` and `bias`.
+    """A packed linear layer. Replaces a module with `weight` and `bias`.
 
-    `weight` keeps the shape and dtype that other code may ask for, and no memory. Its numbers are none, so that code
-    which multiplies by it shows in the self-check (`outrider.runtime.fused_decoder`).
+    `weight` keeps shape and dtype for other code, but uses no memory. Its values are NaN: if other code multiplies by
+    it, the self-check fails (`outrider.runtime.fused_decoder`).
     """
 
     def __init__(self, weight: Tensor, bias: Tensor | None) -> None:
@@ -306,11 +309,11 @@ class PackedModule(nn.Module):
 
 
 SMALL = 16384
-"""Elements up to which the doubled form of the norm is the faster one on a CPU (measured)."""
+"""Elements up to which layer norm of the doubled input is faster on a CPU (measured)."""
 
 
 def doubled(weight: Tensor) -> Tensor:
-    """A weight `[n]` as `rms_norm` takes it: `[2, n]`."""
+    """The weight `[2, n]` of `rms_norm`, from a weight `[n]`."""
     return weight.detach().expand(2, -1).contiguous()
 
 
@@ -320,17 +323,17 @@ def make_signs(like: Tensor) -> Tensor:
 
 
 def rms_norm(x: Tensor, weight: Tensor, signs: Tensor, eps: float, small: int) -> Tensor:
-    """The norm x / √(mean(x²) + eps) · weight over the last dimension.
+    """Returns x / √(mean(x²) + eps) · weight over the last dimension.
 
-    torch's CPU build composes this of eight operations, but has layer norm in one. Over x beside -x the mean is 0 and
-    the variance is mean(x²), so layer norm of that pair is the norm we want.
+    On a CPU, torch runs eight operations for this, and one for layer norm. The pair (x, -x) has mean 0 and variance
+    mean(x²), so its layer norm is the RMS norm of x.
 
     Args:
         x: `[..., 1, n]`.
         weight: `[2, n]`, see `doubled`.
         signs: see `make_signs`.
         eps: added to the mean square.
-        small: elements of x up to which to do so; beyond, torch's own norm.
+        small: the most elements of x for layer norm; above, torch's RMS norm is used.
     """
     n = x.size(-1)
     if x.numel() <= small:
@@ -339,7 +342,7 @@ def rms_norm(x: Tensor, weight: Tensor, signs: Tensor, eps: float, small: int) -
 
 
 class RMSNormModule(nn.Module):
-    """An `rms_norm` in the place of a module.
+    """`rms_norm` as a module.
 
     Args:
         weight: `[n]`.

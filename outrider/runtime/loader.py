@@ -1,7 +1,7 @@
-"""Loads a causal language model of transformers so that it runs packed passes, or says in one line why it cannot.
+"""Loads a causal language model of transformers from a folder or a hub id, for batches of packed sequences.
 
-From a folder or a hub id: its files and their fingerprint, its weights (plain, quantised, or one rank's share), what
-the model says of itself, and a check of its packed forward against transformers' own.
+It resolves the files, computes their fingerprint, loads the weights (plain, quantised, or the share of one rank), reads
+the model's limits, and checks its packed forward pass against transformers. An error is one line with the reason.
 """
 
 import contextlib
@@ -30,30 +30,30 @@ from outrider.runtime.errors import CheckpointError
 from outrider.runtime.fused_layers import is_changed, is_plain_tensor
 from outrider.runtime.selfcheck import Reference, check_program, logits_tolerance, reference
 
-# All that a tokenizer and a configuration consist of; weights and code are asked for by name.
+# The files of tokenizers and configurations; weights and code have patterns of their own.
 _TEXTS = ("*.json", "*.txt", "*.model", "*.jinja", "*.tiktoken")
-# Where a configuration was saved, and by which release, changes no logit.
+# Entries of a configuration that change no logit: where it was saved, and by which release.
 _PROVENANCE = frozenset({"_name_or_path", "transformers_version"})
 _SAMPLES = 64  # of each weights file, spread evenly, first and last bytes included
 _SAMPLE_BYTES = 4096
-# Where modules come from that hold plain numbers; quantised ones come from elsewhere.
+# Packages of modules with plain weights; quantised modules come from other packages.
 _ORDINARY = ("torch.nn.", "transformers.models.", "transformers.pytorch_utils", "transformers_modules.")
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
 @dataclass(frozen=True)
 class ModelSource:
-    """Where a model comes from and how it is to run.
+    """The source of a model, and how to run it.
 
     Attributes:
         name: a folder, or a hub id.
         revision: branch, tag or commit of a hub id.
-        dtype: of weights and activations: `float32`, `bfloat16`, `float16`, or `auto`, the checkpoint's own where the
-            device computes in it well. On a CPU without bfloat16 instructions, and for float16 on any CPU, that is
-            float32.
-        device: `auto` (CUDA where there is one), `cpu`, `cuda` (the first) or `cuda:i`.
+        dtype: of weights and activations: `float32`, `bfloat16`, `float16`, or `auto`: the dtype of the checkpoint if
+            the device is fast at it, else float32. A CPU is fast at bfloat16 if it has instructions for it, and never
+            at float16.
+        device: `auto` (CUDA if available), `cpu`, `cuda` (the first) or `cuda:N`.
         trust_remote_code: run Python code that comes with the checkpoint.
-        ranks: how many processes share the model, each loading its part.
+        ranks: number of processes that share the model; each loads its part.
     """
 
     name: str
@@ -66,25 +66,25 @@ class ModelSource:
 
 @dataclass
 class LoadedModel:
-    """A model ready to be driven by `outrider.runtime.model_runner.ModelRunner`.
+    """A model for `outrider.runtime.model_runner.ModelRunner`.
 
     Attributes:
-        model: the transformers model, in eval mode, with our attention: it runs packed passes only. Fusing it takes the
-            weights away from it.
+        model: the transformers model, in eval mode, with our attention: it runs packed batches only. Fusing moves the
+            weights out of it.
         config: its configuration.
-        device: where it lies.
-        dtype: what it runs in.
-        dtype_reason: why, in a few words, for the log.
-        quantisation: the method its weights are quantised by in the checkpoint, as transformers names it; None is none.
-        vocab_size: V, the size of its logits; padded rows of the embedding included.
-        context_length: how many positions it takes.
+        device: of its weights.
+        dtype: of its weights and activations.
+        dtype_reason: why this dtype, for the log.
+        quantisation: the quantisation method of the checkpoint, by transformers' name; None if it is not quantised.
+        vocab_size: V, the number of logits, with padding.
+        context_length: the most positions of a sequence.
         name: as in its source.
-        eos_token_ids: all tokens that end a text by the generation config, or else by the config.
+        eos_token_ids: the end-of-sequence tokens of the generation config, or else of the config.
         weights_fingerprint: see `weights_fingerprint`.
         weight_bytes: of all its tensors.
-        layers: what each layer asks of the attention; of a shared model, by the heads of this process.
-        reference: what transformers makes of a few tokens, to hold other programs against.
-        fused: the fused program, once one has been made.
+        layers: the attention of each layer; with tensor parallelism, the heads of this process only.
+        reference: transformers' logits of a few tokens, to check other programs against.
+        fused: the fused program, once it has been built.
     """
 
     model: Any
@@ -105,11 +105,11 @@ class LoadedModel:
 
 
 def load_model(source: ModelSource) -> LoadedModel:
-    """Loads a model, quietly, and holds its packed forward against transformers' own.
+    """Loads a model without output, and checks its packed forward pass against transformers.
 
     Raises:
-        CheckpointError: it cannot be found, is no causal language model, its weights are incomplete, or it needs
-            something the packed attention does not do. The text is one line.
+        CheckpointError: it cannot be found, is not a causal language model, its weights are incomplete, or it needs a
+            feature that packed attention does not support. The text is one line.
     """
     device = find_device(source.device)
     folder = resolve_folder(source.name, source.revision, code=source.trust_remote_code)
@@ -120,7 +120,7 @@ def load_model(source: ModelSource) -> LoadedModel:
         fingerprint = weights_fingerprint(folder)
         options = sharding(config, source.name, quantisation, source.ranks)
         if quantisation is not None and device.type == "cuda" and is_accelerate_available():
-            options["device_map"] = {"": device}  # at once, as some methods choose their kernels while loading
+            options["device_map"] = {"": device}  # some methods choose their kernels while loading
         try:
             model = _load_weights(folder, source, config, dtype, options)
         except CheckpointError as error:
@@ -133,16 +133,16 @@ def load_model(source: ModelSource) -> LoadedModel:
 
 
 def adopt(model: Any, name: str, weights_fingerprint: str) -> LoadedModel:
-    """Takes a model that is in memory already, on its device and in its dtype, and holds it as `load_model` does.
+    """As `load_model`, for a model that is in memory already; keeps its device and dtype.
 
     Args:
-        model: a causal language model of transformers, of one dtype and on one device. It is changed: its attention
-            becomes ours.
-        name: how the model is called from here on.
-        weights_fingerprint: stands for its weights; two models with the same one are taken to be the same.
+        model: a causal language model of transformers, of one dtype and on one device. Its attention is replaced by
+            ours.
+        name: a name for the model.
+        weights_fingerprint: identifies its weights: models with the same fingerprint count as the same.
 
     Raises:
-        CheckpointError: it needs something the packed attention does not do. The text is one line.
+        CheckpointError: it needs a feature that packed attention does not support. The text is one line.
     """
     first = next(model.parameters())
     with _quiet():
@@ -150,7 +150,7 @@ def adopt(model: Any, name: str, weights_fingerprint: str) -> LoadedModel:
             model.set_attn_implementation(NAME)
         except ValueError as error:
             raise CheckpointError(f"the attention of {type(model).__name__} {ELSEWHERE}") from error
-        return _ready(model, name, weights_fingerprint, first.device, first.dtype, "as it came", None)
+        return _ready(model, name, weights_fingerprint, first.device, first.dtype, "the dtype of the given model", None)
 
 
 def _ready(
@@ -162,7 +162,7 @@ def _ready(
     dtype_reason: str,
     quantisation: str | None,
 ) -> LoadedModel:
-    """A model that lies on its device, looked over and held against transformers' own forward."""
+    """The `LoadedModel` of a model on its device, after checks of its attention and its logits."""
     model = model.eval().requires_grad_(False)
     layers = probe_attention(model)
     context_length = _context_length(model.config)
@@ -172,8 +172,8 @@ def _ready(
     why = check_program(TransformersProgram(model), layers, expected, dtype, device, allowed)
     if why:
         raise CheckpointError(
-            f"packed passes of {type(model).__name__} give other logits than its own forward: {why}; it has a state or "
-            "a mask of its own"
+            f"{type(model).__name__} gives other logits on packed sequences than in transformers: {why}; probably it "
+            "has a state or a mask outside the attention, and is not supported"
         ) from why.cause
     return LoadedModel(
         model=model,
@@ -197,13 +197,13 @@ def _ready(
 
 
 def resolve_folder(name: str, revision: str | None = None, *, weights: bool = True, code: bool = False) -> Path:
-    """The local folder of `name`, fetched from the hub where it is a hub id that is not here yet.
+    """The local folder of `name`. A hub id that is not in the local cache is downloaded.
 
     Args:
         name: a folder, or a hub id such as `org/model`.
         revision: of a hub id; None is the default branch.
-        weights: fetch the weights too, preferring safetensors.
-        code: fetch Python files too (remote code).
+        weights: download the weights, too; safetensors if available.
+        code: download Python files, too (remote code).
 
     Raises:
         CheckpointError: there is no such folder, and the hub has no such model or cannot be reached.
@@ -212,17 +212,19 @@ def resolve_folder(name: str, revision: str | None = None, *, weights: bool = Tr
     if path.is_dir():
         return path
     if path.is_absolute() or name.startswith(("./", "../", "~")) or name.count("/") > 1:
-        raise CheckpointError(f"no folder '{name}'")
+        raise CheckpointError(f"there is no folder '{name}'; give a folder, or a hub id such as ORG/MODEL")
     patterns = [*_TEXTS, *(["*.safetensors"] if weights else []), *(["*.py"] if code else [])]
     try:
         folder = Path(snapshot_download(name, revision=revision, allow_patterns=patterns))
         if weights and not any(folder.glob("*.safetensors")):
             folder = Path(snapshot_download(name, revision=revision, allow_patterns=[*patterns, "*.bin"]))
     except HFValidationError as error:
-        raise CheckpointError(f"'{name}' is neither a folder here nor a possible hub id") from error
+        raise CheckpointError(
+            f"'{name}' is neither a folder here nor a valid hub id; give a folder, or a hub id such as ORG/MODEL"
+        ) from error
     except LocalEntryNotFoundError as error:
         raise CheckpointError(
-            f"'{name}' is no folder here, and as a hub id it is not in the local cache and the hub cannot be reached"
+            f"'{name}' is not a folder here; as a hub id it is not in the local cache, and the hub cannot be reached"
         ) from error
     except (HfHubHTTPError, OSError) as error:
         at = f" at revision '{revision}'" if revision else ""
@@ -231,14 +233,14 @@ def resolve_folder(name: str, revision: str | None = None, *, weights: bool = Tr
 
 
 def vocabulary_size(name: str, revision: str | None = None) -> int | None:
-    """What the configuration of a folder or hub id says it is; None where it says nothing, or is not to be had."""
+    """The vocabulary size in the configuration of a folder or hub id; None if it has none or cannot be read."""
     path = Path(name).expanduser() / "config.json"
     try:
         if not path.parent.is_dir():
-            # As for the weights: where the hub cannot be reached this fails at once. hf_hub_download tries for 24 s.
+            # Not hf_hub_download: if the hub cannot be reached, that retries for 24 s, and this fails at once.
             path = Path(snapshot_download(name, revision=revision, allow_patterns=["config.json"])) / "config.json"
         config = json.loads(path.read_bytes())
-    except Exception:  # of many kinds, from the hub's client; whoever loads the model says in one line what is wrong
+    except Exception:  # of many types, from the hub's client; `load_model` will report the reason
         return None
     texts = [config, config.get("text_config")] if isinstance(config, dict) else []
     sizes = (text.get("vocab_size") for text in texts if isinstance(text, dict))
@@ -254,15 +256,17 @@ def _config(folder: Path, source: ModelSource) -> Any:
         raise CheckpointError(f"cannot read the configuration of '{source.name}': {error}") from error
     remote = source.trust_remote_code and "AutoModelForCausalLM" in (getattr(config, "auto_map", None) or {})
     if config.model_type not in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES and not remote:
-        raise CheckpointError(f"'{source.name}' is no causal language model: its model type is '{config.model_type}'")
+        raise CheckpointError(
+            f"'{source.name}' is not a causal language model of transformers: its model type is '{config.model_type}'"
+        )
     return config
 
 
 def weights_fingerprint(folder: str | os.PathLike[str]) -> str:
-    """SHA-256, in hex, over the configuration, the safetensors headers and a sample of each weights file's bytes.
+    """SHA-256, in hex, of the configuration, the safetensors headers and samples of the weight files.
 
-    A change in the configuration, in a tensor's name, type or shape, or in a sample changes it. It never reads a large
-    file whole: 64 samples of 4 KiB in each.
+    It changes with the configuration, with names, types and shapes of tensors, and with the sampled bytes: 64 samples
+    of 4 KiB from each file.
 
     Raises:
         CheckpointError: the folder has no configuration or no weights.
@@ -277,7 +281,7 @@ def weights_fingerprint(folder: str | os.PathLike[str]) -> str:
     digest = hashlib.sha256(_normalised(config))
     for file in files:
         for part in (file.name.encode(), *_samples(file)):
-            digest.update(len(part).to_bytes(8, "little") + part)  # with its length: no two lists of parts look alike
+            digest.update(len(part).to_bytes(8, "little") + part)  # with its length, so that parts cannot run together
     return digest.hexdigest()
 
 
@@ -311,17 +315,17 @@ def _samples(path: Path) -> Iterator[bytes]:
 
 def _dtype(name: str, config: Any, device: torch.device) -> tuple[torch.dtype, str]:
     if name in _DTYPES:
-        return _DTYPES[name], "as asked for"
+        return _DTYPES[name], "as requested"
     if name != "auto":
-        raise CheckpointError(f"dtype must be auto, {', '.join(_DTYPES)}, not '{name}'")
+        raise CheckpointError(f"--dtype is '{name}'; it must be auto, {', '.join(_DTYPES)}")
     own = getattr(config, "dtype", None) or getattr(config.get_text_config(), "dtype", None) or torch.float32
     if own not in _DTYPES.values():
-        return torch.float32, f"the checkpoint's {own} is none we run"
+        return torch.float32, f"{own} of the checkpoint is not supported"
     if device.type == "cuda" or own == torch.float32:
-        return own, "the checkpoint's own"
+        return own, "the dtype of the checkpoint"
     if own == torch.bfloat16 and _cpu_computes_bfloat16():
-        return own, "the checkpoint's own, and this CPU computes in bfloat16"
-    return torch.float32, f"this CPU ({torch.backends.cpu.get_cpu_capability()}) does not compute in {own}"
+        return own, "the dtype of the checkpoint, for which this CPU has instructions"
+    return torch.float32, f"this CPU ({torch.backends.cpu.get_cpu_capability()}) has no instructions for {own}"
 
 
 def _cpu_computes_bfloat16() -> bool:
@@ -341,7 +345,7 @@ def _load_weights(folder: Path, source: ModelSource, config: Any, dtype: torch.d
         )
     except KeyError as error:
         if NAME not in str(error):
-            raise CheckpointError(f"cannot load '{source.name}': no {error}") from error
+            raise CheckpointError(f"cannot load '{source.name}': the key {error} is missing") from error
         kind = ", ".join(getattr(config, "architectures", None) or [config.model_type])
         raise CheckpointError(f"the attention of {kind} {ELSEWHERE}") from error
     except Exception as error:
@@ -350,17 +354,17 @@ def _load_weights(folder: Path, source: ModelSource, config: Any, dtype: torch.d
         keys = sorted(str(key) for key in report.get(problem) or ())
         if keys:
             raise CheckpointError(
-                f"the weights of '{source.name}' do not fit its model: {problem} {', '.join(keys[:3])}"
+                f"the weights of '{source.name}' do not match its configuration: {problem} {', '.join(keys[:3])}"
                 + (f" and {len(keys) - 3} more" if len(keys) > 3 else "")
             )
     return model
 
 
 def _quantisation(config: Any, name: str) -> str | None:
-    """The method a checkpoint's weights are quantised by; None where they are not.
+    """The quantisation method of a checkpoint; None if it is not quantised.
 
     Raises:
-        CheckpointError: transformers does not know the method. It would load the weights as if they were plain ones.
+        CheckpointError: transformers does not know the method. It would load the weights as plain weights.
     """
     found = getattr(config, "quantization_config", None)
     if found is None:
@@ -371,21 +375,21 @@ def _quantisation(config: Any, name: str) -> str | None:
         if found.get(f"load_in_{bits}"):
             method = f"bitsandbytes_{bits}"
     if method is None:
-        raise CheckpointError(f"the quantization_config of '{name}' names no quant_method")
+        raise CheckpointError(f"the quantization_config of '{name}' has no quant_method; add it to config.json")
     if method not in AUTO_QUANTIZER_MAPPING:
         known = ", ".join(sorted(AUTO_QUANTIZER_MAPPING))
         raise CheckpointError(
-            f"the weights of '{name}' are quantised by '{method}', which this transformers does not know "
-            f"(it knows {known})"
+            f"the weights of '{name}' are quantised by '{method}', which the installed transformers does not support; "
+            f"it supports {known}"
         )
     return str(method)
 
 
 def settle_dtype(model: nn.Module, dtype: torch.dtype) -> None:
-    """Casts what is not quantised, or was dequantised while loading, to the dtype asked for.
+    """Casts the parameters of a quantised model that are plain, or were dequantised while loading, to a dtype.
 
-    transformers casts all that it loads, but not from a quantised checkpoint: there, embedding, norms and head stay as
-    they were stored. Scales of quantised layers are left alone, and so is what the model keeps in float32.
+    transformers casts the weights of plain checkpoints only: embedding, norms and head of a quantised one keep the
+    dtype of the file. Scales of quantised layers are not cast, nor are modules that the model keeps in float32.
     """
     kept: set[str] = set(getattr(model, "_keep_in_fp32_modules_strict", None) or ())
     if dtype == torch.float16:
@@ -400,19 +404,19 @@ def settle_dtype(model: nn.Module, dtype: torch.dtype) -> None:
 
 
 def sharding(config: Any, name: str, quantisation: str | None, ranks: int) -> dict[str, Any]:
-    """What `from_pretrained` takes to load this rank's share by transformers' tensor-parallel plan; nothing for one
-    rank. The process group must be there by then.
+    """The options of `from_pretrained` that load this rank's share by transformers' tensor-parallel plan; empty for one
+    rank. Create the process group before the model is loaded.
 
     Raises:
-        CheckpointError: the model cannot be shared so.
+        CheckpointError: the model cannot be split among ranks.
     """
     if ranks == 1:
         return {}
     flag = f"--tensor-parallel-size {ranks}"
     if quantisation is not None:
         raise CheckpointError(
-            f"{flag}: the weights of '{name}' are quantised by '{quantisation}', and only plain ones "
-            "are shared among ranks"
+            f"{flag}: the weights of '{name}' are quantised by '{quantisation}'; only plain weights can be split among "
+            "ranks"
         )
     text = config.get_text_config()
     if not (getattr(text, "base_model_tp_plan", None) or getattr(config, "base_model_tp_plan", None)):
@@ -421,12 +425,16 @@ def sharding(config: Any, name: str, quantisation: str | None, ranks: int) -> di
     kv_heads = getattr(text, "num_key_value_heads", None) or heads
     if heads % ranks or kv_heads % ranks:
         raise CheckpointError(
-            f"{flag}: '{name}' has {heads} attention heads and {kv_heads} of keys and values, and must divide both"
+            f"{flag}: '{name}' has {heads} attention heads and {kv_heads} KV heads; the number of ranks must divide "
+            "both"
         )
-    from transformers.distributed import DistributedConfig  # not in every release that runs a model in one process
+    from transformers.distributed import DistributedConfig  # missing in older releases, which need it for ranks only
 
     if "tp_size" not in inspect.signature(DistributedConfig).parameters:
-        raise CheckpointError(f"{flag}: this transformers is too old to share a model among ranks by its own plan")
+        raise CheckpointError(
+            f"{flag}: the installed transformers is too old for tensor parallelism; install a release that "
+            "constraints.txt names"
+        )
     return {"distributed_config": DistributedConfig(tp_size=ranks)}
 
 
@@ -436,7 +444,7 @@ def sharding(config: Any, name: str, quantisation: str | None, ranks: int) -> di
 def _vocab_size(model: Any) -> int:
     head = model.get_output_embeddings()
     if head is None or getattr(head, "weight", None) is None:
-        raise CheckpointError(f"{type(model).__name__} has no output embedding: it is no causal language model")
+        raise CheckpointError(f"{type(model).__name__} has no output embedding: it is not a causal language model")
     return int(head.weight.shape[0])
 
 
@@ -450,10 +458,10 @@ def _context_length(config: Any) -> int:
     lengths = (getattr(text, name, None) for name in ("max_position_embeddings", "n_positions", "max_seq_len", "n_ctx"))
     length = next((length for length in lengths if isinstance(length, int) and length > 0), None)
     if length is None:
-        raise CheckpointError(f"the configuration of model type '{config.model_type}' names no context length")
-    # Beyond its original length this rotary embedding follows the longest sequence of a pass: who else is there.
+        raise CheckpointError(f"the configuration of model type '{config.model_type}' has no context length")
+    # Beyond its original length this rotary embedding depends on the longest sequence of the batch.
     rope = getattr(text, "rope_parameters", None) or {}
-    kinds = [rope, *(kind for kind in rope.values() if isinstance(kind, dict))]  # one, or one for each kind of layer
+    kinds = [rope, *(kind for kind in rope.values() if isinstance(kind, dict))]  # one, or one per kind of layer
     for kind in kinds:
         if kind.get("rope_type") == "longrope":
             length = min(length, kind.get("original_max_position_embeddings") or length)
@@ -470,7 +478,7 @@ def _eos_token_ids(model: Any) -> tuple[int, ...]:
 
 @contextlib.contextmanager
 def _quiet() -> Iterator[None]:
-    """No progress bars and no advice from transformers; refusals come as exceptions."""
+    """Turns off progress bars and log messages of transformers; its errors are exceptions."""
     level = transformers_logging.get_verbosity()
     bars = transformers_logging.is_progress_bar_enabled()
     transformers_logging.set_verbosity_error()

@@ -150,7 +150,7 @@ class ModelRunner:
         widest: int,
         seconds: float,
         most_bytes: int,
-        pass_tokens: int | None = None,
+        max_batch_tokens: int | None = None,
     ) -> str:
         """Captures CUDA graphs of frequent batch sizes, if the pool is paged.
 
@@ -160,7 +160,7 @@ class ModelRunner:
             widest: the most rows of one sequence.
             seconds: see `GraphRunner.capture`.
             most_bytes: see `GraphRunner.capture`.
-            pass_tokens: the most rows of a batch; None is no limit.
+            max_batch_tokens: the most rows of a batch; None is no limit.
 
         Returns:
             One line for the log.
@@ -173,7 +173,7 @@ class ModelRunner:
             vocab_size=self.loaded.vocab_size,
             max_sequences=max_sequences,
         )
-        buckets = buckets_for(max_sequences, min(widest, self.pool.max_length), pass_tokens=pass_tokens)
+        buckets = buckets_for(max_sequences, min(widest, self.pool.max_length), max_batch_tokens=max_batch_tokens)
         summary = captured.capture(capturer, buckets, seconds=seconds, most_bytes=most_bytes)
         self.paged_runner = self.captured = captured
         return summary

@@ -1,4 +1,4 @@
-"""Text to tokens and back: encoding, chat templates, and text that comes out as tokens come in."""
+"""Converts text to tokens and back: encoding, chat templates, and incremental decoding."""
 
 import hashlib
 from collections.abc import Mapping, Sequence
@@ -12,15 +12,15 @@ from transformers.tokenization_utils_tokenizers import TokenizersBackend
 from outrider.runtime.errors import CheckpointError
 from outrider.runtime.loader import ModelSource, resolve_folder
 
-_BROKEN = "\ufffd"  # what a decoder writes for bytes that are no character, or not yet one
+_BROKEN = "\ufffd"  # decoders write it for invalid bytes, and for an incomplete character
 
 
 class ChatTemplateError(ValueError):
-    """There is no chat template, or it refuses the messages."""
+    """There is no chat template, or it rejects the messages."""
 
 
 def load_tokenizer(source: ModelSource) -> "Tokenizer":
-    """The tokenizer that lies beside a model.
+    """Loads the tokenizer from the folder of a model.
 
     Raises:
         CheckpointError: there is none, or it cannot be read; the text is one line.
@@ -42,11 +42,11 @@ class Tokenizer:
 
     def __init__(self, tokenizer: Any) -> None:
         self._tokenizer = tokenizer
-        # Straight to the library where nothing stands between: a tenth of the time for the few tokens of a round.
+        # Without transformers' wrapper, unless the class overrides `_decode`: a tenth of the time for a few tokens.
         plain = isinstance(tokenizer, TokenizersBackend) and type(tokenizer)._decode is TokenizersBackend._decode
         self._decode = tokenizer.backend_tokenizer.decode if plain else self._decode_slowly
-        # A token with text of its own, to stand before another. The first call also settles how the library pads and
-        # cuts, which it must not change while other threads use it.
+        # A token with text, decoded before another token. The first call of `encode` also sets padding and truncation
+        # in the library, which is not safe while other threads use it.
         self._anchor = list(tokenizer.encode("a", add_special_tokens=False))[-1:]
 
     def encode(self, text: str) -> list[int]:
@@ -55,17 +55,17 @@ class Tokenizer:
 
     @property
     def has_chat_template(self) -> bool:
-        """Whether `encode_chat` can work."""
+        """Whether the tokenizer has a chat template, which `encode_chat` needs."""
         return bool(self._tokenizer.chat_template)
 
     def encode_chat(self, messages: Sequence[tuple[str, str]]) -> list[int]:
-        """Token ids of a conversation by the tokenizer's chat template, up to where the next answer begins.
+        """Token ids of a conversation by the chat template, up to the beginning of the next answer.
 
         Args:
             messages: (role, content), oldest first.
 
         Raises:
-            ChatTemplateError: there is no template, or it refuses these messages.
+            ChatTemplateError: there is no template, or it rejects these messages.
         """
         if not self.has_chat_template:
             raise ChatTemplateError("the tokenizer has no chat template: give the prompt as text or as token ids")
@@ -79,11 +79,11 @@ class Tokenizer:
         return list(ids)
 
     def decode(self, ids: Sequence[int], skip_special: bool = True) -> str:
-        """The text of tokens, as they stand: no spaces are cleaned up, ids without a token have no text."""
+        """The text of tokens, without cleaning up spaces. Ids without a token have no text."""
         return str(self._decode(list(ids), skip_special_tokens=skip_special))
 
     def decode_token(self, token: int, skip_special: bool = True) -> str:
-        """The text of one token as it reads after others, its leading space included."""
+        """The text of one token after other tokens, with its leading space."""
         anchor = self._anchor
         return self.decode([*anchor, token], skip_special)[len(self.decode(anchor, skip_special)) :]
 
@@ -93,9 +93,9 @@ class Tokenizer:
 
     @cached_property
     def longest_token_bytes(self) -> int:
-        """UTF-8 bytes of text that one token stands for at most."""
-        # A vocabulary spells a token in as many bytes as its text, or in more: as soon as no spelling is longer than
-        # the longest text so far, no text is.
+        """The most UTF-8 bytes of text of one token."""
+        # A token's entry in the vocabulary has at least as many bytes as its text. So the search can stop at entries
+        # that are not longer than the longest text so far.
         spellings = sorted(((len(token.encode()), number) for token, number in self.vocabulary().items()), reverse=True)
         longest = 1
         for spelling, number in spellings:
@@ -111,7 +111,7 @@ class Tokenizer:
 
     @property
     def eos_token_ids(self) -> tuple[int, ...]:
-        """The token that ends a text, where the tokenizer names one."""
+        """The end-of-sequence token of the tokenizer, if it has one."""
         found = self._tokenizer.eos_token_id
         return () if found is None else (int(found),)
 
@@ -123,9 +123,9 @@ class Tokenizer:
 
 
 def tokenizer_fingerprint(vocabulary: Mapping[str, int]) -> str:
-    """SHA-256, in hex, over the map from token to id, added tokens included.
+    """SHA-256, in hex, of the map from token to id, added tokens included.
 
-    Two tokenizers with the same fingerprint give every id the same token; how they split text may differ.
+    Tokenizers with the same fingerprint have the same token for each id. They may split text differently.
     """
     digest = hashlib.sha256()
     for token, index in sorted(vocabulary.items()):
@@ -135,17 +135,18 @@ def tokenizer_fingerprint(vocabulary: Mapping[str, int]) -> str:
 
 
 class IncrementalDetokenizer:
-    """Text as tokens come in: what `push` and `flush` return, put together, is what decoding all at once adds.
+    """Decodes token by token. The returned parts together are the text of all tokens decoded at once.
 
-    A token's text depends on those before it: a first token loses its leading space, a character may lie in several
-    tokens. So the tokens of the last complete characters are decoded along, and what the new ones add is returned. A
-    text that ends inside a character is kept back until the character is complete, or is known never to be.
+    The text of a token depends on the tokens before it: a first token loses its leading space, and a character may span
+    several tokens. So each call decodes the new token together with the tokens of the last complete characters, and
+    returns the added text. An incomplete character is kept until it is complete, or can no longer become complete.
 
-    The tokenizers themselves break the rule in one case. Those with byte fallback decode a run of byte tokens as a
-    whole: one invalid byte turns all of the run into U+FFFD, and with it what was returned before that byte came.
+    One case differs from decoding at once. Tokenizers with byte fallback decode a run of byte tokens as a whole: one
+    invalid byte turns the whole run into U+FFFD, even the characters that were returned before that byte.
 
-    `tokenizers.decoders.DecodeStream` cannot stand in: it needs a Rust tokenizer, raises at that invalid byte, returns
-    text of the prompt where the prompt ends inside a character, and waits behind U+FFFD for ever. Tests show each case.
+    `tokenizers.decoders.DecodeStream` is no replacement: it needs a Rust tokenizer, raises at that invalid byte,
+    returns text of the prompt if the prompt ends inside a character, and returns nothing more after U+FFFD. Tests show
+    each case.
 
     Args:
         tokenizer: decodes.
@@ -153,18 +154,18 @@ class IncrementalDetokenizer:
         skip_special: special tokens have no text.
 
     Attributes:
-        pending: whether the tokens pushed so far end inside a character, kept back.
+        pending: whether an incomplete character is kept.
     """
 
-    _LONGEST = 64  # tokens without a complete character after which none is expected any more
-    _FAR = 1024  # tokens at the end of the prompt among which one is sought that begins with a character
+    _LONGEST = 64  # after so many tokens without a complete character, do not wait for one any longer
+    _FAR = 1024  # tokens at the end of the prompt in which to search for one that begins with a character
 
     def __init__(self, tokenizer: Tokenizer, prompt_ids: Sequence[int] = (), *, skip_special: bool = True) -> None:
         self._tokenizer = tokenizer
         self._skip_special = skip_special
         self._tokens: list[int] = []
-        self._context = 0  # how many of the tokens come before those that are not complete
-        self._returned = 0  # how many characters of their text are out
+        self._context = 0  # how many of the tokens precede the incomplete character
+        self._returned = 0  # how many characters of their text were returned
         self._prompt_end = ""  # the text of the tokens when the prompt ended inside a character
         self.pending = False
         for token in self._tail(prompt_ids):
@@ -173,14 +174,14 @@ class IncrementalDetokenizer:
             self._prompt_end, self.pending = self._decode(self._tokens), False
 
     def push(self, token: int) -> str:
-        """The text that this token completes: characters only, never a part of one."""
+        """The text that this token completes, in whole characters."""
         self._tokens.append(token)
         text = self._decode(self._tokens)
         complete = text.rstrip(_BROKEN)
         self.pending = complete != text
         is_stuck = self.pending and len(self._tokens) - self._context > self._LONGEST
         if is_stuck:
-            complete = text[:-1]  # no encoding leaves this much open: only the last can still become a character
+            complete = text[:-1]  # so many bytes cannot be one character: only the last one can still become complete
         new = self._return(complete)
         if is_stuck:
             self._restart(self._tokens[-4:])
@@ -189,7 +190,7 @@ class IncrementalDetokenizer:
         return new
 
     def flush(self) -> str:
-        """What is still kept back, at the end: bytes that never became a character read U+FFFD."""
+        """The rest of the text, at the end: U+FFFD for an incomplete character."""
         if not self.pending:
             return ""
         self.pending = False
@@ -197,13 +198,13 @@ class IncrementalDetokenizer:
 
     def _return(self, text: str) -> str:
         begin = self._returned
-        if text.startswith(self._prompt_end):  # the prompt's last character is broken for good
+        if text.startswith(self._prompt_end):  # the last character of the prompt stays incomplete
             begin = max(begin, len(self._prompt_end))
         self._returned = max(begin, len(text))
         return text[begin:]
 
     def _restart(self, tokens: list[int]) -> None:
-        """Goes on from the tokens of the last characters. Those without text cannot stand before others."""
+        """Continues with the tokens of the last characters as context. Tokens without text are no context."""
         text = self._decode(tokens)
         if text:
             self._tokens, self._prompt_end = tokens, ""
@@ -213,7 +214,7 @@ class IncrementalDetokenizer:
             del self._tokens[self._context :]
 
     def _tail(self, prompt_ids: Sequence[int]) -> Sequence[int]:
-        """The end of the prompt, from the last token on that begins with a character."""
+        """The end of the prompt, from the last token that begins with a character."""
         far = max(0, len(prompt_ids) - self._FAR)
         for start in range(len(prompt_ids) - 1, far, -1):
             text = self._decode(prompt_ids[start : start + 1])

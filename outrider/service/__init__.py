@@ -1,1 +1,1 @@
-"""What both services stand on, beside the model: their life, settings, telemetry, and what they read and write."""
+"""Shared by both services: lifecycle, settings, loading, logs, metrics, traces, and conversion of messages."""

@@ -1,4 +1,4 @@
-"""Calls that only make a text faster, or only observe it, must never fail it: they go through a `Component`.
+"""Code that only makes a text faster, or only observes it, must never fail it: it runs in a `Component`.
 
 A component catches what its calls raise, counts it, logs it once a minute and carries on with a safe default. `Metrics`
 shows the counts as `outrider_internal_errors_total{component}`. Authentication, limits, input checks and privacy pacing

@@ -15,7 +15,7 @@ LEAST_DEVIATION = 0.01
 # Mean deviation of a new line.
 FIRST_DEVIATION = 0.1
 # Longer times, in seconds, are not the cost of a step.
-LONGEST_PASS = 3600.0
+LONGEST_STEP = 3600.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,7 +64,7 @@ class FittedCost:
 
     def add(self, tokens: int, seconds: float) -> None:
         """Adds a step of `tokens` tokens that took `seconds`; impossible times are ignored."""
-        if tokens < 1 or not 0 <= seconds <= LONGEST_PASS:
+        if tokens < 1 or not 0 <= seconds <= LONGEST_STEP:
             return
         expected = self.line.seconds(tokens)
         least = LEAST_DEVIATION * max(expected, self._seconds)

@@ -98,7 +98,7 @@ Warm = Callable[[], Awaitable[None]]
 
 
 class Service(ABC):
-    """A service: what `run` needs of it.
+    """The interface of a service to `run`.
 
     Attributes:
         name: full name of its gRPC service.
@@ -125,8 +125,8 @@ class Service(ABC):
 
     @abstractmethod
     async def load(self, warm: Warm) -> None:
-        """Loads the model and all else that is needed to serve; returns when ready. Awaits `warm` once the model has
-        run: from then on the service may wait for others, and a restart would not help.
+        """Loads the model and everything else that serving needs; returns when ready. Awaits `warm` once the model has
+        run: after that the service may wait for others, and a restart would not help.
 
         Raises:
             CheckpointError, RequestError: the service cannot serve; the text is one line.
@@ -138,7 +138,7 @@ class Service(ABC):
 
     @abstractmethod
     def stop(self) -> None:
-        """Frees what `load` made. Called when no call is in progress."""
+        """Frees the resources of `load`. Called when no call is in progress."""
 
     async def broken(self) -> str:
         """Returns the reason once this process can never serve again. By default it never returns."""
@@ -206,7 +206,7 @@ async def _run(service: Service, settings: ServiceSettings, server: grpc.aio.Ser
         if loading.done() and not breaking.done():
             loading.result()
             await asyncio.wait((serving, breaking), return_when=asyncio.FIRST_COMPLETED)
-        if breaking.done():  # a drain would wait for steps that never run
+        if breaking.done():  # do not drain: it would wait for steps that never run
             _log.error("cannot serve any more", reason=breaking.result())
             await health.drain()
             await cut_off(server)
@@ -231,14 +231,14 @@ async def _watch(service: Service, health: HealthState, bound: float) -> None:
     last = ""
     while True:
         await asyncio.sleep(min(CHECK_SECONDS, bound / 4))
-        trouble = "" if service.engine is None else service.engine.failure(bound)
-        if bool(trouble) != bool(last):
-            if trouble:
-                _log.error("engine is not alive", reason=trouble)
+        failure = "" if service.engine is None else service.engine.failure(bound)
+        if bool(failure) != bool(last):
+            if failure:
+                _log.error("engine is not alive", reason=failure)
             else:
                 _log.warning("engine is alive again")
-        await health.alive(not trouble)
-        last = trouble
+        await health.alive(not failure)
+        last = failure
 
 
 async def in_thread(function: Callable[[], Result]) -> Result:
@@ -279,7 +279,7 @@ def run(program: str, settings: ServiceSettings, make: Callable[[], Service]) ->
         _run_loop(live(make(), settings, program))
     except (StartupError, CheckpointError, ModelLost, RequestError, SettingsError) as error:
         message = error.message if isinstance(error, RequestError) else str(error)
-        if not is_readable:  # on a terminal the line below says it
+        if not is_readable:  # a terminal shows the line below
             _log.error("cannot serve", reason=message)
         print(f"{program}: {message}", file=sys.stderr)  # noqa: T201  # the one line an operator looks for
         return 2 if isinstance(error, SettingsError) else 1

@@ -1,4 +1,4 @@
-"""The model of a service: from settings to weights, tokenizer and KV pool."""
+"""Loads the model of a service by its settings: weights, tokenizer and KV pool."""
 
 import time
 from collections.abc import Callable
@@ -75,7 +75,7 @@ def load_share(settings: ServiceSettings, parallel: TensorParallel) -> LoadedMod
     try:
         return load_model(model_source(settings, device=device, ranks=parallel.ranks.size))
     except CheckpointError as error:
-        if isinstance(error.__cause__, RuntimeError):  # it ran: another rank may have failed
+        if isinstance(error.__cause__, RuntimeError):  # of a collective: another rank may have failed
             raise ModelLost(parallel.failure_reason("loading failed", error)) from error
         raise
 
@@ -119,7 +119,7 @@ class Built:
     Attributes:
         model_runner: the model with its KV cache.
         memory: of its device.
-        workspace: bytes of temporaries of the largest step; 0 if not measured.
+        workspace: bytes of temporaries of the largest batch; 0 if not measured.
     """
 
     model_runner: ModelRunner
@@ -145,9 +145,9 @@ class Built:
             return 0
         capturer, began, before = capturer_for(device), time.perf_counter(), self.memory.free()
         most = settings.graph_memory_mb * MIB
-        with explain_out_of_memory(self.memory, f"captured passes: lower --graph-memory-mb {settings.graph_memory_mb}"):
-            said = capture(capturer, seconds=settings.graph_seconds, most_bytes=most)
-        _log.info("captured", passes=said, seconds=round(time.perf_counter() - began, 1))
+        with explain_out_of_memory(self.memory, f"CUDA graphs: lower --graph-memory-mb {settings.graph_memory_mb}"):
+            summary = capture(capturer, seconds=settings.graph_seconds, most_bytes=most)
+        _log.info("captured", steps=summary, seconds=round(time.perf_counter() - began, 1))
         return max(capturer.bytes, before - self.memory.free())
 
     def log_memory(self, graphs: int) -> None:
@@ -164,7 +164,7 @@ def build_model_runner(
     loaded: LoadedModel,
     length: int,
     *,
-    pass_tokens: int,
+    max_batch_tokens: int,
     behind: Callable[[Tensor], object] | None = None,
     most_sequences: int | None = None,
     memory: DeviceMemory | None = None,
@@ -172,23 +172,23 @@ def build_model_runner(
 ) -> Built:
     """Builds the model runner: the model, its attention, and as many KV blocks as memory allows.
 
-    On a GPU the largest step runs before the KV cache is allocated, to measure its temporaries, and once after: a model
-    that does not fit fails here.
+    On a GPU the largest batch runs before the KV cache is allocated, to measure its temporaries, and once after: a
+    model that does not fit fails here.
 
     Args:
         settings: of the service.
         loaded: the model.
         length: largest number of tokens of a sequence.
-        pass_tokens: largest number of tokens of a step.
-        behind: called with the logits `[R, V]` of the largest step, to include its memory.
+        max_batch_tokens: largest number of tokens of a batch.
+        behind: called with the logits `[R, V]` of the largest batch, to include the memory it needs.
         most_sequences: no more blocks than for this many of the longest sequences; None: no limit.
         memory: of the model's device; None: the real one.
         parallel: the ranks, if there are several: each calls this with the same settings, and all get the number of
             blocks of the rank with the least memory.
 
     Raises:
-        CheckpointError: --attention cannot run here, the largest step does not fit, or another rank differs in what
-            all must share.
+        CheckpointError: --attention cannot run here, the largest batch does not fit, or another rank has other
+            weights or settings.
         SettingsError: one sequence of the largest length does not fit.
         ModelLost: a rank is gone.
     """
@@ -201,9 +201,9 @@ def build_model_runner(
         )
     memory = memory or memory_of(loaded.device)
     is_shared = parallel is not None
-    with explain_out_of_memory(memory, "trying the attention out"):
+    with explain_out_of_memory(memory, "the self-check of attention"):
         choice = choose_attention(settings.attention, loaded.layers, kv_dtype(loaded), loaded.device, paged=is_shared)
-    _log.info("attending", attention=choice.name, reason=choice.reason, block_tokens=choice.block_tokens)
+    _log.info("attention", attention=choice.name, reason=choice.reason, block_tokens=choice.block_tokens)
 
     def build(blocks: int) -> ModelRunner:
         # Fusing needs whole weights; a rank has its share only.
@@ -211,12 +211,14 @@ def build_model_runner(
         return ModelRunner.build(loaded, settings.max_sequences, length, blocks=blocks, fuse=fuse, attention=choice)
 
     def largest(model_runner: ModelRunner) -> None:
-        logits = profiling_run(model_runner, pass_tokens)
+        logits = profiling_run(model_runner, max_batch_tokens)
         if behind is not None:
             behind(logits)
 
-    enough = profiling_blocks(pass_tokens, length, choice.block_tokens)
-    with explain_out_of_memory(memory, f"a pass of {pass_tokens} tokens"):
+    enough = profiling_blocks(max_batch_tokens, length, choice.block_tokens)
+    batch = f"the largest batch, {max_batch_tokens} tokens"
+    advice = "lower --max-batch-tokens (verifier) or --prefill-tokens (draft service)"
+    with explain_out_of_memory(memory, f"{batch}: {advice}"):
         workspace = memory.peak(lambda: largest(build(enough))) - enough * block_bytes(loaded, choice.block_tokens)
     captures = settings.graphs and choice.can_be_captured(loaded.device) and not is_shared
     graphs = settings.graph_memory_mb * MIB if captures else 0
@@ -233,12 +235,11 @@ def build_model_runner(
         }
         blocks = parallel.agree(blocks, facts)
     size = blocks * block_bytes(loaded, choice.block_tokens)
-    with explain_out_of_memory(memory, f"{size / MIB:.0f} MiB of keys and values"):
+    with explain_out_of_memory(memory, f"the KV cache, {size / MIB:.0f} MiB: lower --kv-cache-mb"):
         model_runner = build(blocks)
     if model_runner.layer_choice is not None:
         _log.info("layers", run_by=model_runner.layer_choice.name, reason=model_runner.layer_choice.reason)
-    beside = "beside keys and values: lower --kv-memory-fraction"
-    with explain_out_of_memory(memory, f"a pass of {pass_tokens} tokens {beside}"):
+    with explain_out_of_memory(memory, f"{batch}, beside the KV cache: lower --kv-memory-fraction or --kv-cache-mb"):
         memory.peak(lambda: largest(model_runner))
     return Built(model_runner, memory, max(0, workspace))
 
@@ -268,7 +269,8 @@ def kv_blocks(settings: ServiceSettings, loaded: LoadedModel, block_tokens: int,
     if blocks < least:
         raise SettingsError(
             f"{flag}: {capacity / MIB:.0f} MiB hold {blocks} blocks of {block_tokens} tokens; one sequence of "
-            f"--max-sequence-tokens {tokens} takes {least} of them, {least * size / MIB:.1f} MiB"
+            f"--max-sequence-tokens {tokens} takes {least} of them, {least * size / MIB:.1f} MiB: give the KV cache "
+            "more memory, or lower --max-sequence-tokens"
         )
     return blocks
 
@@ -283,9 +285,9 @@ def profiling_blocks(tokens: int, length: int, block_tokens: int) -> int:
 
 
 def profiling_run(model_runner: ModelRunner, tokens: int) -> Tensor:
-    """Runs a step of `tokens` tokens, of few long sequences, with all logits, `[tokens, V]`; frees its blocks.
+    """Runs a batch of `tokens` tokens, of few long sequences, with all logits, `[tokens, V]`; frees its blocks.
 
-    With too few free blocks the step is smaller: no larger one can occur then.
+    With too few free blocks the batch is smaller: no larger one can occur then.
     """
     pool = model_runner.pool
     slots: list[int] = []

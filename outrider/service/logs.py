@@ -67,7 +67,7 @@ class LineQueue(io.TextIOBase):
         threading.Thread(target=self._run, name=f"output-{descriptor}", daemon=True).start()
 
     def write(self, text: str) -> int:
-        """Queues whole lines; the rest is kept until its line is complete, or until `flush`."""
+        """Queues complete lines. An incomplete line is kept until it is complete, or until `flush`."""
         if not isinstance(text, str):
             raise TypeError(f"a text stream takes str, not {type(text).__name__}")
         with self._lock:
@@ -119,7 +119,7 @@ class LineQueue(io.TextIOBase):
                 self._is_writing = False
                 self._changed.notify_all()
                 self._changed.wait_for(lambda: self._lines)
-                # All at once: the dropped lines belong after them.
+                # All at once: the notice about dropped lines belongs after them.
                 data, missing = b"".join(self._lines), self._unreported
                 self._lines.clear()
                 self._queued_bytes = 0
@@ -132,7 +132,7 @@ class LineQueue(io.TextIOBase):
                     self._unreported -= missing
 
     def _write(self, data: bytes) -> int:
-        """Writes to the descriptor; returns how many lines that failed for."""
+        """Writes to the descriptor. Returns the number of lines that could not be written."""
         rest = memoryview(data)
         while rest:
             try:
@@ -240,7 +240,7 @@ def configure_logging(service: str, level: str = "info") -> bool:
     """Sets logging up for the process, and returns whether lines are text for a terminal. Every line carries a level
     and a time in UTC, JSON lines the service's name too, and lines of a traced call the ids of its trace.
     """
-    # Here, since the command line takes over its output too, and its installation has no structlog.
+    # Imported here: the command line also uses this module, and its installation may lack structlog.
     import structlog
 
     from outrider.service.tracing import add_trace_ids
@@ -255,8 +255,8 @@ def configure_logging(service: str, level: str = "info") -> bool:
 
     def dropped(lines: int) -> str:
         now = datetime.now(UTC).isoformat().replace("+00:00", "Z")
-        said = {"event": "log lines dropped", "lines": lines, "level": "warning", "service": service, "timestamp": now}
-        return json.dumps(said)
+        event = {"event": "log lines dropped", "lines": lines, "level": "warning", "service": service, "timestamp": now}
+        return json.dumps(event)
 
     take_over(dropped, lambda lines: f"{service}: {lines} lines dropped here")
     threshold = logging.getLevelNamesMapping()[level.upper()]

@@ -22,7 +22,7 @@ from outrider.rpc.server import StartupError
 from outrider.service.best_effort import COMPONENTS
 from outrider.service.logs import dropped_lines
 
-# One more series for each counter, of its creation; nothing uses it.
+# Otherwise each counter would have one more series, the time of its creation, which nothing uses.
 disable_created_metrics()
 
 # Timeout of an idle connection; a scrape takes milliseconds.
@@ -131,7 +131,7 @@ def exposed(metrics: Metrics, address: str) -> Iterator[str]:
         )[0]
         server = _Server(found, family)
     except OSError as error:
-        raise StartupError(f"cannot serve metrics at {address}: {error.strerror or error}") from error
+        raise StartupError(f"--metrics-listen: cannot listen at {address}: {error.strerror or error}") from error
     server.set_app(make_wsgi_app(metrics.registry))
     thread = threading.Thread(target=server.serve_forever, args=(_POLL_SECONDS,), name="metrics", daemon=True)
     thread.start()

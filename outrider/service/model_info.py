@@ -78,15 +78,16 @@ def check_pair(draft: model_pb2.ModelInfo, target: model_pb2.ModelInfo) -> None:
         RequestError: FAILED_PRECONDITION with both sides' numbers.
     """
     if draft.protocol_version != target.protocol_version:
-        raise _mismatch("protocol versions", draft.protocol_version, target.protocol_version)
+        raise _mismatch("protocol versions", draft.protocol_version, target.protocol_version, _SAME_RELEASE)
     if draft.vocabulary_fingerprint != target.vocabulary_fingerprint:
         raise _mismatch(
             "vocabularies",
             f"{draft.name}: {draft.vocab_size} tokens, fingerprint {draft.vocabulary_fingerprint[:12]}",
             f"{target.name}: {target.vocab_size} tokens, fingerprint {target.vocabulary_fingerprint[:12]}",
+            "choose a draft model with the target's tokenizer",
         )
     if draft.noise_version != target.noise_version:
-        raise _mismatch("noise versions", draft.noise_version, target.noise_version)
+        raise _mismatch("noise versions", draft.noise_version, target.noise_version, _SAME_RELEASE)
 
 
 def check_features(required: Iterable[str], offered: Iterable[str]) -> None:
@@ -100,36 +101,42 @@ def check_features(required: Iterable[str], offered: Iterable[str]) -> None:
     if unknown:
         raise failed_precondition(
             "UNKNOWN_FEATURE",
-            f"required_features has {', '.join(unknown)}; this service knows {', '.join(known) or 'none'}",
+            f"required_features has {', '.join(unknown)}; this service offers {', '.join(known) or 'none'}",
             field="required_features",
         )
 
 
-def _mismatch(what: str, draft: object, target: object) -> RequestError:
-    return failed_precondition("PAIR_MISMATCH", f"draft and target differ in their {what}: {draft} against {target}")
+_SAME_RELEASE = "run the same release of both services"
+
+
+def _mismatch(what: str, draft: object, target: object, advice: str) -> RequestError:
+    return failed_precondition(
+        "PAIR_MISMATCH", f"draft and target differ in their {what}: {draft} against {target}; {advice}"
+    )
 
 
 _BOUNDS = ("max_gamma", "max_support", "max_sequence_tokens", "max_stop_token_ids", "max_message_bytes")
+_RULE_NAMES = {number: rule.value for rule, number in RULE_TO_WIRE.items()}
 
 
 def check_target(model: model_pb2.ModelInfo, target: model_pb2.ModelInfo) -> str:
-    """How `model` differs from the target in what a sequence depends on; empty if it does not.
+    """How `model` differs from the target in properties that a sequence depends on; empty if it does not.
 
     Requests are checked against the limits of the first verifier, so no other may have lower ones.
     """
     for field, what in (
-        ("weights_fingerprint", "weights"),
-        ("vocabulary_fingerprint", "vocabulary"),
+        ("weights_fingerprint", "weights fingerprint"),
+        ("vocabulary_fingerprint", "vocabulary fingerprint"),
         ("protocol_version", "protocol version"),
         ("noise_version", "noise version"),
     ):
         given, expected = str(getattr(model, field)), str(getattr(target, field))
         if given != expected:
             return f"its {what} is {given[:16]}; the target's is {expected[:16]}"
-    for field in ("features", "rules"):
-        missing = sorted(set(getattr(target, field)) - set(getattr(model, field)), key=str)
-        if missing:
-            return f"its {field} lack {', '.join(map(str, missing))}"
+    missing = set(target.features) - set(model.features)
+    missing |= {_RULE_NAMES.get(number, str(number)) for number in set(target.rules) - set(model.rules)}
+    if missing:
+        return f"it lacks features or rules of the target: {', '.join(sorted(missing))}"
     for bound in _BOUNDS:
         given, expected = getattr(model.limits, bound), getattr(target.limits, bound)
         if given < expected:

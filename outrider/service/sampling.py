@@ -1,6 +1,6 @@
 """Sampling parameters of a request: checked and converted for `kernels`.
 
-Both services stand on it, so that what one accepts the other does too.
+Both services use it, so both accept the same values.
 """
 
 from collections.abc import Container, Iterable
@@ -21,11 +21,11 @@ LOSSY_RULES = frozenset({Rule.SIGMOID})
 """The rules that do not keep the target's distribution."""
 
 DEFAULT_RULE = Rule.BLOCK
-"""The acceptance rule where neither request nor drafter requires another. It accepts more tokens a round
-than `tokenwise` on the demo pair (`benchmarks/results/rules.json`); at temperature 0 all exact rules do the same."""
+"""The acceptance rule unless the request names or implies another one. It accepts more tokens a round than `tokenwise`
+on the demo pair (`benchmarks/results/rules.json`); at temperature 0 all exact rules give the same result."""
 
-# Ranges in which no step overflows float32 for logits up to 10^4: after penalties they are below 10^9, divided by the
-# least temperature below 10^15, and by the least width of a sigmoid below 10^18.
+# In these ranges no operation overflows float32 for logits up to 10^4: after penalties they are below 10^9, divided by
+# the least temperature below 10^15, and by the least width of a sigmoid below 10^18.
 TEMPERATURES = (1e-6, 100.0)
 """Bounds of a temperature that is not 0."""
 _REPETITION_PENALTIES = (0.01, 100.0)
@@ -50,10 +50,10 @@ class Sampling:
 
     Attributes:
         params: temperature, top-k, top-p and min-p.
-        logit_rules: penalties, bias and bans, which come before them. Stop ids are the caller's to add.
-        rule: how proposals are judged.
+        logit_rules: penalties, bias and bans, which are applied before. The caller adds stop ids.
+        rule: the acceptance rule.
         lenience: l of [L A.5]; 1 is exact.
-        seed: key of the random draws, or None where the request left the choice to the service.
+        seed: key of the random draws; None if the service chooses it.
         sigmoid: the scales of the rule `sigmoid`; None under any other.
     """
 
@@ -71,7 +71,7 @@ class Sampling:
 
     @property
     def is_lossy(self) -> bool:
-        """Whether the text does not follow the target's distribution. At temperature 0 every rule takes its argmax."""
+        """Whether the text may differ from the target's distribution. At temperature 0 every rule takes the argmax."""
         return self.lenience < 1 or (self.rule in LOSSY_RULES and not self.params.is_greedy)
 
 
@@ -87,7 +87,11 @@ def check_sampling(
     top_p = _within("top_p", params.top_p if params.HasField("top_p") else 1.0, 0.0, 1.0, open_below=True)
     min_p = _within("min_p", params.min_p, 0.0, 1.0)
     if params.top_k >= 2**31:
-        raise invalid_field("sampling.top_k", f"top_k is {params.top_k}; it must be below 2^31", given=params.top_k)
+        raise invalid_field(
+            "sampling.top_k",
+            f"sampling.top_k is {params.top_k}; it must be below 2^31, or 0 to keep all tokens",
+            given=params.top_k,
+        )
     repetition = params.repetition_penalty if params.HasField("repetition_penalty") else 1.0
     rule = _check_rule(params, tuple(rules), default_rule)
     return Sampling(
@@ -107,10 +111,10 @@ def check_sampling(
 
 
 def promised_rule(params: sampling_pb2.SamplingParams, *, rules: Container[Rule], default: Rule) -> Rule:
-    """The default rule of a request to the draft service, of those in `rules`; `default` is the target's.
+    """The rule of a request to the draft service that names none: one of `rules`; `default` is the target's default.
 
-    A seed promises the text itself, and only `coupled` keeps that whatever is drafted (invariant 7).
-    Where the request is lenient `check_sampling` puts `tokenwise` in either's place.
+    A seed promises the same text again. Only `coupled` keeps this promise with any drafts (invariant 7). With a
+    lenience below 1, `check_sampling` uses `tokenwise` instead.
     """
     return Rule.COUPLED if params.HasField("seed") and Rule.COUPLED in rules else default
 
@@ -119,7 +123,7 @@ def check_token_ids(field: str, ids: Iterable[int], vocab_size: int) -> list[int
     """The ids as a list, each below `vocab_size`.
 
     Raises:
-        RequestError: INVALID_ARGUMENT, naming the first id that is not.
+        RequestError: INVALID_ARGUMENT, naming the first id that is too large.
     """
     checked = list(ids)
     if checked and (max(checked) >= vocab_size or min(checked) < 0):
@@ -137,7 +141,7 @@ def check_logprobs(params: sampling_pb2.LogprobsParams) -> int:
     """The number of most probable tokens to report.
 
     Raises:
-        RequestError: INVALID_ARGUMENT where it is beyond the limit.
+        RequestError: INVALID_ARGUMENT: it is above the limit.
     """
     if params.top_n > MAX_TOP_LOGPROBS:
         raise invalid_field(
@@ -150,7 +154,7 @@ def check_logprobs(params: sampling_pb2.LogprobsParams) -> int:
 
 
 def check_temperature(field: str, value: float) -> float:
-    """A temperature: 0, or one by which logits can be divided.
+    """Checks a temperature: 0, or within `TEMPERATURES`.
 
     Raises:
         RequestError: INVALID_ARGUMENT, naming the field and the range.
@@ -158,7 +162,7 @@ def check_temperature(field: str, value: float) -> float:
     if value == 0:
         return 0.0
     low, high = TEMPERATURES
-    if not _float32(low) <= value <= high:  # NaN neither
+    if not _float32(low) <= value <= high:  # also refuses NaN
         interval = f"[{low:g}, {high:g}]"
         raise invalid_field(
             field, f"{field} is {value:g}; it must be 0 or lie in {interval}", given=value, range=interval
@@ -167,39 +171,38 @@ def check_temperature(field: str, value: float) -> float:
 
 
 def _within(name: str, value: float, low: float, high: float, *, open_below: bool = False) -> float:
-    if not _float32(low) <= value <= high or (open_below and value <= low):  # NaN neither
+    if not _float32(low) <= value <= high or (open_below and value <= low):  # also refuses NaN
         interval = f"{'(' if open_below else '['}{low:g}, {high:g}]"
-        raise invalid_field(
-            f"sampling.{name}", f"{name} is {value:g}; it must lie in {interval}", given=value, range=interval
-        )
+        field = f"sampling.{name}"
+        raise invalid_field(field, f"{field} is {value:g}; it must lie in {interval}", given=value, range=interval)
     return value
 
 
 def _float32(bound: float) -> float:
-    """A bound in float32, as on the wire: it may round to less."""
+    """A bound rounded to float32, as a message carries it: it may become smaller."""
     return float(np.float32(bound))
 
 
 def _check_rule(params: sampling_pb2.SamplingParams, rules: tuple[Rule, ...], default: Rule) -> Rule:
+    rule: Rule | None
     if params.rule == sampling_pb2.ACCEPTANCE_RULE_UNSPECIFIED:
         rule = Rule.TOKENWISE if params.HasField("lenience") and params.lenience < 1 else default
-    elif params.rule in _RULES:
-        rule = _RULES[params.rule]
     else:
-        raise invalid_field("sampling.rule", f"rule {params.rule} is unknown to this service", given=params.rule)
-    offered = ", ".join(sorted(known.value for known in rules))
-    if rule not in rules:
+        rule = _RULES.get(params.rule)
+    if rule is None or rule not in rules:
+        given = params.rule if rule is None else rule.value
+        offered = ", ".join(sorted(known.value for known in rules))
         raise invalid_field(
-            "sampling.rule", f"rule {rule.value} is not offered by this service; it offers {offered}", given=rule.value
+            "sampling.rule", f"sampling.rule is {given}; this service offers {offered}", given=given, offered=offered
         )
     if params.HasField("sigmoid") and rule is not Rule.SIGMOID:
         raise invalid_field(
             "sampling.sigmoid",
-            f"sigmoid is set, but the rule is {rule.value}; sigmoid scales are for the rule sigmoid only",
+            f"sampling.sigmoid is set, but sampling.rule is {rule.value}; the scales are for the rule sigmoid only",
         )
     if rule is Rule.SIGMOID and not params.HasField("sigmoid"):
         raise invalid_field(
-            "sampling.sigmoid", "sigmoid is not set; the rule sigmoid requires its scales, alpha and beta"
+            "sampling.sigmoid", "sampling.sigmoid is not set; the rule sigmoid requires its scales, alpha and beta"
         )
     return rule
 
@@ -210,8 +213,8 @@ def _check_sigmoid(scales: sampling_pb2.SigmoidScales) -> SigmoidScales:
     if not scales.beta - scales.alpha >= _float32(_MIN_SIGMOID_WIDTH):
         raise invalid_field(
             "sampling.sigmoid.alpha",
-            f"sigmoid.alpha is {scales.alpha:g} and sigmoid.beta is {scales.beta:g}; alpha must be below beta by at "
-            f"least {_MIN_SIGMOID_WIDTH:g}",
+            f"sampling.sigmoid.alpha is {scales.alpha:g} and sampling.sigmoid.beta is {scales.beta:g}; alpha must be "
+            f"below beta by at least {_MIN_SIGMOID_WIDTH:g}",
             alpha=scales.alpha,
             beta=scales.beta,
             minimum=_MIN_SIGMOID_WIDTH,
@@ -222,15 +225,22 @@ def _check_sigmoid(scales: sampling_pb2.SigmoidScales) -> SigmoidScales:
 def _check_lenience(params: sampling_pb2.SamplingParams, rule: Rule) -> float:
     lenience = _within("lenience", params.lenience if params.HasField("lenience") else 1.0, *_LENIENCES)
     if lenience < 1.0 and rule in (Rule.BLOCK, Rule.COUPLED):
-        raise invalid_field("sampling.lenience", f"lenience is {lenience:g}; it must be 1 under the rule {rule.value}")
+        raise invalid_field(
+            "sampling.lenience",
+            f"sampling.lenience is {lenience:g}; it must be 1 under the rule {rule.value}, or name the rule tokenwise",
+            given=lenience,
+        )
     return lenience
 
 
 def _check_bias(params: sampling_pb2.SamplingParams, vocab_size: int) -> tuple[tuple[int, float], ...]:
     _check_count("sampling.logit_bias", len(params.logit_bias))
-    check_token_ids("sampling.logit_bias", (entry.token_id for entry in params.logit_bias), vocab_size)
-    if len({entry.token_id for entry in params.logit_bias}) < len(params.logit_bias):
-        raise invalid_field("sampling.logit_bias", "logit_bias names a token twice")
+    ids = check_token_ids("sampling.logit_bias", (entry.token_id for entry in params.logit_bias), vocab_size)
+    if len(set(ids)) < len(ids):
+        twice = next(token for token in ids if ids.count(token) > 1)
+        raise invalid_field(
+            "sampling.logit_bias", f"sampling.logit_bias names token {twice} twice; give one bias a token", given=twice
+        )
     return tuple((entry.token_id, _within("logit_bias", entry.bias, -100.0, 100.0)) for entry in params.logit_bias)
 
 
@@ -239,11 +249,14 @@ def _check_banned(params: sampling_pb2.SamplingParams, vocab_size: int) -> tuple
     banned = tuple(sorted(set(check_token_ids("sampling.banned_token_ids", params.banned_token_ids, vocab_size))))
     if len(banned) >= vocab_size:
         raise invalid_field(
-            "sampling.banned_token_ids", f"banned_token_ids has all {vocab_size} tokens; at least 1 must be left"
+            "sampling.banned_token_ids",
+            f"sampling.banned_token_ids has all {vocab_size} tokens; at least 1 must be left",
         )
     return banned
 
 
 def _check_count(field: str, count: int) -> None:
     if count > MAX_TOKEN_LIST:
-        raise invalid_field(field, f"{field} has {count} entries; at most {MAX_TOKEN_LIST}", given=count)
+        raise invalid_field(
+            field, f"{field} has {count} entries; at most {MAX_TOKEN_LIST}", given=count, maximum=MAX_TOKEN_LIST
+        )

@@ -28,7 +28,7 @@ ENV_PREFIX = "OUTRIDER_"
 
 
 def split_commas(value: Any) -> Any:
-    """Splits text at commas; without duplicates."""
+    """Splits text at commas and drops duplicates."""
     texts = [value] if isinstance(value, str) else value
     return list(dict.fromkeys(part.strip() for text in texts for part in text.split(",") if part.strip()))
 
@@ -102,7 +102,11 @@ Address = Annotated[str, AfterValidator(_host_and_port)]
 
 
 def _host_and_port_or_socket(value: str) -> str:
-    return value if value.startswith(f"{SOCKET}/") else _host_and_port(value)
+    if not value.startswith(SOCKET):
+        return _host_and_port(value)
+    if not value.startswith(f"{SOCKET}/"):
+        raise ValueError(f"{value!r} is not unix:PATH with an absolute PATH")
+    return value
 
 
 ServiceAddress = Annotated[str, AfterValidator(_host_and_port_or_socket)]
@@ -250,7 +254,7 @@ class ServiceSettings(SecuritySettings):
             raise SystemExit(2) from None
 
     def warn_of_variables(self) -> None:
-        """Logs a warning for each variable of the environment that is a setting but for a typing error."""
+        """Logs a warning for each environment variable whose name is a misspelt setting."""
         known = {ENV_PREFIX + name.upper() for name in type(self).model_fields}
         for variable, nearest in mistyped(known, ENV_PREFIX).items():
             _log.warning("unknown variable is ignored", variable=variable, nearest=nearest)
@@ -313,8 +317,26 @@ def _described(problem: "ErrorDetails", arguments: list[str]) -> str:
     source = flag if is_flag else variable
     if problem["type"] == "value_error":  # of our own, with the value
         return f"{source}: {problem['msg'].removeprefix('Value error, ')}"
-    message = problem["msg"].removeprefix("Input ").partition(", unable to parse")[0]
-    return f"{source} {message}, not {problem['input']!r}"
+    if problem["type"] == "too_short":
+        return f"{source} is empty; give at least one value"
+    if problem["type"] in _REQUIREMENTS:
+        requirement = _REQUIREMENTS[problem["type"]].format(**problem.get("ctx", {}))
+    else:  # of a type that no setting has yet
+        requirement = problem["msg"].removeprefix("Input should ").partition(", unable to parse")[0]
+    return f"{source} is {str(problem['input'])!r}; it must {requirement}"
+
+
+# By pydantic's types of errors.
+_REQUIREMENTS = {
+    "greater_than": "be above {gt:g}",
+    "greater_than_equal": "be at least {ge:g}",
+    "less_than_equal": "be at most {le:g}",
+    "int_parsing": "be a whole number",
+    "int_from_float": "be a whole number",
+    "float_parsing": "be a number",
+    "bool_parsing": "be true or false",
+    "literal_error": "be {expected}",
+}
 
 
 # ---------------------------------------------------------------------------------------------------------- security
@@ -366,8 +388,9 @@ def listening(settings: ServiceSettings) -> Listening:
             _log.warning("bearer tokens travel in plaintext; use TLS", listen=settings.listen)
     allowed = AllowedClients(settings.allow_client_san) if settings.allow_client_san else None
     limits = _limits(settings)
-    asks = any(each is not None for each in (allowed, tokens, limits))
-    return Listening(tls, [Authentication(allowed=allowed, tokens=tokens, limits=limits)] if asks else [])
+    if allowed is None and tokens is None and limits is None:
+        return Listening(tls, [])
+    return Listening(tls, [Authentication(allowed=allowed, tokens=tokens, limits=limits)])
 
 
 def check_plaintext(flag: str, address: str, allowed: bool, instead: str) -> None:

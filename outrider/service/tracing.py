@@ -1,7 +1,7 @@
 """Traces of calls (OpenTelemetry, exported by OTLP over gRPC).
 
-The trace context of a call (W3C Trace Context in its metadata) passes on to the calls that it makes and to each log
-line. Nothing is recorded before `Tracing.open`, and OpenTelemetry's SDK is not imported before.
+The trace context of a call (W3C Trace Context, in its metadata) is added to the calls that it makes and to its log
+lines. `Tracing.open` imports OpenTelemetry's SDK; nothing is recorded before.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ TRACING = Component("tracing")
 
 Attributes: TypeAlias = Mapping[str, str | int | float | bool]
 
-# Spans in the export queue: those of some thousand rounds. More are dropped: no call waits for a collector.
+# Spans in the export queue, enough for a few thousand rounds. More are dropped: no call waits for a collector.
 MAX_QUEUE, MAX_BATCH = 16_384, 1_024
 # Timeout of one export, and of the last one at the end.
 EXPORT_SECONDS, CLOSING_SECONDS = 5.0, 2.0
@@ -101,20 +101,20 @@ UNTRACED = CallTrace()
 
 
 class Tracing:
-    """The traces of one service; off until `open`."""
+    """Traces the calls of one service; off until `open`."""
 
     def __init__(self) -> None:
         self._provider: Any = None
         self._tracer: Any = None
 
     def open(self, *, service: str, version: str, endpoint: str, ratio: float) -> None:
-        """Starts recording: a share `ratio` of the calls without a trace, and of other calls those that their trace
-        samples.
+        """Starts recording: a share `ratio` of the calls without a trace context, and the calls whose trace context is
+        sampled.
 
         Args:
             service: the resource's `service.name`.
             version: its `service.version`.
-            endpoint: `http://HOST:PORT` of a collector that takes OTLP over gRPC, or `https://`.
+            endpoint: `http://HOST:PORT` or `https://HOST:PORT` of a collector for OTLP over gRPC.
             ratio: in [0, 1].
 
         Raises:
@@ -164,7 +164,7 @@ class Tracing:
         is_recorded = TRACING.run(span.is_recording, False)
         try:
             yield CallTrace(span, self._tracer) if is_recorded else UNTRACED
-        except Exception as error:  # not of a client that cancels
+        except Exception as error:  # a cancellation by the client is no error
             text = str(error) or type(error).__name__
             TRACING.run(lambda: span.set_status(Status(StatusCode.ERROR, text)), None)
             raise
@@ -185,4 +185,4 @@ class Tracing:
         last.start()
         last.join(CLOSING_SECONDS)
         if last.is_alive():
-            _log.warning("the last spans of traces were not sent", seconds=CLOSING_SECONDS)
+            _log.warning("the last spans were not sent to the collector in time", seconds=CLOSING_SECONDS)

@@ -1,5 +1,5 @@
-"""Messages of the contract: codecs between them and arrays (prefix hashes, ids, distributions, log-probabilities),
-how large they become, and padding to a size, to the byte. Used by the services only.
+"""Converts between messages of the contract and arrays (prefix hashes, ids, distributions, log-probabilities), computes
+the largest size of a message, and pads messages to an exact size. Used by the services only.
 """
 
 import hashlib
@@ -24,7 +24,7 @@ _WEIGHTS = np.dtype("<u2")
 _LOGITS = np.dtype("<f2")
 LOGIT_BYTES = _LOGITS.itemsize
 _BYTES_OF_TOKEN = 32  # its id, and the tags and lengths around its logits
-_BYTES_OF_PROPOSAL = 1024  # the rest; a sequence_id of 128 characters is 512 bytes at most
+_BYTES_OF_PROPOSAL = 1024  # without its tokens; a sequence_id of 128 characters has at most 512 bytes
 
 
 class PrefixHash:
@@ -35,7 +35,7 @@ class PrefixHash:
         self.extend(tokens)
 
     def extend(self, tokens: Iterable[int]) -> None:
-        """Takes in tokens that follow those it holds."""
+        """Appends tokens."""
         ids = array("I", tokens)
         if sys.byteorder == "big":
             ids.byteswap()
@@ -62,15 +62,15 @@ def encode_distribution(q: SparseDistribution | DraftLogits | None) -> speculati
 
 
 def decode_sparse(message: speculation_pb2.SparseDistribution) -> tuple[np.ndarray, np.ndarray]:
-    """The ids `[K]` int64 and weights `[K]` uint16 of a message, as sent: nothing is checked but the lengths in bytes.
+    """The ids `[K]` int64 and weights `[K]` uint16 of a message. Checks only the lengths in bytes.
 
     Raises:
         ValueError: a length is not a whole number of entries.
     """
     if len(message.token_ids) % 4 or len(message.weights) % 2:
         raise ValueError(
-            f"token_ids has {len(message.token_ids)} bytes and weights {len(message.weights)}: "
-            "not multiples of 4 and 2 bytes"
+            f"token_ids has {len(message.token_ids)} bytes and weights {len(message.weights)}; they must be multiples "
+            "of 4 and of 2 bytes"
         )
     ids = np.frombuffer(message.token_ids, dtype=_IDS).astype(np.int64)
     return ids, np.frombuffer(message.weights, dtype=_WEIGHTS)
@@ -80,7 +80,7 @@ def decode_logits(message: speculation_pb2.DenseLogits, vocab_size: int) -> Draf
     """The draft's logits `[V]`, float16.
 
     Raises:
-        ValueError: not V of them, or one is a NaN or an infinity; names the numbers.
+        ValueError: their number is not V, or one is NaN or infinite; names the numbers.
     """
     given, expected = len(message.values), LOGIT_BYTES * vocab_size
     if given != expected:
@@ -94,12 +94,12 @@ def decode_logits(message: speculation_pb2.DenseLogits, vocab_size: int) -> Draf
 
 
 def most_logits(message_bytes: int, vocab_size: int) -> int:
-    """How many tokens with their logits a proposal of this size can hold."""
+    """The most tokens of a proposal with logits that fit into a message of this size."""
     return max(0, message_bytes - _BYTES_OF_PROPOSAL) // _bytes_with_logits(vocab_size)
 
 
 def bytes_with_logits(gamma: int, vocab_size: int) -> int:
-    """What a proposal of `gamma` tokens with their logits comes to at most, in bytes."""
+    """The largest size of a proposal of `gamma` tokens with logits, in bytes."""
     return _BYTES_OF_PROPOSAL + gamma * _bytes_with_logits(vocab_size)
 
 
@@ -123,8 +123,8 @@ def encode_logprobs(positions: Sequence[TokenLogprobs]) -> list[sampling_pb2.Pos
 
 # ------------------------------------------------------------------------------------------------------ sizes, padding
 
-# A message that can be padded has a field `repeated bytes padding`: one piece alone cannot fill every gap, since its
-# length takes bytes too.
+# A message that can be padded has a field `repeated bytes padding`. One entry alone cannot fill every gap, because its
+# length takes bytes, too.
 _VARINTS = {
     FieldDescriptor.TYPE_UINT32: 5,
     FieldDescriptor.TYPE_UINT64: 10,
@@ -140,29 +140,29 @@ _VARINTS = {
 
 
 def pad(message: Any, size: int) -> None:
-    """Pads a message to `size` bytes, serialized; to the least multiple of it that it can have where it is larger."""
+    """Pads a message to `size` bytes, or a larger one to the smallest multiple of `size` that is possible."""
     tag = _varint_bytes(message.DESCRIPTOR.fields_by_name["padding"].number << 3)
     missing = -message.ByteSize() % size if message.ByteSize() else size
-    while 0 < missing <= tag:  # less than an empty piece takes
+    while 0 < missing <= tag:  # fewer bytes than an empty entry takes
         missing += size
     message.padding.extend(_pieces(missing, tag))
 
 
 def can_pad(message: Any, size: int) -> bool:
-    """Whether a message can be padded to `size` bytes and no more."""
+    """Whether a message can be padded to exactly `size` bytes."""
     tag = _varint_bytes(message.DESCRIPTOR.fields_by_name["padding"].number << 3)
     missing = size - int(message.ByteSize())
     return missing == 0 or missing > tag
 
 
 def largest(kind: Any, *, counts: Mapping[str, int], most: int) -> int:
-    """The bytes that a message of this kind takes at most, padding aside.
+    """The largest size of a message of this kind, in bytes, without padding.
 
     Args:
         kind: the message's descriptor.
-        counts: by name of the field, or by `Message.field`: entries of a repeated one, bytes of a text, 0 for a message
-            that is not there.
-        most: the same for repeated fields and texts that `counts` does not name.
+        counts: by field name, or by `Message.field`: entries of a repeated field, bytes of a text, 0 for a message that
+            is not set.
+        most: the same for repeated fields and texts that are not in `counts`.
     """
     fields = [field for field in kind.fields if field.name != "padding"]
     alone = sum(_largest_field(field, counts, most) for field in fields if field.containing_oneof is None)
@@ -190,14 +190,14 @@ def _largest_field(field: Any, counts: Mapping[str, int], most: int) -> int:
 
 
 def _pieces(missing: int, tag: int) -> list[bytes]:
-    """Pieces of padding that come to `missing` bytes with their tags and lengths."""
+    """Entries of padding that take `missing` bytes in all, with their tags and lengths."""
     if not missing:
         return []
     for width in range(1, 5):
         length = missing - tag - width
         if length >= 0 and _varint_bytes(length) == width:
             return [bytes(length)]
-    return [b"", *_pieces(missing - tag - 1, tag)]  # a length of that many bytes would need one byte more
+    return [b"", *_pieces(missing - tag - 1, tag)]  # the length of one entry would take a byte too many
 
 
 def _varint_bytes(value: int) -> int:
@@ -205,30 +205,30 @@ def _varint_bytes(value: int) -> int:
 
 
 LEAST_LIMIT = 4 << 20
-"""Bytes; gRPC's own default, so that no server of ours takes less than others do by default."""
+"""Bytes; gRPC's own default limit."""
 
-# Text of a prompt: tokens of four bytes are common, and few texts have longer ones throughout.
+# Of a prompt as text. Tokens of four bytes are common, and few texts have a mean above 16.
 BYTES_OF_PROMPT_TOKEN = 16
-# Names, texts of notices, and whatever a newer contract adds.
+# For names, texts of notices, and fields of newer contracts.
 _TEXT = 512
 _SLACK = 4096
 
 
 def server_limit(*sizes: int) -> int:
-    """What a server takes that has to take messages of these sizes, in bytes."""
+    """The message limit of a server that must accept messages of these sizes, in bytes."""
     return max(LEAST_LIMIT, *(size + _SLACK for size in sizes))
 
 
 def largest_verify_message(
     *, sequence_tokens: int, max_gamma: int, max_support: int, vocab_size: int | None, max_stop_token_ids: int
 ) -> int:
-    """The largest message on a `Verify` stream, in bytes: an opening, a proposal (of sparse distributions, or of a
-    draft's logits), or a verdict with log-probabilities. `vocab_size` is V; None: no logits travel.
+    """The largest message on a `Verify` stream, in bytes: an opening, a proposal (with sparse distributions, or with a
+    draft's logits), or a verdict with log-probabilities. `vocab_size` is V; None if proposals never have logits.
     """
     lists = {"banned_token_ids": MAX_TOKEN_LIST, "logit_bias": MAX_TOKEN_LIST, "stop_token_ids": max_stop_token_ids}
-    asked = {
+    request = {
         **lists,
-        "prompt_token_ids": sequence_tokens,  # with the committed ones together
+        "prompt_token_ids": sequence_tokens,  # together with the committed tokens
         "committed_token_ids": 0,
         "required_features": 32,
         "prefix_hash": HASH_BYTES,
@@ -245,7 +245,7 @@ def largest_verify_message(
         "top": MAX_TOP_LOGPROBS,
     }
     return max(
-        largest(verifier_service_pb2.VerifyRequest.DESCRIPTOR, counts=asked, most=_TEXT),
+        largest(verifier_service_pb2.VerifyRequest.DESCRIPTOR, counts=request, most=_TEXT),
         largest(verifier_service_pb2.VerifyResponse.DESCRIPTOR, counts=reply, most=_TEXT),
         0 if vocab_size is None else bytes_with_logits(max_gamma, vocab_size),
     )
@@ -254,7 +254,7 @@ def largest_verify_message(
 def largest_generate_request(
     *, sequence_tokens: int, max_stop_token_ids: int, max_stop_strings: int, max_stop_chars: int
 ) -> int:
-    """The largest request for text, in bytes, with a prompt as long as a sequence may be."""
+    """The largest `GenerateRequest`, in bytes: its prompt is as long as a sequence may be."""
     prompt = BYTES_OF_PROMPT_TOKEN * sequence_tokens
     counts = {
         "GenerateRequest.text": prompt,

@@ -54,7 +54,7 @@ def test_a_service_with_only_a_tokenizer_serves_the_other_drafters(
     [
         ({"drafter": "ngram"}, "--drafter ngram: there is no text to count"),
         ({"staged_by": "ngram"}, "--staged-by ngram: there is no text to count"),
-        ({"ngram_corpus": "no/such.txt"}, "--ngram-corpus: no file 'no/such.txt'"),
+        ({"ngram_corpus": "no/such.txt"}, "--ngram-corpus is 'no/such.txt'; there is no such file"),
     ],
 )
 def test_settings_of_a_drafter_without_its_input_are_refused(given: dict[str, Any], words: str) -> None:

@@ -48,6 +48,16 @@ def test_the_seed_that_the_service_chose_repeats_the_text(draft: grpc.Channel) -
     assert write(draft, sampling=params, **fields).ids == first.samples[0].ids
 
 
+def test_a_text_that_fills_the_context_ends_with_length(draft: grpc.Channel) -> None:
+    models = DraftServiceStub(draft).GetModel(draft_service_pb2.DraftServiceGetModelRequest())
+    longest = models.model.limits.max_sequence_tokens
+    prompt = (IDS * longest)[: longest - 3]
+    result = generate(draft, request(prompt, gamma=0, ignore_eos=True))  # without max_new_tokens
+    assert result.started.max_new_tokens == 3
+    (sample,) = result.samples
+    assert (len(sample.ids), sample.reason) == (3, "LENGTH")
+
+
 @pytest.mark.parametrize("rule", [TOKENWISE, COUPLED])
 def test_reports_and_statistics_agree_with_the_stream(draft: grpc.Channel, rule: sampling_pb2.AcceptanceRule) -> None:
     speculation = draft_service_pb2.SpeculationParams(gamma=4, report_rounds=True)

@@ -98,16 +98,19 @@ async def test_verifiers_that_differ_from_the_first_are_not_used() -> None:
         assert replicas.target == MODEL
         assert chosen(replicas) == {good: 60}
         assert [each.status for each in replicas.all()] == ["ready", "mismatched"]
-        assert "its weights is bbbbbbbbbbbbbbbb; the target's is aaaaaaaaaaaaaaaa" in replicas.all()[1].mismatch
+        assert (
+            "its weights fingerprint is bbbbbbbbbbbbbbbb; the target's is aaaaaaaaaaaaaaaa"
+            in replicas.all()[1].mismatch
+        )
 
 
 @pytest.mark.parametrize(
     ("model", "words"),
     [
-        (other(weights_fingerprint="b"), "its weights is b"),
+        (other(weights_fingerprint="b"), "its weights fingerprint is b"),
         (other(noise_version=2), "its noise version is 2; the target's is 1"),
         (other(limits=model_pb2.Limits(max_gamma=8)), "its max_gamma is 8; the first verifier's is 16"),
-        (other(features=["decode"]), "its features lack resume"),
+        (other(features=["decode"]), "it lacks features or rules of the target: resume"),
     ],
 )
 def test_differences_that_exclude_a_verifier(model: model_pb2.ModelInfo, words: str) -> None:

@@ -95,7 +95,7 @@ def test_tokens_are_those_of_the_model_alone_over_many_rounds(
         assert drafts[0].token_ids == drafts[1].token_ids
         assert drafts[0].distributions == drafts[1].distributions
         committed = [*drafts[0].token_ids[:accepted], 11 + accepted, 5, 17]
-    assert counts_of(engine).passes > 0
+    assert counts_of(engine).steps > 0
     assert counts_of(engine).failures == 0
 
 
@@ -116,7 +116,7 @@ def test_a_broken_guesser_affects_its_own_sequence_only(engine: DraftEngine) -> 
         broken, guessed, alone = (driver.result().token_ids for driver in drivers)
         assert broken == guessed == alone
     assert counts_of(engine).failures == 1
-    assert counts_of(engine).passes > 0
+    assert counts_of(engine).steps > 0
 
 
 CUT = SparseConfig(keep_mass=1.0, max_support=4)

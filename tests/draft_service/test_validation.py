@@ -84,7 +84,7 @@ def test_a_seed_gets_the_default_rule_if_the_target_lacks_coupled(tokenizer: Tok
     message = request(sampling=sampling(1.0, seed=1))
     assert RULE_TO_WIRE[check(tokenizer, message, {"rules": [TOKENWISE]}).sampling.rule] == TOKENWISE
     message.sampling.rule = COUPLED
-    with pytest.raises(RequestError, match="rule coupled is not offered"):
+    with pytest.raises(RequestError, match=r"sampling\.rule is coupled; this service offers tokenwise"):
         check(tokenizer, message, {"rules": [TOKENWISE]})
 
 

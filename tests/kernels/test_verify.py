@@ -15,7 +15,7 @@ import torch
 from kernels import verify_torch
 from kernels.adjustments import Adjuster, LogitRules
 from kernels.dense import DenseDistribution, DraftLogits, SigmoidScales
-from kernels.paths import PathUnavailable, choose, rehearse, warm_up
+from kernels.paths import PathUnavailable, choose, try_out, warm_up
 from kernels.rng import Domain, uniform
 from kernels.sampling import SamplingParams
 from kernels.verify import Rule, Uniforms, implementation_for
@@ -147,9 +147,9 @@ def test_the_device_picks_the_path_unless_one_is_named(device: torch.device) -> 
 @pytest.mark.parametrize("path", PATHS)
 def test_rehearsal_and_warm_up_pass_where_the_path_runs(path: str) -> None:
     device = torch.device(DEVICE if path == "triton" else "cpu")
-    rehearse(path, device)
+    try_out(path, device)
     warm_up(path, device, torch.bfloat16, 300, 304)
     with pytest.raises(
         PathUnavailable, match=r"^nonsense cannot verify on cpu: ValueError: implementation is 'nonsense'"
     ):
-        rehearse("nonsense", CPU)
+        try_out("nonsense", CPU)

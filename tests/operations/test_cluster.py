@@ -97,7 +97,7 @@ def test_one_trace_a_request_with_the_rounds_of_both_services(watched: Watched) 
     assert sum(span.attributes["outrider.accepted"] for span in rounds_sent) == end.statistics.num_accepted_tokens
     assert sum(span.attributes["outrider.drafted"] for span in rounds_sent) == end.statistics.num_draft_tokens
     for sent, answered in zip(rounds_sent, verdicts, strict=True):
-        for key in ("round", "base_length", "accepted", "committed", "queue_seconds", "pass_seconds"):
+        for key in ("round", "base_length", "accepted", "committed", "queue_seconds", "forward_seconds"):
             assert sent.attributes[f"outrider.{key}"] == answered.attributes[f"outrider.{key}"]
         assert generate.began <= sent.began <= sent.ended <= generate.ended
 
@@ -145,9 +145,9 @@ def test_metrics_of_requests_are_their_own_figures(watched: Watched) -> None:
     # All tokens but those that came with the first: at most a round's, and of the target alone only one.
     assert tokens - 2 - FIELDS["gamma"] <= added["outrider_inter_token_latency_seconds_count"] <= tokens - 2
     assert added["count draft"] == drafted.statistics.num_drafts > alone.statistics.num_drafts == 0
-    assert {added[f"count {phase}"] for phase in ("wire", "queue", "pass", "accept")} == {rounds}
-    for phase, field in (("queue", "queue_us"), ("pass", "forward_us"), ("accept", "verify_us"), ("draft", "draft_us")):
-        timing = sum(getattr(end.timings, field) for end in ends) / 1e6
+    assert {added[f"count {phase}"] for phase in ("wire", "queue", "forward", "verify")} == {rounds}
+    for phase in ("queue", "forward", "verify", "draft"):
+        timing = sum(getattr(end.timings, f"{phase}_us") for end in ends) / 1e6
         assert added[f"sum {phase}"] == pytest.approx(timing, abs=1e-5), phase
 
 

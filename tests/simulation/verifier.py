@@ -29,7 +29,7 @@ class SimulatedEngine(VerifierEngine):
 
     def __init__(self, packed: Any, model: model_pb2.ModelInfo, *, linger: float) -> None:
         self.posted = asyncio.Event()
-        super().__init__(packed, model, pass_tokens=16, max_linger=linger)
+        super().__init__(packed, model, max_batch_tokens=16, max_linger=linger)
 
     def post(self, message: Message) -> None:
         super().post(message)

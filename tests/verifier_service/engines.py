@@ -74,7 +74,7 @@ def engine_of(loaded: LoadedModel, **how: Any) -> VerifierEngine:
     engine = VerifierEngine(
         ModelRunner.build(loaded, max_sequences=4, max_length=64),
         model_pb2.ModelInfo(vocab_size=VOCABULARY, limits=limits),
-        pass_tokens=64,
+        max_batch_tokens=64,
         verify_path="torch",
         **how,
     )

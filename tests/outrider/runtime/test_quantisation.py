@@ -73,8 +73,8 @@ def test_integer_weights_give_the_logits_of_equal_floats(
     [
         ({"quant_method": "gptq", "bits": 4}, "optimum"),  # its package
         # Transformers would load such weights as plain ones, with a warning.
-        ({"quant_method": "abacus"}, r"which this transformers does not know \(it knows .*gptq"),
-        ({"bits": 4}, "names no quant_method"),
+        ({"quant_method": "abacus"}, r"which the installed transformers does not support; it supports .*gptq"),
+        ({"bits": 4}, "has no quant_method"),
     ],
     ids=str,
 )

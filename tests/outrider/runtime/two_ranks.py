@@ -15,7 +15,7 @@ from outrider.runtime.tensor_parallel import Ranks, TensorParallel
 from outrider.service.loading import build_model_runner, load_share, sequence_tokens
 from tests import cluster as clusters
 from tests.cluster import Cluster, Service, free_address
-from verifier_service.app import longest_pass
+from verifier_service.app import largest_batch
 from verifier_service.settings import VerifierSettings
 
 FLAGS = ("--kv-cache-mb", "1", "--tensor-parallel-size", "2")
@@ -66,7 +66,7 @@ def as_rank_0(model: Path, *flags: str, theirs: Sequence[str] = (), ends_with: i
             loaded = load_share(settings, parallel)
             tokens = sequence_tokens(settings, loaded)
             packed = build_model_runner(
-                settings, loaded, tokens, pass_tokens=longest_pass(settings), parallel=parallel
+                settings, loaded, tokens, max_batch_tokens=largest_batch(settings), parallel=parallel
             ).model_runner
             parallel.command_workers(packed)
             yield packed

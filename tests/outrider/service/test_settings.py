@@ -125,8 +125,8 @@ async def test_a_client_of_another_machine_needs_tls_or_plaintext_on_request(fil
     ("flags", "variables", "message"),
     [
         ([], {}, "test: --model is required, or OUTRIDER_MODEL in the environment"),
-        (["--model", "m", "--max-gamma", "x"], {}, "test: --max-gamma should be a valid integer, not 'x'"),
-        (["--model", "m"], {"MAX_GAMMA": "x"}, "test: OUTRIDER_MAX_GAMMA should be a valid integer, not 'x'"),
+        (["--model", "m", "--max-gamma", "x"], {}, "test: --max-gamma is 'x'; it must be a whole number"),
+        (["--model", "m"], {"MAX_GAMMA": "x"}, "test: OUTRIDER_MAX_GAMMA is 'x'; it must be a whole number"),
         (["--model=m", "--listen=box"], {}, "test: --listen: 'box' is not HOST:PORT with a port of 0 to 65535"),
     ],
 )
