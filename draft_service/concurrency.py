@@ -59,12 +59,12 @@ class Claim:
         """Bounds each wait for the client to `seconds`, or to `contended_idle_timeout` while calls are queued."""
         return InactivityTimer(seconds, short=self._limit.contended_idle_timeout, gives_way=self._may_preempt)
 
-    def idle(self, what: str, timer: InactivityTimer) -> RequestError:
-        """The error for a client that was idle for too long; `what` describes how."""
+    def idle(self, behaviour: str, timer: InactivityTimer) -> RequestError:
+        """The error for a client that was idle for too long; `behaviour` describes how, for the message."""
         seconds = f"{timer.waited:.3g}"
         if not self.is_preempted:
-            return idle(f"{what} for {seconds} s", seconds=seconds)
-        text = f"{what} for {seconds} s while other calls wait in the queue"
+            return idle(f"{behaviour} for {seconds} s", seconds=seconds)
+        text = f"{behaviour} for {seconds} s while other calls wait in the queue"
         return yielded(text, retry_after=self._limit.retry_after(), seconds=seconds)
 
     def _may_preempt(self) -> bool:

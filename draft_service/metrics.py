@@ -275,7 +275,7 @@ class _Staged(Collector):
         )
         yield CounterMetricFamily(
             "outrider_staged_failures",
-            "Sequences for which guessing failed, so that the draft model drafts alone.",
+            "Sequences for which guessing failed, so that the draft model drafts without guesses.",
             value=counts.failures,
         )
 
@@ -304,7 +304,7 @@ class FailoverMetrics:
         """`reasons` are the labels of `switched`."""
         self._switches = Counter(
             "outrider_verifier_switches",
-            "Sequences opened again, at another verifier or the same, by what happened to the last one.",
+            "Sequences opened again, at another verifier or the same, by the reason why the last one was left.",
             ("reason",),
             registry=metrics.registry,
         )

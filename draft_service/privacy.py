@@ -65,7 +65,8 @@ def check_emission(
     if message.speculation.report_rounds:
         raise invalid_field(
             "speculation.report_rounds",
-            "speculation.report_rounds and emission exclude each other: the reports show what emission hides",
+            "speculation.report_rounds and emission are both set; unset one of them: the reports show the token counts "
+            "that emission hides",
         )
     least = least_frame_bytes(message, max_gamma=max_gamma, top_logprobs=top_logprobs)
     if emission.frame_bytes and not least <= emission.frame_bytes <= MAX_FRAME_BYTES:

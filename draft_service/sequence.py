@@ -76,7 +76,7 @@ class SpeculationCounts:
             self._beta_count += verdict.judged
 
     def add_cache_use(self, use: CacheUse) -> None:
-        """Records what the outcome cache contributed to a round."""
+        """Records the use of the outcome cache in a round."""
         self.num_outcome_cache_queries += 1
         self.num_outcome_cache_hits += use.hit
         self.num_predrafted_tokens += use.drafted

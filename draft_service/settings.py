@@ -1,4 +1,4 @@
-"""Settings of the draft service, beside those that both services share."""
+"""Settings of the draft service only."""
 
 from pathlib import Path
 from typing import Annotated, Literal

@@ -28,11 +28,11 @@ GAMMA = Component("gamma_policy")
 
 # The most that γ changes from one round to the next.
 STEP = 2
-# A sequence uses its own γ in place of the common one where that is this much faster.
+# A sequence uses its own γ instead of the common one if it is this much faster.
 OWN_GAIN = 1.03
 # Proposals of all sequences before a new one starts at the common γ.
 KNOWN_ROUNDS = 8
-# A sequence uses `Decode`, while others draft, where that is this much faster for it.
+# A sequence uses `Decode`, while others draft, if that is this much faster for it.
 OWN_MARGIN = 1.2
 # The most tokens of one `Decode`. Then γ is chosen again.
 MOST_DECODED = 128
@@ -211,7 +211,7 @@ class GammaController:
     def _statistics_of(self, request: "Generation") -> AcceptanceStatistics:
         """Return the shared statistics of requests of this kind, or a copy that is not shared.
 
-        Where draws decide the text, γ must not depend on future draws. Statistics of another request with the same seed
+        If draws decide the text, γ must not depend on future draws. Statistics of another request with the same seed
         do: its later acceptances come from the draws that this request is about to make. So only requests whose draws
         do not decide the text, and requests with a fresh seed, add to shared statistics. Others start from a copy.
         Times depend on lengths only; all requests share them.
@@ -238,7 +238,7 @@ class SequenceGamma:
     """
 
     def __init__(self, policy: Policy, histogram: Histogram, *, default: int, has_beta: bool) -> None:
-        """`default` is γ where the policy fails; `has_beta` is whether a verdict's β are chances of acceptance."""
+        """`default` is γ if the policy fails; `has_beta` is whether a verdict's β are chances of acceptance."""
         self.gamma = 0
         self._default = default
         self._policy = policy

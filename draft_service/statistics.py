@@ -45,10 +45,10 @@ class JudgedRound:
 
     Attributes:
         gamma: the chosen γ; 0 for each token of a `Decode`.
-        drafted: tokens in the proposal; fewer than γ where the drafter ended it early.
+        drafted: tokens in the proposal; fewer than γ if the drafter ended it early.
         judged: tokens that were tested: the accepted ones and the first rejected one.
         accepted: accepted tokens.
-        beta: chance of acceptance of each judged token; empty where the rule gives none.
+        beta: chance of acceptance of each judged token; empty if the rule gives none.
         overhead: from the previous verdict to this one, without `at_verifier`: drafting and the round trip. None if
             something else took time in between.
         at_verifier: queue, forward pass and verification.
@@ -194,7 +194,7 @@ class CostModel:
 
     overhead(γ) is drafting and the round trip: a line fitted to measured rounds. Drafting during a verdict costs
     nothing there. step is the cost that the verifier publishes. The verifier delays a step for sequences that are about
-    to answer, but no longer than the fixed cost of a step. Where overhead is longer, one half of the sequences drafts
+    to answer, but no longer than the fixed cost of a step. If overhead is longer, one half of the sequences drafts
     while the other half is verified: cycle(γ) = x · max(2·step(n / 2), overhead(γ) + step(n / 2)).
 
     x and x₀ are measured cycles divided by these formulas, each with the cost of a step published at that time: a
@@ -328,7 +328,7 @@ class AcceptanceStatistics:
             self.drafted_share += RECENT * (round_.drafted / round_.gamma - self.drafted_share)
 
     def choose(self, costs: CostModel, ceiling: int) -> int:
-        """Return the best γ for all sequences; 0 where drafting does not pay."""
+        """Return the best γ for all sequences; 0 if drafting does not pay."""
         rates = costs.rates(self.accepted.chances(ceiling), self.drafted_share)
         best = max(range(1, ceiling + 1), key=rates.__getitem__)
         if not 0 < self.gamma <= ceiling or rates[best] > (1 + SAME) * rates[self.gamma]:

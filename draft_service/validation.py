@@ -63,7 +63,7 @@ def check_generate(
     if sampling.seed is not None and not (sampling.params.is_greedy or sampling.rule is Rule.COUPLED):
         default_policy = (
             PolicyKind.FIXED
-        )  # where draws decide the text, a seed repeats it only with the same γ in each round
+        )  # if draws decide the text, a seed repeats it only with the same γ in each round
     policy = check_policy("speculation.policy", message.speculation, default=default_policy)
     most = limits.max_gamma
     if sampling.needs_logits:

@@ -31,7 +31,7 @@ class DraftLogits:
     """The draft's logits after temperature and filters, for the rule `sigmoid` [W 3.2.2].
 
     Attributes:
-        values: float16 `[V]`, finite, on any device; `EXCLUDED` where the draft's filters exclude a token.
+        values: float16 `[V]`, finite, on any device; `EXCLUDED` if the draft's filters exclude a token.
     """
 
     values: Tensor

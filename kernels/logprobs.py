@@ -1,4 +1,4 @@
-"""Log-probabilities of emitted tokens, raw and adjusted, and of the best ones beside them."""
+"""Log-probabilities of emitted tokens, raw and adjusted, and of the best tokens at the same position."""
 
 from __future__ import annotations
 

@@ -1,13 +1,13 @@
 """Counter-based random numbers: uniforms of a round, and the Gumbel noise that draft and target share.
 
 Uniforms come from Philox4x32-10 (Salmon et al., "Parallel random numbers: as easy as 1, 2, 3", 2011) of
-(seed, base_length, index, domain, draw): a retried round draws the same numbers without any state, and draft and
-verifier may share a seed because their domains differ.
+(seed, base_length, index, domain, draw): a retried round draws the same numbers without any state. Draft and verifier
+may share a seed, because their domains differ.
 
 Noise is a function of (seed, absolute position, token id). The argmax of log p + g is distributed as p, and the same
-seed gives the same token whatever was drafted: the rule `coupled` rests on this. One Philox block of (seed, position)
-is a row's key; within the row a hash of 32-bit operations makes one word a token, since Philox for every token would
-cost several times the memory bandwidth.
+seed gives the same token for any drafts: the rule `coupled` is based on this. One Philox block of (seed, position) is
+the key of a row. Within the row a hash of 32-bit operations gives one word per token, because Philox for every token
+would take several times as long as reading the logits.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ class Domain(IntEnum):
 def philox4x32(counter: tuple[int, int, int, int], key: tuple[int, int]) -> tuple[int, int, int, int]:
     """Return the four 32-bit words of one Philox4x32-10 block; every input is a 32-bit word, low word first.
 
-    Plain integers: one block costs a few microseconds, where a tensor would cost hundreds.
+    Plain integers: one block costs a few microseconds; a tensor would cost hundreds.
     """
     c0, c1, c2, c3 = counter
     for k0, k1 in _round_keys(*key):
@@ -106,8 +106,8 @@ def uniforms(
 ) -> Tensor:
     """Return `uniform` of every element, float64, in the broadcast shape of the three arguments.
 
-    Tensors are int64; a seed tensor holds the 64 bits of each seed (as two's complement above 2^63). One call costs
-    about as much as thirty calls of `uniform`, whatever the number of elements up to some thousands.
+    Tensors are int64; a seed tensor holds the 64 bits of each seed (as two's complement above 2^63). One call, for up
+    to a few thousand elements, takes about as long as thirty calls of `uniform`.
 
     Raises:
         ValueError: an argument given as a number is outside its range.

@@ -154,7 +154,7 @@ class Sample(NamedTuple):
     Attributes:
         token: its id, or `NO_LOGITS`, or `UNSURE`.
         q: q̂, which it was sampled from; None at temperature 0 and with noise.
-        scores: `[V]`, where `q` is None and there is a token: logits, whose largest was taken, or with noise
+        scores: `[V]`, if `q` is None and there is a token: logits, whose largest was taken, or with noise
             `gumbel_scores`, whose smallest was taken.
     """
 
@@ -219,7 +219,7 @@ def _largest(z: Tensor, draws: Sequence[Draw]) -> list[Sample]:
     rows = z.numpy()
     samples = []
     for row, (token, draw) in enumerate(zip(rows.argmax(axis=-1).tolist(), draws, strict=True)):
-        if not math.isfinite(rows[row, token]):  # the argmax is the first NaN, where there is one
+        if not math.isfinite(rows[row, token]):  # if there is a NaN, the argmax is the first one
             samples.append(Sample(NO_LOGITS))
         elif draw.max_entropy < math.inf and entropy(torch.softmax(z[row], -1).numpy()) > draw.max_entropy:
             samples.append(Sample(UNSURE))

@@ -27,7 +27,7 @@ class DeviceDraws(NamedTuple):
     Attributes:
         temperatures: float64 `[B]`; 0 takes the largest logit, the lowest id among equals.
         bits: int64 `[B]`: the uniforms, as the integers below 2^53 that they are 2^-53 of.
-        by_noise: int64 `[B]`, not 0 where noise chooses the token; None where none does anywhere.
+        by_noise: int64 `[B]`, not 0 if noise chooses the token; None if it does for no row.
         seeds: of the noise, int64 `[B]`.
         positions: of the noise, int64 `[B]`.
     """
@@ -43,7 +43,7 @@ class DeviceSamples(NamedTuple):
     """Samples from `[B, V]` logits; K is the largest support, V at most.
 
     Attributes:
-        tokens: int64 `[B]`; `NO_LOGITS` where the row is NaN, +inf or all -inf.
+        tokens: int64 `[B]`; `NO_LOGITS` if the row is NaN, +inf or all -inf.
         ids: int64 `[B, K]`, ascending; V past the support.
         weights: int32 `[B, K]`, at least 1 within the support and 0 past it. At temperature 0 there is one. A row
             without a token has none.

@@ -130,7 +130,7 @@ class TokenLogprobs:
     Attributes:
         token: the emitted token.
         raw: its log softmax of the untouched logits.
-        adjusted: its log p, after adjustments, temperature and filters; -inf where p is 0.
+        adjusted: its log p, after adjustments, temperature and filters; -inf if p is 0.
         top_ids: the ids of highest `raw`, best first, lower ids first among equals.
         top_raw: their `raw`.
         top_adjusted: their `adjusted`.
@@ -271,7 +271,7 @@ def _check_distributions(number: int, proposal: Proposed, V: int) -> None:
         V: tokens in the target's vocabulary.
 
     Raises:
-        ValueError: names the field, and what was given.
+        ValueError: names the field and the given value.
     """
     is_sigmoid = proposal.rule is Rule.SIGMOID
     if is_sigmoid and proposal.sigmoid is None:
@@ -281,7 +281,7 @@ def _check_distributions(number: int, proposal: Proposed, V: int) -> None:
     for i, q in enumerate(proposal.q):
         # At temperature 0 no rule needs q, and draft logits are not defined.
         if is_sigmoid and not (isinstance(q, DraftLogits) or (q is None and proposal.params.is_greedy)):
-            raise ValueError(f"q[{i}] of proposal {number} is {_form(q)}; the rule sigmoid takes draft logits alone")
+            raise ValueError(f"q[{i}] of proposal {number} is {_form(q)}; the rule sigmoid takes draft logits only")
         if not is_sigmoid and isinstance(q, DraftLogits):
             raise ValueError(
                 f"q[{i}] of proposal {number} is draft logits, which the rule {proposal.rule.value} does not take"

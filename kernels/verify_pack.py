@@ -41,7 +41,7 @@ class Batch:
         filtered_rows: int32 `[F]`, the rows with top-k, top-p or min-p.
         draft_ints: int32 `[N, 4]`: token (-1 outside the vocabulary), first of the support, its size, row of `dense`
             (-1: none).
-        draft_q: float32 `[N]`, q̂ of the token; not set where a row of `dense` has it.
+        draft_q: float32 `[N]`, q̂ of the token; not set if a row of `dense` has it.
         support_ids: int32 `[S]`, ascending within a draft.
         support_q: float32 `[S]`.
         dense: float32 `[D, V]`, q̂ or the draft's logits.

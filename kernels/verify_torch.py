@@ -94,14 +94,14 @@ def _verify_group(raw: Tensor, z: Tensor, proposals: Sequence[Proposed]) -> list
 
 
 def block_step(P: float, p: float, q: float) -> float:
-    """Return P_i = min(1, P_{i-1} · p(x_i)/q̂(x_i)); 0 where the token could not have been drafted."""
+    """Return P_i = min(1, P_{i-1} · p(x_i)/q̂(x_i)); 0 if the token could not have been drafted."""
     return min(1.0, P * p / q) if q > 0 else 0.0
 
 
 def block_reach(P: float, p: np.ndarray, q: np.ndarray) -> float:
-    """Return h_i = Z/(Z + 1 - P) with Z = Σ max(P · p - q̂, 0), where p and q̂ `[K]` are given on q̂'s support alone.
+    """Return h_i = Z/(Z + 1 - P) with Z = Σ max(P · p - q̂, 0), where p and q̂ `[K]` are given on the support of q̂ only.
 
-    The rest of the vocabulary is in P, what p sums to in all: Z = P - Σ min(P · p, q̂).
+    Since p sums to 1 over the vocabulary, Z = P - Σ min(P · p, q̂).
     """
     Z = P - float(np.minimum(P * p, q).sum(dtype=np.float64))
     return Z / (Z + (1 - P)) if Z > 0 else 0.0
@@ -240,7 +240,7 @@ def _verify_greedy(raw: Tensor, z: Tensor, proposals: Sequence[Proposed]) -> lis
     # z: [n, V]
     rows = z.to(torch.float32).numpy()
     best = rows.argmax(axis=1)
-    top = rows[np.arange(len(rows)), best].astype(np.float64).tolist()  # NaN where there is one
+    top = rows[np.arange(len(rows)), best].astype(np.float64).tolist()  # NaN if there is one
     best_ids = best.tolist()
     results: list[VerifyResult] = []
     start = 0

@@ -48,7 +48,7 @@ def oracle_rate(accepted: Sequence[int], seconds: Callable[[int], float]) -> flo
     """Return the tokens per second of the best γ in hindsight [L 3.5], Σ (a + 1) / Σ seconds(a).
 
     It drafts in each round only the tokens that were accepted: an upper bound for every policy. With one α it has
-    1/(1 - α) tokens a round. Where all drafted tokens of a round were accepted it is underestimated, because more might
+    1/(1 - α) tokens a round. If all drafted tokens of a round were accepted it is underestimated, because more might
     have been. For the arguments see `fixed_rate`.
 
     Raises:

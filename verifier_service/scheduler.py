@@ -1,4 +1,4 @@
-"""The scheduler: which sequences run, which wait, and what goes into a step. Belongs to the engine's thread.
+"""The scheduler: which sequences run, which wait, and the batch of each step. Belongs to the engine's thread.
 
 A step takes rounds that are ready, then pieces of prompts, up to a budget of tokens. Sequences take turns. A sequence
 starts when there are free blocks for all its tokens. When blocks run out, the newest sequences are preempted and run

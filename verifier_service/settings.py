@@ -1,4 +1,4 @@
-"""Settings of the verifier service, beside those that both services share."""
+"""Settings of the verifier service only."""
 
 from typing import ClassVar, Literal
 

@@ -71,11 +71,11 @@ class DraftSequence:
         params: how the target's logits become p.
         logit_rules: penalties, biases and bans, applied to logits first.
         seed: key of the draws (invariant 2).
-        rule: the acceptance rule. It decides what is sent with each token: q̂; nothing under `coupled`, where the draft
-            uses the target's noise; logits under `sigmoid`.
+        rule: the acceptance rule. Each token is sent with its q̂; under `coupled`, where the draft uses the target's
+            noise, without; under `sigmoid` with its logits.
         seed_is_fresh: this service has just drawn the seed, so no other text depends on its draws. Only then may draws
             sample from counts learned from other texts.
-        draft_temperature: used in place of the target's, where that is above 0; None uses the target's.
+        draft_temperature: replaces the target's temperature if that is above 0; None uses the target's.
         uses_outcome_cache: whether the drafter may draft while a verdict is on its way.
         max_entropy: nats. A proposal ends before a token whose q has a higher entropy, but has at least one token.
             Drafters without distributions ignore it. None is no bound.
@@ -110,7 +110,7 @@ class DraftSequence:
 
     @cached_property
     def needs_logits(self) -> bool:
-        """Whether the rule takes the logits of each drafted token in place of q̂."""
+        """Whether the rule takes the logits of each drafted token instead of q̂."""
         return self.rule is Rule.SIGMOID and not self.params.is_greedy
 
     def draw(self, base: int, index: int, domain: Domain = Domain.DRAFT, inner_base: int = 0) -> Draw:
@@ -120,7 +120,7 @@ class DraftSequence:
             base: length of the sequence at the start of the round.
             index: of the token in the proposal, counted from `inner_base`.
             domain: of the uniforms.
-            inner_base: tokens of the round that are drafted already; staged drafting alone sets it.
+            inner_base: tokens of the round that are drafted already; only staged drafting sets it.
         """
         bound = math.inf if self.max_entropy is None or index == 0 else self.max_entropy
         if self.shares_noise:
@@ -131,7 +131,7 @@ class DraftSequence:
 
 @dataclass(frozen=True, slots=True)
 class CacheUse:
-    """What the outcome cache drafted while the last verdict was on its way.
+    """The use of the outcome cache in one round: tokens drafted while the last verdict was on its way.
 
     Attributes:
         drafted: tokens, in all branches.
@@ -155,7 +155,7 @@ class Draft:
         distributions: q̂ of each token, bit for bit as it was sampled from (invariant 1); None is the point mass. Empty
             under `coupled`, and logits under `sigmoid` above temperature 0.
         seconds: from the request to the proposal, with waits for other sequences.
-        cache_use: what the outcome cache contributed; None where it drafted nothing.
+        cache_use: the use of the outcome cache; None if it drafted nothing.
     """
 
     token_ids: list[int]
@@ -194,7 +194,7 @@ class Drafting(ABC):
     def propose(self, gamma: int) -> Awaitable[Draft]:
         """Begins to draft at once; await the result. One proposal at a time.
 
-        The proposal has min(`gamma`, `capacity()`) tokens, or fewer where the drafter finds no more or `max_entropy`
+        The proposal has min(`gamma`, `capacity()`) tokens, or fewer if the drafter finds no more or `max_entropy`
         ends it.
 
         Raises:

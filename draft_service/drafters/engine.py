@@ -1,7 +1,7 @@
 """The draft's engine: one forward pass a step, for all sequences that have a proposal to draft.
 
 A step adds one token to each proposal. It adds more in staged drafting (the guesses that the model accepts: `Staging`),
-and where steps are captured on a device (the rest of the proposal: `outrider.runtime.decode_loop`). While no proposal
+and with captured steps on a device (the rest of the proposal: `outrider.runtime.decode_loop`). While no proposal
 is requested, the engine drafts for likely verdicts (`OutcomeCache`). It runs on a thread of its own
 (`outrider.runtime.engine`).
 """
@@ -139,7 +139,7 @@ class DraftEngine(Engine[Propose | Close, DraftWork, list[Drawn]]):
         return work if self.staging is None else self.staging.add_guesses(work)
 
     def _work_of(self, sequence: ModelSequence, budget: int) -> DraftWork | None:
-        """A sequence's share of the next step, with at most `budget` tokens of prompt; None where it has to wait."""
+        """A sequence's share of the next step, with at most `budget` tokens of prompt; None if it has to wait."""
         assert sequence.slot is not None
         start = self.model_runner.pool.length(sequence.slot)
         behind = len(sequence.tokens) - start  # at least 1: the last token has never run
@@ -205,7 +205,7 @@ class DraftEngine(Engine[Propose | Close, DraftWork, list[Drawn]]):
         return drawn
 
     def _decode(self, work: Sequence[DraftWork]) -> list[Drawn] | None:
-        """The rest of each proposal, in one call of the decode loop; None where it cannot draw them."""
+        """The rest of each proposal, in one call of the decode loop; None if it cannot draw them."""
         if not all(item.draws and not item.guesses and item.sequence.may_be_decoded for item in work):
             return None
         draws = [[item.sequence.draw(i) for i in range(item.sequence.drafted, item.sequence.gamma)] for item in work]

@@ -1,7 +1,7 @@
 """The guard around every drafter: timeout, validation and backoff. A request gets a valid proposal or a `DraftError`.
 
-A proposal fails where the drafter raises, is late, or returns what the verifier would refuse. The sequence then waits,
-and opens the drafter again with all tokens committed by then. After several failures in a row, over all sequences, the
+A proposal fails if the drafter raises, is late, or returns a proposal that the verifier would refuse. The sequence then
+waits, and opens the drafter again with all committed tokens. After several failures in a row, over all sequences, the
 guard sends a probe: a proposal of its own. If the probe fails too, the drafter is down for all sequences until a later
 probe succeeds. Failures of requests alone never take it down: a client's prompt or parameters may cause them.
 """
@@ -190,7 +190,7 @@ class GuardedDrafter(Drafter):
             self._turn(is_up=False, reason=f"{type(error).__name__}: {error}")
         else:
             self._backoff = Backoff()
-            self._backoff.begin()  # at most one probe a second, whatever clients do
+            self._backoff.begin()  # at most one probe a second
             self._failures = 0
             self._turn(is_up=True)
         finally:

@@ -27,7 +27,7 @@ class DrawnToken(NamedTuple):
     Attributes:
         token: its id; or `kernels.sampling.NO_LOGITS`; or `kernels.sampling.UNSURE`, which ends the proposal.
         distribution: sent with the token: q̂, or the draft's logits (`DraftSequence.needs_logits`).
-        scores: where no uniform draw decided, the scores of all tokens; see `kernels.sampling.Sample`.
+        scores: the scores of all tokens, if no uniform draw decided; see `kernels.sampling.Sample`.
     """
 
     token: int
@@ -41,7 +41,7 @@ Drawn = list[DrawnToken]
 class Candidates(NamedTuple):
     """The likeliest tokens at one position of a proposal, or after it, best score first.
 
-    A score is a log-probability up to a constant. Where scores decide, the drafted token is the first.
+    A score is a log-probability up to a constant. If scores decide, the drafted token is the first.
     """
 
     tokens: Sequence[int]
@@ -54,7 +54,7 @@ class GuessingState:
 
     Attributes:
         read: committed tokens that the guesser has read.
-        silent: base of the round in which the guesser had no guess; the model drafts the rest of that round alone.
+        silent: base of the round in which the guesser had no guess; the model drafts the rest of that round.
     """
 
     guesser: Guesser
@@ -79,12 +79,12 @@ class ModelSequence:
         scores: of each drafted token; see `DrawnToken`.
         done: takes the round's result; any thread may call it.
         requested: when the proposal was requested, by `time.perf_counter()`.
-        guessing: in staged drafting; None where the model drafts alone.
+        guessing: in staged drafting; None if the model drafts without guesses.
         parent: for a branch of the outcome cache, the sequence that it continues; None for a sequence itself.
         sent: when the last proposal left.
-        had_branches: whether the outcome cache held branches when this round began; None where this round does not
+        had_branches: whether the outcome cache held branches when this round began; None if this round does not
             follow the last proposal directly.
-        cache_use: what the outcome cache contributed to this round; None where it drafted nothing.
+        cache_use: the use of the outcome cache in this round; None if it drafted nothing.
     """
 
     opening: DraftSequence

@@ -1,8 +1,8 @@
 """Staged drafting [L 6]: a cheap drafter guesses tokens, and one step of the draft model judges several of them.
 
-The draft model takes the part of the target and judges with q̂ itself, truncated and quantised, so the proposal has the
-distribution that the model alone would give it. All tests and draws use integers, so this is exact. Draws have three
-domains of their own, keyed by the base of the round and the inner base: the number of tokens that the round has already
+The draft model acts as the target of the guesses. It judges them with q̂, truncated and quantised, so the proposal has
+the same distribution as without guesses. All tests and draws use integers, so this is exact. Draws have three domains
+of their own, keyed by the base of the round and by the inner base, the number of tokens already drafted in the round
 (invariant 2).
 """
 
@@ -80,7 +80,7 @@ class Staging:
     def _with_guesses(self, item: DraftWork) -> DraftWork:
         """The guesser reads as far as the step does, so it reads a long prompt in pieces too; then it guesses.
 
-        Without a guess, the model drafts the rest of the round alone. Only the text decides this, so a round has the
+        Without a guess, the model drafts the rest of the round. Only the text decides this, so a round has the
         same tokens in any batch.
         """
         sequence, chunk, guessing = item.sequence, item.chunk, item.sequence.guessing
@@ -157,7 +157,7 @@ def accepts(u: float, guessed: SparseDistribution | None, q: SparseDistribution,
         u: uniform of 53 bits in [0, 1).
         guessed: r, the distribution that the guess was sampled from; None is the point mass.
         q: q̂, of the draft.
-        token: x; never accepted where r(x) = 0.
+        token: x; never accepted if r(x) = 0.
     """
     r, total = (1, 1) if guessed is None else (_weight(guessed, token), guessed.total)
     return r > 0 and int(u * 2.0**_BITS) * r * q.total < (_weight(q, token) * total) << _BITS

@@ -35,7 +35,7 @@ def main(context: click.Context) -> None:
     outrider chat
     outrider info 127.0.0.1:50051
 
-    Each service also starts by itself, on a machine of its own: see `python -m verifier_service --help` and
+    Each service can also run on a machine of its own: see `python -m verifier_service --help` and
     `python -m draft_service --help`. Every option can be set in the environment too, for example
     OUTRIDER_GENERATE_DRAFT for `outrider generate --draft`; flags win.
     """  # noqa: D301  # click reads the backspace: no rewrapping of the paragraph

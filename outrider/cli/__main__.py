@@ -1,4 +1,4 @@
-"""`python -m outrider.cli`: the `outrider` command where it is not installed."""
+"""`python -m outrider.cli`: the `outrider` command if it is not installed."""
 
 from outrider.cli import main
 

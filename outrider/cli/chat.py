@@ -64,7 +64,7 @@ def _read() -> str | None:
 
 
 def _answered(client: Client, messages: list[Message], options: Options) -> list[Message]:
-    """Writes the answer, and returns the conversation with it; without the last message where that is refused."""
+    """Writes the answer, and returns the conversation with it; without the last message if it is refused."""
     answer: list[str] = []
     try:
         for event in client.generate(messages, **options):
@@ -75,7 +75,7 @@ def _answered(client: Client, messages: list[Message], options: Options) -> list
                 click.echo(event.text, nl=False)
                 sys.stdout.flush()
     except KeyboardInterrupt:
-        pass  # what was written of the answer stays in the conversation
+        pass  # the text so far stays in the conversation
     except InvalidRequest as error:  # too long, for example
         click.echo(f"outrider: {error}; /new starts a new conversation", err=True)
         return messages[:-1]

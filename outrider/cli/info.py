@@ -132,7 +132,7 @@ async def _load(verifier: Any, model: model_pb2.ModelInfo, metadata: Sequence[tu
             call.cancel()
             load = answer.verdict.load
             return {
-                "running": max(0, load.running - 1),  # without this one, where the last step had it
+                "running": max(0, load.running - 1),  # without this sequence, if the last step counted it
                 "waiting": load.waiting,
                 "kv_usage": load.kv_usage,
                 "pass_fixed_us": load.pass_fixed_us,

@@ -133,7 +133,7 @@ sampling_options = _group(
     click.option(
         "--drafter",
         type=click.Choice(DRAFTERS),
-        help="What proposes tokens; the service must offer it. Default: the service's.",
+        help="Source of proposed tokens; the service must offer it. Default: the service's.",
     ),
     click.option(
         "--draft-temperature",
@@ -205,7 +205,7 @@ request_options = _group(
         help="With --json: log-probabilities of each token and of the N most probable ones, 0 to 20.",
     ),
     click.option(
-        "--time-limit", metavar="SECONDS", type=float, help="End the text after this time, with what there is."
+        "--time-limit", metavar="SECONDS", type=float, help="End the text after this time; the text so far is kept."
     ),
     click.option("--keep-special-tokens", is_flag=True, help="Keep special tokens in the text."),
     click.option(

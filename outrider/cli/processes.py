@@ -69,7 +69,7 @@ def processors() -> frozenset[int]:
 def busy_processors(seconds: float = 0.2) -> float:
     """How many of the processors that this process may run on are busy, measured over `seconds`.
 
-    Where the system has no /proc/stat it is the load average of the last minute.
+    Without /proc/stat it is the load average of the last minute.
     """
 
     def ticks() -> tuple[int, int]:
@@ -200,7 +200,7 @@ class ServiceProcess:
 
     @property
     def address(self) -> str:
-        """`HOST:PORT` where it listens; empty before."""
+        """Its `HOST:PORT`; empty before it listens."""
         return self._address
 
     @property
@@ -372,7 +372,7 @@ def running_pair(
     Args:
         verifier_flags: of the verifier service, all but `--listen`.
         draft_flags: of the draft service, all but `--verifier`.
-        verifier_listen: where the verifier listens.
+        verifier_listen: address of the verifier.
         threads: CPU threads of each; None is half of the processors.
         on_line: called with a service's name and each line it logs, from threads.
 

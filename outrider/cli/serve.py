@@ -56,13 +56,13 @@ _ADDRESSES = ("metrics-listen", "health-listen")
 @click.option(
     "--drafter",
     type=click.Choice(DRAFTERS),
-    help="What proposes tokens if a request names nothing; with another one than model and staged only the tokenizer "
-    "of --draft is loaded. Default: model.",
+    help="Drafter of requests that name none: the source of proposed tokens; with any other than model and staged only "
+    "the tokenizer of --draft is loaded. Default: model.",
 )
 @click.option(
     "--staged-by",
     type=click.Choice(["lookup", "ngram"]),
-    help="What proposes tokens to the draft model in the drafter staged. Default: lookup.",
+    help="Drafter that guesses tokens for the draft model in the drafter staged. Default: lookup.",
 )
 @click.option(
     "--ngram-corpus",
@@ -73,7 +73,7 @@ _ADDRESSES = ("metrics-listen", "health-listen")
 @click.option(
     "--speculation",
     type=click.Choice(POLICIES),
-    help="Policy that chooses gamma if a request names nothing. Default: adaptive.",
+    help="Policy that chooses gamma if a request names none. Default: adaptive.",
 )
 @click.argument("flags", nargs=-1, type=click.UNPROCESSED, metavar="")
 @serving_options

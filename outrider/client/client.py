@@ -44,7 +44,7 @@ class AsyncClient:
             address once.
         retry: whether a call that ends as UNAVAILABLE, or as RESOURCE_EXHAUSTED because the service is full, is retried
             or continued.
-        silence: seconds without a message after which a call goes on at another service, if there is one. A service
+        silence: seconds without a message after which a call continues at another service, if there is one. A service
             without news sends an empty message every 5 s.
         tls: TLS settings; None: plaintext. Its files and the token's are reloaded when they change.
         token_file: file with the bearer token of every call: its first line that is not empty and not a `#` comment.
@@ -189,11 +189,11 @@ class AsyncClient:
         if failure.code is grpc.StatusCode.UNIMPLEMENTED and await self._is_verifier(call.address):
             failure.message = f"{call.address} is a verifier, not a draft service; give the address of a draft service"
         call.failed(failure)
-        if failure.is_passing:
+        if failure.is_transient:
             self._endpoints.failed(call.address)
         addresses = await self._endpoints.addresses()
         elsewhere = call.failures < len(addresses) and self._endpoints.has_fresh()
-        may = self._retry and failure.is_passing and call.can_go_on
+        may = self._retry and failure.is_transient and call.can_go_on
         if not (may and await call.pause(failure, elsewhere=elsewhere)):
             raise call.described(failure, addresses) from cause
 
@@ -317,5 +317,5 @@ class Client:
         try:
             return future.result()
         finally:
-            # An interrupt arrives here while the call goes on in the other thread.
+            # An interrupt arrives here while the call continues in the other thread.
             future.cancel()

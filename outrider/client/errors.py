@@ -38,9 +38,9 @@ class OutriderError(Exception):
         self.delivered_tokens = 0
 
     @property
-    def is_passing(self) -> bool:
+    def is_transient(self) -> bool:
         """Whether a retry may help: the service is unreachable, drains, or is full."""
-        if self.code is grpc.StatusCode.RESOURCE_EXHAUSTED:  # not of gRPC itself: a message that is too large
+        if self.code is grpc.StatusCode.RESOURCE_EXHAUSTED:  # gRPC itself uses this code for messages over the limit
             return self.reason in ("OVERLOADED", "IDLE")
         return self.code is grpc.StatusCode.UNAVAILABLE
 

@@ -159,7 +159,7 @@ class PositionLogprobs(_Mirror):
 
 @dataclass(frozen=True, slots=True)
 class Round(_Mirror):
-    """One round as it went: what was drafted, and how many of it were accepted."""
+    """One round: the drafted tokens, and how many of them were accepted."""
 
     round: int
     output_length: int

@@ -1,4 +1,4 @@
-"""Retries of a call, and continuing a generation at another service: a `Generation` keeps what was delivered and the
+"""Retries of a call, and continuing a generation at another service: a `Generation` keeps the delivered tokens and the
 failures so far, and builds the request for the rest.
 """
 
@@ -76,7 +76,7 @@ class Call:
             self._give_up = time.monotonic() + self._patience
         self.failures += 1
         self._tries[self.address] = self._tries.get(self.address, 0) + 1
-        if failure.is_passing:
+        if failure.is_transient:
             self._last = failure
 
     async def pause(self, failure: OutriderError, *, elsewhere: bool) -> bool:
@@ -98,7 +98,7 @@ class Call:
     def described(self, failure: OutriderError, addresses: Sequence[str]) -> OutriderError:
         """The failure that ends the call, with the attempts at each address and the delivered tokens."""
         is_late = failure.code is grpc.StatusCode.DEADLINE_EXCEEDED and failure.reason == UNSPECIFIED
-        if failure.is_passing or is_late:
+        if failure.is_transient or is_late:
             failure.tries = {address: self._tries.get(address, 0) for address in (*addresses, *self._tries)}
             failure.delivered_tokens = self.delivered
             if is_late and self._last is not None:

@@ -1,6 +1,6 @@
 """Authentication and rate limits: bearer tokens, client certificates, and how many sequences one client may have.
 
-Tokens appear in no log and in no message; a server keeps their digests alone. The TLS handshake checks a certificate
+Tokens appear in no log and in no message; a server keeps only their digests. The TLS handshake checks a certificate
 against the CA; this module checks its names against a list. A call counts as one sequence before its request is
 decoded; `count_sequences` adds those of further samples. Health checks need no token; reflection does.
 """

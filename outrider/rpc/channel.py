@@ -1,6 +1,6 @@
 """Channels of clients: options, name resolution, and a channel that is replaced when its certificates change.
 
-gRPC reads the certificates of a channel once; calls on the old channel go on to their end.
+gRPC reads the certificates of a channel once; calls on the old channel continue to their end.
 """
 
 from __future__ import annotations

@@ -36,7 +36,7 @@ Detail = TypeVar("Detail", bound=Message)
 
 
 class RequestError(Exception):
-    """One request cannot go on; its server and every other request can.
+    """One request cannot continue; its server and all other requests can.
 
     `reason` is a name of `ErrorReason` without its prefix; `metadata` names the field and the numbers; `retry_after` is
     seconds until a retry may succeed; None if unknown.
@@ -144,7 +144,7 @@ def _texts(values: dict[str, object]) -> dict[str, str]:
 
 
 def to_status(error: RequestError) -> grpc.Status:
-    """The error as a status with its details; long texts are cut to what trailing metadata carries."""
+    """The error as a status with its details; long texts are cut to fit into trailing metadata."""
     info = error_details_pb2.ErrorInfo(
         domain=DOMAIN,
         reason=error.reason,

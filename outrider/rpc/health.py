@@ -3,7 +3,7 @@
 | service name | SERVING while |
 | --- | --- |
 | empty, `readiness`, each gRPC service | it accepts requests: the model is loaded, its loops run, it does not drain |
-| `startup` | the model has loaded and run once; then for good |
+| `startup` | the model has loaded and run once; never NOT_SERVING after that |
 | `liveness` | its loops run, from the start, also while it drains; restart the process if not |
 """
 
@@ -77,7 +77,7 @@ class HealthState:
             await self._publish()
 
     async def drain(self) -> None:
-        """Not ready from now on, for good."""
+        """Not ready from now on. Cannot be undone."""
         self._drains = True
         await self._publish()
 

@@ -48,7 +48,7 @@ class DrainGate(Interceptor):
         return len(self._running)
 
     def close(self) -> None:
-        """New calls end with UNAVAILABLE, reason DRAINING, from now on. Calls in progress go on."""
+        """New calls end with UNAVAILABLE, reason DRAINING, from now on. Calls in progress continue."""
         self._open = False
 
     def cut(self) -> None:
@@ -122,7 +122,7 @@ def create_server(
         max_message_bytes: messages above it are refused with RESOURCE_EXHAUSTED.
         max_concurrent_streams: calls above it on one connection wait at the client.
         max_connection_age_s: a connection older than this accepts no new calls, so that its client opens another; gRPC
-            varies it by a tenth. Calls on it go on to their end. None: no limit.
+            varies it by a tenth. Calls on it continue to their end. None: no limit.
         first: the first interceptors: authentication.
         interceptors: the last ones; requests are decoded after them.
     """

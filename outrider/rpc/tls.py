@@ -19,7 +19,7 @@ import grpc
 _logger = logging.getLogger(__name__)
 
 Value = TypeVar("Value")
-_Face: TypeAlias = tuple[tuple[int, int, int], ...]
+_Stamp: TypeAlias = tuple[tuple[int, int, int], ...]
 
 # A file that changes while it is read is read again, this often at most.
 _READS = 5
@@ -45,32 +45,32 @@ class Watched(Generic[Value]):
         self._paths = tuple(paths)
         self._read = read
         self._lock = threading.Lock()
-        self._face, self._value = self._load()
-        self._seen: _Face | None = self._face  # of the last check, also if it could not be read
+        self._stamp, self._value = self._load()
+        self._seen: _Stamp | None = self._stamp  # of the last check, also if it could not be read
         self._version = 0
 
     def look(self) -> tuple[int, Value]:
         """The number of changes so far, and the value."""
         with self._lock:
-            face = self._look()
-            if face != self._seen:
-                self._seen = face
+            stamp = self._look()
+            if stamp != self._seen:
+                self._seen = stamp
                 self._renew()
             return self._version, self._value
 
     def _renew(self) -> None:
         try:
-            face, value = self._load()
+            stamp, value = self._load()
         except FileProblem as problem:
             _logger.warning("%s; the last valid content stays in use", problem)
             return
-        self._seen = face
-        if face != self._face:
-            self._face, self._value = face, value
+        self._seen = stamp
+        if stamp != self._stamp:
+            self._stamp, self._value = stamp, value
             self._version += 1
             _logger.info("files reloaded: %s", ", ".join(map(str, self._paths)))
 
-    def _load(self) -> tuple[_Face, Value]:
+    def _load(self) -> tuple[_Stamp, Value]:
         """Reads until no file has changed meanwhile: an old certificate and a new key are no pair."""
         problem: FileProblem | None = None
         for _ in range(_READS):
@@ -91,7 +91,7 @@ class Watched(Generic[Value]):
                 break
         raise problem or FileProblem(f"{', '.join(map(str, self._paths))}: changed while it was read; try again")
 
-    def _look(self) -> _Face | None:
+    def _look(self) -> _Stamp | None:
         """Changes when a file does; None if a file is missing."""
         try:
             found = [path.stat() for path in self._paths]

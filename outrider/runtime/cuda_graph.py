@@ -238,7 +238,7 @@ class GraphRunner:
     ) -> str:
         """Captures batches of these sizes. The largest comes first, so that the others reuse its memory.
 
-        Where the time is too short for all, the smallest sizes follow: few streams gain the most.
+        If the time is too short for all, the smallest sizes follow: few streams gain the most.
 
         Args:
             capturer: of the device.

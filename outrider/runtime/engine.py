@@ -1,7 +1,7 @@
 """The engine of both services: one thread that owns a model and runs it step by step.
 
-The loop is receive → linger → schedule → forward → process. A subclass defines the messages, the schedule, and what
-happens with the output.
+The loop is receive → linger → schedule → forward → process. A subclass defines the messages, the schedule, and the use
+of the output.
 """
 
 import queue
@@ -74,7 +74,7 @@ STOP_SECONDS = 3.0
 
 
 class Engine(ABC, Generic[Message, Work, Output]):
-    """A thread that runs one model. The methods from `prepare` on run on that thread only, so they need no locks.
+    """A thread that runs one model. `prepare` and the methods below it run on that thread only, so they need no locks.
 
     Attributes:
         heartbeat: of the loop, once `prepare` is done.
@@ -183,7 +183,7 @@ class Engine(ABC, Generic[Message, Work, Output]):
         return seconds
 
     def next_work(self) -> tuple[Sequence[Work], float | None]:
-        """The first half of `turn`: the work of the next step, and what `turn` returns."""
+        """The first half of `turn`: the work of the next step, and the result of `turn`."""
         self._receive_all()
         if self._is_over:
             return [], 0.0
@@ -212,7 +212,7 @@ class Engine(ABC, Generic[Message, Work, Output]):
             self.process(work, output)
 
     def _step_one_by_one(self, work: Sequence[Work]) -> None:
-        """Retries each sequence alone, so that one that breaks its steps ends no other."""
+        """Retries each sequence in a step of its own, so that a sequence with a failing step ends no other."""
         failures: list[tuple[Work, Exception]] = []
         for item in work:
             try:

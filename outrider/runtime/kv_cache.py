@@ -65,8 +65,8 @@ class KVPool:
 
     Args:
         layers: how many layers hold keys and values.
-        kv_heads: heads per layer; a sequence where layers differ.
-        head_dim: size of a head; a sequence where layers differ.
+        kv_heads: heads per layer; a list if layers differ.
+        head_dim: size of a head; a list if layers differ.
         blocks: the number of blocks.
         max_length: the longest sequence, in positions.
         dtype: of keys and values.

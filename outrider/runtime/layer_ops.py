@@ -1,6 +1,6 @@
 """The fused decoder over block tables: norms, rotation and gates as torch operations or Triton kernels.
 
-No operation waits for the device, so a CUDA graph can hold a whole pass. The Triton kernels run where they agree with
+No operation waits for the device, so a CUDA graph can hold a whole step. The Triton kernels run if they agree with
 the torch operations; `choose_layer_ops` checks this at the start.
 """
 

@@ -40,7 +40,7 @@ class DeviceMemory(Protocol):
 
     Attributes:
         name: of the device.
-        total: bytes it has; 0 where other programs share it (a host).
+        total: bytes it has; 0 if other programs share it (a host).
     """
 
     name: str
@@ -104,7 +104,7 @@ class MemoryUse:
         weights: of the model.
         keys_and_values: the KV pool.
         graphs: CUDA graphs, their workspaces included.
-        workspace: of the largest batch; 0 where it is not measured.
+        workspace: of the largest batch; 0 if it is not measured.
     """
 
     weights: int
@@ -126,12 +126,12 @@ class MemoryUse:
 
 
 @contextmanager
-def explain_out_of_memory(memory: DeviceMemory, what: str) -> Iterator[None]:
+def explain_out_of_memory(memory: DeviceMemory, purpose: str) -> Iterator[None]:
     """Turns torch's out-of-memory errors into one line with the numbers.
 
     Args:
         memory: of the device.
-        what: the purpose of the allocation, for the message.
+        purpose: of the allocation, for the message; perhaps with advice.
 
     Raises:
         OutOfMemory: torch is out of memory.
@@ -141,7 +141,7 @@ def explain_out_of_memory(memory: DeviceMemory, what: str) -> Iterator[None]:
     except (MemoryError, RuntimeError) as error:  # torch's own is a RuntimeError
         if not is_out_of_memory(error):
             raise
-        raise OutOfMemory(f"out of memory for {what}: {_numbers(memory)} ({_wanted(str(error))})") from error
+        raise OutOfMemory(f"out of memory for {purpose}: {_numbers(memory)} ({_wanted(str(error))})") from error
 
 
 def _numbers(memory: DeviceMemory) -> str:

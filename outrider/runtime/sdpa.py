@@ -1,9 +1,9 @@
 """Attention of packed sequences with contiguous keys and values: by torch's SDPA, and with explicit scores.
 
-TorchScript compiles `attend` (`outrider.runtime.fused_layers`), so it uses only what TorchScript supports.
-`attend_scores` is the reference, and also runs what SDPA lacks: soft-capping (Gemma 2), which bounds each score s to
-c · tanh(s / c) before the softmax, and sinks (GPT-OSS), one learned score per head that takes part in the softmax and
-has no value.
+TorchScript compiles `attend` (`outrider.runtime.fused_layers`), so it uses only features that TorchScript supports.
+`attend_scores` is the reference. It also runs layers that SDPA does not support: with soft-capping (Gemma 2), which
+bounds each score s to c · tanh(s / c) before the softmax, and with sinks (GPT-OSS), one learned score per head that
+takes part in the softmax and has no value.
 """
 
 from collections.abc import Sequence

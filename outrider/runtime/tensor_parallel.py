@@ -102,7 +102,7 @@ class Ranks:
 
 
 def read_ranks(size: int, program: str) -> Ranks | None:
-    """Reads torchrun's variables. Returns None where the model runs in one process.
+    """Reads torchrun's variables. Returns None if the model runs in one process.
 
     Args:
         size: ranks, from the settings.
@@ -352,11 +352,14 @@ class TensorParallel:
         if self._watch is not None:
             self._watch.end(reason)
 
-    def failure_reason(self, what: str, error: Exception) -> str:
-        """Returns why a collective step failed here: the reason of the watch if another rank is lost, else `error`."""
+    def failure_reason(self, failed: str, error: Exception) -> str:
+        """Returns why an operation of all ranks failed: the reason of the watch if another rank is lost, else `error`.
+
+        `failed` describes the operation.
+        """
         with suppress(TimeoutError):
             return self.lost.result(_REASON_SECONDS)
-        self._lose(f"{what}: {type(error).__name__}: {' '.join(str(error).split())}")
+        self._lose(f"{failed}: {type(error).__name__}: {' '.join(str(error).split())}")
         return self.lost.result()
 
     def send_step(self, host_batch: HostBatch) -> None:

@@ -1,6 +1,6 @@
 """Code that only makes a text faster, or only observes it, must never fail it: it runs in a `Component`.
 
-A component catches what its calls raise, counts it, logs it once a minute and carries on with a safe default. `Metrics`
+A component catches errors of its calls, counts them, logs one a minute and continues with a safe default. `Metrics`
 shows the counts as `outrider_internal_errors_total{component}`. Authentication, limits, input checks and privacy pacing
 are not components: they fail closed.
 """
@@ -49,7 +49,7 @@ class Component:
         COMPONENTS[name] = self
 
     def run(self, call: Callable[[], Result], default: Result) -> Result:
-        """Returns what `call` returns, or `default` if it raises an `Exception`; a cancellation passes through."""
+        """Returns the result of `call`, or `default` if it raises an `Exception`. A cancellation is not caught."""
         try:
             return call()
         except Exception as error:

@@ -32,7 +32,7 @@ from outrider.service.settings import ServiceSettings, SettingsError
 
 _log = structlog.get_logger()
 
-DEFAULT_SEQUENCE_TOKENS = 8192  # where neither the settings nor a shorter context say less
+DEFAULT_SEQUENCE_TOKENS = 8192  # unless the settings or the context length are below
 DEFAULT_CPU_KV_MB = 1024
 
 Loader = Callable[[ServiceSettings], tuple[LoadedModel, Tokenizer]]

@@ -284,7 +284,7 @@ def configure_logging(service: str, level: str = "info") -> bool:
             ],
         )
     )
-    # Of libraries warnings and errors alone are logged.
+    # Of libraries only warnings and errors are logged.
     logging.basicConfig(level=logging.WARNING, handlers=[handler], force=True)
     _remove_second_handlers()
     logging.getLogger("outrider").setLevel(threshold)

@@ -109,9 +109,9 @@ def check_features(required: Iterable[str], offered: Iterable[str]) -> None:
 _SAME_RELEASE = "run the same release of both services"
 
 
-def _mismatch(what: str, draft: object, target: object, advice: str) -> RequestError:
+def _mismatch(property_: str, draft: object, target: object, advice: str) -> RequestError:
     return failed_precondition(
-        "PAIR_MISMATCH", f"draft and target differ in their {what}: {draft} against {target}; {advice}"
+        "PAIR_MISMATCH", f"draft and target differ in their {property_}: {draft} against {target}; {advice}"
     )
 
 
@@ -124,7 +124,7 @@ def check_target(model: model_pb2.ModelInfo, target: model_pb2.ModelInfo) -> str
 
     Requests are checked against the limits of the first verifier, so no other may have lower ones.
     """
-    for field, what in (
+    for field, name in (
         ("weights_fingerprint", "weights fingerprint"),
         ("vocabulary_fingerprint", "vocabulary fingerprint"),
         ("protocol_version", "protocol version"),
@@ -132,7 +132,7 @@ def check_target(model: model_pb2.ModelInfo, target: model_pb2.ModelInfo) -> str
     ):
         given, expected = str(getattr(model, field)), str(getattr(target, field))
         if given != expected:
-            return f"its {what} is {given[:16]}; the target's is {expected[:16]}"
+            return f"its {name} is {given[:16]}; the target's is {expected[:16]}"
     missing = set(target.features) - set(model.features)
     missing |= {_RULE_NAMES.get(number, str(number)) for number in set(target.rules) - set(model.rules)}
     if missing:

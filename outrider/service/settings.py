@@ -154,16 +154,17 @@ class ServiceSettings(SecuritySettings):
     trust_remote_code: bool = Field(False, description="run Python code that comes with the model")
     device: str = Field(
         "auto",
-        description="device of the model: auto, cpu, cuda (the first GPU) or cuda:N; auto is a GPU where there is one",
+        description="device of the model: auto, cpu, cuda (the first GPU) or cuda:N; auto is the first GPU if there is "
+        "one, else the CPU",
     )
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = Field(
         "auto",
-        description="number format of weights and activations; auto: that of the checkpoint where the device is fast "
+        description="number format of weights and activations; auto: that of the checkpoint if the device is fast "
         "at it, else float32",
     )
     attention: Literal["auto", "triton", "eager", "sdpa"] = Field(
         "auto",
-        description="attention implementation; auto: on a GPU triton, or eager where triton does not support the "
+        description="attention implementation; auto: on a GPU triton, or eager if triton does not support the "
         "model; on a CPU sdpa",
     )
     threads: int | None = Field(None, ge=1, description="CPU threads of the model; default: chosen by torch")
@@ -197,7 +198,7 @@ class ServiceSettings(SecuritySettings):
     )
     health_listen: Address | None = Field(
         None,
-        description="HOST:PORT of a second listener for the health service alone, always plaintext, for probes; port "
+        description="HOST:PORT of a second listener for the health service only, always plaintext, for probes; port "
         "0 takes a free one; default: health only at --listen",
     )
     max_message_bytes: int | None = Field(
@@ -239,7 +240,7 @@ class ServiceSettings(SecuritySettings):
 
     @classmethod
     def from_command_line(cls, arguments: list[str] | None = None, *, program: str) -> Any:
-        """Reads flags and environment. Where one is wrong, prints a line for each and exits with 2.
+        """Reads flags and environment. If some are wrong, prints a line for each and exits with 2.
 
         Args:
             arguments: the flags; None takes those of the process.
@@ -279,7 +280,7 @@ _METAVARS = {
 
 
 def _flags(settings: type[ServiceSettings]) -> CliSettingsSource[ArgumentParser]:
-    """The flags of these settings, with --version, and with metavars that say what a value is."""
+    """The flags of these settings, with --version and descriptive metavars."""
     program = settings.model_config.get("cli_prog_name")
     parser = ArgumentParser(
         prog=program,
@@ -294,7 +295,7 @@ def _flags(settings: type[ServiceSettings]) -> CliSettingsSource[ArgumentParser]
         if "metavar" in options:
             metavar = next((_METAVARS[name] for name in names if name in _METAVARS), None)
             options["metavar"] = metavar or _METAVARS.get(options["metavar"], options["metavar"])
-        for empty in (" (default: None)", " (default: ())"):  # descriptions say what that means
+        for empty in (" (default: None)", " (default: ())"):  # the descriptions explain these defaults
             options["help"] = options["help"].removesuffix(empty)
         return target.add_argument(*names, **options)
 
@@ -308,7 +309,7 @@ def _flags(settings: type[ServiceSettings]) -> CliSettingsSource[ArgumentParser]
 
 
 def _described(problem: "ErrorDetails", arguments: list[str]) -> str:
-    """One line: the flag or the variable, its value, and what is wrong."""
+    """One line: the flag or the variable, its value, and the requirement."""
     field = str(problem["loc"][0])
     flag, variable = "--" + field.replace("_", "-"), ENV_PREFIX + field.upper()
     if problem["type"] == "missing":

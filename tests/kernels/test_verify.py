@@ -121,7 +121,7 @@ LOGITS = DraftLogits(torch.zeros(2).half())
             ({"rule": Rule.SIGMOID, "sigmoid": SCALES, "q": q}, named)
             for q, named in (
                 ((None,), r"q\[0\] of proposal 0 is a point mass"),
-                ((sparse({0: 1}),), "is a sparse distribution; .* draft logits alone"),
+                ((sparse({0: 1}),), "is a sparse distribution; .* draft logits only"),
                 ((DraftLogits(torch.zeros(3)),), r"has shape \(3,\)"),
             )
         ),

@@ -117,5 +117,5 @@ def test_an_impossible_verify_path_is_one_line_and_exit_code_2() -> None:
     assert not any('"listening"' in line for line in lines)
     assert [line for line in lines if not line.startswith("{")] == [
         "verifier_service: --verify-path triton: triton cannot verify on cpu: it needs a CUDA device, "
-        "or TRITON_INTERPRET=1 in the environment to interpret it, slowly"
+        "or TRITON_INTERPRET=1 in the environment to interpret it, slowly; use --verify-path auto"
     ]

@@ -93,7 +93,7 @@ def test_an_invalid_checkpoint_is_refused(checkpoint: Checkpoint, tmp_path: Path
     assert "neither a folder here nor a possible hub id" in refusal("not a name!")
     assert "has no config.json" in refusal(tmp_path)
     T5Config(vocab_size=97, d_model=32, num_layers=1, num_heads=2).save_pretrained(tmp_path)
-    assert "no causal language model: its model type is 't5'" in refusal(tmp_path)
+    assert "not a causal language model of transformers: its model type is 't5'" in refusal(tmp_path)
     (tmp_path / "config.json").write_text('{"model_type": "no-such-model"}')
     assert "cannot read the configuration" in refusal(tmp_path)
     folder = Path(shutil.copytree(checkpoint("llama"), tmp_path / "incomplete"))
@@ -106,7 +106,7 @@ def test_an_invalid_checkpoint_is_refused(checkpoint: Checkpoint, tmp_path: Path
 @pytest.mark.parametrize(
     ("source", "message"),
     [
-        ({"dtype": "int8"}, "not 'int8'"),
+        ({"dtype": "int8"}, "is 'int8'"),
         ({"device": "tpu"}, "is 'tpu'"),
         ({"device": "cuda:99"}, f"torch sees {torch.cuda.device_count()} CUDA devices"),
     ],

@@ -96,7 +96,8 @@ def test_on_a_gpu_the_kv_cache_gets_its_fraction_of_the_free_memory(load: Load) 
     with pytest.raises(
         SettingsError,
         match=r"^--kv-memory-fraction 0.5 of 0 MiB: 0 MiB hold 0 blocks of 32 tokens; one sequence of "
-        r"--max-sequence-tokens 64 takes 2 of them, 0.0 MiB$",
+        r"--max-sequence-tokens 64 takes 2 of them, 0.0 MiB: give the KV cache more memory, or lower "
+        r"--max-sequence-tokens$",
     ):
         kv_blocks(settings("--kv-memory-fraction", "0.5"), loaded, 32, left=-5)
 
