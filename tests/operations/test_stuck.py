@@ -54,7 +54,7 @@ def not_ready_before_the_first_step(service: Service, channel: grpc.Channel, hol
     hold.unlink()
     wait_until(lambda: serving(channel) == {*READY, LIVENESS, STARTUP})
     shown = service.samples()
-    assert shown["outrider_pass_seconds_count"] == {(): 0}, "steps of the warm-up are not counted"
+    assert shown["outrider_step_forward_seconds_count"] == {(): 0}, "steps of the warm-up are not counted"
     assert shown["outrider_health"] == {(("probe", probe),): 1 for probe in (READINESS, LIVENESS, STARTUP)}
 
 

@@ -22,13 +22,13 @@ class Driver:
     """A scheduler. Its passes write each token into the pool; results accept a given number of tokens."""
 
     def __init__(
-        self, *, blocks: int = 64, pass_tokens: int = 16, max_sequences: int = 8, max_length: int = 128
+        self, *, blocks: int = 64, max_batch_tokens: int = 16, max_sequences: int = 8, max_length: int = 128
     ) -> None:
         self.pool = KVPool(
             1, 1, 1, blocks=blocks, max_length=max_length, dtype=torch.float32, device="cpu", block_tokens=BLOCK
         )
         self.scheduler = Scheduler(
-            self.pool, PrefixCache(self.pool), pass_tokens=pass_tokens, max_sequences=max_sequences
+            self.pool, PrefixCache(self.pool), max_batch_tokens=max_batch_tokens, max_sequences=max_sequences
         )
         self.plans: list[Plan] = []
         self._prompts = iter(range(1, 10_000))
@@ -79,7 +79,7 @@ class Driver:
 
 
 def test_a_long_prompt_delays_no_round_by_more_than_a_step() -> None:
-    driver = Driver(pass_tokens=64, max_length=10_200, blocks=2900)
+    driver = Driver(max_batch_tokens=64, max_length=10_200, blocks=2900)
     quick = [driver.open(2, output=700) for _ in range(3)]
     driver.submit(*quick)
     driver.run()
@@ -98,11 +98,11 @@ def test_a_long_prompt_delays_no_round_by_more_than_a_step() -> None:
 
 
 def test_a_round_longer_than_a_step_is_run_and_a_short_prompt_with_its_round() -> None:
-    driver = Driver(pass_tokens=2)
+    driver = Driver(max_batch_tokens=2)
     sequence = driver.open(1)
     driver.submit(sequence, drafted=5)
     assert driver.run() == [sequence]
-    driver = Driver(pass_tokens=16)
+    driver = Driver(max_batch_tokens=16)
     sequence = driver.open(9)
     driver.submit(sequence, drafted=3)
     assert driver.run() == [sequence]
@@ -110,7 +110,7 @@ def test_a_round_longer_than_a_step_is_run_and_a_short_prompt_with_its_round() -
 
 
 def test_sequences_take_turns_if_a_step_holds_few_rounds() -> None:
-    driver = Driver(pass_tokens=7, max_sequences=16)
+    driver = Driver(max_batch_tokens=7, max_sequences=16)
     many = [driver.open(1, output=90) for _ in range(8)]
     turns = []
     for _ in range(12):
@@ -142,7 +142,7 @@ def test_a_finished_sequence_frees_its_blocks_before_its_stream_ends() -> None:
 
 def test_a_prompt_begins_when_there_are_blocks_for_all_of_it() -> None:
     """Otherwise two prompts that fit one by one would block each other."""
-    driver = Driver(blocks=10, pass_tokens=8)
+    driver = Driver(blocks=10, max_batch_tokens=8)
     first, second = driver.open(24), driver.open(24)
     for _ in range(3):
         driver.run()
@@ -155,7 +155,7 @@ def test_a_prompt_begins_when_there_are_blocks_for_all_of_it() -> None:
 
 
 def test_a_silent_sequence_is_preempted_first() -> None:
-    driver = Driver(blocks=8, pass_tokens=32, max_length=32)
+    driver = Driver(blocks=8, max_batch_tokens=32, max_length=32)
     silent = driver.open(20, output=8)
     driver.submit(silent)
     driver.run()
@@ -178,7 +178,7 @@ def test_all_sequences_end_and_the_oldest_is_never_preempted(seed: int, monkeypa
     monkeypatch.setattr(scheduler, "IDLE_SECONDS", float("inf"))
     rng = random.Random(seed)
     driver = Driver(
-        blocks=rng.choice([12, 16, 24]), pass_tokens=rng.choice([4, 16, 64]), max_length=48, max_sequences=6
+        blocks=rng.choice([12, 16, 24]), max_batch_tokens=rng.choice([4, 16, 64]), max_length=48, max_sequences=6
     )
     here: list[TargetSequence] = []
     for step in range(1500):

@@ -49,7 +49,7 @@ def target_runner(packed: ModelRunner, path: str, *, graphs: bool) -> TargetRunn
         packed.paged_runner = getattr(runner, "eager", runner)
     found = TargetRunner(packed, vocab_size=min(V, packed.loaded.vocab_size), verify_path=path)
     if graphs:
-        limits = {"max_sequences": SEQUENCES, "max_gamma": GAMMA, "pass_tokens": 64}
+        limits = {"max_sequences": SEQUENCES, "max_gamma": GAMMA, "max_batch_tokens": 64}
         summary = found.capture(Repeating(), seconds=1e3, most_bytes=1 << 30, **limits)
         assert "sizes" in summary
     return found

@@ -92,7 +92,7 @@ def test_a_killed_rank_ends_the_other(checkpoints: tuple[Path, Path], victim: in
             error = error_of(stream.call)
         assert error.code is grpc.StatusCode.UNAVAILABLE
         has_reason = victim == 1  # rank 0 lives to send it
-        assert ("try another one" in error.message) == has_reason
+        assert ("call another one" in error.message) == has_reason
 
 
 @pytest.mark.parametrize("victim", [0, 1])

@@ -65,7 +65,7 @@ def test_options_come_from_the_environment_and_flags_win() -> None:
     assert _run("generate", "x", env=environment).exit_code == 1
     assert _run("generate", "--draft", "wrong", "x", env=environment).exit_code == 2
     warned = _run("generate", "x", env=environment | {"OUTRIDER_GENERATE_DRFAT": "a:1"}).stderr
-    assert "OUTRIDER_GENERATE_DRFAT is no option and is ignored; the nearest is OUTRIDER_GENERATE_DRAFT\n" in warned
+    assert "OUTRIDER_GENERATE_DRFAT is unknown and is ignored; the nearest name is OUTRIDER_GENERATE_DRAFT\n" in warned
     assert "OUTRIDER_GENERATE_PATIENCE" not in warned
 
 

@@ -283,7 +283,10 @@ def test_concurrent_calls_are_bounded_and_released_however_they_end() -> None:
     for _ in range(3):
         with suppress(ZeroDivisionError), limits.enter("a"), limits.enter("a"):
             error = assert_refused(limits)
-            assert error.message == "this client has 2 sequences in progress and starts 1 more; at most 2"
+            assert error.message == (
+                "this client has 2 sequences in progress and starts 1 more; at most 2 are allowed: "
+                "try again when some have ended"
+            )
             assert error.metadata == {"limit": "max-client-sequences", "given": "3", "maximum": "2"}
             raise ZeroDivisionError
 

@@ -89,8 +89,10 @@ def test_a_hub_id_is_loaded_from_the_cache(
 
 
 def test_an_invalid_checkpoint_is_refused(checkpoint: Checkpoint, tmp_path: Path) -> None:
-    assert refusal(tmp_path / "nowhere") == f"no folder '{tmp_path / 'nowhere'}'"
-    assert "neither a folder here nor a possible hub id" in refusal("not a name!")
+    assert refusal(tmp_path / "nowhere") == (
+        f"there is no folder '{tmp_path / 'nowhere'}'; give a folder, or a hub id such as ORG/MODEL"
+    )
+    assert "neither a folder here nor a valid hub id" in refusal("not a name!")
     assert "has no config.json" in refusal(tmp_path)
     T5Config(vocab_size=97, d_model=32, num_layers=1, num_heads=2).save_pretrained(tmp_path)
     assert "not a causal language model of transformers: its model type is 't5'" in refusal(tmp_path)
@@ -166,8 +168,8 @@ def test_a_model_that_packing_changes_is_refused(tmp_path: Path, monkeypatch: py
     folder, model = tiny.save(config, tmp_path), AutoModelForCausalLM.from_config(config)
     forward = GPT2MLP.forward
     monkeypatch.setattr(GPT2MLP, "forward", lambda self, x: forward(self, x) + x.cumsum(1))
-    assert "give other logits than its own forward" in refusal(folder)
-    with pytest.raises(CheckpointError, match="give other logits than its own forward"):
+    assert "gives other logits on packed sequences than in transformers" in refusal(folder)
+    with pytest.raises(CheckpointError, match="gives other logits on packed sequences than in transformers"):
         adopt(model, "mine", "its fingerprint")
 
 

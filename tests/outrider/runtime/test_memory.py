@@ -64,7 +64,9 @@ def test_out_of_memory_is_one_line_with_the_numbers() -> None:
 
 @pytest.mark.parametrize("attention", ["sdpa", "eager"])
 def test_the_profiling_run_has_its_size_and_leaves_no_block(attention: str, load: Load) -> None:
-    built = build_model_runner(settings("--attention", attention, "--device", "cpu"), load("llama"), 20, pass_tokens=50)
+    built = build_model_runner(
+        settings("--attention", attention, "--device", "cpu"), load("llama"), 20, max_batch_tokens=50
+    )
     packed = built.model_runner
     assert profiling_run(packed, 50).shape == (50, packed.loaded.vocab_size)
     assert packed.pool.used_blocks == 0
@@ -109,7 +111,7 @@ def test_the_profiling_run_happens_before_and_after_the_pool(load: Load) -> None
         settings("--attention", "eager", "--device", "cpu", "--kv-cache-mb", "1"),
         load("llama"),
         32,
-        pass_tokens=40,
+        max_batch_tokens=40,
         behind=lambda logits: seen.append(tuple(logits.shape)),
         memory=memory,
     )

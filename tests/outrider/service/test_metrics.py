@@ -19,7 +19,7 @@ def test_metrics_are_served_and_the_port_is_free_afterwards() -> None:
         shown = urlopen(f"http://{address}/metrics", timeout=10).read().decode()
         assert 'outrider_service_info{model="a \\"b\\"",version="1"} 1.0' in shown
         assert "_created" not in shown
-        in_use = f"^cannot serve metrics at {address}: Address already in use$"
+        in_use = f"^--metrics-listen: cannot listen at {address}: Address already in use$"
         with pytest.raises(StartupError, match=in_use), exposed(Metrics(), address):
             pass
     with exposed(metrics, address) as again:
