@@ -1,33 +1,8 @@
 """The site of the documentation: built strictly, whole, and without anything from other hosts."""
 
-import os
 import re
-import subprocess
-import sys
 from pathlib import Path
 from urllib.parse import unquote
-
-import pytest
-
-from tests.project.tree import ROOT
-
-pytest.importorskip("material", reason="MkDocs Material is not installed: pip install '.[docs]'")
-
-
-@pytest.fixture(scope="module")
-def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("site")
-    done = subprocess.run(
-        [sys.executable, "-m", "mkdocs", "build", "--strict", "--quiet", "--site-dir", str(folder)],
-        cwd=ROOT,
-        env={**os.environ, "NO_MKDOCS_2_WARNING": "1"},
-        capture_output=True,
-        text=True,
-        timeout=120,
-        check=False,
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
-    return folder
 
 
 def test_files_that_pages_load_are_in_the_site(site: Path) -> None:
