@@ -32,6 +32,7 @@ def url(site: Path) -> Iterator[str]:
         threading.Thread(target=server.serve_forever, daemon=True).start()
         yield f"http://127.0.0.1:{server.server_port}"
         server.shutdown()
+    (site / "broken.html").unlink()
 
 
 @pytest.fixture(scope="module")
@@ -47,13 +48,6 @@ def browser() -> Iterator[webdriver.Chrome]:
 
 def errors(browser: webdriver.Chrome) -> list[str]:
     return [each["message"] for each in browser.get_log("browser") if each["level"] == "SEVERE"]
-
-
-def test_errors_of_a_page_are_noticed(browser: webdriver.Chrome, url: str) -> None:
-    browser.get(f"{url}/broken.html")
-    found = "\n".join(errors(browser))
-    for error in ("missing.js", "logged", "thrown"):
-        assert error in found
 
 
 @pytest.mark.parametrize("page", PAGES)
@@ -78,3 +72,10 @@ def test_dark_mode_can_be_chosen(browser: webdriver.Chrome, url: str) -> None:
     browser.execute_script("[...document.querySelectorAll('label[for^=__palette]')].find(each => !each.hidden).click()")
     WebDriverWait(browser, 20).until(lambda page: page.execute_script(scheme) != before)
     assert errors(browser) == []
+
+
+def test_errors_of_a_page_are_noticed(browser: webdriver.Chrome, url: str) -> None:
+    browser.get(f"{url}/broken.html")
+    found = "\n".join(errors(browser))
+    for error in ("missing.js", "logged", "thrown"):
+        assert error in found
