@@ -264,5 +264,5 @@ async def test_a_name_is_all_its_addresses_and_resolved_again_when_one_fails(res
 
 def test_addresses_are_a_list_or_text_with_commas() -> None:
     assert split("a:1, b:2,a:1") == split(["a:1", "b:2"]) == ["a:1", "b:2"]
-    with pytest.raises(ValueError, match="no address"):
+    with pytest.raises(ValueError, match="address is empty"):
         split(" , ")

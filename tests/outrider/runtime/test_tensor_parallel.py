@@ -57,8 +57,8 @@ def test_ranks_are_read_from_the_variables_of_torchrun(monkeypatch: pytest.Monke
 @pytest.mark.parametrize(
     ("family", "quantisation", "ranks", "message"),
     [
-        ("llama", None, 4, "--tensor-parallel-size 4: 'tiny' has 4 attention heads and 2 of keys and values"),
-        ("llama", None, 3, "--tensor-parallel-size 3: 'tiny' has 4 attention heads and 2 of keys and values"),
+        ("llama", None, 4, "--tensor-parallel-size 4: 'tiny' has 4 attention heads and 2 KV heads"),
+        ("llama", None, 3, "--tensor-parallel-size 3: 'tiny' has 4 attention heads and 2 KV heads"),
         ("gpt2", None, 2, "--tensor-parallel-size 2: transformers has no tensor-parallel plan for 'gpt2'"),
         ("llama", "awq", 2, "--tensor-parallel-size 2: the weights of 'tiny' are quantised by 'awq'"),
     ],
