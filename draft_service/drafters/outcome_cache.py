@@ -132,7 +132,7 @@ class SpareTime:
             return 0
         wait = sorted(self._waits)[len(self._waits) // 3]
         rest = min((since + wait - now for since in self.sent.values() if now - since < OVERDUE * wait), default=0.0)
-        return max(0, int(rest / self.step_seconds(width)))
+        return max(0, int(rest / self.step_seconds(max(1, width))))
 
 
 class Trial:

@@ -186,6 +186,7 @@ def test_steps_end_before_the_first_expected_request() -> None:
         spare.requested("a", now)
     spare.sent["late"] = now
     assert spare.steps(now, 1) == pytest.approx(20, abs=1)
+    assert spare.steps(now, 0) == spare.steps(now, 1), "no branch is left to draft"
     assert spare.steps(now, 4) == pytest.approx(5, abs=1), "widths not measured: one after the other"
     assert spare.steps(now + 0.006, 1) == pytest.approx(8, abs=1)
     assert spare.steps(now + 0.02, 1) == 0, "overdue"
