@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from transformers import AttentionInterface, AttentionMaskInterface
 
 from outrider.runtime.batch import PackedBatch, PagedBatch
+from outrider.runtime.encoder_decoder import EncoderDecoder, EncoderPass, attend_encoder, bias_of, is_cross
 from outrider.runtime.errors import CheckpointError
 from outrider.runtime.sdpa import CausalMasks, Scoring, attend, attend_scores
 
@@ -40,7 +41,7 @@ def packed_attention(
     sliding_window: int | None = None,
     softcap: float | None = None,
     s_aux: Tensor | None = None,
-    packed_batch: PackedBatch | PagedBatch | None = None,
+    packed_batch: PackedBatch | PagedBatch | EncoderPass | None = None,
     **features: Any,
 ) -> tuple[Tensor, None]:
     """The attention function of transformers, called once per layer: writes new keys and values, then attends.
@@ -72,6 +73,8 @@ def packed_attention(
     batch = packed_batch
     if scaling is None:
         scaling = float(query.shape[-1]) ** -0.5
+    if isinstance(batch, EncoderPass):
+        return batch.attend(module, query, key, value, scaling, features.get("position_bias")), None
     if batch.observer is not None:
         arguments = {"softcap": softcap, "s_aux": s_aux, **features}
         return batch.observer.see(module, query, key, value, scaling, sliding_window, arguments), None
@@ -79,7 +82,10 @@ def packed_attention(
     size = value.shape[3]
     if size < key.shape[3]:  # the pool stores both in one size; zero padding does not change the result
         value = F.pad(value, (0, key.shape[3] - size))
-    scoring = Scoring(scaling, sliding_window or 0, softcap, s_aux)
+    if is_cross(module):
+        assert isinstance(batch, PackedBatch)
+        return _cross(query[0], batch, layer, scaling).to(query.dtype).unsqueeze(0), None
+    scoring = Scoring(scaling, sliding_window or 0, softcap, s_aux, bias_of(module))
     if isinstance(batch, PagedBatch):
         out = _paged(query[0], key[0], value[0], batch, layer, scoring)
     else:
@@ -101,6 +107,16 @@ def _packed(query: Tensor, key: Tensor, value: Tensor, batch: PackedBatch, layer
         return attend_scores(rows, batch.starts, batch.counts, keys, values, scoring)
     masks = batch.masks_for(query.shape[0] // key.shape[0], scoring.window)
     return attend(rows, batch.counts, keys, values, masks, scoring.scaling, scoring.window)
+
+
+def _cross(query: Tensor, batch: PackedBatch, layer: int, scaling: float) -> Tensor:
+    # query: [heads, T, head_dim] -> [T, heads, head_dim]
+    rows = query.transpose(0, 1).to(batch.dtype)
+    parts, first = [], 0
+    for views, count in zip(batch.encoded, batch.counts, strict=True):
+        parts.append(attend_encoder(rows.narrow(0, first, count), views.keys[layer], views.values[layer], scaling))
+        first += count
+    return torch.cat(parts)
 
 
 def _paged(query: Tensor, key: Tensor, value: Tensor, batch: PagedBatch, layer: int, scoring: Scoring) -> Tensor:
@@ -159,11 +175,13 @@ class AttentionLayer:
         return self.softcap is None and not self.sinks
 
 
-def probe_attention(model: Any) -> tuple[AttentionLayer, ...]:
+def probe_attention(model: Any, encoder: EncoderDecoder | None = None) -> tuple[AttentionLayer, ...]:
     """Runs a few tokens through a model and returns the shapes of its attention layers.
 
     Args:
-        model: a causal language model of transformers, its attention `outrider.runtime.attention.NAME`.
+        model: a causal language model of transformers, its attention `outrider.runtime.attention.NAME`; or a model with
+            encoder and decoder, of which the decoder's layers are returned.
+        encoder: of a model with encoder and decoder.
 
     Raises:
         CheckpointError: it needs a feature that our attention does not support; the message names it.
@@ -171,17 +189,18 @@ def probe_attention(model: Any) -> tuple[AttentionLayer, ...]:
     observer = _Observer()
     device = next(model.parameters()).device
     masks = CausalMasks(_PROBE_TOKENS, torch.float32, device)
+    batch = PackedBatch([0], [_PROBE_TOKENS], _PROBE_TOKENS, [], torch.float32, masks, observer=observer)
     positions = torch.arange(_PROBE_TOKENS, device=device).unsqueeze(0)
     AttentionMaskInterface.register(PROBE, observer.see_mask)
     try:
         model.set_attn_implementation(PROBE)
         with torch.inference_mode():
-            model(
-                input_ids=torch.zeros_like(positions),
-                position_ids=positions,
-                use_cache=False,
-                packed_batch=PackedBatch([], [], 0, [], torch.float32, masks, observer=observer),
-            )
+            if encoder is not None:
+                encoder(torch.zeros_like(positions[0]), batch, None)
+            else:
+                model(
+                    input_ids=torch.zeros_like(positions), position_ids=positions, use_cache=False, packed_batch=batch
+                )
     except CheckpointError:
         raise
     except Exception as error:
@@ -213,8 +232,11 @@ class _Observer:
         window: int | None,
         features: dict[str, Any],
     ) -> Tensor:
+        if is_cross(module):
+            self._check_cross(module, query, key)
+            return query.transpose(1, 2)
         for name, meaning in _UNSUPPORTED.items():
-            if features.get(name) is not None:
+            if features.get(name) is not None and not (name == "position_bias" and bias_of(module) is not None):
                 raise CheckpointError(f"the model needs {meaning}, which packed attention does not support")
         if features.get("is_causal") is False or getattr(module, "is_causal", True) is False:
             raise CheckpointError("the model has bidirectional attention: it is not a causal language model")
@@ -241,6 +263,13 @@ class _Observer:
         )
         return attended.transpose(1, 2)
 
+    def _check_cross(self, module: nn.Module, query: Tensor, key: Tensor) -> None:
+        """Cross-attention must have the heads of its layer's self-attention, since both use the same blocks."""
+        layer: Any = module.layer_idx
+        own, found = self._layers.get(layer), (query.shape[1], key.shape[1], key.shape[3])
+        if own is None or found != (own.heads, own.kv_heads, own.head_dim) or own.heads != own.kv_heads:
+            raise CheckpointError(f"the heads of cross-attention in layer {layer} do not fit the KV cache")
+
     def see_mask(self, *args: Any, **arguments: Any) -> None:
         """Called by transformers in place of a mask function."""
         local = arguments.get("local_size")
@@ -251,7 +280,9 @@ class _Observer:
         kind = type(model).__name__
         if not self._layers:
             raise CheckpointError(f"the attention of {kind} {ELSEWHERE}")
-        count = getattr(model.config.get_text_config(), "num_hidden_layers", len(self._layers))
+        config = model.config.get_text_config()
+        names = ("decoder_layers", "num_decoder_layers", "num_hidden_layers")
+        count = next((getattr(config, name) for name in names if getattr(config, name, None)), len(self._layers))
         if sorted(self._layers) != list(range(count)):
             raise CheckpointError(
                 f"{kind} has attention in {len(self._layers)} of {count} layers: the state of the others is not in "

@@ -27,12 +27,15 @@ class Chunk:
         tokens: at least one.
         start: the position of the first token; must equal the pool's length of the slot.
         logits_from: index in the chunk of the first token whose logits are returned; `len(tokens)` returns none.
+        encoder_slot: holds the keys and values of cross-attention (`outrider.runtime.encoder_decoder`); None for a
+            model without an encoder.
     """
 
     slot: int
     tokens: Sequence[int]
     start: int
     logits_from: int
+    encoder_slot: int | None = None
 
 
 @dataclass(slots=True)
@@ -47,6 +50,7 @@ class PackedBatch:
             positions than the chunk needs.
         dtype: of keys and values.
         masks: shared by all batches of a pool.
+        encoded: keys and values of each chunk's encoder slot; empty for a model without an encoder.
         observer: receives each call of the attention; only for `probe_attention`.
     """
 
@@ -57,6 +61,7 @@ class PackedBatch:
     dtype: torch.dtype
     masks: CausalMasks
     pool: KVPool | None = None
+    encoded: list[SlotViews] = field(default_factory=list)
     observer: Any = None
     _needed: dict[tuple[int, int], list[Tensor]] = field(default_factory=dict)
     _views: list[SlotViews] = field(default_factory=list)
@@ -75,7 +80,8 @@ class PackedBatch:
         """The batch of the next row of each of these chunks; `stores` already has space for it."""
         starts = [self.starts[i] + self.counts[i] for i in chunks]
         stores = [self.stores[i] for i in chunks]
-        return PackedBatch(starts, [1] * len(chunks), len(chunks), stores, self.dtype, self.masks, self.pool)
+        encoded = [self.encoded[i] for i in chunks] if self.encoded else []
+        return PackedBatch(starts, [1] * len(chunks), len(chunks), stores, self.dtype, self.masks, self.pool, encoded)
 
     def masks_for(self, group: int, window: int) -> list[Tensor]:
         """The mask of each chunk (`CausalMasks.for_rows`), computed once per batch."""
@@ -99,7 +105,11 @@ class PackedBatch:
 
 
 def pack(
-    spans: Iterable[tuple[int, int, int]], pool: KVPool, masks: CausalMasks, later_rows: Sequence[int] = ()
+    spans: Iterable[tuple[int, int, int]],
+    pool: KVPool,
+    masks: CausalMasks,
+    later_rows: Sequence[int] = (),
+    encoder_slots: Sequence[int | None] = (),
 ) -> PackedBatch:
     """Packs (slot, start, count) spans in order; `later_rows` is how many rows each will have in later batches."""
     batch = PackedBatch([], [], 0, [], pool.dtype, masks, pool)
@@ -108,6 +118,10 @@ def pack(
         batch.starts.append(start)
         batch.counts.append(count)
         batch.rows += count
+    for encoder_slot in encoder_slots:
+        if encoder_slot is not None:
+            length = pool.length(encoder_slot)
+            batch.encoded.append(pool.views(encoder_slot, length, length))
     return batch
 
 

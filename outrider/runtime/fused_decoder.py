@@ -47,6 +47,8 @@ def fuse_model(loaded: LoadedModel) -> Program:
         CheckpointError: it fails, or its logits differ from those of transformers. This is a bug; `fuse=False` runs the
             model unfused.
     """
+    if loaded.encoder is not None:
+        return loaded.encoder
     if loaded.fused is None:
         model = loaded.model
         with torch.inference_mode():

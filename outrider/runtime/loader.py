@@ -26,6 +26,7 @@ from transformers.utils import logging as transformers_logging
 
 from outrider.runtime.attention import ELSEWHERE, NAME, AttentionLayer, Program, TransformersProgram, probe_attention
 from outrider.runtime.device import find_device
+from outrider.runtime.encoder_decoder import LONGEST, EncoderDecoder, prepare
 from outrider.runtime.errors import CheckpointError
 from outrider.runtime.fused_layers import is_changed, is_plain_tensor
 from outrider.runtime.selfcheck import Reference, check_program, logits_tolerance, reference
@@ -34,8 +35,7 @@ from outrider.runtime.selfcheck import Reference, check_program, logits_toleranc
 _TEXTS = ("*.json", "*.txt", "*.model", "*.jinja", "*.tiktoken")
 # Entries of a configuration that change no logit: where it was saved, and by which release.
 _PROVENANCE = frozenset({"_name_or_path", "transformers_version"})
-_SAMPLES = 64  # of each weights file, spread evenly, first and last bytes included
-_SAMPLE_BYTES = 4096
+_SAMPLES, _SAMPLE_BYTES = 64, 4096  # of each weights file, spread evenly, first and last bytes included
 # Packages of modules with plain weights; quantised modules come from other packages.
 _ORDINARY = ("torch.nn.", "transformers.models.", "transformers.pytorch_utils", "transformers_modules.")
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
@@ -85,6 +85,7 @@ class LoadedModel:
         layers: the attention of each layer; with tensor parallelism, the heads of this process only.
         reference: transformers' logits of a few tokens, to check other programs against.
         fused: the fused program, once it has been built.
+        encoder: of a model with encoder and decoder; None for others.
     """
 
     model: Any
@@ -102,6 +103,7 @@ class LoadedModel:
     layers: tuple[AttentionLayer, ...]
     reference: Reference = field(repr=False)
     fused: Program | None = field(default=None, repr=False)
+    encoder: EncoderDecoder | None = field(default=None, repr=False)
 
 
 def load_model(source: ModelSource) -> LoadedModel:
@@ -164,12 +166,17 @@ def _ready(
 ) -> LoadedModel:
     """The `LoadedModel` of a model on its device, after checks of its attention and its logits."""
     model = model.eval().requires_grad_(False)
-    layers = probe_attention(model)
     context_length = _context_length(model.config)
     vocab_size = _vocab_size(model)
-    expected = reference(model, vocab_size, context_length)
+    encoder: EncoderDecoder | None = None
+    if model.config.is_encoder_decoder:
+        expected = reference(model, vocab_size, context_length)  # first: `prepare` breaks the model's own forward
+        encoder = prepare(model, context_length)
+    layers = probe_attention(model, encoder)
+    if encoder is None:
+        expected = reference(model, vocab_size, context_length)
     allowed = logits_tolerance(dtype, quantised=quantisation is not None)
-    why = check_program(TransformersProgram(model), layers, expected, dtype, device, allowed)
+    why = check_program(encoder or TransformersProgram(model), layers, expected, dtype, device, allowed)
     if why:
         raise CheckpointError(
             f"{type(model).__name__} gives other logits on packed sequences than in transformers: {why}; probably it "
@@ -190,6 +197,7 @@ def _ready(
         weight_bytes=_weight_bytes(model),
         layers=layers,
         reference=expected,
+        encoder=encoder,
     )
 
 
@@ -457,6 +465,7 @@ def _context_length(config: Any) -> int:
     text = config.get_text_config()
     lengths = (getattr(text, name, None) for name in ("max_position_embeddings", "n_positions", "max_seq_len", "n_ctx"))
     length = next((length for length in lengths if isinstance(length, int) and length > 0), None)
+    length = getattr(config, "max_target_positions", None) or length or (LONGEST if config.is_encoder_decoder else None)
     if length is None:
         raise CheckpointError(f"the configuration of model type '{config.model_type}' has no context length")
     # Beyond its original length this rotary embedding depends on the longest sequence of the batch.

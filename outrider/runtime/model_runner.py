@@ -43,10 +43,14 @@ class ModelRunner:
     def __init__(
         self, loaded: LoadedModel, pool: KVPool, *, fuse: bool = True, attention: AttentionChoice = ORDINARY
     ) -> None:
-        if pool.max_length > loaded.context_length:
-            raise ValueError(
-                f"max_length is {pool.max_length}; the context of {loaded.name} has {loaded.context_length} positions"
+        longest = max(loaded.context_length, 0 if loaded.encoder is None else loaded.encoder.info.max_length)
+        if pool.max_length > longest:
+            raise ValueError(f"max_length is {pool.max_length}; the context of {loaded.name} has {longest} positions")
+        if loaded.encoder is not None and attention.is_paged:
+            raise CheckpointError(
+                f"{loaded.name} has an encoder, and --attention is {attention.name}; encoders run with sdpa only"
             )
+        self.max_length = min(pool.max_length, loaded.context_length)
         if pool.layers != len(loaded.layers):
             raise ValueError(f"the pool has {pool.layers} layers; {loaded.name} has {len(loaded.layers)}")
         if not fuse and loaded.fused is not None:
@@ -55,7 +59,7 @@ class ModelRunner:
             )
         self.loaded = loaded
         self.pool = pool
-        self.program: Program = fuse_model(loaded) if fuse else TransformersProgram(loaded.model)
+        self.program: Program = fuse_model(loaded) if fuse else loaded.encoder or TransformersProgram(loaded.model)
         self.masks = CausalMasks(pool.max_length, pool.dtype, pool.device)
         if attention.is_paged != (pool.paged is not None):
             raise ValueError(f"the attention is {attention.name}, but the pool is {'' if pool.paged else 'not '}paged")
@@ -130,9 +134,19 @@ class ModelRunner:
             self.pool.extend(chunk.slot, chunk.start + len(chunk.tokens))
         return logits
 
+    def encode(self, slot: int, inputs: Tensor) -> None:
+        """Fills an empty encoder slot; see `EncoderDecoder.fill`."""
+        assert self.loaded.encoder is not None
+        self.loaded.encoder.fill(self.pool, slot, inputs)
+
     def _run(self, chunks: Sequence[Chunk]) -> Tensor:
         tokens = chunks[0].tokens if len(chunks) == 1 else [token for chunk in chunks for token in chunk.tokens]
-        batch = pack(((chunk.slot, chunk.start, len(chunk.tokens)) for chunk in chunks), self.pool, self.masks)
+        batch = pack(
+            ((chunk.slot, chunk.start, len(chunk.tokens)) for chunk in chunks),
+            self.pool,
+            self.masks,
+            encoder_slots=[chunk.encoder_slot for chunk in chunks],
+        )
         return self.run_packed(tokens, batch, self._rows(chunks))
 
     def run_packed(self, tokens: Sequence[int], batch: PackedBatch, rows: Rows) -> Tensor:
@@ -241,11 +255,14 @@ class ModelRunner:
                 raise ValueError(
                     f"the chunk of slot {chunk.slot} starts at {chunk.start}; the slot holds {held} positions"
                 )
-            if held + count > self.pool.max_length:
+            if held + count > self.max_length:
                 raise ValueError(
-                    f"slot {chunk.slot} holds {held} positions and gets {count} more; the limit is "
-                    f"{self.pool.max_length}"
+                    f"slot {chunk.slot} holds {held} positions and gets {count} more; the limit is {self.max_length}"
                 )
+            if self.loaded.encoder is not None and (
+                chunk.encoder_slot is None or not self.pool.length(chunk.encoder_slot)
+            ):
+                raise ValueError(f"the chunk of slot {chunk.slot} has no encoder slot, or an empty one")
             if not 0 <= chunk.logits_from <= count:
                 raise ValueError(f"logits_from of slot {chunk.slot} is {chunk.logits_from}, outside 0 to {count}")
             if min(chunk.tokens) < 0 or max(chunk.tokens) >= self.loaded.vocab_size:

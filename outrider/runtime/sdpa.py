@@ -173,17 +173,19 @@ class Scoring:
         window: how many positions a row sees, its own included; 0 is all.
         softcap: c, the bound of the scaled scores; None is no bound.
         sinks: `[heads]`: the score of each head's sink, or None.
+        bias: `[heads, positions]`: added to the scaled scores, by the distance of the key before the row (T5), or None.
     """
 
     scaling: float
     window: int = 0
     softcap: float | None = None
     sinks: Tensor | None = None
+    bias: Tensor | None = None
 
     @property
     def is_plain(self) -> bool:
-        """Whether the softmax is over the scaled scores alone, without soft-capping and sinks."""
-        return self.softcap is None and self.sinks is None
+        """Whether the softmax is over the scaled scores alone, without soft-capping, sinks and bias."""
+        return self.softcap is None and self.sinks is None and self.bias is None
 
 
 def attend_scores(
@@ -234,6 +236,8 @@ def _block(
     keys, values = keys.narrow(2, first, seen).squeeze(1), values.narrow(2, first, seen).squeeze(1)
     rows = query.reshape(n, kv_heads, group, head_dim).permute(1, 2, 0, 3).reshape(kv_heads, group * n, head_dim)
     scores = torch.matmul(rows, keys.transpose(1, 2)).float().mul_(scoring.scaling).view(kv_heads, group, n, seen)
+    if scoring.bias is not None:
+        scores += _bias(scoring.bias, n, seen).view(kv_heads, group, n, seen)
     if softcap is not None:
         scores = torch.tanh(scores / softcap) * softcap
     if n > 1:
@@ -245,6 +249,13 @@ def _block(
         shares = torch.cat((scores, sink), dim=-1).softmax(-1).narrow(-1, 0, seen)
     out = torch.matmul(shares.reshape(kv_heads, group * n, seen).to(values.dtype), values)
     return out.view(kv_heads, group, n, -1).permute(2, 0, 1, 3).reshape(n, heads, -1)
+
+
+def _bias(bias: Tensor, n: int, seen: int) -> Tensor:
+    """`[heads, n, seen]`: the bias of the last n of `seen` positions; any values for later positions."""
+    position = torch.arange(seen, device=bias.device)
+    row = position.narrow(0, seen - n, n).unsqueeze(1)
+    return bias[:, (row - position).clamp_min(0)]
 
 
 def _unseen(n: int, seen: int, window: int, device: torch.device) -> Tensor:

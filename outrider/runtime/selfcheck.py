@@ -17,6 +17,7 @@ from torch import Tensor
 from outrider.runtime.attention import NAME, AttentionLayer
 from outrider.runtime.batch import Chunk, HostBatch, PagedAttention, build_batch, pack, to_device
 from outrider.runtime.block_pool import PagedMemory
+from outrider.runtime.encoder_decoder import EncoderDecoder
 from outrider.runtime.errors import CheckpointError
 from outrider.runtime.kv_cache import BLOCK_TOKENS, KVPool
 from outrider.runtime.sdpa import CausalMasks
@@ -146,10 +147,12 @@ class Reference:
     Attributes:
         tokens: `[2, n]`.
         logits: `[2, n, V]`, float32, on the CPU.
+        inputs: of the encoder: `[2, S]` tokens, or `[2, mels, frames]`; None without one.
     """
 
     tokens: Tensor
     logits: Tensor
+    inputs: Tensor | None = None
 
 
 def reference(model: Any, vocab_size: int, context_length: int) -> Reference:
@@ -161,20 +164,31 @@ def reference(model: Any, vocab_size: int, context_length: int) -> Reference:
     generator = torch.Generator().manual_seed(_SEED)
     shape = (2, min(_LENGTH, context_length))
     tokens = torch.randint(min(vocab_size, 1000), shape, generator=generator)
+    weight = next(model.parameters())
+    arguments: dict[str, Any] = {"input_ids": tokens.to(weight.device)}
+    inputs: Tensor | None = None
+    if model.config.is_encoder_decoder:
+        if (mels := getattr(model.config, "num_mel_bins", None)) is not None:
+            inputs = torch.randn(2, mels, 2 * model.config.max_source_positions, generator=generator)
+            arguments = {"input_features": inputs.to(weight.device, weight.dtype)}
+        else:
+            inputs = tokens.flip(1)[:, 1:]
+            arguments = {"input_ids": inputs.to(weight.device)}
+        arguments["decoder_input_ids"] = tokens.to(weight.device)
     try:
         try:
             model.set_attn_implementation("sdpa")
         except ValueError:
             model.set_attn_implementation("eager")
         with torch.inference_mode():
-            logits = model(input_ids=tokens.to(next(model.parameters()).device), use_cache=False).logits
+            logits = model(**arguments, use_cache=False).logits
     except Exception as error:
         raise CheckpointError(
             f"{type(model).__name__} fails in transformers itself: {type(error).__name__}: {error}"
         ) from error
     finally:
         model.set_attn_implementation(NAME)
-    return Reference(tokens, logits.float().cpu())
+    return Reference(tokens, logits.float().cpu(), inputs)
 
 
 def make_pool(
@@ -243,14 +257,24 @@ def check_program(
     def found() -> dict[str, Tensor]:
         blocks = 2 * -(-length // block_tokens)
         storage: dict[str, Any] = {"dtype": dtype, "device": device, "block_tokens": block_tokens}
-        pool = make_pool(layers, blocks=blocks, max_length=length, paged=attention is not None, **storage)
+        longest, encoder_slots = length, list[int]()
+        if isinstance(program, EncoderDecoder):
+            longest = max(length, program.info.max_length)
+            blocks += 2 * -(-longest // block_tokens)
+        pool = make_pool(layers, blocks=blocks, max_length=longest, paged=attention is not None, **storage)
         slots, masks = (pool.allocate(), pool.allocate()), CausalMasks(length, dtype, device)
+        if isinstance(program, EncoderDecoder):
+            assert expected.inputs is not None
+            for inputs in expected.inputs:
+                encoder_slots.append(pool.allocate())
+                program.fill(pool, encoder_slots[-1], inputs)
         logits = []
         for spans in batches:
             token_ids = rows(expected.tokens, spans)
             batch: Batch
             if attention is None:
-                batch = pack(((slots[i], start, count) for i, start, count in spans), pool, masks)
+                own = [encoder_slots[i] for i, _, _ in spans] if encoder_slots else []
+                batch = pack(((slots[i], start, count) for i, start, count in spans), pool, masks, encoder_slots=own)
             else:
                 assert pool.paged is not None
                 host_batch = build_batch([Chunk(slots[i], [0] * count, start, 0) for i, start, count in spans], pool)
