@@ -354,7 +354,7 @@ class OutriderServer:
 
 
 class ContinuousBatching:
-    """transformers' `generate_batch` on the target alone, in a closed loop."""
+    """transformers' continuous batching of the target alone, in a closed loop."""
 
     def __init__(self, target: Path, *, threads: int, longest: int) -> None:
         """`longest`: tokens of a sequence, prompt included. Raises `Unavailable` where this transformers has none."""
@@ -379,15 +379,9 @@ class ContinuousBatching:
             seed=tasks[0].seed,
         )
         try:
-            results = self._model.generate_batch(
-                [list(task.token_ids) for task in tasks],
-                generation_config=_generation_config(tasks[0]),
-                continuous_batching_config=config,
-                record_timestamps=True,
-            )
+            found = self._results(tasks, config)
         except Exception as error:  # the other contenders go on
             raise Unavailable(f"continuous batching failed: {type(error).__name__}: {error}") from error
-        found = list(results.values())  # in the order of the prompts
         errors = [result.error for result in found if result.error is not None]
         if errors or len(found) < len(tasks):  # it logs errors and returns the rest
             raise Unavailable(f"continuous batching answered {len(found)} of {len(tasks)} requests: {errors[:1]}")
@@ -402,6 +396,24 @@ class ContinuousBatching:
             for each in found
         ]
         return _checked("transformers", tasks, served), {}
+
+    def _results(self, tasks: Sequence[Task], config: Any) -> list[Any]:
+        """One for each task, in order; fewer if it stopped."""
+        results: dict[str, Any] = {}
+        with self._model.continuous_batching_context_manager(
+            generation_config=_generation_config(tasks[0]), continuous_batching_config=config, timeout=5
+        ) as manager:
+            asked = [
+                manager.add_request(list(task.token_ids), max_new_tokens=task.new_tokens, record_timestamps=True)
+                for task in tasks
+            ]
+            while len(results) < len(tasks):
+                result = manager.get_result(timeout=1)
+                if result is not None and result.is_finished():
+                    results[result.request_id] = result
+                elif result is None and not manager.is_running():
+                    break
+        return [results[each] for each in asked if each in results]
 
     def settings(self) -> Json:
         return self._how

@@ -2,13 +2,14 @@
 
 Three loops. `closed`: a number of streams, each with its next text when one has ended. `short-texts`: the same with 32
 streams and texts of a few tokens. `open`: Poisson arrivals with a fixed seed, at shares of the highest request rate
-of Outrider in the closed loop; without transformers.
+of Outrider in the closed loop; without transformers. Lengths of texts vary by half of their mean.
 
     python -m benchmarks.load --only demo --parts closed --contenders Decode pair --streams 1 8 64 --repetitions 1
                                                      one minute; in two trees, in turns, it compares them
 
-γ is chosen by the policy `adaptive`; `--gamma` fixes it. Services have one thread each and bfloat16, the pair a core
-each, as `outrider serve` starts them; continuous batching has one thread: with these each was fastest on two cores.
+γ is chosen by the policy `adaptive`; `--gamma` fixes it. The pair and the target alone (`Decode`) run on the same two
+services, with bfloat16 and a thread and a core each, as `outrider serve` starts them. Continuous batching has one
+thread: so it was fastest on two cores.
 """
 
 import argparse
@@ -16,6 +17,7 @@ import random
 import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack
+from functools import cache
 from itertools import pairwise
 from pathlib import Path
 from statistics import median
@@ -36,7 +38,7 @@ from benchmarks.contenders import (
     tokenised,
 )
 from benchmarks.harness import Bench, Json, between, medians, number, percent, progress
-from benchmarks.services import ANYWHERE, APART, Models, Services, models_of
+from benchmarks.services import Models, Services, models_of
 
 BATCHING, ALONE, PAIR = "batching", "Decode", "pair"
 CONTENDERS = (BATCHING, ALONE, PAIR)
@@ -51,6 +53,7 @@ AIM = 0.97
 """The least ratio that the pair should have at any load."""
 
 SHORT_STREAMS = 32
+_GOLDEN = 0.6180339887
 _USUAL: Json = {"new_tokens": 64, "streams": [1, 2, 4, 8, 16, 32, 64], "parts": list(LEVELS), "contenders": CONTENDERS}
 # Its target takes twelve times as long, and continuous batching was never faster there than half of `Decode`.
 _DEEPENED: Json = {"new_tokens": 32, "streams": [1, 4, 16, 64], "parts": [CLOSED], "contenders": [ALONE, PAIR]}
@@ -62,7 +65,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--parts", nargs="+", choices=list(LEVELS), help="(default: all; deepened: closed)")
     parser.add_argument("--contenders", nargs="+", choices=CONTENDERS, help="(default: all; deepened: Decode, pair)")
     parser.add_argument("--streams", type=int, nargs="+", help="of the closed loop (default: 1 to 64)")
-    parser.add_argument("--new-tokens", type=int, help="tokens of each text (default: 64; deepened: 32)")
+    parser.add_argument("--new-tokens", type=int, help="mean tokens of a text (default: 64; deepened: 32)")
     parser.add_argument("--rates", type=float, nargs="+", default=[0.5, 0.9], help="of the open loop")
     parser.add_argument("--open-seconds", type=float, default=8.0, help="how long requests of the open loop arrive")
     parser.add_argument("--repetitions", type=int, default=3, help="how often each run is made")
@@ -113,18 +116,19 @@ class Loops:
         given, target = self._given, self._models.target
         most = max(8, *given.streams, SHORT_STREAMS if SHORT in given.parts else 0)
 
-        def services(place: str) -> Services:
-            return running.enter_context(Services(target, self._models.draft, place=place, max_sequences=most))
+        @cache
+        def services() -> Services:
+            return running.enter_context(Services(target, self._models.draft, max_sequences=most))
 
         # Named in each request: one with a seed has a fixed γ otherwise.
         options: Json = {"speculation": "adaptive"}
         if given.gamma is not None:
             options = {"speculation": "fixed", "gamma": given.gamma}
-        longest = max(map(len, self._prompts)) + max(given.new_tokens, *given.short_tokens)
+        longest = max(map(len, self._prompts)) + 2 * max(given.new_tokens, *given.short_tokens)
         makers: dict[str, Callable[[], Server]] = {
             BATCHING: lambda: ContinuousBatching(target, threads=1, longest=longest),
-            ALONE: lambda: OutriderServer(services(ANYWHERE), gamma=0),
-            PAIR: lambda: OutriderServer(services(APART), **options),
+            ALONE: lambda: OutriderServer(services(), gamma=0),
+            PAIR: lambda: OutriderServer(services(), **options),
         }
         servers: dict[str, Server] = {}
         for name in given.contenders:
@@ -204,9 +208,14 @@ class Loops:
 
 
 def tasks(prompts: Sequence[tuple[int, ...]], count: int, repetition: int, new_tokens: int) -> list[Task]:
-    """The same for all contenders; other prompts in each repetition, as long as there are any."""
-    numbers = range(repetition * count, (repetition + 1) * count)
-    return [Task(nth, prompts[nth % len(prompts)], new_tokens, 1.0, 1 + nth) for nth in numbers]
+    """The same for all contenders; other prompts in each repetition, as long as there are any.
+
+    Lengths are spread evenly from half of `new_tokens` to one and a half, as requests do not end together.
+    """
+    return [
+        Task(nth, prompts[nth % len(prompts)], int(new_tokens * (0.5 + nth * _GOLDEN % 1) + 0.5), 1.0, 1 + nth)
+        for nth in range(repetition * count, (repetition + 1) * count)
+    ]
 
 
 def arrivals(rate: float, seconds: float, *, seed: int) -> Iterator[float]:
