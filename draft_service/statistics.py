@@ -34,6 +34,8 @@ ALIKE = 0.7
 PURE = 0.9
 # Weight of the last round in a running mean.
 RECENT = 1 / 32
+# Rounds of each sequence that the mean number of active sequences covers.
+REMEMBERED_ACTIVE = 16
 # Cycles of each sequence that a mean covers; the weight of the formula, in cycles; and the longest cycle that counts,
 # as a multiple of the formula.
 REMEMBERED_CYCLES, FORMULA_WEIGHT, LARGEST_RATIO = 128, 4, 4.0
@@ -200,10 +202,16 @@ class CostModel:
     x and x₀ are measured cycles divided by these formulas, each with the cost of a step published at that time: a
     verifier is slower beside a busy draft. A cycle lasts from verdict to verdict; the first one from the start of the
     sequence. Measurements are kept for each power of two of B, since sequences that draft together wait for each other.
+
+    Attributes:
+        active: B, a running mean: texts begin and end all the time.
+        size: the smallest s with B <= 2**s.
     """
 
     def __init__(self) -> None:
         self.active = 1
+        self.size = 0
+        self._mean_active = 0.0
         self._step = CostLine(0.0, 0.0)
         self._by_size: dict[int, _Measured] = {}
         self._now = _Measured(0)  # at the current number of active sequences
@@ -227,12 +235,14 @@ class CostModel:
 
     def add(self, round_: JudgedRound, *, is_probe: bool) -> None:
         """Record a round. Only typical rounds are measured: no probes, and no `Decode` beside proposals."""
-        self.active = max(1, round_.active)
+        active = max(1, round_.active)
+        self._mean_active += (active - self._mean_active) / (REMEMBERED_ACTIVE * active if self._mean_active else 1)
+        self.active = max(1, round(self._mean_active))
         self._step = round_.step or CostLine(round_.at_verifier, 0.0)
-        size = (self.active - 1).bit_length()
-        if size not in self._by_size:
-            self._by_size[size] = _Measured(size)
-        measured = self._now = self._by_size[size]
+        self.size = (self.active - 1).bit_length()
+        if self.size not in self._by_size:
+            self._by_size[self.size] = _Measured(self.size)
+        measured = self._now = self._by_size[self.size]
         drafts = round_.drafted > 0
         self._drafting += (drafts - self._drafting) / (4 * self.active)
         self._decoded += not drafts
@@ -305,7 +315,7 @@ class AcceptanceStatistics:
         rounds: proposals so far.
         drafted_share: running mean of drafted tokens over γ: a drafter may end a proposal early.
         gamma: the best γ > 0 for all; 0 before the first choice.
-        pays: whether drafting is faster than `Decode`.
+        pays: whether drafting is faster than `Decode`, by `CostModel.size`.
     """
 
     def __init__(self) -> None:
@@ -313,7 +323,8 @@ class AcceptanceStatistics:
         self.rounds = 0
         self.drafted_share = 1.0
         self.gamma = 0
-        self.pays = True
+        self.pays: dict[int, bool] = {}
+        self._has_news = False  # whether drafts were judged since the last choice
 
     def copy(self) -> "AcceptanceStatistics":
         """Return statistics that start from these, for one request."""
@@ -325,6 +336,7 @@ class AcceptanceStatistics:
         """Record a round, without its acceptance."""
         if round_.gamma:
             self.rounds += 1
+            self._has_news = True
             self.drafted_share += RECENT * (round_.drafted / round_.gamma - self.drafted_share)
 
     def choose(self, costs: CostModel, ceiling: int) -> int:
@@ -334,11 +346,13 @@ class AcceptanceStatistics:
         if not 0 < self.gamma <= ceiling or rates[best] > (1 + SAME) * rates[self.gamma]:
             self.gamma = best
         gain = rates[self.gamma] / rates[0]
-        if self.pays:
-            self.pays = not costs.is_firm or gain >= (1 if costs.has_decoded else UNTRIED_GAIN)
-        else:
-            self.pays = gain > BEGIN_GAIN
-        return self.gamma if self.pays else 0
+        pays = self.pays.get(costs.size, True)
+        if pays:
+            pays = not costs.is_firm or gain >= (1 if costs.has_decoded else UNTRIED_GAIN)
+        elif self._has_news:  # of a probe
+            pays = gain > BEGIN_GAIN
+        self.pays[costs.size], self._has_news = pays, False
+        return self.gamma if pays else 0
 
     def take_probe(self, costs: CostModel) -> bool:
         """Whether a probe is due. If so, the caller makes it."""

@@ -167,7 +167,7 @@ def test_drafting_begins_again_when_acceptance_rises() -> None:
     drafts = [Draft(0.05) for _ in range(4)]
     loop = ClosedLoop(drafts, policies, STEP_COST)
     loop.run(10)
-    assert not policies[0]._statistics.pays
+    assert not any(policies[0]._statistics.pays.values())
     for draft in drafts:
         draft.alpha = 0.9
     loop.run(60)
@@ -181,6 +181,20 @@ def test_drafting_begins_again_when_sequences_end() -> None:
     loop.keep(2)
     loop.run(30)
     assert min(stream.gammas[-1] for stream in loop.streams) >= 3
+
+
+def test_drafting_begins_again_only_after_a_probe() -> None:
+    """Short texts begin and end all the time: with each change of B the gain may cross the limit."""
+    statistics, costs = AcceptanceStatistics(), CostModel()
+    for number in range(10_000):
+        active = 9 + number * 7 % 16
+        step = CostLine(0.02, 0.0002)
+        costs.add(JudgedRound(3, 3, 3, 2, (), 0.004, 0.02, step, active, 4 * active, active, 0.03), is_probe=False)
+    assert 15 <= costs.active <= 17
+    statistics.pays[costs.size] = False
+    assert statistics.choose(costs, CEILING) == 0
+    statistics.add(JudgedRound(PROBE_GAMMA))
+    assert statistics.choose(costs, CEILING) > 0
 
 
 def test_gamma_is_positive_for_a_verifier_without_published_cost() -> None:
