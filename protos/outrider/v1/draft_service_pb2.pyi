@@ -1,6 +1,7 @@
 import datetime
 
 from google.protobuf import duration_pb2 as _duration_pb2
+from protos.outrider.v1 import input_pb2 as _input_pb2
 from protos.outrider.v1 import model_pb2 as _model_pb2
 from protos.outrider.v1 import sampling_pb2 as _sampling_pb2
 from protos.outrider.v1 import speculation_pb2 as _speculation_pb2
@@ -66,12 +67,6 @@ class ChatPrompt(_message.Message):
     messages: _containers.RepeatedCompositeFieldContainer[ChatMessage]
     def __init__(self, messages: _Optional[_Iterable[_Union[ChatMessage, _Mapping]]] = ...) -> None: ...
 
-class TokenIds(_message.Message):
-    __slots__ = ("ids",)
-    IDS_FIELD_NUMBER: _ClassVar[int]
-    ids: _containers.RepeatedScalarFieldContainer[int]
-    def __init__(self, ids: _Optional[_Iterable[int]] = ...) -> None: ...
-
 class SpeculationParams(_message.Message):
     __slots__ = ("gamma", "report_rounds", "drafter", "draft_temperature", "policy", "max_entropy", "outcome_cache", "fixed_size")
     GAMMA_FIELD_NUMBER: _ClassVar[int]
@@ -101,11 +96,13 @@ class EmissionPrivacy(_message.Message):
     def __init__(self, frame_bytes: _Optional[int] = ..., pace: _Optional[_Union[datetime.timedelta, _duration_pb2.Duration, _Mapping]] = ...) -> None: ...
 
 class GenerateRequest(_message.Message):
-    __slots__ = ("request_id", "text", "token_ids", "chat", "committed_token_ids", "sampling", "max_new_tokens", "min_new_tokens", "stop_token_ids", "stop", "ignore_eos", "n", "logprobs", "time_limit", "speculation", "keep_special_tokens", "required_features", "weights_fingerprint", "cache_salt", "emission", "held_tokens")
+    __slots__ = ("request_id", "text", "token_ids", "chat", "audio", "features", "committed_token_ids", "sampling", "max_new_tokens", "min_new_tokens", "stop_token_ids", "stop", "ignore_eos", "n", "logprobs", "time_limit", "speculation", "keep_special_tokens", "required_features", "weights_fingerprint", "cache_salt", "emission", "held_tokens", "decoder_prompt_token_ids", "transcription")
     REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
     TEXT_FIELD_NUMBER: _ClassVar[int]
     TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
     CHAT_FIELD_NUMBER: _ClassVar[int]
+    AUDIO_FIELD_NUMBER: _ClassVar[int]
+    FEATURES_FIELD_NUMBER: _ClassVar[int]
     COMMITTED_TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
     SAMPLING_FIELD_NUMBER: _ClassVar[int]
     MAX_NEW_TOKENS_FIELD_NUMBER: _ClassVar[int]
@@ -123,10 +120,14 @@ class GenerateRequest(_message.Message):
     CACHE_SALT_FIELD_NUMBER: _ClassVar[int]
     EMISSION_FIELD_NUMBER: _ClassVar[int]
     HELD_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    DECODER_PROMPT_TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
+    TRANSCRIPTION_FIELD_NUMBER: _ClassVar[int]
     request_id: str
     text: str
-    token_ids: TokenIds
+    token_ids: _input_pb2.TokenIds
     chat: ChatPrompt
+    audio: _input_pb2.Audio
+    features: _input_pb2.LogMelFeatures
     committed_token_ids: _containers.RepeatedScalarFieldContainer[int]
     sampling: _sampling_pb2.SamplingParams
     max_new_tokens: int
@@ -144,7 +145,19 @@ class GenerateRequest(_message.Message):
     cache_salt: str
     emission: EmissionPrivacy
     held_tokens: int
-    def __init__(self, request_id: _Optional[str] = ..., text: _Optional[str] = ..., token_ids: _Optional[_Union[TokenIds, _Mapping]] = ..., chat: _Optional[_Union[ChatPrompt, _Mapping]] = ..., committed_token_ids: _Optional[_Iterable[int]] = ..., sampling: _Optional[_Union[_sampling_pb2.SamplingParams, _Mapping]] = ..., max_new_tokens: _Optional[int] = ..., min_new_tokens: _Optional[int] = ..., stop_token_ids: _Optional[_Iterable[int]] = ..., stop: _Optional[_Iterable[str]] = ..., ignore_eos: _Optional[bool] = ..., n: _Optional[int] = ..., logprobs: _Optional[_Union[_sampling_pb2.LogprobsParams, _Mapping]] = ..., time_limit: _Optional[_Union[datetime.timedelta, _duration_pb2.Duration, _Mapping]] = ..., speculation: _Optional[_Union[SpeculationParams, _Mapping]] = ..., keep_special_tokens: _Optional[bool] = ..., required_features: _Optional[_Iterable[str]] = ..., weights_fingerprint: _Optional[str] = ..., cache_salt: _Optional[str] = ..., emission: _Optional[_Union[EmissionPrivacy, _Mapping]] = ..., held_tokens: _Optional[int] = ...) -> None: ...
+    decoder_prompt_token_ids: _containers.RepeatedScalarFieldContainer[int]
+    transcription: Transcription
+    def __init__(self, request_id: _Optional[str] = ..., text: _Optional[str] = ..., token_ids: _Optional[_Union[_input_pb2.TokenIds, _Mapping]] = ..., chat: _Optional[_Union[ChatPrompt, _Mapping]] = ..., audio: _Optional[_Union[_input_pb2.Audio, _Mapping]] = ..., features: _Optional[_Union[_input_pb2.LogMelFeatures, _Mapping]] = ..., committed_token_ids: _Optional[_Iterable[int]] = ..., sampling: _Optional[_Union[_sampling_pb2.SamplingParams, _Mapping]] = ..., max_new_tokens: _Optional[int] = ..., min_new_tokens: _Optional[int] = ..., stop_token_ids: _Optional[_Iterable[int]] = ..., stop: _Optional[_Iterable[str]] = ..., ignore_eos: _Optional[bool] = ..., n: _Optional[int] = ..., logprobs: _Optional[_Union[_sampling_pb2.LogprobsParams, _Mapping]] = ..., time_limit: _Optional[_Union[datetime.timedelta, _duration_pb2.Duration, _Mapping]] = ..., speculation: _Optional[_Union[SpeculationParams, _Mapping]] = ..., keep_special_tokens: _Optional[bool] = ..., required_features: _Optional[_Iterable[str]] = ..., weights_fingerprint: _Optional[str] = ..., cache_salt: _Optional[str] = ..., emission: _Optional[_Union[EmissionPrivacy, _Mapping]] = ..., held_tokens: _Optional[int] = ..., decoder_prompt_token_ids: _Optional[_Iterable[int]] = ..., transcription: _Optional[_Union[Transcription, _Mapping]] = ...) -> None: ...
+
+class Transcription(_message.Message):
+    __slots__ = ("language", "task", "timestamps")
+    LANGUAGE_FIELD_NUMBER: _ClassVar[int]
+    TASK_FIELD_NUMBER: _ClassVar[int]
+    TIMESTAMPS_FIELD_NUMBER: _ClassVar[int]
+    language: str
+    task: str
+    timestamps: bool
+    def __init__(self, language: _Optional[str] = ..., task: _Optional[str] = ..., timestamps: _Optional[bool] = ...) -> None: ...
 
 class GenerateStarted(_message.Message):
     __slots__ = ("request_id", "prompt_token_ids", "seed", "weights_fingerprint", "rule", "max_new_tokens", "lossy", "drafter")
@@ -317,20 +330,22 @@ class GenerateResponse(_message.Message):
     def __init__(self, started: _Optional[_Union[GenerateStarted, _Mapping]] = ..., chunk: _Optional[_Union[GenerateChunk, _Mapping]] = ..., finished: _Optional[_Union[GenerateFinished, _Mapping]] = ..., padding: _Optional[_Iterable[bytes]] = ..., queue_position: _Optional[int] = ...) -> None: ...
 
 class OpenDraft(_message.Message):
-    __slots__ = ("prompt_token_ids", "committed_token_ids", "sampling", "required_features", "drafter", "draft_temperature")
+    __slots__ = ("prompt_token_ids", "committed_token_ids", "sampling", "required_features", "drafter", "draft_temperature", "encoder_input")
     PROMPT_TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
     COMMITTED_TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
     SAMPLING_FIELD_NUMBER: _ClassVar[int]
     REQUIRED_FEATURES_FIELD_NUMBER: _ClassVar[int]
     DRAFTER_FIELD_NUMBER: _ClassVar[int]
     DRAFT_TEMPERATURE_FIELD_NUMBER: _ClassVar[int]
+    ENCODER_INPUT_FIELD_NUMBER: _ClassVar[int]
     prompt_token_ids: _containers.RepeatedScalarFieldContainer[int]
     committed_token_ids: _containers.RepeatedScalarFieldContainer[int]
     sampling: _sampling_pb2.SamplingParams
     required_features: _containers.RepeatedScalarFieldContainer[str]
     drafter: Drafter
     draft_temperature: float
-    def __init__(self, prompt_token_ids: _Optional[_Iterable[int]] = ..., committed_token_ids: _Optional[_Iterable[int]] = ..., sampling: _Optional[_Union[_sampling_pb2.SamplingParams, _Mapping]] = ..., required_features: _Optional[_Iterable[str]] = ..., drafter: _Optional[_Union[Drafter, str]] = ..., draft_temperature: _Optional[float] = ...) -> None: ...
+    encoder_input: _input_pb2.EncoderInput
+    def __init__(self, prompt_token_ids: _Optional[_Iterable[int]] = ..., committed_token_ids: _Optional[_Iterable[int]] = ..., sampling: _Optional[_Union[_sampling_pb2.SamplingParams, _Mapping]] = ..., required_features: _Optional[_Iterable[str]] = ..., drafter: _Optional[_Union[Drafter, str]] = ..., draft_temperature: _Optional[float] = ..., encoder_input: _Optional[_Union[_input_pb2.EncoderInput, _Mapping]] = ...) -> None: ...
 
 class Advance(_message.Message):
     __slots__ = ("round", "base_length", "committed_token_ids", "gamma")

@@ -26,6 +26,12 @@ class ErrorReason(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
     ERROR_REASON_UNAUTHENTICATED: _ClassVar[ErrorReason]
     ERROR_REASON_PERMISSION_DENIED: _ClassVar[ErrorReason]
     ERROR_REASON_STEP_FAILED: _ClassVar[ErrorReason]
+
+class EncoderKind(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
+    __slots__ = ()
+    ENCODER_KIND_UNSPECIFIED: _ClassVar[EncoderKind]
+    ENCODER_KIND_TEXT: _ClassVar[EncoderKind]
+    ENCODER_KIND_SPEECH: _ClassVar[EncoderKind]
 ERROR_REASON_UNSPECIFIED: ErrorReason
 ERROR_REASON_INVALID_FIELD: ErrorReason
 ERROR_REASON_OUT_OF_ORDER: ErrorReason
@@ -42,6 +48,9 @@ ERROR_REASON_INTERNAL: ErrorReason
 ERROR_REASON_UNAUTHENTICATED: ErrorReason
 ERROR_REASON_PERMISSION_DENIED: ErrorReason
 ERROR_REASON_STEP_FAILED: ErrorReason
+ENCODER_KIND_UNSPECIFIED: EncoderKind
+ENCODER_KIND_TEXT: EncoderKind
+ENCODER_KIND_SPEECH: EncoderKind
 
 class Limits(_message.Message):
     __slots__ = ("max_gamma", "max_support", "max_message_bytes", "max_sequences", "max_sequence_tokens", "max_outstanding", "max_samples", "max_stop_strings", "max_stop_string_chars", "max_stop_token_ids")
@@ -67,8 +76,26 @@ class Limits(_message.Message):
     max_stop_token_ids: int
     def __init__(self, max_gamma: _Optional[int] = ..., max_support: _Optional[int] = ..., max_message_bytes: _Optional[int] = ..., max_sequences: _Optional[int] = ..., max_sequence_tokens: _Optional[int] = ..., max_outstanding: _Optional[int] = ..., max_samples: _Optional[int] = ..., max_stop_strings: _Optional[int] = ..., max_stop_string_chars: _Optional[int] = ..., max_stop_token_ids: _Optional[int] = ...) -> None: ...
 
+class EncoderInfo(_message.Message):
+    __slots__ = ("kind", "max_positions", "mels", "frames", "sample_rate", "decoder_prompt_token_ids", "first_timestamp_token_id")
+    KIND_FIELD_NUMBER: _ClassVar[int]
+    MAX_POSITIONS_FIELD_NUMBER: _ClassVar[int]
+    MELS_FIELD_NUMBER: _ClassVar[int]
+    FRAMES_FIELD_NUMBER: _ClassVar[int]
+    SAMPLE_RATE_FIELD_NUMBER: _ClassVar[int]
+    DECODER_PROMPT_TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
+    FIRST_TIMESTAMP_TOKEN_ID_FIELD_NUMBER: _ClassVar[int]
+    kind: EncoderKind
+    max_positions: int
+    mels: int
+    frames: int
+    sample_rate: int
+    decoder_prompt_token_ids: _containers.RepeatedScalarFieldContainer[int]
+    first_timestamp_token_id: int
+    def __init__(self, kind: _Optional[_Union[EncoderKind, str]] = ..., max_positions: _Optional[int] = ..., mels: _Optional[int] = ..., frames: _Optional[int] = ..., sample_rate: _Optional[int] = ..., decoder_prompt_token_ids: _Optional[_Iterable[int]] = ..., first_timestamp_token_id: _Optional[int] = ...) -> None: ...
+
 class ModelInfo(_message.Message):
-    __slots__ = ("name", "weights_fingerprint", "vocabulary_fingerprint", "vocab_size", "logits_size", "context_length", "eos_token_ids", "protocol_version", "features", "rules", "default_rule", "noise_version", "limits", "dtype", "device", "server_version", "has_chat_template", "lossy_rules")
+    __slots__ = ("name", "weights_fingerprint", "vocabulary_fingerprint", "vocab_size", "logits_size", "context_length", "eos_token_ids", "protocol_version", "features", "rules", "default_rule", "noise_version", "limits", "dtype", "device", "server_version", "has_chat_template", "lossy_rules", "encoder")
     NAME_FIELD_NUMBER: _ClassVar[int]
     WEIGHTS_FINGERPRINT_FIELD_NUMBER: _ClassVar[int]
     VOCABULARY_FINGERPRINT_FIELD_NUMBER: _ClassVar[int]
@@ -87,6 +114,7 @@ class ModelInfo(_message.Message):
     SERVER_VERSION_FIELD_NUMBER: _ClassVar[int]
     HAS_CHAT_TEMPLATE_FIELD_NUMBER: _ClassVar[int]
     LOSSY_RULES_FIELD_NUMBER: _ClassVar[int]
+    ENCODER_FIELD_NUMBER: _ClassVar[int]
     name: str
     weights_fingerprint: str
     vocabulary_fingerprint: str
@@ -105,4 +133,5 @@ class ModelInfo(_message.Message):
     server_version: str
     has_chat_template: bool
     lossy_rules: _containers.RepeatedScalarFieldContainer[_sampling_pb2.AcceptanceRule]
-    def __init__(self, name: _Optional[str] = ..., weights_fingerprint: _Optional[str] = ..., vocabulary_fingerprint: _Optional[str] = ..., vocab_size: _Optional[int] = ..., logits_size: _Optional[int] = ..., context_length: _Optional[int] = ..., eos_token_ids: _Optional[_Iterable[int]] = ..., protocol_version: _Optional[int] = ..., features: _Optional[_Iterable[str]] = ..., rules: _Optional[_Iterable[_Union[_sampling_pb2.AcceptanceRule, str]]] = ..., default_rule: _Optional[_Union[_sampling_pb2.AcceptanceRule, str]] = ..., noise_version: _Optional[int] = ..., limits: _Optional[_Union[Limits, _Mapping]] = ..., dtype: _Optional[str] = ..., device: _Optional[str] = ..., server_version: _Optional[str] = ..., has_chat_template: _Optional[bool] = ..., lossy_rules: _Optional[_Iterable[_Union[_sampling_pb2.AcceptanceRule, str]]] = ...) -> None: ...
+    encoder: EncoderInfo
+    def __init__(self, name: _Optional[str] = ..., weights_fingerprint: _Optional[str] = ..., vocabulary_fingerprint: _Optional[str] = ..., vocab_size: _Optional[int] = ..., logits_size: _Optional[int] = ..., context_length: _Optional[int] = ..., eos_token_ids: _Optional[_Iterable[int]] = ..., protocol_version: _Optional[int] = ..., features: _Optional[_Iterable[str]] = ..., rules: _Optional[_Iterable[_Union[_sampling_pb2.AcceptanceRule, str]]] = ..., default_rule: _Optional[_Union[_sampling_pb2.AcceptanceRule, str]] = ..., noise_version: _Optional[int] = ..., limits: _Optional[_Union[Limits, _Mapping]] = ..., dtype: _Optional[str] = ..., device: _Optional[str] = ..., server_version: _Optional[str] = ..., has_chat_template: _Optional[bool] = ..., lossy_rules: _Optional[_Iterable[_Union[_sampling_pb2.AcceptanceRule, str]]] = ..., encoder: _Optional[_Union[EncoderInfo, _Mapping]] = ...) -> None: ...

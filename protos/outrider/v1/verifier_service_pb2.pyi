@@ -1,3 +1,4 @@
+from protos.outrider.v1 import input_pb2 as _input_pb2
 from protos.outrider.v1 import model_pb2 as _model_pb2
 from protos.outrider.v1 import sampling_pb2 as _sampling_pb2
 from protos.outrider.v1 import speculation_pb2 as _speculation_pb2
@@ -20,7 +21,7 @@ NOTICE_KIND_QUEUED: NoticeKind
 NOTICE_KIND_DRAINING: NoticeKind
 
 class OpenSequence(_message.Message):
-    __slots__ = ("prompt_token_ids", "committed_token_ids", "sampling", "max_new_tokens", "min_new_tokens", "stop_token_ids", "ignore_eos", "logprobs", "required_features", "weights_fingerprint", "request_id", "cache_salt", "reopened", "request_bytes", "response_bytes", "isolated")
+    __slots__ = ("prompt_token_ids", "committed_token_ids", "sampling", "max_new_tokens", "min_new_tokens", "stop_token_ids", "ignore_eos", "logprobs", "required_features", "weights_fingerprint", "request_id", "cache_salt", "reopened", "request_bytes", "response_bytes", "isolated", "encoder_input")
     PROMPT_TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
     COMMITTED_TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
     SAMPLING_FIELD_NUMBER: _ClassVar[int]
@@ -37,6 +38,7 @@ class OpenSequence(_message.Message):
     REQUEST_BYTES_FIELD_NUMBER: _ClassVar[int]
     RESPONSE_BYTES_FIELD_NUMBER: _ClassVar[int]
     ISOLATED_FIELD_NUMBER: _ClassVar[int]
+    ENCODER_INPUT_FIELD_NUMBER: _ClassVar[int]
     prompt_token_ids: _containers.RepeatedScalarFieldContainer[int]
     committed_token_ids: _containers.RepeatedScalarFieldContainer[int]
     sampling: _sampling_pb2.SamplingParams
@@ -53,7 +55,8 @@ class OpenSequence(_message.Message):
     request_bytes: int
     response_bytes: int
     isolated: bool
-    def __init__(self, prompt_token_ids: _Optional[_Iterable[int]] = ..., committed_token_ids: _Optional[_Iterable[int]] = ..., sampling: _Optional[_Union[_sampling_pb2.SamplingParams, _Mapping]] = ..., max_new_tokens: _Optional[int] = ..., min_new_tokens: _Optional[int] = ..., stop_token_ids: _Optional[_Iterable[int]] = ..., ignore_eos: _Optional[bool] = ..., logprobs: _Optional[_Union[_sampling_pb2.LogprobsParams, _Mapping]] = ..., required_features: _Optional[_Iterable[str]] = ..., weights_fingerprint: _Optional[str] = ..., request_id: _Optional[str] = ..., cache_salt: _Optional[str] = ..., reopened: _Optional[bool] = ..., request_bytes: _Optional[int] = ..., response_bytes: _Optional[int] = ..., isolated: _Optional[bool] = ...) -> None: ...
+    encoder_input: _input_pb2.EncoderInput
+    def __init__(self, prompt_token_ids: _Optional[_Iterable[int]] = ..., committed_token_ids: _Optional[_Iterable[int]] = ..., sampling: _Optional[_Union[_sampling_pb2.SamplingParams, _Mapping]] = ..., max_new_tokens: _Optional[int] = ..., min_new_tokens: _Optional[int] = ..., stop_token_ids: _Optional[_Iterable[int]] = ..., ignore_eos: _Optional[bool] = ..., logprobs: _Optional[_Union[_sampling_pb2.LogprobsParams, _Mapping]] = ..., required_features: _Optional[_Iterable[str]] = ..., weights_fingerprint: _Optional[str] = ..., request_id: _Optional[str] = ..., cache_salt: _Optional[str] = ..., reopened: _Optional[bool] = ..., request_bytes: _Optional[int] = ..., response_bytes: _Optional[int] = ..., isolated: _Optional[bool] = ..., encoder_input: _Optional[_Union[_input_pb2.EncoderInput, _Mapping]] = ...) -> None: ...
 
 class Decode(_message.Message):
     __slots__ = ("round", "base_length", "prefix_hash", "num_tokens", "seen_round")
