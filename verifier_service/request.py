@@ -7,6 +7,8 @@ that need the state of the sequence, such as its base, are in `TargetSequence`.
 import time
 from dataclasses import dataclass, field, replace
 
+from torch import Tensor
+
 from kernels.adjustments import LogitRules
 from kernels.dense import EXCLUDED, DraftLogits
 from kernels.sparse import SparseDistribution, validate
@@ -36,6 +38,8 @@ class Opening:
     Attributes:
         resumed: it was in progress at another verifier.
         isolated: until its first verdict it runs in steps of its own.
+        encoder_input: of an encoder–decoder model: token ids `[S]`, or log-Mel features `[mels, frames]`; `prompt` is
+            then that of the decoder.
     """
 
     request_id: str
@@ -51,6 +55,7 @@ class Opening:
     response_bytes: int = 0  # each response is padded to a multiple of this; 0: no padding
     resumed: bool = False
     isolated: bool = False
+    encoder_input: Tensor | None = field(default=None, repr=False, compare=False)
 
 
 @dataclass(frozen=True, slots=True)

@@ -10,10 +10,12 @@ import time
 from abc import ABC, abstractmethod
 from collections.abc import Awaitable, Sequence
 from concurrent.futures import Executor
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from enum import StrEnum
 from functools import cached_property
 from itertools import chain, islice
+
+from torch import Tensor
 
 from kernels.adjustments import LogitRules
 from kernels.dense import DraftLogits
@@ -79,6 +81,8 @@ class DraftSequence:
         uses_outcome_cache: whether the drafter may draft while a verdict is on its way.
         max_entropy: nats. A proposal ends before a token whose q has a higher entropy, but has at least one token.
             Drafters without distributions ignore it. None is no bound.
+        encoder_input: of an encoder–decoder draft: token ids `[S]`, or log-Mel features `[mels, frames]`; `prompt` is
+            then that of the decoder.
     """
 
     prompt: Sequence[int]
@@ -91,6 +95,7 @@ class DraftSequence:
     draft_temperature: float | None = None
     uses_outcome_cache: bool = True
     max_entropy: float | None = None
+    encoder_input: Tensor | None = field(default=None, repr=False, compare=False)
 
     def after(self, written: Sequence[int]) -> "DraftSequence":
         """The same sequence with more committed tokens."""
