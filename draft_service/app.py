@@ -23,8 +23,9 @@ from kernels.sparse import SparseConfig
 from kernels.verify import implementation_for
 from outrider.rpc.errors import internal
 from outrider.rpc.tls import TLS, ChannelTLS
+from outrider.runtime.checkpoint import vocabulary_size
 from outrider.runtime.cuda_graph import Capturer
-from outrider.runtime.loader import LoadedModel, vocabulary_size
+from outrider.runtime.loader import LoadedModel
 from outrider.runtime.tokenizer import Tokenizer
 from outrider.service.lifecycle import Service, Warm, in_thread
 from outrider.service.loading import (

@@ -12,8 +12,8 @@ from kernels import paths
 from kernels.paths import PathUnavailable, VerifyPath, choose, try_out
 from kernels.verify import Rule
 from outrider.rpc.errors import RequestError, internal
+from outrider.runtime.checkpoint import vocabulary_size
 from outrider.runtime.device import find_device
-from outrider.runtime.loader import vocabulary_size
 from outrider.runtime.tensor_parallel import TensorParallel, read_ranks
 from outrider.service.lifecycle import Service, Warm, in_thread
 from outrider.service.loading import (

@@ -16,8 +16,8 @@ from kernels.verify import Rule, VerifyResult
 from outrider.rpc.errors import RequestError, internal, unavailable, yielded
 from outrider.runtime.block_pool import PoolCorrupted
 from outrider.runtime.engine import Engine
-from outrider.runtime.kv_cache import PrefixCache
 from outrider.runtime.model_runner import Chunk, ModelRunner
+from outrider.runtime.prefix_cache import PrefixCache
 from outrider.service.best_effort import Component
 from outrider.service.cost_model import FittedCost
 from protos.outrider.v1 import model_pb2, speculation_pb2, verifier_service_pb2
@@ -153,7 +153,8 @@ class VerifierEngine(Engine[Message, TargetWork, StepResult]):
         self.runner = TargetRunner(model_runner, vocab_size=model.vocab_size, verify_path=verify_path)
         self.observer = observer
         self.flush: Callable[[], None] = lambda: None
-        self.prefixes = PrefixCache(model_runner.pool, enabled=prefix_cache)
+        # With an encoder, keys and values of a prefix depend on its input too.
+        self.prefixes = PrefixCache(model_runner.pool, enabled=prefix_cache and model_runner.loaded.encoder is None)
         self.cost: FittedCost  # of steps; set by `prepare`
         self.scheduler = Scheduler(
             model_runner.pool,
@@ -167,12 +168,12 @@ class VerifierEngine(Engine[Message, TargetWork, StepResult]):
 
     def prepare(self) -> None:
         """Times forward passes of one token and of the longest round, on the engine's thread."""
-        widths = {1, min(self._model.limits.max_gamma + 1, self.model_runner.pool.max_length)}
+        widths = {1, min(self._model.limits.max_gamma + 1, self.model_runner.max_length)}
         self.cost = FittedCost([(width, self._trial(width)) for width in widths for _ in range(TRIALS)])
 
     def _trial(self, width: int) -> float:
         """Seconds of a forward pass over `width` tokens of one sequence."""
-        slot = self.model_runner.pool.allocate()
+        slot = self.model_runner.allocate_for_trial()
         try:
             return self.runner([Chunk(slot, [0] * width, 0, 0)], []).forward_seconds
         finally:
@@ -270,7 +271,12 @@ class VerifierEngine(Engine[Message, TargetWork, StepResult]):
 
     def forward(self, work: Sequence[TargetWork]) -> StepResult:
         proposals = [item.sequence.proposed(item.round) for item in work if item.round is not None]
-        return self.runner([item.chunk for item in work], proposals)
+        encoder_inputs = [
+            (item.chunk.slot, inputs)
+            for item in work
+            if item.encodes and (inputs := item.sequence.opening.encoder_input) is not None
+        ]
+        return self.runner([item.chunk for item in work], proposals, encoder_inputs)
 
     def fail(self, work: TargetWork, error: Exception, *, is_own: bool) -> None:
         if is_own:
@@ -385,7 +391,7 @@ class Step:
         tokens: tokens in its forward pass.
         sequences: sequences in it.
         judged: committed rounds, in order.
-        is_of_rounds: whether it had rounds and no prompt tokens.
+        is_of_rounds: whether it had rounds, and neither prompt tokens nor an encoder.
     """
 
     def __init__(self, work: Sequence[TargetWork], output: StepResult) -> None:
@@ -395,7 +401,7 @@ class Step:
         self.verify_seconds = output.verify_seconds
         self.judged: list[JudgedRound] = []
         self.has_rounds = bool(output.proposals)
-        self.is_of_rounds = self.has_rounds and all(item.chunk.logits_from == 0 for item in work)
+        self.is_of_rounds = self.has_rounds and all(item.chunk.logits_from == 0 and not item.encodes for item in work)
 
     @property
     def seconds(self) -> float:

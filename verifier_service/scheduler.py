@@ -1,6 +1,7 @@
 """The scheduler: which sequences run, which wait, and the batch of each step. Belongs to the engine's thread.
 
-A step takes rounds that are ready, then pieces of prompts, up to a budget of tokens. Sequences take turns. A sequence
+A step takes rounds that are ready, then pieces of prompts, up to a budget of tokens, and runs one encoder at most.
+Sequences take turns. A sequence
 starts when there are free blocks for all its tokens. When blocks run out, the newest sequences are preempted and run
 again later. The oldest always continues, so every sequence ends.
 """
@@ -8,10 +9,12 @@ again later. The oldest always continues, so every sequence ends.
 import time
 from collections import deque
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
-from outrider.runtime.kv_cache import KVPool, PrefixCache, grow_with_preemption
+from outrider.runtime.encoder_decoder import encoder_length
+from outrider.runtime.kv_cache import KVPool, grow_with_preemption
 from outrider.runtime.model_runner import Chunk
+from outrider.runtime.prefix_cache import PrefixCache
 from outrider.service.best_effort import Component
 from verifier_service.request import Round
 from verifier_service.sequence import TargetSequence
@@ -31,11 +34,17 @@ _Ready = tuple[TargetSequence, Round | None]
 
 @dataclass(frozen=True, slots=True)
 class TargetWork:
-    """One sequence's share of a step; `round` is None for a piece of a prompt."""
+    """One sequence's share of a step.
+
+    Attributes:
+        round: None for a piece of a prompt.
+        encodes: whether its encoder runs first.
+    """
 
     sequence: TargetSequence
     round: Round | None
     chunk: Chunk
+    encodes: bool = False
 
 
 @dataclass(slots=True)
@@ -172,18 +181,22 @@ class Scheduler:
             order.sort(key=lambda item: item[0].arrival)
             self.is_short = False
         plan = Plan()
+        has_encoder = False
         budget = self._max_batch_tokens
         reserved = int(PROMPT_SHARE * budget) if prompts else 0
         for sequence, round_ in order:
             is_prompt = self._behind(sequence) > 1
             left = budget if is_prompt else budget - reserved
-            if left < 1 and plan.work:
+            encodes = self._lacks_encoder(sequence)
+            if (left < 1 and plan.work) or (encodes and has_encoder):
                 continue
             if not self._has_blocks(sequence, round_, plan):
                 self.is_short = True
                 continue
             work = self._cut(sequence, round_, left, must=not plan.work)
             if work is not None:
+                if encodes:
+                    work, has_encoder = replace(work, encodes=True), True
                 budget -= len(work.chunk.tokens)
                 plan.work.append(work)
         if plan.work:
@@ -212,6 +225,13 @@ class Scheduler:
             return None
         return TargetWork(sequence, None, Chunk(sequence.slot, sequence.tokens[start : start + piece], start, piece))
 
+    def _lacks_encoder(self, sequence: TargetSequence) -> bool:
+        """Whether the sequence's encoder has to run."""
+        if sequence.opening.encoder_input is None or sequence.slot is None:
+            return False
+        encoder_slot = self._pool.encoder_slot(sequence.slot)
+        return encoder_slot is None or not self._pool.length(encoder_slot)
+
     def _behind(self, sequence: TargetSequence) -> int:
         """Tokens that are not in the KV cache."""
         assert sequence.slot is not None
@@ -228,7 +248,10 @@ class Scheduler:
         length = len(sequence.tokens) + (0 if round_ is None else len(sequence.drafted(round_)))
         # A new sequence leaves each other one a block to grow, or it would soon be preempted itself.
         spare = self._pool.holders if begins else 0
-        given = grow_with_preemption(self._pool, slot, length, self._victims(sequence, plan), spare=spare)
+        given = grow_with_preemption(
+            self._pool, slot, length, self._victims(sequence, plan),
+            spare=spare, encoder_length=encoder_length(sequence.opening.encoder_input),
+        )  # fmt: skip
         if given is None:
             if begins:
                 self._pool.rollback(slot, 0)

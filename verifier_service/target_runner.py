@@ -24,7 +24,7 @@ class StepResult:
     Attributes:
         proposals: the judged proposals.
         results: one for each proposal, in order.
-        forward_seconds: of the forward pass.
+        forward_seconds: of the forward pass, and of encoders.
         verify_seconds: of the verification and the transfer of its results.
     """
 
@@ -49,23 +49,33 @@ class TargetRunner:
         self._verify_path = verify_path
 
     @torch.inference_mode()
-    def __call__(self, chunks: Sequence[Chunk], proposals: Sequence[Proposed]) -> StepResult:
+    def __call__(
+        self,
+        chunks: Sequence[Chunk],
+        proposals: Sequence[Proposed],
+        encoder_inputs: Sequence[tuple[int, Tensor]] = (),
+    ) -> StepResult:
         """Runs the chunks in one forward pass, and judges the proposals with the rows of logits, in order.
 
-        If it raises, all slots keep their lengths.
+        `encoder_inputs` are slots whose encoder runs first, each with its input. If it raises, all slots keep their
+        lengths.
 
         Raises:
             ValueError, PoolExhausted: see `ModelRunner.forward`.
         """
         try:
-            return self._run(chunks, proposals)
+            return self._run(chunks, proposals, encoder_inputs)
         except Exception:
             for chunk in chunks:  # the forward pass may have lengthened them
                 self._model_runner.pool.rollback(chunk.slot, chunk.start)
             raise
 
-    def _run(self, chunks: Sequence[Chunk], proposals: Sequence[Proposed]) -> StepResult:
+    def _run(
+        self, chunks: Sequence[Chunk], proposals: Sequence[Proposed], encoder_inputs: Sequence[tuple[int, Tensor]]
+    ) -> StepResult:
         clock = _clock(self._model_runner.loaded.device)
+        for slot, inputs in encoder_inputs:
+            self._model_runner.encode(slot, inputs)
         logits = self._model_runner.forward(chunks)
         clock.mark()
         results = verify(logits[:, : self._vocab_size], proposals, self._verify_path) if proposals else []

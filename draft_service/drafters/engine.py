@@ -19,6 +19,7 @@ from kernels.sampling import UNSURE, Draw, sample
 from kernels.sigmoid import draft_logits
 from kernels.sparse import SparseConfig
 from outrider.runtime.decode_loop import DecodeLoop
+from outrider.runtime.encoder_decoder import encoder_length
 from outrider.runtime.engine import Engine
 from outrider.runtime.kv_cache import grow_with_preemption
 from outrider.runtime.model_runner import Chunk, ModelRunner
@@ -66,7 +67,7 @@ class DraftEngine(Engine[Propose | Close, DraftWork, list[Drawn]]):
         self._busy: list[ModelSequence] = []  # with a round in progress, in the order of requests
         self._held: dict[ModelSequence, None] = {}  # with a slot, by the time of the last request
         width = BRANCHES_ON_CPU if model_runner.loaded.device.type == "cpu" else BRANCHES_ELSEWHERE
-        self.cache = OutcomeCache(model_runner.pool, width=width)
+        self.cache = OutcomeCache(model_runner.pool, width=width, max_length=model_runner.max_length)
 
     # ------------------------------------------------------------------------------------------------------- receive
 
@@ -125,22 +126,27 @@ class DraftEngine(Engine[Propose | Close, DraftWork, list[Drawn]]):
     def schedule(self) -> list[DraftWork]:
         work: list[DraftWork] = []
         budget = self._prefill_tokens
+        has_encoder = False
         for sequence in list(self._busy):
             try:
-                item = self._work_of(sequence, budget)
+                item = self._work_of(sequence, budget, may_encode=not has_encoder)
             except Exception as error:
                 self._end(sequence, error)
                 continue
             if item is not None:
                 budget -= item.chunk.logits_from
+                has_encoder |= item.encodes
                 work.append(item)
         if not work:
             return self._call_cache(lambda: self.cache.work(time.perf_counter()), [])
         return work if self.staging is None else self.staging.add_guesses(work)
 
-    def _work_of(self, sequence: ModelSequence, budget: int) -> DraftWork | None:
+    def _work_of(self, sequence: ModelSequence, budget: int, *, may_encode: bool) -> DraftWork | None:
         """A sequence's share of the next step, with at most `budget` tokens of prompt; None if it has to wait."""
         assert sequence.slot is not None
+        encodes = self.model_runner.lacks_encoder(sequence.slot)
+        if encodes and not may_encode:
+            return None
         start = self.model_runner.pool.length(sequence.slot)
         behind = len(sequence.tokens) - start  # at least 1: the last token has never run
         piece = min(behind - 1, budget)
@@ -150,7 +156,7 @@ class DraftEngine(Engine[Propose | Close, DraftWork, list[Drawn]]):
         if end == start or not self._has_blocks(sequence, end):
             return None
         tokens = sequence.tokens[start:] if draws else sequence.tokens[start : start + piece]
-        return DraftWork(sequence, Chunk(sequence.slot, tokens, start, piece), draws)
+        return DraftWork(sequence, Chunk(sequence.slot, tokens, start, piece), draws, encodes=encodes)
 
     def idle(self) -> float | None:
         return LEAVING_SECONDS if self.cache.leaving else None
@@ -158,14 +164,15 @@ class DraftEngine(Engine[Propose | Close, DraftWork, list[Drawn]]):
     def _has_blocks(self, sequence: ModelSequence, end: int) -> bool:
         """Grows the sequence. If the pool is full, preempts sequences that wait for a verdict, then later requests."""
         assert sequence.slot is not None
-        if self.model_runner.pool.blocks_needed(sequence.slot, end) <= self.model_runner.pool.blocks.num_free:
-            self.model_runner.pool.grow(sequence.slot, end)
+        slot, positions = sequence.slot, encoder_length(sequence.opening.encoder_input)
+        if grow_with_preemption(self.model_runner.pool, slot, end, encoder_length=positions) is not None:
             return True
         self.cache.reset()
         idle = [each for each in self._held if each.done is None]
         later = self._busy[self._busy.index(sequence) + 1 :]
         victims = [each.slot for each in (*idle, *reversed(later)) if each.slot is not None]
-        return grow_with_preemption(self.model_runner.pool, sequence.slot, end, victims) is not None
+        pool = self.model_runner.pool
+        return grow_with_preemption(pool, slot, end, victims, encoder_length=positions) is not None
 
     def forward(self, work: Sequence[DraftWork]) -> list[Drawn]:
         """The tokens drawn for each work: none, one, or the rest of its proposal."""
@@ -179,6 +186,9 @@ class DraftEngine(Engine[Propose | Close, DraftWork, list[Drawn]]):
 
     def draw(self, work: Sequence[DraftWork]) -> list[Drawn]:
         """As `forward`. If it raises, slots may have changed their length."""
+        for item in work:
+            if item.encodes and item.sequence.opening.encoder_input is not None:
+                self.model_runner.encode(item.chunk.slot, item.sequence.opening.encoder_input)
         decoded = self._decode(work)
         if decoded is not None:
             return decoded

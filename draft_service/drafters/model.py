@@ -37,7 +37,7 @@ class _ModelDrafting(Drafting):
     def __init__(self, engine: DraftEngine, sequence: ModelSequence) -> None:
         self._engine = engine
         self._sequence = sequence
-        self._capacity = engine.model_runner.pool.max_length + 1  # the last drafted token never runs
+        self._capacity = engine.model_runner.max_length + 1  # the last drafted token never runs
         self._vocab_size = engine.model_runner.loaded.vocab_size
         self._committed: list[int] = []
         self._loop = asyncio.get_running_loop()

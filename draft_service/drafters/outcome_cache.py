@@ -198,12 +198,12 @@ class Entry:
 class OutcomeCache:
     """The branches of all sequences that wait for a verdict. Belongs to the engine's thread."""
 
-    def __init__(self, pool: KVPool, *, width: int) -> None:
-        """`width` is the most branches in one step."""
+    def __init__(self, pool: KVPool, *, width: int, max_length: int) -> None:
+        """`width` is the most branches in one step, `max_length` the most tokens of a sequence."""
         self.spare, self.width = SpareTime(), width
         self.entries: dict[ModelSequence, Entry] = {}
         self.leaving: dict[ModelSequence, float] = {}  # sequences without an entry yet, and when their proposals left
-        self._pool = pool
+        self._pool, self._max_length = pool, max_length
         self._slots: set[int] = set()  # of branches
         self._predictors: dict[Hashable, Predictor] = {}
         self._trials = defaultdict[Hashable, Trial](Trial)
@@ -337,7 +337,7 @@ class OutcomeCache:
         entry.branches[outcome.accepted, outcome.token] = branch
         end = branch.base + entry.wanted(branch) - 1
         free = self._pool.blocks.num_free - RESERVE * self._pool.blocks.count
-        if end > self._pool.max_length or self._pool.blocks_needed(slot, end) > free:
+        if end > self._max_length or self._pool.blocks_needed(slot, end) > free:
             entry.outcomes = []
             return None
         self._pool.grow(slot, end)

@@ -238,12 +238,14 @@ class DraftWork:
         chunk: the tokens to run, with the guesses after them that the draft model knows.
         draws: False for a piece of a prompt that is not the last.
         guesses: in staged drafting: tokens for this step to judge.
+        encodes: whether its encoder runs first.
     """
 
     sequence: ModelSequence
     chunk: Chunk
     draws: bool
     guesses: Guesses = field(default_factory=list)
+    encodes: bool = False
 
     @property
     def rows(self) -> int:

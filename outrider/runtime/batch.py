@@ -27,15 +27,12 @@ class Chunk:
         tokens: at least one.
         start: the position of the first token; must equal the pool's length of the slot.
         logits_from: index in the chunk of the first token whose logits are returned; `len(tokens)` returns none.
-        encoder_slot: holds the keys and values of cross-attention (`outrider.runtime.encoder_decoder`); None for a
-            model without an encoder.
     """
 
     slot: int
     tokens: Sequence[int]
     start: int
     logits_from: int
-    encoder_slot: int | None = None
 
 
 @dataclass(slots=True)
@@ -109,7 +106,6 @@ def pack(
     pool: KVPool,
     masks: CausalMasks,
     later_rows: Sequence[int] = (),
-    encoder_slots: Sequence[int | None] = (),
 ) -> PackedBatch:
     """Packs (slot, start, count) spans in order; `later_rows` is how many rows each will have in later batches."""
     batch = PackedBatch([], [], 0, [], pool.dtype, masks, pool)
@@ -118,8 +114,7 @@ def pack(
         batch.starts.append(start)
         batch.counts.append(count)
         batch.rows += count
-    for encoder_slot in encoder_slots:
-        if encoder_slot is not None:
+        if (encoder_slot := pool.encoder_slot(slot)) is not None:
             length = pool.length(encoder_slot)
             batch.encoded.append(pool.views(encoder_slot, length, length))
     return batch

@@ -64,10 +64,10 @@ class DecodeLoop:
         model_runner.check(chunks)
         for chunk, own in zip(chunks, draws, strict=True):
             rows = len(chunk.tokens) + len(own) - 1
-            if chunk.start + rows > pool.max_length:
+            if chunk.start + rows > model_runner.max_length:
                 raise ValueError(
                     f"slot {chunk.slot} holds {chunk.start} positions and gets {rows} more; the limit is "
-                    f"{pool.max_length}"
+                    f"{model_runner.max_length}"
                 )
         if (why := self.obstacle(draws)) is not None:
             raise ValueError(f"the decode loop of {model_runner.loaded.name} does not support {why}")
@@ -126,7 +126,7 @@ class DecodeLoop:
         size = DecodeLoopSize(
             sequences=sequences,
             tokens=tokens,
-            max_length=model_runner.pool.max_length,
+            max_length=model_runner.max_length,
             block_tokens=model_runner.pool.block_tokens,
             vocab_size=self.vocab_size,
             logits_size=model_runner.loaded.vocab_size,

@@ -1,9 +1,10 @@
 """Encoder–decoder models: the encoder runs once per sequence, the decoder in packed batches.
 
-A sequence has two slots of one KV pool. The encoder's slot holds the keys and values that cross-attention computes from
-the encoder's output, one position per row of that output, in the layers of the decoder. It is filled by one pass and
-never grows. The decoder's slot is that of any sequence. Each decoder pass gets an encoder output of one zero row, since
-transformers projects it anew in every layer; the attention reads the encoder's slot in its place.
+A sequence has two slots of one KV pool (`KVPool.add_encoder`). The encoder's slot holds the keys and values that
+cross-attention computes from the encoder's output, one position per row of that output, in the layers of the decoder.
+It is filled by one pass and never grows. The decoder's slot is that of any sequence. Each decoder pass gets an encoder
+output of one zero row, since transformers projects it anew in every layer; the attention reads the encoder's slot in
+its place.
 """
 
 from dataclasses import dataclass
@@ -70,6 +71,13 @@ class EncoderPass:
             new[0].copy_(key[0])
             new[1].copy_(value[0])
         return query.transpose(1, 2)
+
+
+def encoder_length(inputs: Tensor | None) -> int:
+    """Positions of the encoder's output for token ids `[S]`, features `[mels, frames]`, or no input: 0."""
+    if inputs is None:
+        return 0
+    return len(inputs) if inputs.dim() == 1 else inputs.shape[1] // 2  # Whisper's second convolution has stride 2
 
 
 def is_cross(module: Any) -> bool:
@@ -152,6 +160,11 @@ class EncoderDecoder:
         output = encoder(inputs.to(device).unsqueeze(0), **batch).last_hidden_state
         assert isinstance(output, Tensor)
         return output
+
+    def smallest(self) -> Tensor:
+        """An input of the encoder for trials: one token, or silence."""
+        info = self.info
+        return torch.zeros(1, dtype=torch.int64) if info.kind == TEXT else torch.zeros(info.mels, info.frames)
 
     @torch.inference_mode()
     def fill(self, pool: KVPool, slot: int, inputs: Tensor) -> None:

@@ -1,4 +1,4 @@
-"""The KV cache of many sequences: block tables, lengths, and shared prefixes.
+"""The KV cache of many sequences: block tables and lengths.
 
 A slot is one sequence: a block table and a length. A sequence takes blocks as it grows, and releases them when it is
 rolled back. Sequences with a common prefix share blocks; a shared block is copied before a write. Paged attention reads
@@ -6,14 +6,15 @@ a sequence by its block table. Attention on a CPU needs contiguous memory: where
 always, see `outrider.runtime.block_pool`) it gets views; otherwise the blocks are gathered for the pass, and new keys
 and values are scattered back.
 
-One thread owns a pool, and no method locks. Only `PrefixCache.find` may be called from any thread.
+A sequence of an encoder–decoder model has a second slot: that of its encoder, with the keys and values of
+cross-attention. The encoder's slot is freed when the sequence is freed or rolled back to nothing.
+
+One thread owns a pool, and no method locks.
 """
 
-from array import array
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
-from hashlib import blake2b
 
 import torch
 from torch import Tensor
@@ -42,6 +43,7 @@ class _Slot:
     length: int = 0
     contiguous: int = 0
     reserved: range = field(default_factory=lambda: range(0))
+    encoder: int | None = None
     gathered: list[Tensor] = field(default_factory=list)  # for the current pass, one per store
 
     def append(self, block: int) -> None:
@@ -131,7 +133,9 @@ class KVPool:
         """
         held = self._of(slot)
         fork = self.allocate(held.expected)
-        self.share(fork, held.block_table[: self._blocks_for(held.length)], held.length)
+        self.share(fork, held.block_table[: self.blocks_for(held.length)], held.length)
+        if held.encoder is not None:
+            self._of(fork).encoder = self.fork(held.encoder)
         return fork
 
     def free(self, slot: int) -> None:
@@ -142,6 +146,33 @@ class KVPool:
         """
         self.rollback(slot, 0)
         del self._slots[slot]
+
+    def add_encoder(self, slot: int, length: int) -> int:
+        """Takes blocks for `length` positions of a sequence's encoder. Returns the encoder's slot, which is empty.
+
+        Raises:
+            PoolExhausted: there are too few free blocks; nothing is changed.
+            ValueError: the slot has an encoder already, or `length` is above `max_length`.
+        """
+        held = self._of(slot)
+        if held.encoder is not None:
+            raise ValueError(f"slot {slot} has an encoder already")
+        encoder = self.allocate(length)
+        try:
+            self.grow(encoder, length)
+        except (PoolExhausted, ValueError):
+            self.free(encoder)
+            raise
+        held.encoder = encoder
+        return encoder
+
+    def encoder_slot(self, slot: int) -> int | None:
+        """The slot of a sequence's encoder; None without one.
+
+        Raises:
+            ValueError: there is no such slot.
+        """
+        return self._of(slot).encoder
 
     # -------------------------------------------------------------------------------------------------------- lengths
 
@@ -155,17 +186,22 @@ class KVPool:
 
     @property
     def holders(self) -> int:
-        """The number of slots with blocks."""
-        return sum(1 for held in self._slots.values() if held.block_table)
+        """The number of slots with blocks, those of encoders left out."""
+        encoders = {held.encoder for held in self._slots.values()}
+        return sum(1 for slot, held in self._slots.items() if held.block_table and slot not in encoders)
 
     def is_empty(self, slot: int) -> bool:
         """Whether a slot has no blocks."""
         return not self._of(slot).block_table
 
+    def blocks_for(self, length: int) -> int:
+        """Blocks for `length` positions."""
+        return -(-length // self.block_tokens)
+
     def blocks_needed(self, slot: int, length: int) -> int:
         """The number of free blocks that `grow` would take."""
         held = self._of(slot)
-        lacking = max(0, self._blocks_for(length) - len(held.block_table))
+        lacking = max(0, self.blocks_for(length) - len(held.block_table))
         inside, offset = divmod(held.length, self.block_tokens)
         shared = offset and length > held.length and self.blocks.ref_count(held.block_table[inside]) > 1
         return lacking + bool(shared)
@@ -189,10 +225,10 @@ class KVPool:
                 f"{self.blocks.count} are free"
             )
         if not held.block_table and lacking:
-            self._reserve(held, self._blocks_for(max(held.expected, length)))
+            self._reserve(held, self.blocks_for(max(held.expected, length)))
         if held.block_table:
             self._own(held)
-        while len(held.block_table) < self._blocks_for(length):
+        while len(held.block_table) < self.blocks_for(length):
             held.append(self._take(held, len(held.block_table)))
 
     def extend(self, slot: int, length: int) -> None:
@@ -213,7 +249,7 @@ class KVPool:
         held.length = length
 
     def rollback(self, slot: int, length: int) -> None:
-        """Shortens a slot to `length` positions, and releases the blocks it no longer needs.
+        """Shortens a slot to `length` positions, and releases the blocks it no longer needs; at 0 its encoder's, too.
 
         Raises:
             ValueError: there is no such slot, or it is shorter.
@@ -223,7 +259,10 @@ class KVPool:
             raise ValueError(f"slot {slot} holds {held.length} positions; it cannot be rolled back to {length}")
         held.length = length
         held.gathered = []
-        kept = self._blocks_for(length)
+        if not length and held.encoder is not None:
+            encoder, held.encoder = held.encoder, None
+            self.free(encoder)
+        kept = self.blocks_for(length)
         if not kept and held.reserved:  # before its blocks are released, so that the free list stays ordered by age
             self.blocks.unreserve(held.reserved)
             held.reserved = range(0)
@@ -232,6 +271,15 @@ class KVPool:
         held.contiguous = min(held.contiguous, kept)
 
     # -------------------------------------------------------------------------------------------------------- sharing
+
+    def held_blocks(self, slot: int) -> tuple[int, ...]:
+        """The blocks of a slot and of its encoder.
+
+        Raises:
+            ValueError: there is no such slot.
+        """
+        encoder = self._of(slot).encoder
+        return self.block_table(slot) + (() if encoder is None else self.block_table(encoder))
 
     def block_table(self, slot: int) -> tuple[int, ...]:
         """The blocks of a slot, in order.
@@ -250,8 +298,8 @@ class KVPool:
         held = self._of(slot)
         if held.block_table:
             raise ValueError(f"slot {slot} holds {held.length} positions; only an empty one shares blocks")
-        if len(blocks) != self._blocks_for(length):
-            raise ValueError(f"{length} positions need {self._blocks_for(length)} blocks; {len(blocks)} were given")
+        if len(blocks) != self.blocks_for(length):
+            raise ValueError(f"{length} positions need {self.blocks_for(length)} blocks; {len(blocks)} were given")
         for block in blocks:
             self.blocks.hold(block)
             held.append(block)
@@ -274,11 +322,11 @@ class KVPool:
         held = self._of(slot)
         held.gathered = []  # of a failed pass
         self.grow(slot, end)
-        if held.contiguous < self._blocks_for(end):
+        if held.contiguous < self.blocks_for(end):
             self._make_contiguous(held)
-        if held.contiguous >= self._blocks_for(end):
+        if held.contiguous >= self.blocks_for(end):
             return self._by_head.narrow(held.block_table[0] if held.block_table else 0, end)
-        held.gathered = self._by_head.gather(held.block_table[: self._blocks_for(end)], end)
+        held.gathered = self._by_head.gather(held.block_table[: self.blocks_for(end)], end)
         return held.gathered
 
     def split(self, stores: Sequence[Tensor], start: int, end: int) -> SlotViews:
@@ -334,9 +382,6 @@ class KVPool:
             raise ValueError(f"slot {slot} does not exist; the pool has {len(self._slots)} sequences")
         return held
 
-    def _blocks_for(self, length: int) -> int:
-        return -(-length // self.block_tokens)
-
     def _take(self, held: _Slot, index: int) -> int:
         """Takes a block for an index of the block table: the reserved one if it is free."""
         return self.blocks.take(held.reserved[index] if index < len(held.reserved) else None)
@@ -367,7 +412,7 @@ class KVPool:
 
         It costs as much as gathering in one pass, and saves gathering in all later ones.
         """
-        count = self._blocks_for(max(held.expected, len(held.block_table) * self.block_tokens))
+        count = self.blocks_for(max(held.expected, len(held.block_table) * self.block_tokens))
         if self.blocks.num_free < 2 * count or not self._reserve(held, count):
             return
         old, held.block_table, held.contiguous = held.block_table, [], 0
@@ -388,22 +433,24 @@ def _per_layer(name: str, value: int | Sequence[int], layers: int) -> tuple[int,
 
 
 def grow_with_preemption(
-    pool: KVPool, slot: int, length: int, victims: Iterable[int] = (), *, spare: int = 0
+    pool: KVPool, slot: int, length: int, victims: Iterable[int] = (), *, spare: int = 0, encoder_length: int = 0
 ) -> list[int] | None:
     """Grows a slot to `length` positions, and preempts `victims` in order if the pool is full.
 
-    `spare` free blocks remain.
+    `spare` free blocks remain. With an `encoder_length`, the slot also gets an encoder if it has none.
 
     Returns:
         The preempted slots; None if all victims would not be enough, and then nothing is changed.
     """
-    lacking = pool.blocks_needed(slot, length) + spare - pool.blocks.num_free
+    adds_encoder = encoder_length > 0 and pool.encoder_slot(slot) is None
+    needed = pool.blocks_needed(slot, length) + (pool.blocks_for(encoder_length) if adds_encoder else 0)
+    lacking = needed + spare - pool.blocks.num_free
     chosen: list[int] = []
     if lacking > 0:
         given: Counter[int] = Counter()
         for victim in victims:
             chosen.append(victim)
-            for block in pool.block_table(victim):
+            for block in pool.held_blocks(victim):
                 given[block] += 1
                 lacking -= given[block] == pool.blocks.ref_count(
                     block
@@ -414,64 +461,7 @@ def grow_with_preemption(
             return None
         for victim in chosen:
             pool.rollback(victim, 0)
+    if adds_encoder:
+        pool.add_encoder(slot, encoder_length)
     pool.grow(slot, length)
     return chosen
-
-
-# ------------------------------------------------------------------------------------------------------------- prefixes
-
-
-_DIGEST_BYTES = 32  # collisions cannot be found, even on purpose
-
-
-class PrefixCache:
-    """The cached prefixes of a pool. `find` may be called from any thread, the other methods from the pool's thread.
-
-    Args:
-        pool: the pool whose blocks are shared.
-        enabled: if False, nothing is cached.
-    """
-
-    def __init__(self, pool: KVPool, *, enabled: bool = True) -> None:
-        self._pool = pool
-        self._enabled = enabled
-
-    def find(self, tokens: Sequence[int], salt: str = "") -> int:
-        """The length of the cached prefix of `tokens`; always below `len(tokens)`, since the last token must run."""
-        return len(self._cached(tokens, salt)) * self._pool.block_tokens
-
-    def adopt(self, slot: int, tokens: Sequence[int], salt: str = "") -> int:
-        """Lets an empty slot hold the longest cached prefix of `tokens` without the last. Returns its length.
-
-        Raises:
-            ValueError: the slot is not empty.
-        """
-        blocks = self._cached(tokens, salt)
-        length = len(blocks) * self._pool.block_tokens
-        self._pool.share(slot, blocks, length)
-        return length
-
-    def keep(self, slot: int, tokens: Sequence[int], salt: str = "") -> None:
-        """Caches the full blocks of a slot. `tokens` are those of its positions, or more."""
-        if self._enabled:
-            table = self._pool.block_table(slot)
-            for block, key in zip(table, self._keys(tokens, self._pool.length(slot), salt), strict=False):
-                self._pool.blocks.cache(block, key)
-
-    def _cached(self, tokens: Sequence[int], salt: str) -> list[int]:
-        found: list[int] = []
-        if self._enabled:
-            for key in self._keys(tokens, len(tokens) - 1, salt):
-                block = self._pool.blocks.find(key)
-                if block is None:
-                    break
-                found.append(block)
-        return found
-
-    def _keys(self, tokens: Sequence[int], end: int, salt: str) -> Iterator[bytes]:
-        """Yields the key of each full block of the first `end` tokens."""
-        count = self._pool.block_tokens
-        key = blake2b(salt.encode(), person=b"salt", digest_size=_DIGEST_BYTES).digest()
-        for at in range(0, min(end, len(tokens)) - count + 1, count):
-            key = blake2b(array("I", tokens[at : at + count]).tobytes(), key=key, digest_size=_DIGEST_BYTES).digest()
-            yield key

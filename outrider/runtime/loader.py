@@ -1,43 +1,42 @@
-"""Loads a causal language model of transformers from a folder or a hub id, for batches of packed sequences.
+"""Loads a model of transformers from a folder or a hub id, for batches of packed sequences.
 
-It resolves the files, computes their fingerprint, loads the weights (plain, quantised, or the share of one rank), reads
-the model's limits, and checks its packed forward pass against transformers. An error is one line with the reason.
+Models are causal language models, and those with encoder and decoder. It loads the weights (plain, quantised, or the
+share of one rank), reads the model's limits, and checks its packed forward pass against transformers. An error is one
+line with the reason.
 """
 
 import contextlib
-import hashlib
 import inspect
-import json
-import os
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import torch
-from huggingface_hub import snapshot_download
-from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
 from torch import nn
-from transformers import AutoConfig, AutoModelForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSeq2SeqLM, AutoModelForSpeechSeq2Seq
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 from transformers.quantizers.auto import AUTO_QUANTIZER_MAPPING
 from transformers.utils import is_accelerate_available
 from transformers.utils import logging as transformers_logging
 
 from outrider.runtime.attention import ELSEWHERE, NAME, AttentionLayer, Program, TransformersProgram, probe_attention
+from outrider.runtime.checkpoint import resolve_folder, weights_fingerprint
 from outrider.runtime.device import find_device
 from outrider.runtime.encoder_decoder import LONGEST, EncoderDecoder, prepare
 from outrider.runtime.errors import CheckpointError
 from outrider.runtime.fused_layers import is_changed, is_plain_tensor
 from outrider.runtime.selfcheck import Reference, check_program, logits_tolerance, reference
 
-# The files of tokenizers and configurations; weights and code have patterns of their own.
-_TEXTS = ("*.json", "*.txt", "*.model", "*.jinja", "*.tiktoken")
-# Entries of a configuration that change no logit: where it was saved, and by which release.
-_PROVENANCE = frozenset({"_name_or_path", "transformers_version"})
-_SAMPLES, _SAMPLE_BYTES = 64, 4096  # of each weights file, spread evenly, first and last bytes included
 # Packages of modules with plain weights; quantised modules come from other packages.
 _ORDINARY = ("torch.nn.", "transformers.models.", "transformers.pytorch_utils", "transformers_modules.")
+# Model types with encoder and decoder that packed batches support.
+_ENCODER_DECODERS = {
+    "bart": AutoModelForSeq2SeqLM,
+    "marian": AutoModelForSeq2SeqLM,
+    "t5": AutoModelForSeq2SeqLM,
+    "whisper": AutoModelForSpeechSeq2Seq,
+}
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
@@ -110,8 +109,8 @@ def load_model(source: ModelSource) -> LoadedModel:
     """Loads a model without output, and checks its packed forward pass against transformers.
 
     Raises:
-        CheckpointError: it cannot be found, is not a causal language model, its weights are incomplete, or it needs a
-            feature that packed attention does not support. The text is one line.
+        CheckpointError: it cannot be found, is neither a causal language model nor a supported one with an encoder, its
+            weights are incomplete, or it needs a feature that packed attention does not support. The text is one line.
     """
     device = find_device(source.device)
     folder = resolve_folder(source.name, source.revision, code=source.trust_remote_code)
@@ -138,8 +137,7 @@ def adopt(model: Any, name: str, weights_fingerprint: str) -> LoadedModel:
     """As `load_model`, for a model that is in memory already; keeps its device and dtype.
 
     Args:
-        model: a causal language model of transformers, of one dtype and on one device. Its attention is replaced by
-            ours.
+        model: a model of transformers, of one dtype and on one device. Its attention is replaced by ours.
         name: a name for the model.
         weights_fingerprint: identifies its weights: models with the same fingerprint count as the same.
 
@@ -201,60 +199,6 @@ def _ready(
     )
 
 
-# -------------------------------------------------------------------------------------------------------------- files
-
-
-def resolve_folder(name: str, revision: str | None = None, *, weights: bool = True, code: bool = False) -> Path:
-    """The local folder of `name`. A hub id that is not in the local cache is downloaded.
-
-    Args:
-        name: a folder, or a hub id such as `org/model`.
-        revision: of a hub id; None is the default branch.
-        weights: download the weights, too; safetensors if available.
-        code: download Python files, too (remote code).
-
-    Raises:
-        CheckpointError: there is no such folder, and the hub has no such model or cannot be reached.
-    """
-    path = Path(name).expanduser()
-    if path.is_dir():
-        return path
-    if path.is_absolute() or name.startswith(("./", "../", "~")) or name.count("/") > 1:
-        raise CheckpointError(f"there is no folder '{name}'; give a folder, or a hub id such as ORG/MODEL")
-    patterns = [*_TEXTS, *(["*.safetensors"] if weights else []), *(["*.py"] if code else [])]
-    try:
-        folder = Path(snapshot_download(name, revision=revision, allow_patterns=patterns))
-        if weights and not any(folder.glob("*.safetensors")):
-            folder = Path(snapshot_download(name, revision=revision, allow_patterns=[*patterns, "*.bin"]))
-    except HFValidationError as error:
-        raise CheckpointError(
-            f"'{name}' is neither a folder here nor a valid hub id; give a folder, or a hub id such as ORG/MODEL"
-        ) from error
-    except LocalEntryNotFoundError as error:
-        raise CheckpointError(
-            f"'{name}' is not a folder here; as a hub id it is not in the local cache, and the hub cannot be reached"
-        ) from error
-    except (HfHubHTTPError, OSError) as error:
-        at = f" at revision '{revision}'" if revision else ""
-        raise CheckpointError(f"cannot get '{name}'{at} from the hub: {error}") from error
-    return folder
-
-
-def vocabulary_size(name: str, revision: str | None = None) -> int | None:
-    """The vocabulary size in the configuration of a folder or hub id; None if it has none or cannot be read."""
-    path = Path(name).expanduser() / "config.json"
-    try:
-        if not path.parent.is_dir():
-            # Not hf_hub_download: if the hub cannot be reached, that retries for 24 s, and this fails at once.
-            path = Path(snapshot_download(name, revision=revision, allow_patterns=["config.json"])) / "config.json"
-        config = json.loads(path.read_bytes())
-    except Exception:  # of many types, from the hub's client; `load_model` will report the reason
-        return None
-    texts = [config, config.get("text_config")] if isinstance(config, dict) else []
-    sizes = (text.get("vocab_size") for text in texts if isinstance(text, dict))
-    return next((size for size in sizes if isinstance(size, int) and size > 0), None)
-
-
 def _config(folder: Path, source: ModelSource) -> Any:
     if not (folder / "config.json").is_file():
         raise CheckpointError(f"'{source.name}' has no config.json")
@@ -262,60 +206,22 @@ def _config(folder: Path, source: ModelSource) -> Any:
         config = AutoConfig.from_pretrained(folder, trust_remote_code=source.trust_remote_code)
     except Exception as error:
         raise CheckpointError(f"cannot read the configuration of '{source.name}': {error}") from error
+    if getattr(config, "is_encoder_decoder", False):
+        if config.model_type not in _ENCODER_DECODERS:
+            raise CheckpointError(
+                f"'{source.name}' has an encoder, and its model type is '{config.model_type}'; of such models "
+                f"{', '.join(_ENCODER_DECODERS)} are supported"
+            )
+        if source.ranks > 1:
+            flag = f"--tensor-parallel-size {source.ranks}"
+            raise CheckpointError(f"{flag}: '{source.name}' has an encoder; use one rank")
+        return config
     remote = source.trust_remote_code and "AutoModelForCausalLM" in (getattr(config, "auto_map", None) or {})
     if config.model_type not in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES and not remote:
         raise CheckpointError(
             f"'{source.name}' is not a causal language model of transformers: its model type is '{config.model_type}'"
         )
     return config
-
-
-def weights_fingerprint(folder: str | os.PathLike[str]) -> str:
-    """SHA-256, in hex, of the configuration, the safetensors headers and samples of the weight files.
-
-    It changes with the configuration, with names, types and shapes of tensors, and with the sampled bytes: 64 samples
-    of 4 KiB from each file.
-
-    Raises:
-        CheckpointError: the folder has no configuration or no weights.
-    """
-    folder = Path(folder)
-    config = folder / "config.json"
-    if not config.is_file():
-        raise CheckpointError(f"'{folder}' has no config.json")
-    files = sorted(folder.glob("*.safetensors")) or sorted(folder.glob("pytorch_model*.bin"))
-    if not files:
-        raise CheckpointError(f"'{folder}' has no weights (*.safetensors or pytorch_model*.bin)")
-    digest = hashlib.sha256(_normalised(config))
-    for file in files:
-        for part in (file.name.encode(), *_samples(file)):
-            digest.update(len(part).to_bytes(8, "little") + part)  # with its length, so that parts cannot run together
-    return digest.hexdigest()
-
-
-def _normalised(config: Path) -> bytes:
-    try:
-        values = json.loads(config.read_text(encoding="utf-8"))
-    except ValueError as error:
-        raise CheckpointError(f"'{config}' is not JSON: {error}") from error
-    kept: dict[str, Any] = {key: value for key, value in values.items() if key not in _PROVENANCE}
-    return json.dumps(kept, sort_keys=True, separators=(",", ":")).encode()
-
-
-def _samples(path: Path) -> Iterator[bytes]:
-    size = path.stat().st_size
-    with path.open("rb") as file:
-        start = 0
-        if path.suffix == ".safetensors":
-            start = 8 + int.from_bytes(file.read(8), "little")
-            if start > size:
-                raise CheckpointError(f"'{path}' is cut off: its header ends at byte {start} of {size}")
-            yield file.read(start - 8)
-        yield str(size).encode()
-        last = max(start, size - _SAMPLE_BYTES)
-        for sample in range(_SAMPLES):
-            file.seek(start + (last - start) * sample // (_SAMPLES - 1))
-            yield file.read(_SAMPLE_BYTES)
 
 
 # ------------------------------------------------------------------------------------------------------------ weights
@@ -342,8 +248,10 @@ def _cpu_computes_bfloat16() -> bool:
 
 
 def _load_weights(folder: Path, source: ModelSource, config: Any, dtype: torch.dtype, options: dict[str, Any]) -> Any:
+    is_causal = not getattr(config, "is_encoder_decoder", False)
+    auto: Any = AutoModelForCausalLM if is_causal else _ENCODER_DECODERS[config.model_type]
     try:
-        model, report = AutoModelForCausalLM.from_pretrained(
+        model, report = auto.from_pretrained(
             folder,
             dtype=dtype,
             attn_implementation=NAME,

@@ -31,6 +31,12 @@ def blocks_for(positions: int, block_tokens: int = BLOCK_TOKENS) -> int:
     return -(-positions // block_tokens)
 
 
+def sequence_blocks(loaded: LoadedModel, positions: int, block_tokens: int = BLOCK_TOKENS) -> int:
+    """Blocks for a sequence of `positions`, and for the longest input of its encoder if it has one."""
+    encoder = 0 if loaded.encoder is None else loaded.encoder.info.max_length
+    return blocks_for(positions, block_tokens) + blocks_for(encoder, block_tokens)
+
+
 class OutOfMemory(CheckpointError):
     """A device is out of memory; the message has its total and free memory."""
 

@@ -10,12 +10,13 @@ from torch import Tensor
 from outrider.runtime.attention import Program, Rows, TransformersProgram
 from outrider.runtime.batch import Chunk, PackedBatch, build_batch, pack
 from outrider.runtime.cuda_graph import Capturer, GraphRunner, PagedRunner, Runner, buckets_for
+from outrider.runtime.encoder_decoder import encoder_length
 from outrider.runtime.errors import CheckpointError
 from outrider.runtime.fused_decoder import FusedDecoder, fuse_model
 from outrider.runtime.kv_cache import KVPool
 from outrider.runtime.layer_ops import LayerOps
 from outrider.runtime.loader import LoadedModel
-from outrider.runtime.memory import blocks_for, kv_dtype
+from outrider.runtime.memory import kv_dtype, sequence_blocks
 from outrider.runtime.paged_attention import ORDINARY, AttentionChoice
 from outrider.runtime.sdpa import CausalMasks
 from outrider.runtime.selfcheck import check_program, logits_tolerance, make_pool
@@ -47,9 +48,7 @@ class ModelRunner:
         if pool.max_length > longest:
             raise ValueError(f"max_length is {pool.max_length}; the context of {loaded.name} has {longest} positions")
         if loaded.encoder is not None and attention.is_paged:
-            raise CheckpointError(
-                f"{loaded.name} has an encoder, and --attention is {attention.name}; encoders run with sdpa only"
-            )
+            raise ValueError(f"{loaded.name} has an encoder, and the attention is {attention.name}; it must be sdpa")
         self.max_length = min(pool.max_length, loaded.context_length)
         if pool.layers != len(loaded.layers):
             raise ValueError(f"the pool has {pool.layers} layers; {loaded.name} has {len(loaded.layers)}")
@@ -92,7 +91,9 @@ class ModelRunner:
             ValueError: see the class.
         """
         if blocks is None:
-            blocks = max_sequences * blocks_for(max_length, attention.block_tokens)
+            blocks = max_sequences * sequence_blocks(loaded, max_length, attention.block_tokens)
+        if loaded.encoder is not None:
+            max_length = max(max_length, loaded.encoder.info.max_length)
         pool = make_pool(
             loaded.layers,
             blocks=blocks,
@@ -135,18 +136,39 @@ class ModelRunner:
         return logits
 
     def encode(self, slot: int, inputs: Tensor) -> None:
-        """Fills an empty encoder slot; see `EncoderDecoder.fill`."""
-        assert self.loaded.encoder is not None
-        self.loaded.encoder.fill(self.pool, slot, inputs)
+        """Runs the encoder of a sequence. It must come before the first `forward` of the slot.
+
+        Args:
+            slot: of the decoder; may have an empty encoder already (`KVPool.add_encoder`).
+            inputs: token ids `[S]`, or log-Mel features `[mels, frames]`.
+
+        Raises:
+            PoolExhausted: the pool has too few free blocks.
+        """
+        encoder = self.loaded.encoder
+        assert encoder is not None
+        encoder_slot = self.pool.encoder_slot(slot)
+        if encoder_slot is None:
+            encoder_slot = self.pool.add_encoder(slot, encoder_length(inputs))
+        encoder.fill(self.pool, encoder_slot, inputs)
+
+    def lacks_encoder(self, slot: int) -> bool:
+        """Whether `encode` must run before `forward`."""
+        if self.loaded.encoder is None:
+            return False
+        encoder_slot = self.pool.encoder_slot(slot)
+        return encoder_slot is None or not self.pool.length(encoder_slot)
+
+    def allocate_for_trial(self) -> int:
+        """Returns an empty slot, on which `forward` can run at once."""
+        slot = self.pool.allocate()
+        if self.loaded.encoder is not None:
+            self.encode(slot, self.loaded.encoder.smallest())
+        return slot
 
     def _run(self, chunks: Sequence[Chunk]) -> Tensor:
         tokens = chunks[0].tokens if len(chunks) == 1 else [token for chunk in chunks for token in chunk.tokens]
-        batch = pack(
-            ((chunk.slot, chunk.start, len(chunk.tokens)) for chunk in chunks),
-            self.pool,
-            self.masks,
-            encoder_slots=[chunk.encoder_slot for chunk in chunks],
-        )
+        batch = pack(((chunk.slot, chunk.start, len(chunk.tokens)) for chunk in chunks), self.pool, self.masks)
         return self.run_packed(tokens, batch, self._rows(chunks))
 
     def run_packed(self, tokens: Sequence[int], batch: PackedBatch, rows: Rows) -> Tensor:
@@ -203,15 +225,14 @@ class ModelRunner:
         Raises:
             PoolExhausted: see `forward`.
         """
-        slot = self.pool.allocate()
-        try:
-            for width in widths:
-                self.pool.rollback(slot, 0)
-                if 2 * width <= self.pool.max_length:
+        for width in widths:
+            if 2 * width <= self.max_length:
+                slot = self.allocate_for_trial()
+                try:
                     self.forward([Chunk(slot, [0] * width, 0, 0)])
                     self.forward([Chunk(slot, [0] * width, width, 0)])
-        finally:
-            self.pool.free(slot)
+                finally:
+                    self.pool.free(slot)
 
     def _check_paged(self) -> None:
         """Checks the logits over a paged pool against transformers, on the device."""
@@ -259,10 +280,8 @@ class ModelRunner:
                 raise ValueError(
                     f"slot {chunk.slot} holds {held} positions and gets {count} more; the limit is {self.max_length}"
                 )
-            if self.loaded.encoder is not None and (
-                chunk.encoder_slot is None or not self.pool.length(chunk.encoder_slot)
-            ):
-                raise ValueError(f"the chunk of slot {chunk.slot} has no encoder slot, or an empty one")
+            if self.lacks_encoder(chunk.slot):
+                raise ValueError(f"the encoder of slot {chunk.slot} has not run")
             if not 0 <= chunk.logits_from <= count:
                 raise ValueError(f"logits_from of slot {chunk.slot} is {chunk.logits_from}, outside 0 to {count}")
             if min(chunk.tokens) < 0 or max(chunk.tokens) >= self.loaded.vocab_size:

@@ -63,7 +63,13 @@ ORDINARY = AttentionChoice(SDPA, "fastest on a CPU")
 
 
 def choose_attention(
-    requested: str, layers: Sequence[AttentionLayer], dtype: torch.dtype, device: torch.device, *, paged: bool = False
+    requested: str,
+    layers: Sequence[AttentionLayer],
+    dtype: torch.dtype,
+    device: torch.device,
+    *,
+    paged: bool = False,
+    has_encoder: bool = False,
 ) -> AttentionChoice:
     """Return the requested attention, or with `auto` the fastest one available.
 
@@ -73,10 +79,15 @@ def choose_attention(
         dtype: of keys and values.
         device: of keys and values.
         paged: whether the pool must be paged.
+        has_encoder: whether the model has an encoder. Then the pool cannot be paged.
 
     Raises:
         CheckpointError: the requested attention cannot run here; the message has the reason.
     """
+    if has_encoder:
+        if requested in (AUTO, SDPA):
+            return ORDINARY
+        raise CheckpointError(f"--attention is {requested}; a model with an encoder runs with sdpa only")
     if requested == SDPA and paged:
         raise CheckpointError(
             "--attention is sdpa; with --tensor-parallel-size the KV cache must be paged: use auto, eager or triton"

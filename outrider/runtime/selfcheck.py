@@ -17,7 +17,7 @@ from torch import Tensor
 from outrider.runtime.attention import NAME, AttentionLayer
 from outrider.runtime.batch import Chunk, HostBatch, PagedAttention, build_batch, pack, to_device
 from outrider.runtime.block_pool import PagedMemory
-from outrider.runtime.encoder_decoder import EncoderDecoder
+from outrider.runtime.encoder_decoder import EncoderDecoder, encoder_length
 from outrider.runtime.errors import CheckpointError
 from outrider.runtime.kv_cache import BLOCK_TOKENS, KVPool
 from outrider.runtime.sdpa import CausalMasks
@@ -257,7 +257,7 @@ def check_program(
     def found() -> dict[str, Tensor]:
         blocks = 2 * -(-length // block_tokens)
         storage: dict[str, Any] = {"dtype": dtype, "device": device, "block_tokens": block_tokens}
-        longest, encoder_slots = length, list[int]()
+        longest = length
         if isinstance(program, EncoderDecoder):
             longest = max(length, program.info.max_length)
             blocks += 2 * -(-longest // block_tokens)
@@ -265,16 +265,14 @@ def check_program(
         slots, masks = (pool.allocate(), pool.allocate()), CausalMasks(length, dtype, device)
         if isinstance(program, EncoderDecoder):
             assert expected.inputs is not None
-            for inputs in expected.inputs:
-                encoder_slots.append(pool.allocate())
-                program.fill(pool, encoder_slots[-1], inputs)
+            for slot, inputs in zip(slots, expected.inputs, strict=True):
+                program.fill(pool, pool.add_encoder(slot, encoder_length(inputs)), inputs)
         logits = []
         for spans in batches:
             token_ids = rows(expected.tokens, spans)
             batch: Batch
             if attention is None:
-                own = [encoder_slots[i] for i, _, _ in spans] if encoder_slots else []
-                batch = pack(((slots[i], start, count) for i, start, count in spans), pool, masks, encoder_slots=own)
+                batch = pack(((slots[i], start, count) for i, start, count in spans), pool, masks)
             else:
                 assert pool.paged is not None
                 host_batch = build_batch([Chunk(slots[i], [0] * count, start, 0) for i, start, count in spans], pool)

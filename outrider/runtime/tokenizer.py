@@ -9,8 +9,9 @@ from jinja2 import TemplateError
 from transformers import AutoTokenizer
 from transformers.tokenization_utils_tokenizers import TokenizersBackend
 
+from outrider.runtime.checkpoint import resolve_folder
 from outrider.runtime.errors import CheckpointError
-from outrider.runtime.loader import ModelSource, resolve_folder
+from outrider.runtime.loader import ModelSource
 
 _BROKEN = "\ufffd"  # decoders write it for invalid bytes, and for an incomplete character
 

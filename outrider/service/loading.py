@@ -23,6 +23,7 @@ from outrider.runtime.memory import (
     explain_out_of_memory,
     kv_dtype,
     memory_of,
+    sequence_blocks,
 )
 from outrider.runtime.model_runner import ModelRunner
 from outrider.runtime.paged_attention import choose_attention
@@ -202,7 +203,10 @@ def build_model_runner(
     memory = memory or memory_of(loaded.device)
     is_shared = parallel is not None
     with explain_out_of_memory(memory, "the self-check of attention"):
-        choice = choose_attention(settings.attention, loaded.layers, kv_dtype(loaded), loaded.device, paged=is_shared)
+        choice = choose_attention(
+            settings.attention, loaded.layers, kv_dtype(loaded), loaded.device,
+            paged=is_shared, has_encoder=loaded.encoder is not None,
+        )  # fmt: skip
     _log.info("attention", attention=choice.name, reason=choice.reason, block_tokens=choice.block_tokens)
 
     def build(blocks: int) -> ModelRunner:
@@ -216,6 +220,7 @@ def build_model_runner(
             behind(logits)
 
     enough = profiling_blocks(max_batch_tokens, length, choice.block_tokens)
+    enough += -(-max_batch_tokens // length) * sequence_blocks(loaded, 0, choice.block_tokens)  # of encoders
     batch = f"the largest batch, {max_batch_tokens} tokens"
     advice = "lower --max-batch-tokens (verifier) or --prefill-tokens (draft service)"
     with explain_out_of_memory(memory, f"{batch}: {advice}"):
@@ -224,7 +229,7 @@ def build_model_runner(
     graphs = settings.graph_memory_mb * MIB if captures else 0
     blocks = kv_blocks(settings, loaded, choice.block_tokens, left=memory.free() - max(0, workspace) - graphs)
     if most_sequences is not None:
-        blocks = min(blocks, most_sequences * blocks_for(length, choice.block_tokens))
+        blocks = min(blocks, most_sequences * sequence_blocks(loaded, length, choice.block_tokens))
     if parallel is not None:
         facts = {
             "weights": loaded.weights_fingerprint,
@@ -265,7 +270,7 @@ def kv_blocks(settings: ServiceSettings, loaded: LoadedModel, block_tokens: int,
     else:
         flag, capacity = "--kv-cache-mb", DEFAULT_CPU_KV_MB * MIB
     size, tokens = block_bytes(loaded, block_tokens), sequence_tokens(settings, loaded)
-    blocks, least = capacity // size, blocks_for(tokens, block_tokens)
+    blocks, least = capacity // size, sequence_blocks(loaded, tokens, block_tokens)
     if blocks < least:
         raise SettingsError(
             f"{flag}: {capacity / MIB:.0f} MiB hold {blocks} blocks of {block_tokens} tokens; one sequence of "
@@ -292,11 +297,12 @@ def profiling_run(model_runner: ModelRunner, tokens: int) -> Tensor:
     pool = model_runner.pool
     slots: list[int] = []
     chunks: list[Chunk] = []
-    free = pool.blocks.num_free
+    free, encoder = pool.blocks.num_free, sequence_blocks(model_runner.loaded, 0, pool.block_tokens)
     try:
-        while tokens and free:
-            count = min(tokens, pool.max_length, free * pool.block_tokens)
-            slots.append(pool.allocate())
+        while tokens and free > encoder:
+            slots.append(model_runner.allocate_for_trial())
+            free -= encoder
+            count = min(tokens, model_runner.max_length, free * pool.block_tokens)
             chunks.append(Chunk(slots[-1], [0] * count, 0, 0))
             tokens -= count
             free -= blocks_for(count, pool.block_tokens)

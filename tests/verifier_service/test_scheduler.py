@@ -8,7 +8,8 @@ import pytest
 import torch
 
 from kernels.verify import Status, VerifyResult
-from outrider.runtime.kv_cache import KVPool, PrefixCache
+from outrider.runtime.kv_cache import KVPool
+from outrider.runtime.prefix_cache import PrefixCache
 from protos.outrider.v1 import speculation_pb2
 from tests.verifier_service.engines import a_round, make
 from verifier_service import scheduler

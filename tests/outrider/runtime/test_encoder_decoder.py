@@ -95,45 +95,66 @@ def test_packed_batches_give_the_logits_of_transformers(name: str) -> None:
     loaded = adopt(copy.deepcopy(model), name, "x")
     runner, coin = ModelRunner.build(loaded, 2 * SEQUENCES, 80), random.Random(1)
     pool, inputs = runner.pool, inputs_of(loaded)
-    slots = [(pool.allocate(), pool.allocate()) for _ in inputs]  # of encoder and decoder
-    for (encoder_slot, _), each in zip(slots, inputs, strict=True):
-        runner.encode(encoder_slot, each)
+    slots = [pool.allocate() for _ in inputs]
+    for slot, each in zip(slots, inputs, strict=True):
+        runner.encode(slot, each)
     texts = [[START, *(coin.randrange(V) for _ in range(TOKENS - 1))] for _ in inputs]
     found = [torch.zeros(TOKENS, V) for _ in inputs]
     for step in range(200):
         if step == 10:  # as after preemption
-            for slot in slots[2]:
-                pool.rollback(slot, 0)
-            runner.encode(slots[2][0], inputs[2])
+            pool.rollback(slots[2], 0)
+            runner.encode(slots[2], inputs[2])
         chunks, wanted = [], []
         for index in coin.sample(range(SEQUENCES), coin.randint(1, SEQUENCES)):
-            encoder_slot, slot = slots[index]
+            slot = slots[index]
             start = pool.length(slot)
             own = texts[index][start : start + coin.randint(1, 7)]
             if own:
                 rejected = [coin.randrange(V) for _ in range(coin.randint(0, 3))]
-                chunks.append(Chunk(slot, [*own, *rejected], start, 0, encoder_slot))
+                chunks.append(Chunk(slot, [*own, *rejected], start, 0))
                 wanted.append((index, start, len(own)))
         if not chunks:
             continue
         rows = runner.forward(chunks).split([len(chunk.tokens) for chunk in chunks])
         for (index, start, count), own_rows in zip(wanted, rows, strict=True):
             found[index][start : start + count] = own_rows[:count]
-            pool.rollback(slots[index][1], start + count)
+            pool.rollback(slots[index], start + count)
     for index, text in enumerate(texts):
-        assert pool.length(slots[index][1]) == TOKENS
+        assert pool.length(slots[index]) == TOKENS
         torch.testing.assert_close(found[index], logits_of(model, inputs[index], text), rtol=1e-4, atol=1e-3)
         other = logits_of(model, inputs[index - 1], text)
         assert (other - found[index]).abs().max() > 0.1, "the encoder's input matters"
-    for pair in slots:
-        for slot in pair:
-            pool.free(slot)
+    for slot in slots:
+        pool.free(slot)
     pool.check_integrity()
     assert pool.used_blocks == 0
 
 
-def test_a_chunk_without_encoder_slot_is_refused() -> None:
+def test_a_sequence_whose_encoder_has_not_run_is_refused() -> None:
     runner = ModelRunner.build(adopt(build("t5"), "t5", "x"), 2, 80)
-    for encoder_slot in (None, runner.pool.allocate()):
-        with pytest.raises(ValueError, match="no encoder slot, or an empty one"):
-            runner.forward([Chunk(runner.pool.allocate(), [START], 0, 0, encoder_slot)])
+    slot = runner.pool.allocate()
+    for _ in range(2):  # without an encoder, and with an empty one
+        with pytest.raises(ValueError, match="the encoder of slot 0 has not run"):
+            runner.forward([Chunk(slot, [START], 0, 0)])
+        runner.pool.add_encoder(slot, 7) if runner.pool.encoder_slot(slot) is None else None
+
+
+def test_a_fork_keeps_its_encoder() -> None:
+    """As a branch of the outcome cache, which outlives the sequence's own slot."""
+    model = build("bart")
+    loaded = adopt(copy.deepcopy(model), "bart", "x")
+    runner = ModelRunner.build(loaded, 4, 80)
+    pool, inputs = runner.pool, inputs_of(loaded)[3]
+    slot = pool.allocate()
+    runner.encode(slot, inputs)
+    runner.forward([Chunk(slot, [START, 5, 6], 0, 0)])
+    fork = pool.fork(slot)
+    pool.free(slot)
+    other = runner.allocate_for_trial()
+    runner.forward([Chunk(other, [START] * 40, 0, 0)])
+    rows = runner.forward([Chunk(fork, [7, 8], 3, 0)])
+    torch.testing.assert_close(rows, logits_of(model, inputs, [START, 5, 6, 7, 8])[3:], rtol=1e-4, atol=1e-3)
+    pool.free(fork)
+    pool.free(other)
+    pool.check_integrity()
+    assert pool.used_blocks == 0

@@ -9,7 +9,8 @@ import pytest
 import torch
 
 from outrider.runtime.block_pool import PoolExhausted
-from outrider.runtime.kv_cache import KVPool, PrefixCache, grow_with_preemption
+from outrider.runtime.kv_cache import KVPool, grow_with_preemption
+from outrider.runtime.prefix_cache import PrefixCache
 
 BLOCK = 4
 

@@ -16,8 +16,9 @@ from transformers import AutoModelForCausalLM, GPT2Config, LlamaConfig, PreTrain
 from transformers.models.gpt2.modeling_gpt2 import GPT2MLP, GPT2Attention
 
 from outrider.runtime import loader
+from outrider.runtime.checkpoint import weights_fingerprint
 from outrider.runtime.errors import CheckpointError
-from outrider.runtime.loader import LoadedModel, ModelSource, adopt, load_model, weights_fingerprint
+from outrider.runtime.loader import LoadedModel, ModelSource, adopt, load_model
 from tests.outrider.runtime import tiny
 
 Load = Callable[..., LoadedModel]

@@ -1,0 +1,121 @@
+"""The files of a checkpoint: where they are, their fingerprint, and the size of the vocabulary.
+
+An error is one line with the reason.
+"""
+
+import hashlib
+import json
+import os
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from huggingface_hub import snapshot_download
+from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
+
+from outrider.runtime.errors import CheckpointError
+
+# The files of tokenizers and configurations; weights and code have patterns of their own.
+_TEXTS = ("*.json", "*.txt", "*.model", "*.jinja", "*.tiktoken")
+# Entries of a configuration that change no logit: where it was saved, and by which release.
+_PROVENANCE = frozenset({"_name_or_path", "transformers_version"})
+_SAMPLES, _SAMPLE_BYTES = 64, 4096  # of each weights file, spread evenly, first and last bytes included
+
+
+def resolve_folder(name: str, revision: str | None = None, *, weights: bool = True, code: bool = False) -> Path:
+    """The local folder of `name`. A hub id that is not in the local cache is downloaded.
+
+    Args:
+        name: a folder, or a hub id such as `org/model`.
+        revision: of a hub id; None is the default branch.
+        weights: download the weights, too; safetensors if available.
+        code: download Python files, too (remote code).
+
+    Raises:
+        CheckpointError: there is no such folder, and the hub has no such model or cannot be reached.
+    """
+    path = Path(name).expanduser()
+    if path.is_dir():
+        return path
+    if path.is_absolute() or name.startswith(("./", "../", "~")) or name.count("/") > 1:
+        raise CheckpointError(f"there is no folder '{name}'; give a folder, or a hub id such as ORG/MODEL")
+    patterns = [*_TEXTS, *(["*.safetensors"] if weights else []), *(["*.py"] if code else [])]
+    try:
+        folder = Path(snapshot_download(name, revision=revision, allow_patterns=patterns))
+        if weights and not any(folder.glob("*.safetensors")):
+            folder = Path(snapshot_download(name, revision=revision, allow_patterns=[*patterns, "*.bin"]))
+    except HFValidationError as error:
+        raise CheckpointError(
+            f"'{name}' is neither a folder here nor a valid hub id; give a folder, or a hub id such as ORG/MODEL"
+        ) from error
+    except LocalEntryNotFoundError as error:
+        raise CheckpointError(
+            f"'{name}' is not a folder here; as a hub id it is not in the local cache, and the hub cannot be reached"
+        ) from error
+    except (HfHubHTTPError, OSError) as error:
+        at = f" at revision '{revision}'" if revision else ""
+        raise CheckpointError(f"cannot get '{name}'{at} from the hub: {error}") from error
+    return folder
+
+
+def vocabulary_size(name: str, revision: str | None = None) -> int | None:
+    """The vocabulary size in the configuration of a folder or hub id; None if it has none or cannot be read."""
+    path = Path(name).expanduser() / "config.json"
+    try:
+        if not path.parent.is_dir():
+            # Not hf_hub_download: if the hub cannot be reached, that retries for 24 s, and this fails at once.
+            path = Path(snapshot_download(name, revision=revision, allow_patterns=["config.json"])) / "config.json"
+        config = json.loads(path.read_bytes())
+    except Exception:  # of many types, from the hub's client; `load_model` will report the reason
+        return None
+    texts = [config, config.get("text_config")] if isinstance(config, dict) else []
+    sizes = (text.get("vocab_size") for text in texts if isinstance(text, dict))
+    return next((size for size in sizes if isinstance(size, int) and size > 0), None)
+
+
+def weights_fingerprint(folder: str | os.PathLike[str]) -> str:
+    """SHA-256, in hex, of the configuration, the safetensors headers and samples of the weight files.
+
+    It changes with the configuration, with names, types and shapes of tensors, and with the sampled bytes: 64 samples
+    of 4 KiB from each file.
+
+    Raises:
+        CheckpointError: the folder has no configuration or no weights.
+    """
+    folder = Path(folder)
+    config = folder / "config.json"
+    if not config.is_file():
+        raise CheckpointError(f"'{folder}' has no config.json")
+    files = sorted(folder.glob("*.safetensors")) or sorted(folder.glob("pytorch_model*.bin"))
+    if not files:
+        raise CheckpointError(f"'{folder}' has no weights (*.safetensors or pytorch_model*.bin)")
+    digest = hashlib.sha256(_normalised(config))
+    for file in files:
+        for part in (file.name.encode(), *_samples(file)):
+            digest.update(len(part).to_bytes(8, "little") + part)  # with its length, so that parts cannot run together
+    return digest.hexdigest()
+
+
+def _normalised(config: Path) -> bytes:
+    try:
+        values = json.loads(config.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise CheckpointError(f"'{config}' is not JSON: {error}") from error
+    kept: dict[str, Any] = {key: value for key, value in values.items() if key not in _PROVENANCE}
+    return json.dumps(kept, sort_keys=True, separators=(",", ":")).encode()
+
+
+def _samples(path: Path) -> Iterator[bytes]:
+    size = path.stat().st_size
+    with path.open("rb") as file:
+        start = 0
+        if path.suffix == ".safetensors":
+            start = 8 + int.from_bytes(file.read(8), "little")
+            if start > size:
+                raise CheckpointError(f"'{path}' is cut off: its header ends at byte {start} of {size}")
+            yield file.read(start - 8)
+        yield str(size).encode()
+        last = max(start, size - _SAMPLE_BYTES)
+        for sample in range(_SAMPLES):
+            file.seek(start + (last - start) * sample // (_SAMPLES - 1))
+            yield file.read(_SAMPLE_BYTES)
