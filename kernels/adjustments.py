@@ -1,4 +1,4 @@
-"""Sparse changes to the logits of a row: penalties, biases, banned and not-yet-allowed ids.
+"""Changes to the logits of a row: penalties, biases, banned and not-yet-allowed ids, and the rules of `generate`.
 
 Each row counts the tokens of its own prefix: the row after two drafted tokens counts those two.
 """
@@ -7,11 +7,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
 from torch import Tensor
+
+from kernels.generation_rules import DecoderState, GenerationRules
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,6 +28,8 @@ class LogitRules:
         banned_tokens: ids that may never be generated.
         stop_token_ids: ids banned until `min_new_tokens` tokens have been generated.
         min_new_tokens: see `stop_token_ids`.
+        generation: the rules of `generate` for an encoder–decoder model; prompts are the decoder's.
+        max_new_tokens: the longest output, where `generation` may force an EOS; 0 if not known.
 
     Raises:
         ValueError: a number is not finite, out of range, or an id is negative or given two biases.
@@ -38,6 +42,8 @@ class LogitRules:
     banned_tokens: tuple[int, ...] = ()
     stop_token_ids: tuple[int, ...] = ()
     min_new_tokens: int = 0
+    generation: GenerationRules | None = None
+    max_new_tokens: int = 0
 
     def __post_init__(self) -> None:
         if not (math.isfinite(self.repetition_penalty) and self.repetition_penalty > 0):
@@ -45,8 +51,9 @@ class LogitRules:
         for name in ("presence_penalty", "frequency_penalty"):
             if not math.isfinite(getattr(self, name)):
                 raise ValueError(f"{name} is {getattr(self, name)}; it must be finite")
-        if self.min_new_tokens < 0:
-            raise ValueError(f"min_new_tokens is {self.min_new_tokens}; it must be at least 0")
+        for name in ("min_new_tokens", "max_new_tokens"):
+            if getattr(self, name) < 0:
+                raise ValueError(f"{name} is {getattr(self, name)}; it must be at least 0")
         for token, amount in self.logit_bias:
             if math.isnan(amount) or amount == math.inf:
                 raise ValueError(f"logit_bias of token {token} is {amount}; it must be finite, or -inf")
@@ -65,7 +72,8 @@ class LogitRules:
     @property
     def is_identity(self) -> bool:
         """Whether no logit is ever changed."""
-        return not (self._counts_tokens or self.logit_bias or self.banned_tokens or self._holds_back_stops)
+        is_plain = not (self._counts_tokens or self.logit_bias or self.banned_tokens or self._holds_back_stops)
+        return is_plain and self.generation is None
 
     def check_ids(self, vocab_size: int) -> None:
         """Check that all ids are below `vocab_size`.
@@ -76,6 +84,19 @@ class LogitRules:
         for name, ids in self._named_ids():
             if ids and max(ids) >= vocab_size:
                 raise ValueError(f"{name} holds token {max(ids)}; the vocabulary has {vocab_size} ids")
+        if self.generation is not None:
+            self.generation.check_ids(vocab_size)
+
+    def with_static_generation(self, vocab_size: int) -> LogitRules:
+        """Return the rules with the penalty of `generation`, unless they have their own, and with what it always bans.
+
+        What depends on tokens is left to `generation`.
+        """
+        if self.generation is None:
+            return self
+        penalty = self.generation.repetition_penalty if self.repetition_penalty == 1 else self.repetition_penalty
+        banned = self.banned_tokens + self.generation.always_banned(vocab_size)
+        return replace(self, repetition_penalty=penalty, banned_tokens=banned)
 
     def _named_ids(self) -> tuple[tuple[str, Sequence[int]], ...]:
         biased = [token for token, _ in self.logit_bias]
@@ -96,17 +117,27 @@ class LogitRules:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class RowAdjustment:
-    """The change to one row: z' = (z / r if z > 0 else z · r) + bias, at the named ids only.
+    """The change to one row: z' = (z / r if z > 0 else z · r) + bias, at the named ids only; then bans of many ids.
 
     Attributes:
         ids: ascending, int64 `[n]`.
         repetition: r, float32 `[n]`; 1 leaves the logit as it is.
         bias: float32 `[n]`; -inf bans the id.
+        ranges: of banned ids, each from its first to before its end.
+        timestamps_from: the first timestamp; all ids before it are banned where log Σ exp z' over timestamps is above
+            every z' before them. -1 if there is no such rule.
     """
 
     ids: np.ndarray
     repetition: np.ndarray
     bias: np.ndarray
+    ranges: tuple[tuple[int, int], ...] = ()
+    timestamps_from: int = -1
+
+    @property
+    def bans_many(self) -> bool:
+        """Whether it has more than the sparse change."""
+        return len(self.ranges) > 0 or self.timestamps_from >= 0
 
 
 class Adjuster:
@@ -122,6 +153,10 @@ class Adjuster:
             ValueError: the rules name an id that is not below `vocab_size`.
         """
         rules.check_ids(vocab_size)
+        self._decoder: DecoderState | None = None
+        if rules.generation is not None:
+            self._decoder = DecoderState(rules.generation, prompt_tokens, vocab_size, rules.max_new_tokens)
+            rules = rules.with_static_generation(vocab_size)
         self._rules = rules
         self._vocab_size = vocab_size
         self._generated: list[int] = []
@@ -141,6 +176,7 @@ class Adjuster:
         copy.__dict__.update(self.__dict__)
         copy._generated, copy._counts = list(self._generated), dict(self._counts)
         copy._ids, copy._repetition, copy._bias = self._ids, self._repetition.copy(), self._bias.copy()
+        copy._decoder = self._decoder.copy() if self._decoder is not None else None
         return copy
 
     @property
@@ -152,6 +188,8 @@ class Adjuster:
         """Record a generated or drafted token."""
         self._generated.append(token)
         self._recount(token, 1)
+        if self._decoder is not None:
+            self._decoder.push(token)
 
     def pop(self) -> None:
         """Remove the last pushed token.
@@ -160,6 +198,8 @@ class Adjuster:
             IndexError: nothing was pushed.
         """
         self._recount(self._generated.pop(), -1)
+        if self._decoder is not None:
+            self._decoder.pop()
 
     def truncate(self, n_generated: int) -> None:
         """Remove all but the first `n_generated` tokens.
@@ -174,6 +214,21 @@ class Adjuster:
 
     def row(self) -> RowAdjustment | None:
         """Return the change to the row of the next token; None if nothing changes."""
+        if self._decoder is None:
+            return self._counted_row()
+        forced = self._decoder.forced()
+        if forced is not None:
+            return replace(_UNCHANGED, ranges=((0, forced), (forced + 1, self._vocab_size)))
+        bans = self._decoder.bans()
+        row = self._counted_row()
+        if bans.tokens:
+            row = _with_bans(row or _UNCHANGED, np.array(sorted(bans.tokens), dtype=np.int64))
+        if bans.ranges:
+            row = replace(row or _UNCHANGED, ranges=bans.ranges, timestamps_from=bans.timestamps_from)
+        return row
+
+    def _counted_row(self) -> RowAdjustment | None:
+        """Return the change without what the decoder's state bans."""
         if not (self._static_bias or self._rules._counts_tokens or self._withholds_stops) or not len(self._ids):
             return None
         bias = self._bias.copy()
@@ -207,6 +262,18 @@ class Adjuster:
         return self._static_bias.get(token, 0.0) - penalty
 
 
+_UNCHANGED = RowAdjustment(np.empty(0, np.int64), np.empty(0, np.float32), np.empty(0, np.float32))
+
+
+def _with_bans(row: RowAdjustment, banned: np.ndarray) -> RowAdjustment:
+    """Return the row with ids `banned`, ascending and distinct, banned too."""
+    new = np.setdiff1d(banned, row.ids, assume_unique=True)
+    slots = np.searchsorted(row.ids, new)
+    ids, bias = np.insert(row.ids, slots, new), np.insert(row.bias, slots, 0)
+    bias[np.searchsorted(ids, banned)] = -math.inf
+    return RowAdjustment(ids, np.insert(row.repetition, slots, 1), bias)
+
+
 def apply(logits: Tensor, rows: Sequence[RowAdjustment | None]) -> Tensor:
     """Return `logits` `[R, V]` with the adjustment of each row applied, in float32.
 
@@ -218,7 +285,7 @@ def apply(logits: Tensor, rows: Sequence[RowAdjustment | None]) -> Tensor:
     """
     if rows and len(rows) != logits.shape[0]:
         raise ValueError(f"{len(rows)} adjustments for {logits.shape[0]} rows")
-    changed = [(number, row) for number, row in enumerate(rows) if row is not None and len(row.ids)]
+    changed = [(number, row) for number, row in enumerate(rows) if row is not None and (len(row.ids) or row.bans_many)]
     if not changed:
         return logits
     device = logits.device
@@ -231,4 +298,33 @@ def apply(logits: Tensor, rows: Sequence[RowAdjustment | None]) -> Tensor:
     out = logits.to(torch.float32, copy=True)
     z = out[at, ids]
     out[at, ids] = torch.where(z > 0, z / repetition, z * repetition) + bias
+    for number, row in changed:
+        if row.bans_many:
+            _ban_many(out[number], row)
     return out
+
+
+def apply_many_bans(logits: Tensor, rows: Sequence[RowAdjustment | None]) -> Tensor:
+    """Return `logits` `[R, V]` where rows that ban more than single ids have -inf at all banned ones; the rest is left.
+
+    For kernels that make sparse changes themselves: those leave -inf as it is. If no row has such bans, the same tensor
+    is returned, else a copy of the same type and row stride, for which the kernels are compiled already.
+    """
+    changed = [number for number, row in enumerate(rows) if row is not None and row.bans_many]
+    if not changed:
+        return logits
+    R, V = logits.shape
+    out = logits.new_empty(R, max(V, logits.stride(0)))[:, :V]
+    out.copy_(logits)
+    adjusted = apply(logits[changed], [rows[number] for number in changed])
+    out[changed] = out[changed].masked_fill(adjusted == -math.inf, -math.inf)
+    return out
+
+
+def _ban_many(z: Tensor, row: RowAdjustment) -> None:
+    # z: [V], a view
+    for first, end in row.ranges:
+        z[first:end] = -math.inf
+    if row.timestamps_from >= 0:
+        text, timestamps = z[: row.timestamps_from], z[row.timestamps_from :]
+        text.masked_fill_(timestamps.logsumexp(0) > text.max(), -math.inf)

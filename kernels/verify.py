@@ -36,6 +36,7 @@ __all__ = [
     "Uniforms",
     "UnsupportedRule",
     "VerifyResult",
+    "adjustments_of",
     "implementation_for",
     "implementations",
     "verify",
@@ -121,6 +122,13 @@ class Proposed:
         if self.uniforms is not None:
             return self.uniforms.resample
         return uniform(self.seed, self.base_length, accepted, Domain.RESAMPLE)
+
+
+def adjustments_of(proposals: Sequence[Proposed]) -> list[RowAdjustment | None]:
+    """Return the adjustments of all rows, in order; empty if no proposal has any."""
+    if not any(proposal.adjustments for proposal in proposals):
+        return []
+    return [row for each in proposals for row in (each.adjustments or (None,) * (len(each.tokens) + 1))]
 
 
 @dataclass(frozen=True, slots=True)

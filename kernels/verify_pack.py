@@ -15,7 +15,7 @@ from kernels.adjustments import RowAdjustment
 from kernels.dense import DenseDistribution, DraftLogits
 from kernels.packed_arrays import Field, PackedArrays
 from kernels.sparse import SparseDistribution
-from kernels.verify import Proposed, Rule
+from kernels.verify import Proposed, Rule, adjustments_of
 
 RULE_NUMBERS = {Rule.TOKENWISE: 0, Rule.BLOCK: 1, Rule.COUPLED: 2, Rule.SIGMOID: 3}
 """The rules by number, in the kernels; temperature 0 is `GREEDY_NUMBER` under every rule."""
@@ -196,13 +196,11 @@ def _dense(proposals: Sequence[Proposed], V: int, device: torch.device) -> Tenso
 
 def _changes(proposals: Sequence[Proposed], V: int, tile: int) -> dict[str, np.ndarray]:
     lists: list[RowAdjustment] = []
-    adjusted: list[int] = []
-    for each in proposals:
-        for row in each.adjustments or (None,) * (len(each.tokens) + 1):
-            adjusted.append(-1)
-            if row is not None and len(row.ids):
-                adjusted[-1] = len(lists)
-                lists.append(row)
+    adjusted = [-1] * sum(len(each.tokens) + 1 for each in proposals)
+    for number, row in enumerate(adjustments_of(proposals)):
+        if row is not None and len(row.ids):
+            adjusted[number] = len(lists)
+            lists.append(row)
     edges = np.arange(-(-V // tile) + 1) * tile
     begins = list(accumulate((len(row.ids) for row in lists), initial=0))
     starts = [begin + np.searchsorted(row.ids, edges) for begin, row in zip(begins, lists, strict=False)]

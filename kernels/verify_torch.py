@@ -23,7 +23,7 @@ from kernels.rng import noise_rows
 from kernels.sampling import bad_rows, gumbel_max, probabilities
 from kernels.sigmoid import Scores
 from kernels.sparse import SparseDistribution
-from kernels.verify import BAD_LOGITS, DraftDistribution, Proposed, Rule, Status, VerifyResult
+from kernels.verify import BAD_LOGITS, DraftDistribution, Proposed, Rule, Status, VerifyResult, adjustments_of
 
 RULES = frozenset({Rule.TOKENWISE, Rule.BLOCK, Rule.COUPLED, Rule.SIGMOID})
 """The rules that this implementation supports."""
@@ -35,7 +35,7 @@ _ROUNDING = 1e-6
 def verify(logits: Tensor, proposals: Sequence[Proposed]) -> list[VerifyResult]:
     """See `kernels.verify.verify`."""
     raw = logits.cpu()
-    z = _adjusted(raw, proposals)
+    z = apply(raw, adjustments_of(proposals))
     kinds = [(proposal.params, proposal.rule is Rule.SIGMOID) for proposal in proposals]
     if len(set(kinds)) == 1:
         return _verify_group(raw, z, proposals)
@@ -64,13 +64,6 @@ def residual(p: np.ndarray, ids: np.ndarray | slice, q: np.ndarray) -> np.ndarra
     rest = p.astype(np.float64)
     rest[ids] = np.maximum(0.0, rest[ids] - q)
     return rest
-
-
-def _adjusted(raw: Tensor, proposals: Sequence[Proposed]) -> Tensor:
-    if not any(proposal.adjustments for proposal in proposals):
-        return raw
-    rows = [row for each in proposals for row in (each.adjustments or (None,) * (len(each.tokens) + 1))]
-    return apply(raw, rows)
 
 
 def _verify_group(raw: Tensor, z: Tensor, proposals: Sequence[Proposed]) -> list[VerifyResult]:

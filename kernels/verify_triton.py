@@ -21,7 +21,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from kernels.adjustments import apply
+from kernels.adjustments import apply, apply_many_bans
 from kernels.logprobs import with_logprobs
 from kernels.sampling import probabilities
 from kernels.sparse import MAX_SUPPORT
@@ -59,7 +59,7 @@ from kernels.triton_walk import (
     walk_greedily,
     walk_tokenwise,
 )
-from kernels.verify import BAD_LOGITS, Proposed, Rule, Status, VerifyResult
+from kernels.verify import BAD_LOGITS, Proposed, Rule, Status, VerifyResult, adjustments_of
 from kernels.verify_pack import FLOATS, GREEDY_NUMBER, RULE_NUMBERS, TINY, Batch, pack
 
 RULES = frozenset(Rule)
@@ -188,7 +188,9 @@ class Launch:
     """A batch with its buffers on the device, ready to run.
 
     Attributes:
-        logits: `[R, V]`, columns contiguous. Each run reads them, so they may be overwritten in between.
+        raw: the target's logits, `[R, V]`.
+        logits: what the kernels read, `[R, V]`, columns contiguous: a copy where rows ban many ids, else `raw`. Each
+            run reads them, so they may be overwritten in between.
         proposals: the B proposals.
         batch: the proposals as arrays.
         stats: buffers of the tile statistics: peaks, masses, bests and leads, `[R, n_tiles]` each.
@@ -197,6 +199,7 @@ class Launch:
             and next token of each proposal.
     """
 
+    raw: Tensor
     logits: Tensor
     proposals: Sequence[Proposed]
     batch: Batch
@@ -241,7 +244,7 @@ class Launch:
     def results(self) -> list[VerifyResult]:
         """Wait for the last run and return its results, by one copy from the device.
 
-        Requested log-probabilities are computed from the current content of `logits`.
+        Requested log-probabilities are computed from the current content of `raw`.
         """
         out, N = self.out.cpu(), len(self.batch.draft_q)
         beta = out[:N].view(torch.float32).numpy()
@@ -255,7 +258,7 @@ class Launch:
                     STATUSES[status], accepted, token, _beta_of(proposal, accepted, beta[first_row - b :])
                 )
                 if proposal.top_logprobs >= 0:
-                    result = _with_logprobs(result, proposal, self.logits[first_row : first_row + accepted + 1])
+                    result = _with_logprobs(result, proposal, self.raw[first_row : first_row + accepted + 1])
             results.append(result)
             first_row += len(proposal.tokens) + 1
         return results
@@ -267,12 +270,14 @@ def prepare(logits: Tensor, proposals: Sequence[Proposed]) -> Launch:
         logits = logits.float()
     if logits.stride(1) != 1:
         logits = logits.contiguous()
+    raw, logits = logits, apply_many_bans(logits, adjustments_of(proposals))
     R, V = logits.shape
     batch = pack(proposals, V, tile_size(V), logits.device)
     stats = _stats_buffers((R, -(-V // tile_size(V))), logits.device)
     cuts = torch.empty(R, dtype=torch.float32, device=logits.device)
     words = _beta_words(len(batch.draft_q)) + 3 * len(batch.ints)
-    return Launch(logits, proposals, batch, stats, cuts, torch.empty(words, dtype=torch.int32, device=logits.device))
+    out = torch.empty(words, dtype=torch.int32, device=logits.device)
+    return Launch(raw, logits, proposals, batch, stats, cuts, out)
 
 
 def _stats_buffers(shape: tuple[int, int], device: torch.device) -> tuple[Tensor, Tensor, Tensor, Tensor]:
