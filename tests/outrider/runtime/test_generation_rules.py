@@ -18,7 +18,7 @@ from kernels.adjustments import Adjuster, LogitRules, apply
 from kernels.generation_rules import GenerationRules, TimestampRules
 from outrider.runtime.errors import CheckpointError
 from outrider.runtime.generation_rules import read
-from tests.outrider.runtime.test_encoder_decoder import V, bart_like, t5, whisper
+from tests.encoder_decoders import V, bart_like, t5, whisper
 
 EOS, NO_TIMESTAMPS, FIRST = 40, 50, 51
 NEW = 24
