@@ -211,7 +211,7 @@ The gRPC services and messages of the package `outrider.v1`, from the files in `
 answer gRPC reflection. Errors are gRPC statuses: see [errors](errors.md).
 """
 
-_ORDER = ("draft_service", "verifier_service", "speculation", "sampling", "model")
+_ORDER = ("draft_service", "verifier_service", "input", "speculation", "sampling", "model")
 _PACKAGE = "outrider/v1"
 
 # Numbers of the fields that paths in the source information are made of.
