@@ -6,7 +6,7 @@ import json
 import statistics
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
@@ -23,6 +23,7 @@ from outrider.cli.options import flags_of_pair, model_options, request_of, sampl
 from outrider.cli.output import Failure, completion_document, fails_in_one_line, warn_of_loss, write_json
 from outrider.cli.processes import Pair, busy_processors, processors, running_pair, terminated_as_interrupted
 from outrider.client import AcceptanceRule, Chunk, Client, Completion, Event, TokenOrigin, Unavailable
+from outrider.client.texts import parts_of_tokens
 
 MODELS = Path(__file__).resolve().parents[2] / "models" / "demo"
 # Used if the models have no `prompts.jsonl`; else its first prompt is used.
@@ -309,7 +310,7 @@ class TokenWriter:
         self._held.extend(zip(chunk.token_texts, chunk.origins, strict=True))
         whole = [self._held.popleft() for _ in range(len(self._held) - chunk.held_tokens)]
         line = Text()
-        for text, (_, origin) in zip(shares(chunk.text, [each for each, _ in whole]), whole, strict=True):
+        for text, (_, origin) in zip(parts_of_tokens(chunk.text, [each for each, _ in whole]), whole, strict=True):
             rejected = self._rejected.pop(self._length, None)
             if rejected is not None:
                 line.append(self._struck(_visible(rejected)))
@@ -337,29 +338,6 @@ class TokenWriter:
         # The mark closes before the end of the line.
         head, newline, tail = text.partition("\n")
         return Text(f"{{+{head}+}}{newline}{tail}" if text else "")
-
-
-def shares(text: str, token_texts: Sequence[str]) -> list[str]:
-    """Cuts a text into the parts of its tokens; joined they are the text.
-
-    A token's text by itself is not always its part: a character may span tokens, and some tokenizers drop the space
-    before a word. Text that tokens share goes to the last of them.
-    """
-    parts, unsettled, position = [], False, 0
-    for token_text in token_texts:
-        found = text.find(token_text, position) if token_text and "\ufffd" not in token_text else -1
-        if found < 0:
-            parts.append("")
-            unsettled = unsettled or token_text != ""
-            continue
-        if unsettled:
-            parts[-1] += text[position:found]
-            position, unsettled = found, False
-        parts.append(text[position : found + len(token_text)])
-        position = found + len(token_text)
-    if parts:
-        parts[-1] += text[position:]
-    return parts
 
 
 def _visible(text: str) -> str:

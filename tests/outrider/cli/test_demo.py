@@ -6,7 +6,7 @@ from io import StringIO
 import pytest
 from rich.console import Console
 
-from outrider.cli.demo import TokenWriter, compare, draw_comparison, shares
+from outrider.cli.demo import TokenWriter, compare, draw_comparison
 from outrider.client import Chunk, Client, Round, TokenOrigin
 
 DRAFT, CORRECTION, TARGET = TokenOrigin.DRAFT, TokenOrigin.CORRECTION, TokenOrigin.TARGET
@@ -68,19 +68,6 @@ WHOLE_PROPOSAL = [_round(1, 0, ["a"], 1), _round(2, 2, [], 0)]
 )
 def test_tokens_are_drawn_by_their_origin(chunks: list[Chunk], drawn: str) -> None:
     assert _drawn(chunks) == f"def f():{drawn}\n"
-
-
-@pytest.mark.parametrize(
-    ("text", "token_texts", "parts"),
-    [
-        ("ab c", ["a", "b", " c"], ["a", "b", " c"]),
-        ("x é y", ["x", " \ufffd", "\ufffd", " y"], ["x", "", " é", " y"]),
-        ("Hello world", ["Hello", "world"], ["Hello", " world"]),
-        ("", [], []),
-    ],
-)
-def test_parts_of_tokens_join_to_the_text(text: str, token_texts: list[str], parts: list[str]) -> None:
-    assert shares(text, token_texts) == parts
 
 
 def test_the_comparison_finds_equal_and_unequal_texts(draft_address: str) -> None:
