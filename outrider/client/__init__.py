@@ -44,15 +44,18 @@ from outrider.client.events import (
     TokenOrigin,
     Usage,
 )
-from outrider.client.request import Message, Options, Prompt
+from outrider.client.request import CommonOptions, Message, Options, Prompt
+from outrider.client.transcription import AsyncTranscription, Segment, Transcription
 from outrider.rpc.tls import TLS
 
 __all__ = [
     "TLS",
     "AcceptanceRule",
     "AsyncClient",
+    "AsyncTranscription",
     "Chunk",
     "Client",
+    "CommonOptions",
     "Completion",
     "DeadlineExceeded",
     "Drafter",
@@ -73,12 +76,14 @@ __all__ = [
     "Queued",
     "Round",
     "Sample",
+    "Segment",
     "SpeculationPolicy",
     "Started",
     "Statistics",
     "Timings",
     "TokenLogprob",
     "TokenOrigin",
+    "Transcription",
     "Unauthenticated",
     "Unavailable",
     "Usage",

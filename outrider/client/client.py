@@ -4,20 +4,23 @@ from __future__ import annotations
 
 import asyncio
 import threading
-from collections.abc import AsyncGenerator, Coroutine, Generator, Sequence
+import time
+from collections.abc import AsyncGenerator, Coroutine, Generator, Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self, TypeVar, Unpack, cast
 
 import grpc
 
+from outrider.client.audio import FRAME_S, AudioSource, Samples, read_samples, speech_encoder
 from outrider.client.endpoints import Endpoints, split
 from outrider.client.errors import typed
 from outrider.client.events import Completion, Event, read
-from outrider.client.request import Options, Prompt, build
+from outrider.client.request import CommonOptions, Options, Prompt, build
 from outrider.client.resume import Call, Generation
+from outrider.client.transcription import AsyncTranscription, Transcription
 from outrider.rpc.channel import check_plaintext
-from outrider.rpc.errors import UNSPECIFIED, unavailable
+from outrider.rpc.errors import UNSPECIFIED, invalid_field, unavailable
 from outrider.rpc.timeouts import InactivityTimer
 from outrider.rpc.tls import TLS
 from protos.outrider.v1 import draft_service_pb2 as pb
@@ -106,7 +109,7 @@ class AsyncClient:
         await self._endpoints.close()
 
     async def generate(
-        self, prompt: Prompt, *, timeout: float | None = None, **options: Unpack[Options]
+        self, prompt: Prompt | None = None, *, timeout: float | None = None, **options: Unpack[Options]
     ) -> AsyncGenerator[Event, None]:
         """Streams one generation: `Started`, then `Chunk`s, then a `Finished` for each sample; and `Queued` while it
         waits in the queue.
@@ -114,19 +117,30 @@ class AsyncClient:
         Leaving the iterator, by `aclose`, by cancelling its task or by dropping it, cancels the call at both services.
 
         Args:
-            prompt: text, token ids, or messages.
+            prompt: text, token ids, or messages. For an encoder–decoder model it is the input of the encoder; one that
+                takes speech has the option `audio` or `features` instead.
             timeout: seconds for this call; None: the client's.
             options: see `Options`.
 
         Raises:
+            ImportError: `audio` or `features` without the extra `audio`.
             OutriderError: a subclass by status code; see `outrider.client.errors`.
             TypeError: an unknown option.
         """
-        generation = Generation(build(prompt, options), self._timeout if timeout is None else timeout, self._patience)
+        timeout = self._timeout if timeout is None else timeout
+        began = time.monotonic()
+        request = build(prompt, await self._with_samples(options, timeout))
+        generation = Generation(request, timeout, self._patience, spent=time.monotonic() - began)
         while True:
-            call, silence = await self._begin(generation, "Generate", generation.request())
-            responses = aiter(call)
+            call = None
             try:
+                if generation.needs_model:
+                    generation.learn((await self._describe(generation)).target)
+                if (end := generation.ended()) is not None:
+                    yield end
+                    return
+                call, silence = await self._begin(generation, "Generate", generation.request())
+                responses = aiter(call)
                 with InactivityTimer(silence) as timer:
                     while (response := await timer.wait_for(anext(responses, None))) is not None:
                         event = read(response)
@@ -140,15 +154,12 @@ class AsyncClient:
                     return
                 await self._recover(generation, error)
             finally:
-                call.cancel()
-            if generation.needs_eos:
-                model = await self.get_model(timeout=generation.time_left)
-                generation.eos_token_ids = frozenset(model.target.eos_token_ids)
-            if (end := generation.ended()) is not None:
-                yield end
-                return
+                if call is not None:
+                    call.cancel()
 
-    async def complete(self, prompt: Prompt, *, timeout: float | None = None, **options: Unpack[Options]) -> Completion:
+    async def complete(
+        self, prompt: Prompt | None = None, *, timeout: float | None = None, **options: Unpack[Options]
+    ) -> Completion:
         """`generate`, collected. Same arguments, same errors."""
         events = [event async for event in self.generate(prompt, timeout=timeout, **options)]
         return Completion.of(events)
@@ -161,12 +172,67 @@ class AsyncClient:
         """
         call = Call(self._timeout if timeout is None else timeout, self._patience)
         while True:
-            response, silence = await self._begin(call, "GetModel", pb.DraftServiceGetModelRequest())
             try:
-                async with asyncio.timeout(silence):
-                    return cast("pb.DraftServiceGetModelResponse", await response)
+                return await self._describe(call)
             except (grpc.RpcError, TimeoutError) as error:
                 await self._recover(call, error)
+
+    def transcribe(
+        self,
+        audio: AudioSource,
+        *,
+        language: str | None = None,
+        task: str | None = None,
+        timestamps: bool = False,
+        sample_rate: int | None = None,
+        timeout: float | None = None,
+        **options: Unpack[CommonOptions],
+    ) -> AsyncTranscription:
+        """Writes down speech of any length: iterate the result for its `Segment`s, or await its `wait`.
+
+        The work begins when the result is iterated.
+
+        Audio longer than the model takes at once is cut into windows, as transformers' Whisper does it with
+        `generate(return_timestamps=True)`: the next window begins at the last timestamp that the model wrote. Unlike
+        there, each window's features are computed from its own audio alone, no window is repeated at a higher
+        temperature, and none sees the text before it.
+
+        Args:
+            audio: a path, the bytes of a file, or an array with its `sample_rate`.
+            language: of the speech; None: the model's default.
+            task: `transcribe` or `translate`; None: `transcribe`.
+            timestamps: whether the model writes timestamps for audio that it takes at once. For longer audio it always
+                does. Without them such audio is one segment.
+            sample_rate: of an array.
+            timeout: seconds for each window; None: the client's.
+            options: see `CommonOptions`. The default of `temperature` is 0, and that of `max_new_tokens` as many as the
+                model can write.
+        """
+        given = {"language": language, "task": task, "timestamps": timestamps, "sample_rate": sample_rate}
+        return AsyncTranscription(self, audio, timeout, {**options, **given})
+
+    async def _with_samples(self, options: Mapping[str, Any], timeout: float | None) -> Mapping[str, Any]:
+        """The options, with `audio` as the model takes it."""
+        audio = options.get("audio")
+        if audio is None or isinstance(audio, Samples):
+            return options
+        encoder = speech_encoder((await self.get_model(timeout=timeout)).target)
+        samples = await asyncio.to_thread(read_samples, audio, options.get("sample_rate"), encoder.sample_rate)
+        if samples.frames > encoder.frames:
+            raise typed(
+                invalid_field(
+                    "audio",
+                    f"audio has {samples.seconds:.2f} s, and the model takes at most {encoder.frames * FRAME_S:g} s at "
+                    "once; `transcribe` takes longer audio",
+                )
+            )
+        return {**options, "audio": samples.part(0, encoder.frames), "sample_rate": None}
+
+    async def _describe(self, call: Call) -> pb.DraftServiceGetModelResponse:
+        """One attempt of `call` at GetModel."""
+        response, silence = await self._begin(call, "GetModel", pb.DraftServiceGetModelRequest())
+        async with asyncio.timeout(silence):
+            return cast("pb.DraftServiceGetModelResponse", await response)
 
     async def _begin(self, call: Call, method: str, request: Any) -> tuple[Any, float | None]:
         """Begins an attempt. Returns it with its silence timeout: None without another endpoint."""
@@ -274,35 +340,63 @@ class Client:
         self._stop()
 
     def generate(
-        self, prompt: Prompt, *, timeout: float | None = None, **options: Unpack[Options]
+        self, prompt: Prompt | None = None, *, timeout: float | None = None, **options: Unpack[Options]
     ) -> Generator[Event, None, None]:
         """As `AsyncClient.generate`. Closing or dropping the iterator cancels the call."""
-        events = self._client.generate(prompt, timeout=timeout, **options)
-        # An interrupt leaves a step that is still being cancelled: close the iterator after it
-        one_at_a_time = asyncio.Lock()
+        return self._each(self._client.generate(prompt, timeout=timeout, **options))
 
-        async def step() -> Event | None:
-            async with one_at_a_time:
-                return await anext(events, None)
-
-        async def close() -> None:
-            async with one_at_a_time:
-                await events.aclose()
-
-        try:
-            while (event := self._run(step())) is not None:
-                yield event
-        finally:
-            if not self._loop.is_closed():
-                self._run(close())
-
-    def complete(self, prompt: Prompt, *, timeout: float | None = None, **options: Unpack[Options]) -> Completion:
+    def complete(
+        self, prompt: Prompt | None = None, *, timeout: float | None = None, **options: Unpack[Options]
+    ) -> Completion:
         """As `AsyncClient.complete`."""
         return self._run(self._client.complete(prompt, timeout=timeout, **options))
+
+    def transcribe(
+        self,
+        audio: AudioSource,
+        *,
+        language: str | None = None,
+        task: str | None = None,
+        timestamps: bool = False,
+        sample_rate: int | None = None,
+        timeout: float | None = None,
+        **options: Unpack[CommonOptions],
+    ) -> Transcription:
+        """As `AsyncClient.transcribe`. Closing or dropping the iterator cancels the call."""
+        transcription = self._client.transcribe(
+            audio,
+            language=language,
+            task=task,
+            timestamps=timestamps,
+            sample_rate=sample_rate,
+            timeout=timeout,
+            **options,
+        )
+        return Transcription(transcription, self._each(transcription.stream))
 
     def get_model(self, *, timeout: float | None = None) -> pb.DraftServiceGetModelResponse:
         """As `AsyncClient.get_model`."""
         return self._run(self._client.get_model(timeout=timeout))
+
+    def _each(self, items: AsyncGenerator[T, None]) -> Generator[T, None, None]:
+        """The items of a generator that runs in the thread of the loop."""
+        # An interrupt leaves a step that is still being cancelled: close the iterator after it
+        one_at_a_time = asyncio.Lock()
+
+        async def step() -> T | None:
+            async with one_at_a_time:
+                return await anext(items, None)
+
+        async def close() -> None:
+            async with one_at_a_time:
+                await items.aclose()
+
+        try:
+            while (item := self._run(step())) is not None:
+                yield item
+        finally:
+            if not self._loop.is_closed():
+                self._run(close())
 
     def _stop(self) -> None:
         self._loop.call_soon_threadsafe(self._loop.stop)

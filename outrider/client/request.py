@@ -10,6 +10,7 @@ from typing import Any, TypeAlias, TypedDict, cast
 
 from google.protobuf.descriptor import FieldDescriptor
 
+from outrider.client.audio import Array, AudioSource, Samples, features_message
 from outrider.client.errors import typed
 from outrider.client.events import AcceptanceRule, Drafter, SpeculationPolicy
 from outrider.rpc.errors import invalid_field
@@ -28,9 +29,10 @@ class Message:
 Prompt: TypeAlias = str | Sequence[int] | Sequence[Message | Mapping[str, str]]
 
 
-class Options(TypedDict, total=False):
-    """The options of a request. Ranges and meanings are those of the contract (`GenerateRequest`, `SamplingParams`). An
-    option that is not given has its neutral value: without options the text has the target's own distribution.
+class CommonOptions(TypedDict, total=False):
+    """The options of every request. Ranges and meanings are those of the contract (`GenerateRequest`,
+    `SamplingParams`). An option that is not given has its neutral value: without options the text has the target's own
+    distribution.
     """
 
     # How much
@@ -68,6 +70,7 @@ class Options(TypedDict, total=False):
     keep_special_tokens: bool
     request_id: str
     required_features: Sequence[str]
+    decoder_prompt_token_ids: Sequence[int]  # of an encoder–decoder model; default: the model's own
     # To continue another call
     committed_token_ids: Sequence[int]
     held_tokens: int  # of the last `Chunk`: committed tokens without delivered text
@@ -79,11 +82,22 @@ class Options(TypedDict, total=False):
     fixed_size_rounds: bool  # so have the messages between the services
 
 
+class Options(CommonOptions, total=False):
+    """`CommonOptions`, and those of speech."""
+
+    audio: AudioSource  # in place of a prompt: a path, the bytes of a file, or an array with its `sample_rate`
+    sample_rate: int
+    features: Array  # in place of a prompt: the model's own log-Mel features, [mels, frames]
+    language: str  # of the speech
+    task: str  # `transcribe` or `translate`
+    timestamps: bool
+
+
 Setter: TypeAlias = Callable[[draft_service_pb2.GenerateRequest, Any], None]
 
 
-def build(prompt: Prompt, options: Mapping[str, Any]) -> draft_service_pb2.GenerateRequest:
-    """Builds the request.
+def build(prompt: Prompt | None, options: Mapping[str, Any]) -> draft_service_pb2.GenerateRequest:
+    """Builds the request. Its `audio` is `Samples`.
 
     Raises:
         InvalidRequest: a value that protobuf cannot hold, for example a negative token id; with the field.
@@ -94,7 +108,13 @@ def build(prompt: Prompt, options: Mapping[str, Any]) -> draft_service_pb2.Gener
     if unknown:
         raise TypeError(f"unknown option {', '.join(sorted(unknown))}; the options are {', '.join(sorted(known))}")
     request = draft_service_pb2.GenerateRequest()
-    _carry("prompt", _set_prompt, request, prompt)
+    inputs = {"prompt": prompt, "audio": options.get("audio"), "features": options.get("features")}
+    given = [name for name, value in inputs.items() if value is not None]
+    if len(given) != 1:
+        found = " and ".join(given) or "none"
+        raise typed(invalid_field("prompt", f"one of prompt, audio and features is expected, not {found}"))
+    if prompt is not None:
+        _carry("prompt", _set_prompt, request, prompt)
     for name, value in options.items():
         if value is not None:
             _carry(name, _SETTERS.get(name, _set_field(name)), request, value)
@@ -166,6 +186,34 @@ def _role_and_content(message: Any) -> tuple[str, str]:
     return message["role"], message["content"]
 
 
+def _set_audio(request: draft_service_pb2.GenerateRequest, value: Samples) -> None:
+    request.audio.CopyFrom(value.to_message())
+    require(request, "encoder")
+
+
+def _set_sample_rate(request: draft_service_pb2.GenerateRequest, value: int) -> None:
+    raise ValueError("only audio as an array needs it")
+
+
+def _set_features(request: draft_service_pb2.GenerateRequest, value: Array) -> None:
+    request.features.CopyFrom(features_message(value))
+    require(request, "encoder")
+
+
+def _set_decoder_prompt(request: draft_service_pb2.GenerateRequest, value: Sequence[int]) -> None:
+    request.decoder_prompt_token_ids.extend(value)
+    require(request, "encoder")
+
+
+def _set_transcription(name: str) -> Setter:
+    def set_field(request: draft_service_pb2.GenerateRequest, value: str | bool) -> None:
+        if value is not False:  # a model without timestamps writes none
+            setattr(request.transcription, name, value)
+            require(request, "encoder")
+
+    return set_field
+
+
 def _set_stop(request: draft_service_pb2.GenerateRequest, value: str | Sequence[str]) -> None:
     request.stop.extend([value] if isinstance(value, str) else value)
 
@@ -198,21 +246,21 @@ def _set_drafter(request: draft_service_pb2.GenerateRequest, value: Drafter | st
 
 def _set_frame_bytes(request: draft_service_pb2.GenerateRequest, value: int) -> None:
     request.emission.frame_bytes = value
-    _require(request, "emission")
+    require(request, "emission")
 
 
 def _set_frame_pace(request: draft_service_pb2.GenerateRequest, value: float) -> None:
     request.emission.pace.FromTimedelta(timedelta(seconds=value))
-    _require(request, "emission")
+    require(request, "emission")
 
 
 def _set_fixed_size_rounds(request: draft_service_pb2.GenerateRequest, value: bool) -> None:
     request.speculation.fixed_size = value
     if value:
-        _require(request, "fixed_rounds")
+        require(request, "fixed_rounds")
 
 
-def _require(request: draft_service_pb2.GenerateRequest, feature: str) -> None:
+def require(request: draft_service_pb2.GenerateRequest, feature: str) -> None:
     """A service without the feature then refuses the request; otherwise it would ignore the field."""
     if feature not in request.required_features:
         request.required_features.append(feature)
@@ -221,7 +269,7 @@ def _require(request: draft_service_pb2.GenerateRequest, feature: str) -> None:
 def _set_held_tokens(request: draft_service_pb2.GenerateRequest, value: int) -> None:
     request.held_tokens = value
     if value:
-        _require(request, "held_tokens")
+        require(request, "held_tokens")
 
 
 def _set_time_limit(request: draft_service_pb2.GenerateRequest, value: float) -> None:
@@ -246,6 +294,10 @@ _EXPECTED_OF_OPTION = {
     "frame_bytes": _EXPECTED[FieldDescriptor.CPPTYPE_UINT32],
     "frame_pace": "a number of seconds",
     "fixed_size_rounds": _EXPECTED[FieldDescriptor.CPPTYPE_BOOL],
+    "decoder_prompt_token_ids": f"a list of token ids ({_TOKEN_IDS})",
+    "language": _EXPECTED[FieldDescriptor.CPPTYPE_STRING],
+    "task": _EXPECTED[FieldDescriptor.CPPTYPE_STRING],
+    "timestamps": _EXPECTED[FieldDescriptor.CPPTYPE_BOOL],
 }
 
 # Setters of these options.
@@ -262,4 +314,11 @@ _SETTERS: dict[str, Setter] = {
     "frame_bytes": _set_frame_bytes,
     "frame_pace": _set_frame_pace,
     "fixed_size_rounds": _set_fixed_size_rounds,
+    "audio": _set_audio,
+    "sample_rate": _set_sample_rate,
+    "features": _set_features,
+    "decoder_prompt_token_ids": _set_decoder_prompt,
+    "language": _set_transcription("language"),
+    "task": _set_transcription("task"),
+    "timestamps": _set_transcription("timestamps"),
 }

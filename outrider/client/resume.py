@@ -18,12 +18,15 @@ import grpc
 
 from outrider.client.errors import OutriderError
 from outrider.client.events import Chunk, Event, Finished, FinishReason, Queued, Started, Statistics, Timings, Usage
+from outrider.client.request import require
 from outrider.rpc.errors import UNSPECIFIED
 from protos.outrider.v1 import draft_service_pb2 as pb
-from protos.outrider.v1 import sampling_pb2
+from protos.outrider.v1 import model_pb2, sampling_pb2
 
 HELD_TOKENS = "held_tokens"
 """The feature of services that deliver the text of committed tokens."""
+ENCODER = "encoder"
+"""The feature of services that run encoder–decoder models."""
 
 # Pause between two attempts: as long as the service suggests, at least this, doubled with each attempt.
 FIRST_BACKOFF_S, MAX_BACKOFF_S = 0.2, 3.0
@@ -37,18 +40,23 @@ _logger = logging.getLogger("outrider.client")
 class Call:
     """One call with its retries.
 
+    Args:
+        timeout: seconds for all attempts together; None: no limit.
+        patience: seconds of retries while no service accepts the call; None: until the timeout.
+        spent: seconds of the timeout that have passed.
+
     Attributes:
         address: the endpoint of the current attempt.
-        timeout: seconds for all attempts together; None: no limit.
+        timeout: as given.
         failures: failed attempts since the last progress.
     """
 
-    def __init__(self, timeout: float | None, patience: float | None) -> None:
+    def __init__(self, timeout: float | None, patience: float | None, *, spent: float = 0.0) -> None:
         self.address = ""
         self.timeout = timeout
         self.failures = 0
         self._began = time.monotonic()
-        self._end = math.inf if timeout is None else self._began + timeout
+        self._end = math.inf if timeout is None else self._began + timeout - spent
         self._patience = math.inf if patience is None else patience
         self._give_up = math.inf  # when
         self._is_noted = False
@@ -108,19 +116,28 @@ class Call:
         return failure
 
 
+def _has_encoder(request: pb.GenerateRequest) -> bool | None:
+    """Whether the request is for an encoder–decoder model; None if it may be for either kind."""
+    if request.decoder_prompt_token_ids or request.HasField("transcription"):
+        return True
+    return {"audio": True, "features": True, "chat": False}.get(request.WhichOneof("prompt") or "")
+
+
 class Generation(Call):
     """One request for text.
 
     Attributes:
         resumes: how often it was continued after tokens had been delivered.
-        eos_token_ids: the target's, once requested: see `needs_eos`.
     """
 
-    def __init__(self, request: pb.GenerateRequest, timeout: float | None, patience: float | None) -> None:
-        super().__init__(timeout, patience)
+    def __init__(
+        self, request: pb.GenerateRequest, timeout: float | None, patience: float | None, *, spent: float = 0.0
+    ) -> None:
+        super().__init__(timeout, patience, spent=spent)
         self.resumes = 0
-        self.eos_token_ids: frozenset[int] | None = None
         self._request = request
+        self._eos_token_ids: frozenset[int] | None = None  # the target's, once requested
+        self._has_encoder = _has_encoder(request)
         self._is_single = request.n <= 1
         self._call_began = self._began
         self._started: Started | None = None
@@ -183,11 +200,16 @@ class Generation(Call):
         request = pb.GenerateRequest()
         request.CopyFrom(self._request)
         request.request_id = started.request_id
-        request.token_ids.ids[:] = started.prompt_token_ids  # in place of text or messages
+        if self._has_encoder:  # the prompt is the encoder's, and `started` has the decoder's
+            request.decoder_prompt_token_ids[:] = started.prompt_token_ids
+            request.ClearField("transcription")
+            require(request, ENCODER)
+        elif self._has_encoder is False:
+            request.token_ids.ids[:] = started.prompt_token_ids  # in place of text or messages
         request.committed_token_ids[:] = self._tokens
         request.held_tokens = self._held
-        if self._held and HELD_TOKENS not in request.required_features:
-            request.required_features.append(HELD_TOKENS)
+        if self._held:
+            require(request, HELD_TOKENS)
         request.sampling.seed = started.seed
         request.sampling.rule = cast("sampling_pb2.AcceptanceRule", started.rule.number)
         request.weights_fingerprint = started.weights_fingerprint
@@ -210,15 +232,19 @@ class Generation(Call):
         return self._is_single or not self._has_text  # of several samples, none may have begun
 
     @property
-    def needs_eos(self) -> bool:
-        """Whether the target's stop tokens are needed to decide if the text has ended."""
-        return (
-            self.eos_token_ids is None
-            and self._is_single
-            and not self._request.ignore_eos
-            and self.delivered > 0
-            and not self._held
-        )
+    def needs_model(self) -> bool:
+        """Whether the target's description is needed: to repeat the prompt, or to decide if the text has ended."""
+        return self.delivered > 0 and (self._has_encoder is None or self._needs_eos)
+
+    def learn(self, target: model_pb2.ModelInfo) -> None:
+        """Takes in the target's description."""
+        self._eos_token_ids = frozenset(target.eos_token_ids)
+        if self._has_encoder is None:
+            self._has_encoder = target.HasField("encoder")
+
+    @property
+    def _needs_eos(self) -> bool:
+        return self._eos_token_ids is None and self._is_single and not self._request.ignore_eos and not self._held
 
     def ended(self) -> Finished | None:
         """The end, if all tokens and their text were delivered and only `Finished` was lost; else None."""
@@ -227,7 +253,7 @@ class Generation(Call):
             return None
         stops = set(request.stop_token_ids)
         if not request.ignore_eos:
-            stops |= self.eos_token_ids or set()
+            stops |= self._eos_token_ids or set()
         if self.delivered > 0 and self._tokens[-1] in stops:
             return self._finished(started, FinishReason.STOP_TOKEN, self._tokens[-1])
         if len(self._tokens) >= started.max_new_tokens:

@@ -3,12 +3,14 @@
 import math
 from typing import Any
 
+import numpy as np
 import pytest
 
 from outrider.client import InvalidRequest, Message, Options
+from outrider.client.audio import Samples
 from outrider.client.request import build
 from protos.outrider.v1 import draft_service_pb2 as pb
-from protos.outrider.v1 import sampling_pb2
+from protos.outrider.v1 import input_pb2, sampling_pb2
 
 # Options with the name and the type of a field: of the request, of its `sampling`, of its `speculation`.
 PLAIN: dict[str, Any] = {
@@ -44,6 +46,14 @@ SPECULATION: dict[str, Any] = {
     "max_entropy": 1.5,
     "report_rounds": True,
 }
+# Of encoder–decoder models, without the inputs that replace a prompt.
+DECODER: dict[str, Any] = {
+    "decoder_prompt_token_ids": [50258, 50259],
+    "language": "en",
+    "task": "translate",
+    "timestamps": True,
+}
+INPUTS = {"audio", "features", "sample_rate"}
 OTHERS: dict[str, Any] = {
     "time_limit": 1.5,
     "logit_bias": {7: -4.0},
@@ -60,8 +70,8 @@ OTHERS: dict[str, Any] = {
 
 
 def test_every_option_reaches_the_wire() -> None:
-    options = {**PLAIN, **SAMPLING, **SPECULATION, **OTHERS}
-    assert options.keys() == Options.__annotations__.keys()
+    options = {**PLAIN, **SAMPLING, **SPECULATION, **DECODER, **OTHERS}
+    assert options.keys() == Options.__annotations__.keys() - INPUTS
     request = build("x", options)
     assert request == pb.GenerateRequest(
         text="x",
@@ -80,11 +90,13 @@ def test_every_option_reaches_the_wire() -> None:
         ),
         logprobs=sampling_pb2.LogprobsParams(top_n=0),
         time_limit={"seconds": 1, "nanos": 500_000_000},
-        required_features=["held_tokens", "tree", "emission", "fixed_rounds"],
+        decoder_prompt_token_ids=[50258, 50259],
+        transcription=pb.Transcription(language="en", task="translate", timestamps=True),
+        required_features=["held_tokens", "encoder", "tree", "emission", "fixed_rounds"],
         emission=pb.EmissionPrivacy(frame_bytes=512, pace={"nanos": 250_000_000}),
     )
     unset = {field.name for field in request.DESCRIPTOR.fields} - {field.name for field, _ in request.ListFields()}
-    assert unset == {"token_ids", "chat"}, "every field can be set"
+    assert unset == {"token_ids", "chat", "audio", "features"}, "every field can be set"
     for part in (request.sampling, request.speculation):
         assert len(part.ListFields()) == len(part.DESCRIPTOR.fields)
 
@@ -104,6 +116,32 @@ def test_a_prompt_is_text_or_tokens_or_messages() -> None:
     assert list(build(mixed, {}).chat.messages) == chat
 
 
+def test_speech_takes_the_place_of_a_prompt() -> None:
+    samples = Samples(np.arange(9, dtype="<i2"), 16_000)
+    assert build(None, {"audio": samples}) == pb.GenerateRequest(
+        audio=samples.to_message(), required_features=["encoder"]
+    )
+    features = np.arange(6.0).reshape(2, 3)
+    assert build(None, {"features": features, "timestamps": False}) == pb.GenerateRequest(
+        features=input_pb2.LogMelFeatures(values=features.astype("<f4").tobytes(), mels=2, frames=3),
+        required_features=["encoder"],
+    )
+
+
+@pytest.mark.parametrize(
+    ("prompt", "options", "found"),
+    [
+        (None, {}, "none"),
+        ("x", {"features": [[1.0]]}, "prompt and features"),
+        ("x", {"audio": b""}, "prompt and audio"),
+    ],
+)
+def test_a_request_has_one_input(prompt: str | None, options: dict[str, Any], found: str) -> None:
+    with pytest.raises(InvalidRequest, match=f"one of prompt, audio and features is expected, not {found}") as caught:
+        build(prompt, options)
+    assert caught.value.field == "prompt"
+
+
 @pytest.mark.parametrize(
     ("field", "value", "message"),
     [
@@ -119,10 +157,15 @@ def test_a_prompt_is_text_or_tokens_or_messages() -> None:
         ("stop_token_ids", [-1], ""),
         ("stop_token_ids", 3, "a list, each element an integer from 0 to 4294967295, is expected, not 3"),
         ("time_limit", math.inf, ""),
+        ("sample_rate", 16_000, "only audio as an array needs it"),
+        ("language", 7, "text of whole characters is expected, not 7"),
+        ("timestamps", "yes", "True or False is expected, not 'yes'"),
+        ("decoder_prompt_token_ids", [-1], "a list of token ids (integers from 0 to 4294967295) is expected, not [-1]"),
+        ("features", [1.0], "an array [mels, frames] is expected, not one of shape [1]"),
     ],
 )
 def test_a_value_that_the_wire_cannot_carry_names_its_field(field: str, value: Any, message: str) -> None:
-    prompt, options = (value, {}) if field == "prompt" else ("x", {field: value})
+    prompt, options = (value, {}) if field == "prompt" else (None if field == "features" else "x", {field: value})
     with pytest.raises(InvalidRequest) as caught:
         build(prompt, options)
     assert caught.value.field == field

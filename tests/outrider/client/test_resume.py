@@ -9,11 +9,18 @@ import signal
 from collections.abc import AsyncGenerator, Callable, Iterator, Sequence
 from contextlib import contextmanager
 from itertools import accumulate
+from typing import Any
 
+import numpy as np
 import pytest
 
 from outrider.cli.processes import Pair
-from outrider.client import AsyncClient, Chunk, Client, Completion, Event, FinishReason, Options, Unavailable
+from outrider.client import AsyncClient, Chunk, Client, Completion, Event, FinishReason, Options, Started, Unavailable
+from outrider.client.audio import Samples
+from outrider.client.request import build
+from outrider.client.resume import Generation
+from protos.outrider.v1 import draft_service_pb2 as pb
+from protos.outrider.v1 import model_pb2, sampling_pb2
 from tests.cluster import Cluster
 from tests.proxy import Proxy, Way
 
@@ -76,7 +83,7 @@ def assert_same(one: Completion, other: Completion) -> None:
 @pytest.mark.parametrize(
     "options",
     [
-        SAMPLED | {"repetition_penalty": 1.3, "presence_penalty": 0.4, "frequency_penalty": 0.2},
+        SAMPLED | {"repetition_penalty": 1.3, "presence_penalty": 0.4, "frequency_penalty": 0.2, "max_new_tokens": 200},
         {"temperature": 1.0, "seed": 3, "max_new_tokens": 200},
     ],
     ids=["penalties", "the model's own end"],
@@ -91,7 +98,7 @@ async def test_a_text_cut_twice_is_the_same(draft_address: str, options: Options
         _, total = await measured(proxies[0], options)
         broken = await cut_after(9 * total // 20, proxies, options)
         whole, _ = await measured(proxies[0], options)
-    # Where the model's own end counts, the second cut may fall into the request for the model's stop tokens.
+    # Where the model's own end shortens the text, the second cut may fall into the request for the model's description.
     assert resumes(broken) in ((2,) if "ignore_eos" in options else (1, 2))
     assert resumes(whole) == 0
     assert_same(broken, whole)
@@ -208,3 +215,67 @@ def test_old_and_new_texts_continue_at_another_service(number: signal.Signals, d
     assert sum(map(resumes, broken)) >= 1
     for completion in (*broken, *new):
         assert (completion.text, completion.token_ids) == (whole.text, whole.token_ids)
+
+
+# ------------------------------------------------------------------------------------------------- encoder–decoder
+
+
+STARTED = Started.of(pb.GenerateStarted(request_id="r", prompt_token_ids=[90, 91], seed=7, max_new_tokens=9))
+CHUNK = Chunk.of(pb.GenerateChunk(text="ab", token_ids=[1, 2, 3], held_tokens=1))
+ENCODER = model_pb2.ModelInfo(encoder=model_pb2.EncoderInfo(kind=model_pb2.ENCODER_KIND_TEXT))
+
+
+def interrupted(request: pb.GenerateRequest) -> Generation:
+    generation = Generation(request, None, None)
+    assert not generation.needs_model, "a request that has not begun is sent as it is"
+    assert generation.request() == request
+    generation.take(STARTED)
+    assert not generation.needs_model, "nothing was delivered"
+    assert generation.request().WhichOneof("prompt") == request.WhichOneof("prompt")
+    generation.take(CHUNK)
+    return generation
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"audio": Samples(np.arange(9, dtype="<i2"), 16_000), "language": "en", "timestamps": True},
+        {"features": np.ones((2, 3)), "decoder_prompt_token_ids": [90, 91]},
+    ],
+    ids=["audio", "features"],
+)
+def test_speech_is_sent_again_with_the_prompt_of_its_decoder(options: Any) -> None:
+    request = build(None, {**options, "ignore_eos": True})
+    generation = interrupted(request)
+    assert not generation.needs_model
+    expected = pb.GenerateRequest()
+    expected.CopyFrom(request)
+    expected.ClearField("transcription")
+    expected.decoder_prompt_token_ids[:] = [90, 91]
+    assert_continues(generation, expected)
+
+
+def test_a_text_is_sent_again_to_an_encoder_and_as_tokens_to_any_other_model() -> None:
+    for target in (ENCODER, model_pb2.ModelInfo()):
+        generation = interrupted(pb.GenerateRequest(text="a text"))
+        needs = [generation.needs_model]
+        generation.learn(target)
+        needs.append(generation.needs_model)
+        assert needs == [True, False]
+        if target is ENCODER:
+            expected = pb.GenerateRequest(
+                text="a text", decoder_prompt_token_ids=[90, 91], required_features=["encoder"]
+            )
+        else:
+            expected = pb.GenerateRequest(token_ids={"ids": [90, 91]})
+        assert_continues(generation, expected)
+
+
+def assert_continues(generation: Generation, expected: pb.GenerateRequest) -> None:
+    """With all that a continued request has; `expected` is the rest."""
+    expected.MergeFrom(pb.GenerateRequest(request_id="r", committed_token_ids=[1, 2, 3], held_tokens=1))
+    expected.max_new_tokens = 9
+    expected.sampling.seed = 7
+    expected.sampling.rule = sampling_pb2.ACCEPTANCE_RULE_UNSPECIFIED
+    expected.required_features.append("held_tokens")
+    assert generation.request() == expected

@@ -1,0 +1,245 @@
+"""Reads speech for a model: decodes, mixes down to one channel, resamples, and turns it into 16-bit samples.
+
+Needs the extra `audio`. The packages are imported when audio is read, and not before.
+"""
+
+from __future__ import annotations
+
+import io
+import operator
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from types import ModuleType
+from typing import Any, Protocol, TypeAlias
+
+from outrider.client.errors import InvalidRequest, typed
+from outrider.rpc.errors import failed_precondition, invalid_field
+from protos.outrider.v1 import input_pb2, model_pb2
+
+MISSING = "speech needs the packages numpy, soundfile and soxr: pip install '.[audio]'"
+
+FRAME_S = 0.01
+"""Seconds of one frame of a model's features."""
+
+_BLOCK_FRAMES = 1 << 18
+_FULL_SCALE = 1 << 15
+# Of floats, whose full scale is 1. Larger values are no such floats.
+_LARGEST = 16.0
+# More channels mean that an array has its axes the other way round.
+_MOST_CHANNELS = 64
+
+
+class Array(Protocol):
+    """An array of numpy, or what numpy can turn into one."""
+
+    def __array__(self, *args: Any, **kwargs: Any) -> Any: ...
+
+
+AudioSource: TypeAlias = "str | os.PathLike[str] | bytes | Array | Samples"
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Samples:
+    """Speech of one channel, as it is sent.
+
+    Attributes:
+        values: an array of numpy, `[n]`, of little-endian 16-bit integers.
+        sample_rate: samples a second.
+    """
+
+    values: Any
+    sample_rate: int
+
+    @property
+    def frames(self) -> int:
+        """Whole frames of features; at least 1."""
+        return max(1, len(self.values) // self._frame_size)
+
+    @property
+    def seconds(self) -> float:
+        return len(self.values) / self.sample_rate
+
+    def part(self, begin: int, frames: int) -> Samples:
+        """The samples of these frames."""
+        size = self._frame_size
+        return Samples(self.values[begin * size : (begin + frames) * size], self.sample_rate)
+
+    def to_message(self) -> input_pb2.Audio:
+        return input_pb2.Audio(
+            samples=self.values.tobytes(), format=input_pb2.AUDIO_FORMAT_S16LE, sample_rate=self.sample_rate
+        )
+
+    @property
+    def _frame_size(self) -> int:
+        return max(1, round(self.sample_rate * FRAME_S))
+
+
+def speech_encoder(model: model_pb2.ModelInfo) -> model_pb2.EncoderInfo:
+    """The encoder of a model that takes speech.
+
+    Raises:
+        FailedPrecondition: it takes none.
+    """
+    if model.encoder.kind != model_pb2.ENCODER_KIND_SPEECH:
+        takes = "text" if model.HasField("encoder") else "a prompt of text"
+        message = f"{model.name} has no speech encoder: it takes {takes}, not audio"
+        raise typed(failed_precondition("UNSPECIFIED", message))
+    return model.encoder
+
+
+def read_samples(audio: AudioSource, sample_rate: int | None, target_rate: int) -> Samples:
+    """Reads audio: one channel, at `target_rate`. It blocks: call it in a thread.
+
+    Args:
+        audio: a path, the bytes of a file, or an array; `[n]` or `[n, channels]`, floats with full scale 1, or integers
+            of 8 bits (without sign), 16 or 32.
+        sample_rate: of an array. A file has its own.
+        target_rate: samples a second, as the model takes them.
+
+    Raises:
+        ImportError: the extra `audio` is not installed.
+        InvalidRequest: the audio cannot be read, or it is empty.
+    """
+    if isinstance(audio, Samples):
+        return audio
+    np = _numpy()
+    if isinstance(audio, str | os.PathLike | bytes | bytearray | memoryview):
+        if sample_rate is not None:
+            raise _refused("sample_rate is for audio as an array; a file has its own", "sample_rate")
+        blocks = _blocks_of_file(audio)
+    else:
+        blocks = _blocks_of_array(np, audio, sample_rate)
+    pieces = list(_converted(np, blocks, target_rate))
+    values = np.concatenate(pieces) if pieces else np.zeros(0, "<i2")
+    if not len(values):
+        raise _refused("audio has no samples")
+    return Samples(values, target_rate)
+
+
+def features_message(features: Array) -> input_pb2.LogMelFeatures:
+    """Features `[mels, frames]` as a message.
+
+    Raises:
+        ImportError: numpy is not installed.
+        ValueError: they have another shape, or are no numbers.
+    """
+    values = _numpy().asarray(features, dtype="<f4")
+    if values.ndim != 2:
+        raise ValueError(f"an array [mels, frames] is expected, not one of shape {list(values.shape)}")
+    mels, frames = values.shape
+    return input_pb2.LogMelFeatures(values=values.tobytes(), mels=mels, frames=frames)
+
+
+# ----------------------------------------------------------------------------------------------------------- blocks
+
+# Samples a second, and the samples of one block: float32 [n, channels].
+_Block: TypeAlias = "tuple[int, Any]"
+
+
+def _blocks_of_file(audio: str | os.PathLike[str] | bytes | bytearray | memoryview) -> Iterator[_Block]:
+    soundfile = _soundfile()
+    with _unreadable_refused(soundfile, audio):
+        if isinstance(audio, str | os.PathLike):
+            stream: Any = Path(audio).open("rb")  # noqa: SIM115  # closed below
+        else:
+            stream = io.BytesIO(audio)
+        with stream, soundfile.SoundFile(stream) as file:
+            while len(block := file.read(_BLOCK_FRAMES, dtype="float32", always_2d=True)):
+                yield file.samplerate, block
+
+
+@contextmanager
+def _unreadable_refused(soundfile: ModuleType, audio: object) -> Iterator[None]:
+    name = f"'{os.fspath(audio)}'" if isinstance(audio, str | os.PathLike) else "its bytes"
+    try:
+        yield
+    except OSError as error:
+        raise _refused(f"audio: cannot read {name}: {error.strerror or error}") from error
+    except soundfile.LibsndfileError as error:
+        raise _refused(f"audio: cannot decode {name}: {error.error_string}") from error
+    except TypeError as error:  # a name that ends in .raw: soundfile wants to be told the format
+        raise _refused(f"audio: cannot decode {name}: it has no header") from error
+
+
+def _blocks_of_array(np: ModuleType, audio: Array, sample_rate: int | None) -> Iterator[_Block]:
+    if sample_rate is None:
+        raise _refused("sample_rate is missing; audio as an array needs it", "sample_rate")
+    try:
+        rate = operator.index(sample_rate)
+    except TypeError:
+        rate = 0
+    if not 0 < rate < 1 << 31:
+        raise _refused(f"sample_rate is {sample_rate!r}; a positive integer is expected", "sample_rate")
+    array = np.asarray(audio)
+    if array.ndim not in (1, 2) or (array.ndim == 2 and not 1 <= array.shape[1] <= _MOST_CHANNELS):
+        shape = "×".join(map(str, array.shape))
+        raise _refused(f"audio has the shape {shape}; [samples] or [samples, channels] is expected")
+    kind = array.dtype.name
+    if kind not in ("float16", "float32", "float64", "uint8", "int16", "int32"):
+        raise _refused(f"audio has the type {kind}; a float, uint8, int16 or int32 is expected")
+    for begin in range(0, len(array), _BLOCK_FRAMES):
+        block = array[begin : begin + _BLOCK_FRAMES].reshape(-1, 1 if array.ndim == 1 else array.shape[1])
+        if kind.startswith("int"):
+            block = block / -float(np.iinfo(array.dtype).min)
+        elif kind == "uint8":
+            block = (block - 128.0) / 128.0
+        yield rate, block.astype("float32")
+
+
+def _converted(np: ModuleType, blocks: Iterator[_Block], target_rate: int) -> Iterator[Any]:
+    """The blocks as 16-bit integers of one channel, at the target's rate."""
+    resampler = None
+    for rate, block in blocks:
+        largest = np.abs(block).max()
+        if not largest <= _LARGEST:
+            found = (
+                f"a sample of {largest:g}; floats have full scale 1" if largest == largest else "a sample that is NaN"
+            )
+            raise _refused(f"audio has {found}")
+        mono = block.mean(axis=1, dtype="float32")
+        if rate != target_rate:
+            resampler = resampler or _soxr().ResampleStream(rate, target_rate, 1, dtype="float32")
+            mono = resampler.resample_chunk(mono)
+        yield _to_integers(np, mono)
+    if resampler is not None:
+        yield _to_integers(np, resampler.resample_chunk(np.zeros(0, "float32"), last=True))
+
+
+def _to_integers(np: ModuleType, values: Any) -> Any:
+    return np.clip(np.rint(values * _FULL_SCALE), -_FULL_SCALE, _FULL_SCALE - 1).astype("<i2")
+
+
+def _refused(message: str, field: str = "audio") -> InvalidRequest:
+    error = typed(invalid_field(field, message))
+    assert isinstance(error, InvalidRequest)
+    return error
+
+
+# ---------------------------------------------------------------------------------------------------------- packages
+
+
+def _numpy() -> ModuleType:
+    try:
+        import numpy
+    except ImportError as error:
+        raise ImportError(MISSING, name="numpy") from error
+    return numpy
+
+
+def _soundfile() -> ModuleType:
+    try:
+        import soundfile
+    except (ImportError, OSError) as error:  # OSError: without its library
+        raise ImportError(MISSING, name="soundfile") from error
+    return soundfile
+
+
+def _soxr() -> ModuleType:
+    try:
+        import soxr
+    except ImportError as error:
+        raise ImportError(MISSING, name="soxr") from error
+    return soxr
