@@ -7,6 +7,7 @@ from outrider.cli.demo import demo_command
 from outrider.cli.generate import generate_command
 from outrider.cli.info import info_command
 from outrider.cli.serve import serve_command
+from outrider.cli.transcribe import transcribe_command
 from outrider.environment import installed_version, mistyped
 
 PREFIX = "OUTRIDER"
@@ -33,6 +34,7 @@ def main(context: click.Context) -> None:
     outrider serve --target DIR_OR_ID --draft DIR_OR_ID
     outrider generate "def add(a, b):"
     outrider chat
+    outrider transcribe talk.wav
     outrider info 127.0.0.1:50051
 
     Each service can also run on a machine of its own: see `python -m verifier_service --help` and
@@ -47,5 +49,5 @@ def main(context: click.Context) -> None:
             click.echo(f"outrider: {variable} is unknown and is ignored; the nearest name is {nearest}", err=True)
 
 
-for each in (chat_command, demo_command, generate_command, info_command, serve_command):
+for each in (chat_command, demo_command, generate_command, info_command, serve_command, transcribe_command):
     main.add_command(each)

@@ -23,7 +23,7 @@ def _run(*arguments: str, **options: Any) -> Result:
 
 
 def test_every_command_and_option_has_help() -> None:
-    assert sorted(main.commands) == ["chat", "demo", "generate", "info", "serve"]
+    assert sorted(main.commands) == ["chat", "demo", "generate", "info", "serve", "transcribe"]
     for name, command in main.commands.items():
         assert f"  {name}  " in _run("--help").output
         assert _run(name, "--help").exit_code == 0
@@ -38,6 +38,7 @@ def test_every_command_and_option_has_help() -> None:
         (["generate", "--logit-bias", "7", "x"], "ID=BIAS"),
         (["generate", "--system", "Be brief.", "x"], "--chat"),
         (["generate", "--logprobs", "2", "x"], "--json"),
+        (["transcribe", "no/such.wav"], "no/such.wav"),
         ([*SERVE, "--listen", "50051"], "HOST:PORT"),
         ([*SERVE, "--ngram-corpus", "no/such.txt"], "no/such.txt"),
         ([*SERVE, "--draft-device", "gpu"], "'--draft-device': 'gpu' is not auto, cpu"),
@@ -92,7 +93,9 @@ def test_generate_has_every_option_of_the_client() -> None:
     offered = {str(option.name) for option in main.commands["generate"].params} - of_the_command - of_the_channel
     # Features and resuming are for programs; `report_rounds` is for `demo`.
     left_out = {"required_features", "committed_token_ids", "held_tokens", "weights_fingerprint", "report_rounds"}
-    assert offered == Options.__annotations__.keys() - left_out
+    # Those of `transcribe`, and what it has no need of.
+    of_speech = {"audio", "sample_rate", "features", "decoder_prompt_token_ids", "language", "task", "timestamps"}
+    assert offered == Options.__annotations__.keys() - left_out - of_speech
 
 
 def test_json_is_one_standard_object(capsys: pytest.CaptureFixture[str]) -> None:

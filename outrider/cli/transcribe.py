@@ -1,0 +1,145 @@
+"""`outrider transcribe`: the text of speech, from a draft service that runs already."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import click
+from rich.console import Console
+from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeElapsedColumn
+
+from outrider.cli.options import Address, calling_options, connected, request_of, sampling_options, temperature_option
+from outrider.cli.output import Failure, fails_in_one_line, warn_of_loss, write_json
+from outrider.client import Segment, Transcription
+
+
+@click.command("transcribe", short_help="The text of speech, from a file.")
+@click.argument("file", type=click.Path(exists=True, dir_okay=False, allow_dash=True))
+@click.option(
+    "--draft",
+    type=Address(several=True),
+    default="127.0.0.1:50051",
+    show_default=True,
+    help="Address of the draft service; with several, the text continues at another one if one fails.",
+)
+@click.option("--language", metavar="NAME", help="Language of the speech, for example en. Default: the model's.")
+@click.option("--task", metavar="NAME", help="transcribe, or translate into English. Default: transcribe.")
+@click.option("--timestamps", is_flag=True, help="Print the times of each segment.")
+@click.option(
+    "--max-new-tokens", type=int, help="Most tokens to generate for each window. Default: as many as the model can."
+)
+@click.option(
+    "--timeout",
+    metavar="SECONDS",
+    type=float,
+    default=300.0,
+    show_default=True,
+    help="Time after which a window fails.",
+)
+@click.option(
+    "--patience",
+    metavar="SECONDS",
+    type=click.FloatRange(min=0),
+    help="How long to retry while no draft service accepts a window. Default: --timeout.",
+)
+@click.option("--json", "as_json", is_flag=True, help="Print one JSON object at the end instead of text.")
+@calling_options
+@temperature_option("0")
+@sampling_options
+@fails_in_one_line
+def transcribe_command(
+    file: str, draft: str, timeout: float, patience: float | None, as_json: bool, **values: Any
+) -> None:
+    """Write down the speech in FILE; `-` reads the file from standard input.
+
+    FILE is WAV, FLAC, OGG or MP3, of any sample rate and length, for a pair of speech models. Text goes to stdout, one
+    segment a line, and a progress bar to stderr, if that is a terminal. Needs the extra `audio`.
+
+    \b
+    outrider transcribe talk.wav
+    outrider transcribe --language de --task translate --timestamps talk.mp3
+    outrider transcribe --json - < talk.flac
+    """  # noqa: D301  # click reads the backspace: no rewrapping of the paragraph
+    audio = sys.stdin.buffer.read() if file == "-" else Path(file)
+    with connected(draft, timeout, patience, values) as client:
+        shows_times = values["timestamps"]
+        options: dict[str, Any] = dict(request_of(values))
+        transcription = client.transcribe(audio, **options)
+        try:
+            with _progress(transcription) as update:
+                for segment in transcription:
+                    if not as_json:
+                        click.echo(_line(segment, shows_times))
+                        sys.stdout.flush()
+                    update()
+        except ImportError as error:
+            raise Failure(str(error)) from error
+    if as_json:
+        write_json(_document(transcription))
+    else:
+        warn_of_loss(transcription.completions[0].started)
+
+
+@contextmanager
+def _progress(transcription: Transcription) -> Iterator[Any]:
+    """A bar on stderr, if that is a terminal; the seconds that are done. Call what it yields after each segment."""
+    console = Console(stderr=True)
+    columns = TextColumn("{task.description}"), BarColumn(), TaskProgressColumn(), TimeElapsedColumn()
+    bar = Progress(
+        *columns,
+        console=console,
+        transient=True,
+        disable=not console.is_terminal,
+        redirect_stdout=sys.stdout.isatty(),  # text goes above the bar
+        redirect_stderr=True,
+    )
+    with bar:
+        task = bar.add_task("Transcribing", total=None)
+
+        def update() -> None:
+            total = transcription.duration or None
+            bar.update(task, total=total, completed=transcription.position)
+
+        yield update
+
+
+def _line(segment: Segment, shows_times: bool) -> str:
+    text = segment.text.strip()
+    return f"[{_time(segment.start)} - {_time(segment.end)}] {text}" if shows_times else text
+
+
+def _time(seconds: float) -> str:
+    """As `[hours:]minutes:seconds`, with hundredths."""
+    hundredths = round(seconds * 100)
+    hours, rest = divmod(hundredths, 360_000)
+    minutes, rest = divmod(rest, 6_000)
+    text = f"{minutes:02d}:{rest // 100:02d}.{rest % 100:02d}"
+    return f"{hours}:{text}" if hours else text
+
+
+def _document(transcription: Transcription) -> dict[str, Any]:
+    started = transcription.completions[0].started
+    return {
+        "text": transcription.text,
+        "duration": transcription.duration,
+        "segments": [asdict(segment) for segment in transcription.segments],
+        "windows": [
+            {
+                "finish_reason": completion.finish_reason,
+                "usage": asdict(completion.usage),
+                "statistics": asdict(completion.statistics),
+                "timings": asdict(completion.timings),
+            }
+            for completion in transcription.completions
+        ],
+        "seed": started.seed,
+        "rule": started.rule,
+        "lossy": started.lossy,
+        "drafter": started.drafter,
+        "weights_fingerprint": started.weights_fingerprint,
+    }
