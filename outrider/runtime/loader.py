@@ -20,6 +20,8 @@ from transformers.quantizers.auto import AUTO_QUANTIZER_MAPPING
 from transformers.utils import is_accelerate_available
 from transformers.utils import logging as transformers_logging
 
+from kernels.generation_rules import GenerationRules
+from outrider.runtime import generation_rules
 from outrider.runtime.attention import ELSEWHERE, NAME, AttentionLayer, Program, TransformersProgram, probe_attention
 from outrider.runtime.checkpoint import resolve_folder, weights_fingerprint
 from outrider.runtime.device import find_device
@@ -85,6 +87,7 @@ class LoadedModel:
         reference: transformers' logits of a few tokens, to check other programs against.
         fused: the fused program, once it has been built.
         encoder: of a model with encoder and decoder; None for others.
+        generation_rules: what transformers' `generate` does to the logits of such a model; None is nothing.
     """
 
     model: Any
@@ -103,6 +106,7 @@ class LoadedModel:
     reference: Reference = field(repr=False)
     fused: Program | None = field(default=None, repr=False)
     encoder: EncoderDecoder | None = field(default=None, repr=False)
+    generation_rules: GenerationRules | None = None
 
 
 def load_model(source: ModelSource) -> LoadedModel:
@@ -196,6 +200,7 @@ def _ready(
         layers=layers,
         reference=expected,
         encoder=encoder,
+        generation_rules=generation_rules.read(model.generation_config, model.config),
     )
 
 

@@ -12,7 +12,7 @@ import pytest
 import torch
 import transformers
 from safetensors.torch import load_file, save_file
-from transformers import AutoModelForCausalLM, GPT2Config, LlamaConfig, PreTrainedConfig, T5Config
+from transformers import AutoModelForCausalLM, GPT2Config, LlamaConfig, PegasusConfig, PreTrainedConfig, ViTConfig
 from transformers.models.gpt2.modeling_gpt2 import GPT2MLP, GPT2Attention
 
 from outrider.runtime import loader
@@ -95,8 +95,10 @@ def test_an_invalid_checkpoint_is_refused(checkpoint: Checkpoint, tmp_path: Path
     )
     assert "neither a folder here nor a valid hub id" in refusal("not a name!")
     assert "has no config.json" in refusal(tmp_path)
-    T5Config(vocab_size=97, d_model=32, num_layers=1, num_heads=2).save_pretrained(tmp_path)
-    assert "not a causal language model of transformers: its model type is 't5'" in refusal(tmp_path)
+    ViTConfig().save_pretrained(tmp_path)
+    assert "not a causal language model of transformers: its model type is 'vit'" in refusal(tmp_path)
+    PegasusConfig().save_pretrained(tmp_path)
+    assert "has an encoder, and its model type is 'pegasus'; of such models bart, marian, t5" in refusal(tmp_path)
     (tmp_path / "config.json").write_text('{"model_type": "no-such-model"}')
     assert "cannot read the configuration" in refusal(tmp_path)
     folder = Path(shutil.copytree(checkpoint("llama"), tmp_path / "incomplete"))
