@@ -1,1 +1,1 @@
-"""The demo pair: how its corpus, tokenizer, target and draft are made and measured. Nothing else imports this."""
+"""How the shipped pairs are made and measured: the demo pair here, `translation` and `speech` in their folders."""

@@ -101,7 +101,12 @@ def acceptance(
             scores.append((log_q.argmax(dim=-1) == row_logits.argmax(dim=-1)).float())
         else:
             scores.append(torch.minimum(row_logits.softmax(dim=-1), log_q.exp()).sum(dim=-1))
-    score = torch.cat(scores) * alive
+    return mean_over_texts(name, temperature, torch.cat(scores), alive)
+
+
+def mean_over_texts(name: str, temperature: float, scores: Tensor, alive: Tensor) -> Acceptance:
+    """The acceptance rate from `scores` `[B, L]` of positions, where `alive` `[B, L]` says which of them count."""
+    score = scores * alive
     alpha = float(score.sum() / alive.sum())
     spread = (score.sum(dim=1) - alpha * alive.sum(dim=1)).square().sum().sqrt() / alive.sum()
     return Acceptance(name, temperature, alpha, float(spread), int(alive.sum()))

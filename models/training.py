@@ -10,6 +10,7 @@ import math
 import tempfile
 import time
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -97,8 +98,8 @@ class Optimizer:
         rank, processes = distributed.get_rank(), distributed.get_world_size()
         self.owned = [index % processes == rank for index in range(len(named))]
         mine = [(name, master) for (name, _), master, own in zip(named, self.masters, self.owned, strict=True) if own]
-        matrices = [master for name, master in mine if ".layers." in name and master.ndim == 2]
-        others = [master for name, master in mine if not (".layers." in name and master.ndim == 2)]
+        matrices = [master for name, master in mine if _is_hidden_matrix(name, master)]
+        others = [master for name, master in mine if not _is_hidden_matrix(name, master)]
         self.optimizers: list[tuple[torch.optim.Optimizer, float]] = [
             (torch.optim.Muon(matrices, lr=matrix_rate, momentum=0.95, weight_decay=0.05, ns_steps=4), matrix_rate),
             (torch.optim.AdamW(others, lr=vector_rate, betas=(0.9, 0.97), weight_decay=0.0), vector_rate),
@@ -153,14 +154,23 @@ class Optimizer:
         self._exchange()
 
 
+def _is_hidden_matrix(name: str, weight: Tensor) -> bool:
+    layer = ".layers." in name or ".block." in name  # T5 calls its layers blocks, and one embeds distances
+    return layer and weight.ndim == 2 and "relative_attention_bias" not in name
+
+
 @dataclass
 class Run:
-    """A training run that ends with its time budget, however busy the machine is, and survives being killed."""
+    """A training run that ends with its time budget, however busy the machine is, and survives being killed.
+
+    `clock` tells the time that counts, in seconds: wall time, or for one process alone its own CPU time.
+    """
 
     optimizer: Optimizer
     schedule: Schedule
     minutes: float
     checkpoint: Path
+    clock: Callable[[], float] = time.monotonic
     spent: float = 0.0
     tokens: int = 0
     steps: int = 0
@@ -197,18 +207,19 @@ class Run:
         Every `every` seconds a checkpoint is written and `evaluate()` printed. Raises FloatingPointError on a loss
         that is not finite.
         """
-        begun, before, due = time.monotonic(), self.spent, self.spent + every
+        begun, before, due = self.clock(), self.spent, self.spent + every
         smooth = math.nan
         while self.progress < 1.0:
             loss, tokens = step(self.progress)
-            clock = before + time.monotonic() - begun
+            clock = before + self.clock() - begun
             norm, (loss, self.spent) = self.optimizer.step(self.schedule.factor(self.progress), [loss, clock])
             if not math.isfinite(loss):
                 raise FloatingPointError(f"loss is {loss} at step {self.steps}")
             self.steps, self.tokens = self.steps + 1, self.tokens + tokens * distributed.get_world_size()
             smooth = loss if math.isnan(smooth) else 0.9 * smooth + 0.1 * loss
             if self.steps % 20 == 0:
-                line = f"{self.spent / 60:5.1f} min  step {self.steps:5d}  {self.tokens / 1e6:6.2f}M tokens"
+                line = f"{self.spent / 60:5.1f} of {self.minutes:g} min  step {self.steps:5d}"
+                line += f"  {self.tokens / 1e6:6.2f}M tokens"
                 self._say(f"{line}  {self.tokens / self.spent:6.0f}/s  loss {smooth:.4f}  gradient {norm:.2f}")
             if self.spent >= due:
                 due = self.spent + every
@@ -231,6 +242,20 @@ def in_processes(work: Callable[..., None], processes: int, *arguments: Any) -> 
     with tempfile.TemporaryDirectory() as folder:
         meeting = f"file://{folder}/meeting"
         multiprocessing.spawn(_joined, (processes, meeting, work, arguments), nprocs=processes)
+
+
+@contextmanager
+def alone() -> Iterator[None]:
+    """Let this process, with one thread, be a run of its own."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    with tempfile.TemporaryDirectory() as folder:
+        distributed.init_process_group("gloo", init_method=f"file://{folder}/meeting", rank=0, world_size=1)
+        try:
+            yield
+        finally:
+            distributed.destroy_process_group()
+            torch.set_num_threads(threads)
 
 
 def _joined(rank: int, processes: int, meeting: str, work: Callable[..., None], arguments: tuple[Any, ...]) -> None:
