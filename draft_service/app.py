@@ -2,12 +2,13 @@
 
 import asyncio
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import grpc
 import structlog
 
-from draft_service.drafters.base import Drafter, DraftError, Kind
+from draft_service.drafters.base import Drafter, DraftError, DraftSequence, Kind
 from draft_service.drafters.build import cheap_drafters, check_settings, guarded, loads_model, model_drafters
 from draft_service.drafters.engine import DraftEngine
 from draft_service.drafters.guard import PROBE, PROBE_GAMMA
@@ -27,6 +28,8 @@ from outrider.runtime.checkpoint import vocabulary_size
 from outrider.runtime.cuda_graph import Capturer
 from outrider.runtime.loader import LoadedModel
 from outrider.runtime.tokenizer import Tokenizer
+from outrider.service.decoder_prompt import DecoderPrompts
+from outrider.service.encoder_input import EncoderInputs, smallest_input
 from outrider.service.lifecycle import Service, Warm, in_thread
 from outrider.service.loading import (
     DEFAULT_SEQUENCE_TOKENS,
@@ -34,6 +37,8 @@ from outrider.service.loading import (
     Loader,
     build_model_runner,
     load,
+    load_encoder_inputs,
+    load_generation_config,
     load_tokenizer_alone,
     sequence_tokens,
 )
@@ -53,6 +58,7 @@ FEATURES = (
     "chat",
     "drafters",
     "emission",
+    "encoder",
     "fixed_rounds",
     "held_tokens",
     "logprobs",
@@ -109,7 +115,8 @@ class DraftApp(Service):
         failover_metrics = FailoverMetrics(self.metrics, FailureKind)
         verifiers = Verifiers(self._replicas, budget, settings.failover_timeout, failover_metrics)
         show_verifiers(self.metrics, self._replicas, lambda: budget.tokens)
-        draft = model_info(None if built is None else built.model_runner.loaded, tokenizer, settings)
+        loaded = None if built is None else built.model_runner.loaded
+        draft = model_info(loaded, tokenizer, settings)
         target = await self._replicas.match(draft)
         limit_by(draft, target)
         if (short := short_of(settings, target.limits.max_sequence_tokens)) > 0:
@@ -120,22 +127,34 @@ class DraftApp(Service):
                 action="raise --max-message-bytes",
             )
         sparse = SparseConfig(keep_mass=settings.keep_mass, max_support=draft.limits.max_support)
+        inputs, prompts = await in_thread(lambda: load_inputs(settings, loaded, target))
+        probe = PROBE if inputs is None else replace(PROBE, encoder_input=inputs.tensor(smallest_input(draft.encoder)))
         drafters = await in_thread(lambda: cheap_drafters(settings, tokenizer, target, sparse))
         if built is not None:
             self.engine = await in_thread(lambda: build_engine(built, target, sparse, settings))
             self.engine.start()
             drafters |= model_drafters(settings, self.engine, drafters, target)
-            await warm_up(drafters[Kind.MODEL], self.engine)
+            await warm_up(drafters[Kind.MODEL], self.engine, probe)
         show_held(self.metrics, self._servicer.limit, None if built is None else built.model_runner.pool)
         if not supports_rule_by_logits(drafters):
             remove_lossy_rules(draft)
         self.metrics.describe(
             service="draft_service", version=draft.server_version, model=draft.name, device=draft.device
         )
-        chosen = guarded(drafters, settings, target, sparse)
+        chosen = guarded(drafters, settings, target, sparse, probe=probe)
         show_drafters(self.metrics, chosen, None if self.engine is None else self.engine.staging)
         self._servicer.attach(
-            Pair(chosen, Kind(settings.drafter), GammaController(self.metrics), verifiers, tokenizer, draft, target)
+            Pair(
+                drafters=chosen,
+                default=Kind(settings.drafter),
+                gamma=GammaController(self.metrics),
+                verifiers=verifiers,
+                tokenizer=tokenizer,
+                draft=draft,
+                target=target,
+                encoder_inputs=inputs,
+                prompts=prompts,
+            )
         )
 
     async def drain(self) -> None:
@@ -165,6 +184,18 @@ def load_built(settings: DraftSettings, loader: Loader = load) -> tuple[Built, T
     )
     built.model_runner.warm_up((1, 2, 64))
     return built, tokenizer
+
+
+def load_inputs(
+    settings: DraftSettings, loaded: LoadedModel | None, target: model_pb2.ModelInfo
+) -> tuple[EncoderInputs | None, DecoderPrompts | None]:
+    """The inputs of the draft's encoder, and the prompts of the decoder; None without an encoder."""
+    if not target.HasField("encoder"):
+        return None, None
+    start = target.encoder.decoder_prompt_token_ids[0]
+    if loaded is None:
+        return None, DecoderPrompts.read(load_generation_config(settings), start)
+    return load_encoder_inputs(settings, loaded), DecoderPrompts.read(loaded.model.generation_config, start)
 
 
 def build_engine(
@@ -305,13 +336,13 @@ def _requests(settings: DraftSettings, sequence_tokens: int) -> int:
 CHECK_SECONDS = 0.5
 
 
-async def warm_up(drafter: Drafter, engine: DraftEngine) -> None:
-    """Drafts a proposal. A failure is logged only: the target can write without a draft.
+async def warm_up(drafter: Drafter, engine: DraftEngine, probe: DraftSequence) -> None:
+    """Drafts a proposal for the sequence `probe`. A failure is logged only: the target can write without a draft.
 
     Raises:
         RequestError: the engine has ended.
     """
-    drafting = drafter.open(PROBE)
+    drafting = drafter.open(probe)
     proposal = asyncio.ensure_future(drafting.propose(PROBE_GAMMA))
     try:
         while not (await asyncio.wait((proposal,), timeout=CHECK_SECONDS))[0]:

@@ -235,6 +235,7 @@ class Sample:
             draft_temperature=self._request.draft_temperature,
             uses_outcome_cache=self._request.outcome_cache,
             max_entropy=self._request.max_entropy,
+            encoder_input=self._request.draft_encoder_input,
         )
 
     def _stop_drafting(self) -> None:

@@ -2,6 +2,7 @@
 
 import asyncio
 import time
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any, cast
 
 import grpc
@@ -10,16 +11,17 @@ import structlog
 from draft_service.concurrency import Claim, ConcurrencyLimit
 from draft_service.drafters.base import Draft, DraftError, Drafting, DraftSequence, Kind
 from draft_service.metrics import REQUEST_LOG
+from draft_service.prompt import check_prompt_length
 from draft_service.request import KIND_TO_WIRE, check_draft_temperature, check_drafter
 from draft_service.settings import DraftSettings
 from draft_service.validation import (
     check_gamma,
     check_message_size,
     check_name,
-    check_prompt_length,
     check_target_sampling,
 )
 from outrider.rpc.errors import RequestError, idle, internal, invalid_field, out_of_order, overloaded, write, wrong_base
+from outrider.service.encoder_input import check_opening_input
 from outrider.service.model_info import check_features
 from outrider.service.sampling import RULE_TO_WIRE, check_token_ids
 from outrider.service.wire import PrefixHash, encode_distribution
@@ -89,6 +91,9 @@ class ProposeCall:
         sequence, drafter = check_open(message.open, self._pair, self._settings)
         with self._limit.claim(1, resumed=bool(sequence.committed)) as claim:
             await self._wait_for_turn(claim)
+            if (inputs := self._pair.encoder_inputs) is not None:
+                tensor = await inputs.checked_tensor(message.open.encoder_input, prefix="encoder_input.")
+                sequence = replace(sequence, encoder_input=tensor)
             drafting = self._pair.drafters[drafter].open(sequence)
             try:
                 await self._draft(sequence, drafter, drafting, claim)
@@ -234,6 +239,7 @@ def check_open(
         RequestError: INVALID_ARGUMENT naming the field, or FAILED_PRECONDITION.
     """
     check_features(message.required_features, pair.draft.features)
+    check_opening_input(message, pair.target if pair.encoder_inputs is None else pair.draft)
     vocab_size, most = pair.target.vocab_size, pair.draft.limits.max_sequence_tokens
     sampling = check_target_sampling(message.sampling, pair.target)
     drafter = check_drafter("drafter", message.drafter, sampling, offered=pair.drafters.keys(), default=pair.default)

@@ -2,14 +2,16 @@
 
 import math
 from collections.abc import Collection
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+
+from torch import Tensor
 
 from draft_service.drafters.base import HAVE_LOGITS, Kind
 from draft_service.privacy import Emission, RoundSizes
 from draft_service.speculation import PolicyKind
 from outrider.rpc.errors import invalid_field
 from outrider.service.sampling import Sampling, check_temperature
-from protos.outrider.v1 import draft_service_pb2, sampling_pb2
+from protos.outrider.v1 import draft_service_pb2, input_pb2, sampling_pb2
 
 _MASK64 = 2**64 - 1
 
@@ -19,7 +21,7 @@ class Generation:
     """A checked `GenerateRequest`.
 
     Attributes:
-        prompt: the prompt as tokens, at least one.
+        prompt: the prompt as tokens, at least one; for an encoder–decoder model those of the decoder.
         committed: output of an earlier call, which this one resumes.
         held: tokens at the end of `committed` whose text was not delivered.
         sampling: for the draft; its logit rules ban the stop ids until `min_new_tokens`.
@@ -38,6 +40,8 @@ class Generation:
         seed_is_fresh: this service has just drawn the seed.
         emission: sizes and pace of the responses; None without such limits.
         round_sizes: sizes of the messages to and from the verifier.
+        encoder_input: the input of the encoder, as the verifier gets it; None for a model without encoder.
+        draft_encoder_input: the same as the draft's encoder takes it; None until it is needed.
     """
 
     request_id: str
@@ -69,6 +73,13 @@ class Generation:
     cache_salt: str
     emission: Emission | None
     round_sizes: RoundSizes
+    encoder_input: input_pb2.EncoderInput | None = field(default=None, repr=False)
+    draft_encoder_input: Tensor | None = field(default=None, repr=False, compare=False)
+
+    @property
+    def prompt_tokens(self) -> int:
+        """Tokens of the prompt, with those of an encoder's input that is text."""
+        return len(self.prompt) + (len(self.encoder_input.token_ids.ids) if self.encoder_input is not None else 0)
 
     def seed_of(self, sample: int) -> int:
         """The seed of a sample."""

@@ -296,6 +296,7 @@ class Sequence:
             "penalties": not replace(rules, min_new_tokens=0).is_identity,
             "resume": bool(committed),
             "fixed_rounds": bool(request.round_sizes.response),
+            "encoder": request.encoder_input is not None,
         }
         opening = verifier_service_pb2.OpenSequence(
             prompt_token_ids=self.tokens[: self.prompt_length],
@@ -314,6 +315,7 @@ class Sequence:
             response_bytes=request.round_sizes.response,
             reopened=reopened,
             isolated=isolated,
+            encoder_input=request.encoder_input,
         )
         opening.sampling.seed = self.seed
         opening.sampling.rule = RULE_TO_WIRE[request.sampling.rule]  # not the verifier's default

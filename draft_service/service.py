@@ -4,7 +4,7 @@ import asyncio
 import time
 from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from types import TracebackType
 from typing import Any, Self
@@ -13,7 +13,7 @@ import grpc
 import structlog
 
 from draft_service.concurrency import Claim, ConcurrencyLimit
-from draft_service.drafters.base import Drafter, Kind
+from draft_service.drafters.base import RUN_A_MODEL, Drafter, Kind
 from draft_service.failover import Verifiers
 from draft_service.generation import Sample
 from draft_service.metrics import REQUEST_LOG, REQUEST_METRICS, RequestMetrics, SampleWatch
@@ -28,6 +28,8 @@ from outrider.rpc.auth import count_sequences
 from outrider.rpc.errors import RequestError, guarded, overloaded, unavailable, write
 from outrider.runtime.tokenizer import IncrementalDetokenizer, Tokenizer
 from outrider.service.best_effort import Component
+from outrider.service.decoder_prompt import DecoderPrompts
+from outrider.service.encoder_input import EncoderInputs
 from outrider.service.metrics import Metrics
 from outrider.service.sampling import RULE_TO_WIRE
 from outrider.service.tracing import CallTrace, Tracing
@@ -43,6 +45,8 @@ class Pair:
         drafters: that requests may choose from.
         default: the drafter of a request that names none.
         gamma: chooses γ.
+        encoder_inputs: of the draft model; None if it has no encoder, or if there is none.
+        prompts: of the decoder; None without an encoder.
     """
 
     drafters: Mapping[Kind, Drafter]
@@ -52,6 +56,8 @@ class Pair:
     tokenizer: Tokenizer
     draft: model_pb2.ModelInfo
     target: model_pb2.ModelInfo
+    encoder_inputs: EncoderInputs | None = None
+    prompts: DecoderPrompts | None = None
 
 
 HEARTBEAT_SECONDS = 5.0
@@ -97,8 +103,8 @@ _log = structlog.get_logger()
 
 Context = grpc.aio.ServicerContext[draft_service_pb2.GenerateRequest, draft_service_pb2.GenerateResponse]
 
-# Longer prompts are tokenised on two threads. This many characters take about a millisecond; some megabytes take
-# seconds, and a hundred megabytes of memory.
+# Longer prompts are tokenised on two threads, and large inputs of encoders checked. This many characters take about a
+# millisecond; some megabytes take seconds, and a hundred megabytes of memory.
 SHORT_PROMPT_CHARS = 4096
 _TOKENISING = ThreadPoolExecutor(2, thread_name_prefix="tokenise")
 
@@ -181,9 +187,10 @@ class GenerateCall:
             default_policy=PolicyKind(self._settings.speculation),
             default_max_entropy=self._settings.max_entropy,
             max_prompt_tokens=self._settings.max_prompt_tokens,
+            prompts=self._pair.prompts,
         )
         chars = len(message.text) + sum(len(each.content) for each in message.chat.messages)
-        if chars <= SHORT_PROMPT_CHARS:
+        if chars + len(message.audio.samples) + len(message.features.values) <= SHORT_PROMPT_CHARS:
             return check()
         return await asyncio.get_running_loop().run_in_executor(_TOKENISING, check)
 
@@ -191,6 +198,7 @@ class GenerateCall:
         """Writes all samples. The first error ends them all."""
         try:
             await self._wait_for_turn(request, claim)
+            request = await self._with_draft_input(request)
             async with asyncio.TaskGroup() as group:
                 for index in range(request.samples):
                     group.create_task(self._write(request, index))
@@ -217,6 +225,13 @@ class GenerateCall:
                     retry_after=self._limit.retry_after(),
                     seconds=f"{seconds:.3g}",
                 ) from None
+
+    async def _with_draft_input(self, request: Generation) -> Generation:
+        """Computes the input of the draft's encoder, if the draft model runs."""
+        inputs, message = self._pair.encoder_inputs, request.encoder_input
+        if inputs is None or message is None or request.drafter not in RUN_A_MODEL:
+            return request
+        return replace(request, draft_encoder_input=await inputs.checked_tensor(message))
 
     async def _write(self, request: Generation, index: int) -> None:
         emitter = self._emitter(request, index)
@@ -247,7 +262,7 @@ class GenerateCall:
             self._responses,
             text,
             index=index,
-            prompt_tokens=len(request.prompt),
+            prompt_tokens=request.prompt_tokens,
             committed=request.committed,
             show_token=show,
             one_by_one=request.emission is not None,
@@ -284,7 +299,7 @@ class GenerateCall:
         reasons = [sampling_pb2.FinishReason.Name(sequence.finish_reason) for sequence in sequences]
         first = [each.first_token for each in timings if each.first_token is not None]
         seconds = time.perf_counter() - self._arrived
-        prompt = len(request.prompt) if request else 0
+        prompt = request.prompt_tokens if request else 0
         tokens = sum(emitter.completion_tokens for emitter in self._emitters)
         request_id = request.request_id if request else message.request_id
         REQUEST_METRICS.run(lambda: self._metrics.ended(outcome, seconds, prompt=prompt, generated=tokens), None)

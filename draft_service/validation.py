@@ -4,14 +4,17 @@ import secrets
 from collections.abc import Collection, Sequence
 from dataclasses import replace
 
-from draft_service.drafters.base import Kind
+from draft_service.drafters.base import RUN_A_MODEL, Kind
 from draft_service.privacy import check_emission, round_sizes
+from draft_service.prompt import check_prompt
 from draft_service.request import Generation, check_draft_temperature, check_drafter, check_max_entropy, check_policy
 from draft_service.speculation import PolicyKind
 from kernels.adjustments import LogitRules
 from kernels.verify import Rule
-from outrider.rpc.errors import RequestError, failed_precondition, invalid_field
+from outrider.rpc.errors import failed_precondition, invalid_field
 from outrider.runtime.tokenizer import Tokenizer
+from outrider.service.decoder_prompt import DecoderPrompts
+from outrider.service.encoder_input import fits
 from outrider.service.model_info import check_features
 from outrider.service.sampling import (
     OFFERED_RULES,
@@ -45,8 +48,12 @@ def check_generate(
     default_policy: PolicyKind = PolicyKind.FIXED,
     default_max_entropy: float | None = None,
     max_prompt_tokens: int | None = None,
+    prompts: DecoderPrompts | None = None,
 ) -> Generation:
     """Checks a request against the pair and the limits. Tokenises the prompt, which may take seconds.
+
+    Args:
+        prompts: of the decoder, by the draft's generation config; None without an encoder.
 
     Raises:
         RequestError: INVALID_ARGUMENT or FAILED_PRECONDITION.
@@ -83,15 +90,23 @@ def check_generate(
     stop = _check_stop(message.stop, limits)
     committed = check_token_ids("committed_token_ids", message.committed_token_ids, target.vocab_size)
     held = _check_held(message)
-    check_prompt_bytes(message, tokenizer, min(max_prompt_tokens or longest - 1, longest - 1))
-    prompt = _tokenise(message, tokenizer, target.vocab_size)
-    check_prompt_length("prompt", len(prompt), max_prompt_tokens)
+    prompt, encoder_input = check_prompt(
+        message,
+        tokenizer,
+        draft=draft,
+        target=target,
+        prompts=prompts,
+        max_prompt_tokens=max_prompt_tokens,
+    )
+    if encoder_input is not None and drafter in RUN_A_MODEL and not fits(encoder_input, draft):
+        drafter, gamma = Kind.NONE, 0
     new = check_lengths(message, len(prompt), len(committed), longest)
     request_id = message.request_id or secrets.token_hex(8)
     stops = stop_token_ids if message.ignore_eos else [*stop_token_ids, *target.eos_token_ids]
     return Generation(
         request_id=request_id,
         prompt=prompt,
+        encoder_input=encoder_input,
         committed=committed,
         held=held,
         sampling=replace(sampling, logit_rules=_with_stops(sampling.logit_rules, stops, message.min_new_tokens)),
@@ -169,45 +184,6 @@ def check_name(field: str, name: str, *, required: bool = False) -> None:
         allowed = f"1 to {MAX_NAME_CHARS}" if required else f"at most {MAX_NAME_CHARS}"
         raise invalid_field(
             field, f"{field} has {len(name)} characters; allowed: {allowed}", given=len(name), maximum=MAX_NAME_CHARS
-        )
-
-
-def check_prompt_length(field: str, tokens: int, most: int | None) -> None:
-    """Checks a prompt against `--max-prompt-tokens`, if that is set.
-
-    Raises:
-        RequestError: INVALID_ARGUMENT: it is longer.
-    """
-    if most is not None and tokens > most:
-        raise invalid_field(
-            field, f"{field} has {tokens} tokens; at most {most} at this service", given=tokens, maximum=most
-        )
-
-
-def check_prompt_bytes(message: draft_service_pb2.GenerateRequest, tokenizer: Tokenizer, most: int) -> None:
-    """Refuses a text that must have more than `most` tokens, before it is tokenised, which is slow.
-
-    Raises:
-        RequestError: INVALID_ARGUMENT: it has more bytes than `most` of the longest tokens.
-    """
-    match message.WhichOneof("prompt"):
-        case "text":
-            field, given = "text", len(message.text.encode())
-        case "chat":
-            turns = message.chat.messages
-            field, given = "chat.messages", sum(len(each.role.encode()) + len(each.content.encode()) for each in turns)
-        case _:
-            return
-    longest = tokenizer.longest_token_bytes
-    if given > most * longest:
-        raise invalid_field(
-            field,
-            f"{field} has {given} bytes; at most {most * longest}, since a prompt has at most {most} tokens of at most "
-            f"{longest} bytes",
-            given=given,
-            maximum=most * longest,
-            tokens=most,
-            token_bytes=longest,
         )
 
 
@@ -373,43 +349,6 @@ def _check_stop(stop: Sequence[str], limits: model_pb2.Limits) -> tuple[str, ...
                 maximum=limits.max_stop_string_chars,
             )
     return tuple(stop)
-
-
-def _tokenise(message: draft_service_pb2.GenerateRequest, tokenizer: Tokenizer, vocab_size: int) -> list[int]:
-    match message.WhichOneof("prompt"):
-        case "token_ids":
-            field, ids = "token_ids.ids", check_token_ids("token_ids.ids", message.token_ids.ids, vocab_size)
-        case "text":
-            field, ids = "text", tokenizer.encode(message.text)
-        case "chat":
-            field, ids = "chat", _apply_template(message.chat, tokenizer)
-        case _:
-            raise invalid_field("prompt", "prompt is not set; set text, token_ids or chat")
-    if not ids:
-        raise invalid_field(field, f"{field}: the prompt is empty; at least 1 token is needed", given=0)
-    return ids
-
-
-def _apply_template(chat: draft_service_pb2.ChatPrompt, tokenizer: Tokenizer) -> list[int]:
-    if not chat.messages:
-        raise invalid_field("chat.messages", "chat.messages is empty; at least 1 message is needed", given=0)
-    for i, each in enumerate(chat.messages):
-        if not each.role:
-            raise invalid_field(
-                f"chat.messages[{i}].role", f"chat.messages[{i}].role is empty; give system, user or assistant"
-            )
-    if not tokenizer.has_chat_template:
-        raise failed_precondition(
-            "NO_CHAT_TEMPLATE", "the model has no chat template; send text or token_ids", field="chat"
-        )
-    try:
-        return tokenizer.encode_chat([(each.role, each.content) for each in chat.messages])
-    except ValueError as error:  # from the template, for example for roles that do not alternate
-        raise _template_refusal(error) from None
-
-
-def _template_refusal(error: Exception) -> RequestError:
-    return invalid_field("chat.messages", f"the model's chat template rejects chat.messages: {error}")
 
 
 def _with_stops(rules: LogitRules, stops: Sequence[int], min_new_tokens: int) -> LogitRules:

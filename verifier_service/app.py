@@ -3,6 +3,7 @@
 import asyncio
 from concurrent.futures import Future, InvalidStateError
 from contextlib import suppress
+from dataclasses import replace
 from functools import partial
 
 import grpc
@@ -15,12 +16,14 @@ from outrider.rpc.errors import RequestError, internal
 from outrider.runtime.checkpoint import vocabulary_size
 from outrider.runtime.device import find_device
 from outrider.runtime.tensor_parallel import TensorParallel, read_ranks
+from outrider.service.encoder_input import EncoderInputs, smallest_input
 from outrider.service.lifecycle import Service, Warm, in_thread
 from outrider.service.loading import (
     DEFAULT_SEQUENCE_TOKENS,
     Loader,
     build_model_runner,
     load,
+    load_encoder_inputs,
     load_share,
     load_tokenizer_alone,
     sequence_tokens,
@@ -89,11 +92,12 @@ class VerifierApp(Service):
         self.engine = engine
         engine.lost.add_done_callback(self._lose)
         engine.start()
-        await warm_up(engine, model)
+        inputs = await in_thread(lambda: load_encoder_inputs(self._settings, engine.model_runner.loaded))
+        await warm_up(engine, model, inputs)
         engine.observer = observer  # from now on: the warm-up is not counted
         observer.watch(engine.model_runner.pool, engine.scheduler)
         await warm()
-        self._servicer.attach(engine, model)
+        self._servicer.attach(engine, model, inputs)
 
     async def drain(self) -> None:
         if self.engine is not None:
@@ -231,8 +235,8 @@ PROMPT_TOKENS = 2
 _NAME = "warm-up"
 
 
-async def warm_up(engine: VerifierEngine, model: model_pb2.ModelInfo) -> None:
-    """Runs one proposal and one `Decode` on a started engine.
+async def warm_up(engine: VerifierEngine, model: model_pb2.ModelInfo, inputs: EncoderInputs | None = None) -> None:
+    """Runs one proposal and one `Decode` on a started engine. `inputs` are those of the model's encoder.
 
     Raises:
         RequestError: no verdict: the step failed, its logits are NaN or infinite, or the engine ended.
@@ -255,7 +259,12 @@ async def warm_up(engine: VerifierEngine, model: model_pb2.ModelInfo) -> None:
     )
     opening.sampling.seed = 0
     opening.sampling.rule = sampling_pb2.ACCEPTANCE_RULE_TOKENWISE
-    sequence = TargetSequence(_NAME, check_open(opening, model), model.vocab_size, deliver)
+    if inputs is not None:
+        opening.encoder_input.CopyFrom(smallest_input(model.encoder))
+    checked = check_open(opening, model)
+    if inputs is not None:
+        checked = replace(checked, encoder_input=inputs.tensor(opening.encoder_input))
+    sequence = TargetSequence(_NAME, checked, model.vocab_size, deliver)
     engine.post(Open(sequence))
     try:
         if opening.max_new_tokens > 1:

@@ -14,6 +14,7 @@ from kernels.dense import EXCLUDED, DraftLogits
 from kernels.sparse import SparseDistribution, validate
 from kernels.verify import Rule
 from outrider.rpc.errors import RequestError, failed_precondition, invalid_field
+from outrider.service.encoder_input import check_opening_input
 from outrider.service.model_info import check_features
 from outrider.service.sampling import (
     DEFAULT_RULE,
@@ -26,7 +27,7 @@ from outrider.service.sampling import (
 from outrider.service.wire import HASH_BYTES, decode_logits, decode_sparse
 from protos.outrider.v1 import model_pb2, speculation_pb2, verifier_service_pb2
 
-FEATURES = ("decode", "fixed_rounds", "logprobs", "penalties", "resume")
+FEATURES = ("decode", "encoder", "fixed_rounds", "logprobs", "penalties", "resume")
 MAX_NAME_CHARS = 128
 MIN_RESPONSE_BYTES, MAX_RESPONSE_BYTES = 256, 1 << 20
 
@@ -80,12 +81,13 @@ class Round:
 
 
 def check_open(message: verifier_service_pb2.OpenSequence, model: model_pb2.ModelInfo) -> Opening:
-    """Checks an opening against the model and the server's limits.
+    """Checks an opening against the model and the server's limits, except the values of the encoder's input.
 
     Raises:
         RequestError: INVALID_ARGUMENT naming the field, or FAILED_PRECONDITION.
     """
     check_features(message.required_features, model.features)
+    check_opening_input(message, model)
     if message.weights_fingerprint and message.weights_fingerprint != model.weights_fingerprint:
         raise failed_precondition(
             "PAIR_MISMATCH",

@@ -10,6 +10,7 @@ import grpc
 
 from outrider.rpc.errors import guarded, overloaded, unavailable
 from outrider.rpc.timeouts import Pace
+from outrider.service.encoder_input import EncoderInputs
 from outrider.service.tracing import Tracing
 from protos.outrider.v1 import model_pb2, verifier_service_pb2, verifier_service_pb2_grpc
 from verifier_service.engine import VerifierEngine
@@ -86,10 +87,13 @@ class VerifierService(verifier_service_pb2_grpc.VerifierServiceServicer):
         self._engine: VerifierEngine | None = None
         self._outbox: Outbox | None = None
         self._model = model_pb2.ModelInfo()
+        self._encoder_inputs: EncoderInputs | None = None
 
-    def attach(self, engine: VerifierEngine, model: model_pb2.ModelInfo) -> None:
-        """Starts to serve this model."""
-        self._engine, self._model = engine, model
+    def attach(
+        self, engine: VerifierEngine, model: model_pb2.ModelInfo, encoder_inputs: EncoderInputs | None = None
+    ) -> None:
+        """Starts to serve this model. `encoder_inputs` are those of its encoder."""
+        self._engine, self._model, self._encoder_inputs = engine, model, encoder_inputs
         self._outbox = Outbox(asyncio.get_running_loop())
         engine.flush = self._outbox.flush
 
@@ -101,7 +105,14 @@ class VerifierService(verifier_service_pb2_grpc.VerifierServiceServicer):
         with self._tracing.call("Verify", context.invocation_metadata()) as trace, self._metrics.sequence():
             engine, outbox = self._ready()
             await VerifyStream(
-                engine, self._model, self._settings, self._limit, context, outbox=outbox, trace=trace
+                engine,
+                self._model,
+                self._settings,
+                self._limit,
+                context,
+                outbox=outbox,
+                trace=trace,
+                encoder_inputs=self._encoder_inputs,
             ).run()
 
     @guarded

@@ -3,6 +3,7 @@
 import asyncio
 import contextlib
 import time
+from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any, cast
 
@@ -12,6 +13,7 @@ import structlog
 from outrider.rpc.errors import RequestError, idle, internal, invalid_field, out_of_order, overloaded, write, yielded
 from outrider.rpc.timeouts import InactivityTimer
 from outrider.service.best_effort import Component
+from outrider.service.encoder_input import EncoderInputs
 from outrider.service.sampling import RULE_TO_WIRE, Sampling
 from outrider.service.tracing import CallTrace
 from outrider.service.wire import pad
@@ -70,13 +72,16 @@ class VerifyStream:
         *,
         outbox: Outbox,
         trace: CallTrace,
+        encoder_inputs: EncoderInputs | None = None,
     ) -> None:
+        """`encoder_inputs` are those of the model; None if it has no encoder."""
         self._engine = engine
         self._model = model
         self._settings = settings
         self._limit = limit
         self._context = context
         self._trace = trace
+        self._encoder_inputs = encoder_inputs
         self._replies: asyncio.Queue[Reply] = asyncio.Queue()
         self._outbox = outbox
         self._heard = time.monotonic()
@@ -89,10 +94,14 @@ class VerifyStream:
             RequestError: the status of a call that fails.
         """
         message = await self._opening()
-        opening = check_open(message.open, self._model)
+        opening, name = check_open(message.open, self._model), message.sequence_id
         with self._limit.enter(resumed=opening.resumed):
+            if self._encoder_inputs is not None:
+                tensor = await self._encoder_inputs.checked_tensor(message.open.encoder_input, prefix="encoder_input.")
+                opening = replace(opening, encoder_input=tensor)
+            del message  # speech is large
             deliver = partial(self._outbox.put, self._replies)
-            await self._serve(TargetSequence(message.sequence_id, opening, self._model.vocab_size, deliver))
+            await self._serve(TargetSequence(name, opening, self._model.vocab_size, deliver))
 
     async def _serve(self, sequence: TargetSequence) -> None:
         prefixes, salt = self._engine.prefixes, sequence.opening.cache_salt

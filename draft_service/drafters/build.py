@@ -3,9 +3,9 @@
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 
-from draft_service.drafters.base import RUN_A_MODEL, Drafter, GuessingDrafter, Kind
+from draft_service.drafters.base import RUN_A_MODEL, Drafter, DraftSequence, GuessingDrafter, Kind
 from draft_service.drafters.engine import DraftEngine
-from draft_service.drafters.guard import GuardedDrafter
+from draft_service.drafters.guard import PROBE, GuardedDrafter
 from draft_service.drafters.lookup import LookupDrafter
 from draft_service.drafters.model import ModelDrafter
 from draft_service.drafters.ngram import NGramDrafter
@@ -85,9 +85,14 @@ def model_drafters(
 
 
 def guarded(
-    drafters: Mapping[Kind, Drafter], settings: DraftSettings, target: model_pb2.ModelInfo, sparse: SparseConfig
+    drafters: Mapping[Kind, Drafter],
+    settings: DraftSettings,
+    target: model_pb2.ModelInfo,
+    sparse: SparseConfig,
+    *,
+    probe: DraftSequence = PROBE,
 ) -> dict[Kind, GuardedDrafter]:
-    """The same drafters, each with a guard."""
+    """The same drafters, each with a guard that probes with the sequence `probe`."""
     return {
         kind: GuardedDrafter(
             drafter,
@@ -95,6 +100,7 @@ def guarded(
             vocab_size=target.vocab_size,
             max_support=sparse.max_support,
             name=kind,
+            probe=probe,
         )
         for kind, drafter in drafters.items()
     }

@@ -114,14 +114,22 @@ class GuardedDrafter(Drafter):
     """
 
     def __init__(
-        self, drafter: Drafter, *, timeout: float, vocab_size: int, max_support: int, name: str = "drafter"
+        self,
+        drafter: Drafter,
+        *,
+        timeout: float,
+        vocab_size: int,
+        max_support: int,
+        name: str = "drafter",
+        probe: DraftSequence = PROBE,
     ) -> None:
-        """`vocab_size` and `max_support` are the target's; `name` is for the log."""
+        """`vocab_size` and `max_support` are the target's; `name` is for the log; `probe` is what a probe opens."""
         self.cost = Cost()
         self.is_up = True
         self.timeout = timeout
         self.drafter = drafter
         self._name = name
+        self._probe_sequence = probe
         self._vocab_size = vocab_size
         self._max_support = max_support
         self._failures = 0  # in a row
@@ -183,8 +191,8 @@ class GuardedDrafter(Drafter):
         drafting: Drafting | None = None
         try:
             requested = asyncio.get_running_loop().time()
-            drafting = self.drafter.open(PROBE)
-            await self.checked(begun(drafting.propose(PROBE_GAMMA)), PROBE_GAMMA, PROBE, requested)
+            drafting = self.drafter.open(self._probe_sequence)
+            await self.checked(begun(drafting.propose(PROBE_GAMMA)), PROBE_GAMMA, self._probe_sequence, requested)
         except Exception as error:
             self._backoff.begin()
             self._turn(is_up=False, reason=f"{type(error).__name__}: {error}")

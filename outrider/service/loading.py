@@ -3,12 +3,15 @@
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
 
 import structlog
 import torch
 from torch import Tensor
+from transformers import GenerationConfig
 
 from outrider.runtime.batch import Chunk
+from outrider.runtime.checkpoint import resolve_folder
 from outrider.runtime.cuda_graph import capturer_for
 from outrider.runtime.device import describe_device, find_device, work_on
 from outrider.runtime.errors import CheckpointError, ModelLost
@@ -29,6 +32,7 @@ from outrider.runtime.model_runner import ModelRunner
 from outrider.runtime.paged_attention import choose_attention
 from outrider.runtime.tensor_parallel import TensorParallel
 from outrider.runtime.tokenizer import Tokenizer, load_tokenizer
+from outrider.service.encoder_input import EncoderInputs
 from outrider.service.settings import ServiceSettings, SettingsError
 
 _log = structlog.get_logger()
@@ -88,6 +92,36 @@ def load_tokenizer_alone(settings: ServiceSettings) -> Tokenizer:
         CheckpointError: there is no tokenizer, or it cannot be read.
     """
     return load_tokenizer(model_source(settings))
+
+
+def load_encoder_inputs(settings: ServiceSettings, loaded: LoadedModel) -> EncoderInputs | None:
+    """The inputs of the model's encoder; None if it has none.
+
+    Raises:
+        CheckpointError: its feature extractor cannot be read, or does not fit the model.
+    """
+    if loaded.encoder is None:
+        return None
+    return EncoderInputs(loaded.encoder.info, _folder(settings))
+
+
+def load_generation_config(settings: ServiceSettings) -> GenerationConfig:
+    """The generation config of the model, whose weights may be missing; transformers' defaults if there is none.
+
+    Raises:
+        CheckpointError: it cannot be read.
+    """
+    folder = _folder(settings)
+    if not (folder / "generation_config.json").is_file():
+        return GenerationConfig()
+    try:
+        return GenerationConfig.from_pretrained(folder)
+    except Exception as error:
+        raise CheckpointError(f"cannot read the generation config of '{settings.model}': {error}") from error
+
+
+def _folder(settings: ServiceSettings) -> Path:
+    return resolve_folder(settings.model, settings.revision, weights=False, code=settings.trust_remote_code)
 
 
 def model_source(settings: ServiceSettings, *, device: torch.device | None = None, ranks: int = 1) -> ModelSource:

@@ -5,8 +5,11 @@ from collections.abc import Iterable
 from kernels.verify import Rule
 from outrider.environment import installed_version
 from outrider.rpc.errors import RequestError, failed_precondition
+from outrider.runtime.encoder_decoder import SPEECH, EncoderInfo
 from outrider.runtime.loader import LoadedModel
 from outrider.runtime.tokenizer import Tokenizer
+from outrider.service.decoder_prompt import DecoderPrompts
+from outrider.service.encoder_input import SAMPLE_RATE
 from outrider.service.sampling import LOSSY_RULES, RULE_TO_WIRE
 from protos.outrider.v1 import model_pb2
 
@@ -34,6 +37,23 @@ def describe(
     info.eos_token_ids[:] = loaded.eos_token_ids
     info.dtype = str(loaded.dtype).removeprefix("torch.")
     info.device = str(loaded.device)
+    if loaded.encoder is not None:
+        prompts = DecoderPrompts.read(loaded.model.generation_config, loaded.encoder.info.start_token)
+        info.encoder.CopyFrom(describe_encoder(loaded.encoder.info, prompts))
+    return info
+
+
+def describe_encoder(encoder: EncoderInfo, prompts: DecoderPrompts) -> model_pb2.EncoderInfo:
+    """The `EncoderInfo` of an encoder and the decoder prompts of its model."""
+    info = model_pb2.EncoderInfo(
+        kind=model_pb2.ENCODER_KIND_TEXT,
+        max_positions=encoder.max_length,
+        decoder_prompt_token_ids=prompts.tokens(),
+    )
+    if encoder.kind == SPEECH:
+        info.kind = model_pb2.ENCODER_KIND_SPEECH
+        info.mels, info.frames, info.sample_rate = encoder.mels, encoder.frames, SAMPLE_RATE
+        info.first_timestamp_token_id = 0 if prompts.no_timestamps is None else prompts.no_timestamps + 1
     return info
 
 
@@ -72,7 +92,9 @@ def vocabulary_end(tokenizer: Tokenizer) -> int:
 
 
 def check_pair(draft: model_pb2.ModelInfo, target: model_pb2.ModelInfo) -> None:
-    """Checks that draft and target have the same tokens. Padding of the logits may differ.
+    """Checks that draft and target have the same tokens, and encoders of the same kind, or none.
+
+    Padding of the logits may differ, and sizes of the encoders.
 
     Raises:
         RequestError: FAILED_PRECONDITION with both sides' numbers.
@@ -88,6 +110,13 @@ def check_pair(draft: model_pb2.ModelInfo, target: model_pb2.ModelInfo) -> None:
         )
     if draft.noise_version != target.noise_version:
         raise _mismatch("noise versions", draft.noise_version, target.noise_version, _SAME_RELEASE)
+    if draft.weights_fingerprint and draft.encoder.kind != target.encoder.kind:  # else there is no draft model
+        raise _mismatch(
+            "encoders",
+            f"{draft.name}: {_ENCODERS[draft.encoder.kind]}",
+            f"{target.name}: {_ENCODERS[target.encoder.kind]}",
+            "choose a draft model with an encoder like the target's",
+        )
 
 
 def check_features(required: Iterable[str], offered: Iterable[str]) -> None:
@@ -106,6 +135,11 @@ def check_features(required: Iterable[str], offered: Iterable[str]) -> None:
         )
 
 
+_ENCODERS = {
+    model_pb2.ENCODER_KIND_UNSPECIFIED: "no encoder",
+    model_pb2.ENCODER_KIND_TEXT: "an encoder of text",
+    model_pb2.ENCODER_KIND_SPEECH: "an encoder of speech",
+}
 _SAME_RELEASE = "run the same release of both services"
 
 
@@ -133,6 +167,8 @@ def check_target(model: model_pb2.ModelInfo, target: model_pb2.ModelInfo) -> str
         given, expected = str(getattr(model, field)), str(getattr(target, field))
         if given != expected:
             return f"its {name} is {given[:16]}; the target's is {expected[:16]}"
+    if model.encoder != target.encoder:
+        return "its encoder, or the decoder prompt of its generation config, is not the target's"
     missing = set(target.features) - set(model.features)
     missing |= {_RULE_NAMES.get(number, str(number)) for number in set(target.rules) - set(model.rules)}
     if missing:

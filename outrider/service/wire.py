@@ -225,12 +225,8 @@ def largest_verify_message(
     """The largest message on a `Verify` stream, in bytes: an opening, a proposal (with sparse distributions, or with a
     draft's logits), or a verdict with log-probabilities. `vocab_size` is V; None if proposals never have logits.
     """
-    lists = {"banned_token_ids": MAX_TOKEN_LIST, "logit_bias": MAX_TOKEN_LIST, "stop_token_ids": max_stop_token_ids}
     request = {
-        **lists,
-        "prompt_token_ids": sequence_tokens,  # together with the committed tokens
-        "committed_token_ids": 0,
-        "required_features": 32,
+        **_opening_counts(sequence_tokens, max_stop_token_ids),
         "prefix_hash": HASH_BYTES,
         "Proposal.token_ids": max_gamma,
         "distributions": max_gamma,
@@ -251,6 +247,24 @@ def largest_verify_message(
     )
 
 
+def largest_opening(*, sequence_tokens: int, max_stop_token_ids: int) -> int:
+    """The largest opening of a sequence without the encoder's input, in bytes."""
+    counts = _opening_counts(sequence_tokens, max_stop_token_ids) | {"encoder_input": 0, "proposal": 0}
+    return largest(verifier_service_pb2.VerifyRequest.DESCRIPTOR, counts=counts, most=_TEXT)
+
+
+def _opening_counts(sequence_tokens: int, max_stop_token_ids: int) -> dict[str, int]:
+    return {
+        "banned_token_ids": MAX_TOKEN_LIST,
+        "logit_bias": MAX_TOKEN_LIST,
+        "stop_token_ids": max_stop_token_ids,
+        "prompt_token_ids": sequence_tokens,  # together with the committed tokens
+        "committed_token_ids": 0,
+        "required_features": 32,
+        "EncoderTokens.ids": sequence_tokens,  # of an encoder's input
+    }
+
+
 def largest_generate_request(
     *, sequence_tokens: int, max_stop_token_ids: int, max_stop_strings: int, max_stop_chars: int
 ) -> int:
@@ -263,6 +277,7 @@ def largest_generate_request(
         "role": _TEXT,
         "content": prompt,
         "committed_token_ids": sequence_tokens,
+        "decoder_prompt_token_ids": 0,
         "banned_token_ids": MAX_TOKEN_LIST,
         "logit_bias": MAX_TOKEN_LIST,
         "stop_token_ids": max_stop_token_ids,

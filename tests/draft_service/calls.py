@@ -5,7 +5,7 @@ from typing import Any
 
 import grpc
 
-from protos.outrider.v1 import draft_service_pb2, input_pb2, sampling_pb2
+from protos.outrider.v1 import draft_service_pb2, sampling_pb2
 from protos.outrider.v1.draft_service_pb2_grpc import DraftServiceStub
 from tests.verifier_service.streams import TIMEOUT, BidirectionalCall
 
@@ -33,7 +33,7 @@ def request(
         if isinstance(prompt, str):
             fields["text"] = prompt
         else:
-            fields["token_ids"] = input_pb2.TokenIds(ids=prompt)
+            fields["token_ids"] = draft_service_pb2.TokenIds(ids=prompt)
     return draft_service_pb2.GenerateRequest(**fields)
 
 

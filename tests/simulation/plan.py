@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 from dataclasses import dataclass, field
 
-from protos.outrider.v1 import draft_service_pb2, input_pb2, sampling_pb2
+from protos.outrider.v1 import draft_service_pb2, sampling_pb2
 from tests.simulation.clients import ClientPlan
 from tests.simulation.models import VOCABULARY, DraftHabits
 
@@ -91,7 +91,7 @@ def _draw_client(chance: random.Random, plan: Plan, number: int, prefix: list[in
     temperature, rule = chance.choice(((0.0, TOKENWISE), (0.0, BLOCK), (1.0, COUPLED), (1.0, TOKENWISE), (1.0, BLOCK)))
     message = draft_service_pb2.GenerateRequest(
         request_id=f"r{number}",
-        token_ids=input_pb2.TokenIds(ids=prefix[: chance.choice((1, 4, 8, 12))] + own),
+        token_ids=draft_service_pb2.TokenIds(ids=prefix[: chance.choice((1, 4, 8, 12))] + own),
         sampling=sampling_pb2.SamplingParams(temperature=temperature, rule=rule, seed=chance.getrandbits(32)),
         max_new_tokens=chance.choice((1, 2, 4, 12, 40)),
         n=chance.choice((1, 1, 1, 3)) if plan.kind != "full" else 1,

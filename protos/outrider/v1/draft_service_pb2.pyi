@@ -67,6 +67,12 @@ class ChatPrompt(_message.Message):
     messages: _containers.RepeatedCompositeFieldContainer[ChatMessage]
     def __init__(self, messages: _Optional[_Iterable[_Union[ChatMessage, _Mapping]]] = ...) -> None: ...
 
+class TokenIds(_message.Message):
+    __slots__ = ("ids",)
+    IDS_FIELD_NUMBER: _ClassVar[int]
+    ids: _containers.RepeatedScalarFieldContainer[int]
+    def __init__(self, ids: _Optional[_Iterable[int]] = ...) -> None: ...
+
 class SpeculationParams(_message.Message):
     __slots__ = ("gamma", "report_rounds", "drafter", "draft_temperature", "policy", "max_entropy", "outcome_cache", "fixed_size")
     GAMMA_FIELD_NUMBER: _ClassVar[int]
@@ -124,7 +130,7 @@ class GenerateRequest(_message.Message):
     TRANSCRIPTION_FIELD_NUMBER: _ClassVar[int]
     request_id: str
     text: str
-    token_ids: _input_pb2.TokenIds
+    token_ids: TokenIds
     chat: ChatPrompt
     audio: _input_pb2.Audio
     features: _input_pb2.LogMelFeatures
@@ -147,7 +153,7 @@ class GenerateRequest(_message.Message):
     held_tokens: int
     decoder_prompt_token_ids: _containers.RepeatedScalarFieldContainer[int]
     transcription: Transcription
-    def __init__(self, request_id: _Optional[str] = ..., text: _Optional[str] = ..., token_ids: _Optional[_Union[_input_pb2.TokenIds, _Mapping]] = ..., chat: _Optional[_Union[ChatPrompt, _Mapping]] = ..., audio: _Optional[_Union[_input_pb2.Audio, _Mapping]] = ..., features: _Optional[_Union[_input_pb2.LogMelFeatures, _Mapping]] = ..., committed_token_ids: _Optional[_Iterable[int]] = ..., sampling: _Optional[_Union[_sampling_pb2.SamplingParams, _Mapping]] = ..., max_new_tokens: _Optional[int] = ..., min_new_tokens: _Optional[int] = ..., stop_token_ids: _Optional[_Iterable[int]] = ..., stop: _Optional[_Iterable[str]] = ..., ignore_eos: _Optional[bool] = ..., n: _Optional[int] = ..., logprobs: _Optional[_Union[_sampling_pb2.LogprobsParams, _Mapping]] = ..., time_limit: _Optional[_Union[datetime.timedelta, _duration_pb2.Duration, _Mapping]] = ..., speculation: _Optional[_Union[SpeculationParams, _Mapping]] = ..., keep_special_tokens: _Optional[bool] = ..., required_features: _Optional[_Iterable[str]] = ..., weights_fingerprint: _Optional[str] = ..., cache_salt: _Optional[str] = ..., emission: _Optional[_Union[EmissionPrivacy, _Mapping]] = ..., held_tokens: _Optional[int] = ..., decoder_prompt_token_ids: _Optional[_Iterable[int]] = ..., transcription: _Optional[_Union[Transcription, _Mapping]] = ...) -> None: ...
+    def __init__(self, request_id: _Optional[str] = ..., text: _Optional[str] = ..., token_ids: _Optional[_Union[TokenIds, _Mapping]] = ..., chat: _Optional[_Union[ChatPrompt, _Mapping]] = ..., audio: _Optional[_Union[_input_pb2.Audio, _Mapping]] = ..., features: _Optional[_Union[_input_pb2.LogMelFeatures, _Mapping]] = ..., committed_token_ids: _Optional[_Iterable[int]] = ..., sampling: _Optional[_Union[_sampling_pb2.SamplingParams, _Mapping]] = ..., max_new_tokens: _Optional[int] = ..., min_new_tokens: _Optional[int] = ..., stop_token_ids: _Optional[_Iterable[int]] = ..., stop: _Optional[_Iterable[str]] = ..., ignore_eos: _Optional[bool] = ..., n: _Optional[int] = ..., logprobs: _Optional[_Union[_sampling_pb2.LogprobsParams, _Mapping]] = ..., time_limit: _Optional[_Union[datetime.timedelta, _duration_pb2.Duration, _Mapping]] = ..., speculation: _Optional[_Union[SpeculationParams, _Mapping]] = ..., keep_special_tokens: _Optional[bool] = ..., required_features: _Optional[_Iterable[str]] = ..., weights_fingerprint: _Optional[str] = ..., cache_salt: _Optional[str] = ..., emission: _Optional[_Union[EmissionPrivacy, _Mapping]] = ..., held_tokens: _Optional[int] = ..., decoder_prompt_token_ids: _Optional[_Iterable[int]] = ..., transcription: _Optional[_Union[Transcription, _Mapping]] = ...) -> None: ...
 
 class Transcription(_message.Message):
     __slots__ = ("language", "task", "timestamps")

@@ -24,21 +24,21 @@ _sym_db = _symbol_database.Default()
 
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x17outrider/v1/input.proto\x12\x0boutrider.v1\"\x17\n\x08TokenIds\x12\x0b\n\x03ids\x18\x01 \x03(\r\"W\n\x05\x41udio\x12\x0f\n\x07samples\x18\x01 \x01(\x0c\x12(\n\x06\x66ormat\x18\x02 \x01(\x0e\x32\x18.outrider.v1.AudioFormat\x12\x13\n\x0bsample_rate\x18\x03 \x01(\r\">\n\x0eLogMelFeatures\x12\x0e\n\x06values\x18\x01 \x01(\x0c\x12\x0c\n\x04mels\x18\x02 \x01(\r\x12\x0e\n\x06\x66rames\x18\x03 \x01(\r\"\x98\x01\n\x0c\x45ncoderInput\x12*\n\ttoken_ids\x18\x01 \x01(\x0b\x32\x15.outrider.v1.TokenIdsH\x00\x12#\n\x05\x61udio\x18\x02 \x01(\x0b\x32\x12.outrider.v1.AudioH\x00\x12/\n\x08\x66\x65\x61tures\x18\x03 \x01(\x0b\x32\x1b.outrider.v1.LogMelFeaturesH\x00\x42\x06\n\x04kind*[\n\x0b\x41udioFormat\x12\x1c\n\x18\x41UDIO_FORMAT_UNSPECIFIED\x10\x00\x12\x16\n\x12\x41UDIO_FORMAT_S16LE\x10\x01\x12\x16\n\x12\x41UDIO_FORMAT_F32LE\x10\x02\x62\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x17outrider/v1/input.proto\x12\x0boutrider.v1\"\x1c\n\rEncoderTokens\x12\x0b\n\x03ids\x18\x01 \x03(\r\"W\n\x05\x41udio\x12\x0f\n\x07samples\x18\x01 \x01(\x0c\x12(\n\x06\x66ormat\x18\x02 \x01(\x0e\x32\x18.outrider.v1.AudioFormat\x12\x13\n\x0bsample_rate\x18\x03 \x01(\r\">\n\x0eLogMelFeatures\x12\x0e\n\x06values\x18\x01 \x01(\x0c\x12\x0c\n\x04mels\x18\x02 \x01(\r\x12\x0e\n\x06\x66rames\x18\x03 \x01(\r\"\x9d\x01\n\x0c\x45ncoderInput\x12/\n\ttoken_ids\x18\x01 \x01(\x0b\x32\x1a.outrider.v1.EncoderTokensH\x00\x12#\n\x05\x61udio\x18\x02 \x01(\x0b\x32\x12.outrider.v1.AudioH\x00\x12/\n\x08\x66\x65\x61tures\x18\x03 \x01(\x0b\x32\x1b.outrider.v1.LogMelFeaturesH\x00\x42\x06\n\x04kind*[\n\x0b\x41udioFormat\x12\x1c\n\x18\x41UDIO_FORMAT_UNSPECIFIED\x10\x00\x12\x16\n\x12\x41UDIO_FORMAT_S16LE\x10\x01\x12\x16\n\x12\x41UDIO_FORMAT_F32LE\x10\x02\x62\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
 _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'protos.outrider.v1.input_pb2', _globals)
 if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
-  _globals['_AUDIOFORMAT']._serialized_start=373
-  _globals['_AUDIOFORMAT']._serialized_end=464
-  _globals['_TOKENIDS']._serialized_start=40
-  _globals['_TOKENIDS']._serialized_end=63
-  _globals['_AUDIO']._serialized_start=65
-  _globals['_AUDIO']._serialized_end=152
-  _globals['_LOGMELFEATURES']._serialized_start=154
-  _globals['_LOGMELFEATURES']._serialized_end=216
-  _globals['_ENCODERINPUT']._serialized_start=219
-  _globals['_ENCODERINPUT']._serialized_end=371
+  _globals['_AUDIOFORMAT']._serialized_start=383
+  _globals['_AUDIOFORMAT']._serialized_end=474
+  _globals['_ENCODERTOKENS']._serialized_start=40
+  _globals['_ENCODERTOKENS']._serialized_end=68
+  _globals['_AUDIO']._serialized_start=70
+  _globals['_AUDIO']._serialized_end=157
+  _globals['_LOGMELFEATURES']._serialized_start=159
+  _globals['_LOGMELFEATURES']._serialized_end=221
+  _globals['_ENCODERINPUT']._serialized_start=224
+  _globals['_ENCODERINPUT']._serialized_end=381
 # @@protoc_insertion_point(module_scope)

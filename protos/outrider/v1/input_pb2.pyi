@@ -16,7 +16,7 @@ AUDIO_FORMAT_UNSPECIFIED: AudioFormat
 AUDIO_FORMAT_S16LE: AudioFormat
 AUDIO_FORMAT_F32LE: AudioFormat
 
-class TokenIds(_message.Message):
+class EncoderTokens(_message.Message):
     __slots__ = ("ids",)
     IDS_FIELD_NUMBER: _ClassVar[int]
     ids: _containers.RepeatedScalarFieldContainer[int]
@@ -47,7 +47,7 @@ class EncoderInput(_message.Message):
     TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
     AUDIO_FIELD_NUMBER: _ClassVar[int]
     FEATURES_FIELD_NUMBER: _ClassVar[int]
-    token_ids: TokenIds
+    token_ids: EncoderTokens
     audio: Audio
     features: LogMelFeatures
-    def __init__(self, token_ids: _Optional[_Union[TokenIds, _Mapping]] = ..., audio: _Optional[_Union[Audio, _Mapping]] = ..., features: _Optional[_Union[LogMelFeatures, _Mapping]] = ...) -> None: ...
+    def __init__(self, token_ids: _Optional[_Union[EncoderTokens, _Mapping]] = ..., audio: _Optional[_Union[Audio, _Mapping]] = ..., features: _Optional[_Union[LogMelFeatures, _Mapping]] = ...) -> None: ...

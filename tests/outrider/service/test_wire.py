@@ -15,7 +15,7 @@ from outrider.service.wire import (
     largest_verify_message,
     server_limit,
 )
-from protos.outrider.v1 import draft_service_pb2, input_pb2, sampling_pb2, speculation_pb2, verifier_service_pb2
+from protos.outrider.v1 import draft_service_pb2, sampling_pb2, speculation_pb2, verifier_service_pb2
 from tests.cluster import MODELS
 from verifier_service.app import message_limit as verifier_limit
 from verifier_service.settings import VerifierSettings
@@ -90,7 +90,7 @@ def test_the_longest_generate_request_fits() -> None:
     text = "x" * (16 * TOKENS)
     prompts: list[dict[str, Any]] = [
         {"text": text},
-        {"token_ids": input_pb2.TokenIds(ids=[LAST] * TOKENS), "committed_token_ids": [LAST] * TOKENS},
+        {"token_ids": draft_service_pb2.TokenIds(ids=[LAST] * TOKENS), "committed_token_ids": [LAST] * TOKENS},
         {"chat": draft_service_pb2.ChatPrompt(messages=[draft_service_pb2.ChatMessage(role="user", content=text)])},
     ]
     for prompt in prompts:

@@ -1,0 +1,211 @@
+"""Checks the prompt of a `GenerateRequest`: text, tokens, a conversation, or speech.
+
+For an encoder–decoder model it is the input of the encoder, and the request has a second prompt, of the decoder.
+"""
+
+from outrider.rpc.errors import RequestError, failed_precondition, invalid_field
+from outrider.runtime.tokenizer import Tokenizer
+from outrider.service.decoder_prompt import DecoderPrompts
+from outrider.service.encoder_input import check_features, check_kind, check_length, check_size, check_values
+from outrider.service.sampling import check_token_ids
+from outrider.service.wire import largest_opening
+from protos.outrider.v1 import draft_service_pb2, input_pb2, model_pb2
+
+
+def check_prompt(
+    message: draft_service_pb2.GenerateRequest,
+    tokenizer: Tokenizer,
+    *,
+    draft: model_pb2.ModelInfo,
+    target: model_pb2.ModelInfo,
+    prompts: DecoderPrompts | None,
+    max_prompt_tokens: int | None,
+) -> tuple[list[int], input_pb2.EncoderInput | None]:
+    """The prompt as tokens, those of the decoder if the target has an encoder; and the encoder's input, or None.
+
+    Tokenises text, which may take seconds.
+
+    Raises:
+        RequestError: INVALID_ARGUMENT or FAILED_PRECONDITION.
+    """
+    if not target.HasField("encoder"):
+        _check_without_encoder(message)
+        longest = draft.limits.max_sequence_tokens
+        check_prompt_bytes(message, tokenizer, min(max_prompt_tokens or longest - 1, longest - 1))
+        prompt = _tokenise(message, tokenizer, target.vocab_size)
+        check_prompt_length("prompt", len(prompt), max_prompt_tokens)
+        return prompt, None
+    encoder_input = _encoder_input(message, tokenizer, draft, target, max_prompt_tokens)
+    _check_message_size(message, encoder_input, draft, target)
+    check_values(encoder_input)
+    decoder_prompt = _decoder_prompt(message, target, prompts)
+    if len(decoder_prompt) >= (longest := draft.limits.max_sequence_tokens):
+        raise invalid_field(
+            "decoder_prompt_token_ids",
+            f"decoder_prompt_token_ids has {len(decoder_prompt)} tokens; it and the output together have at most "
+            f"{longest}",
+            given=len(decoder_prompt),
+            maximum=longest - 1,
+        )
+    return decoder_prompt, encoder_input
+
+
+# --------------------------------------------------------------------------------------------- encoder–decoder models
+
+
+def _check_without_encoder(message: draft_service_pb2.GenerateRequest) -> None:
+    """Refuses fields for encoder–decoder models."""
+    prompt = message.WhichOneof("prompt")
+    names = [prompt] if prompt in ("audio", "features") else []
+    names += ["decoder_prompt_token_ids"] if message.decoder_prompt_token_ids else []
+    names += ["transcription"] if message.HasField("transcription") else []
+    if names:
+        raise invalid_field(names[0], f"{names[0]} is set; the model has no encoder")
+
+
+def _encoder_input(
+    message: draft_service_pb2.GenerateRequest,
+    tokenizer: Tokenizer,
+    draft: model_pb2.ModelInfo,
+    target: model_pb2.ModelInfo,
+    max_prompt_tokens: int | None,
+) -> input_pb2.EncoderInput:
+    """The input of the encoder, with the checks of everything but its values."""
+    encoder, kind = target.encoder, message.WhichOneof("prompt")
+    if kind == "chat":
+        raise invalid_field("chat", "chat is set; the model has an encoder, which takes no conversation")
+    if kind in ("text", "token_ids"):
+        check_kind(kind, encoder, is_text=True)
+        most = encoder.max_positions
+        check_prompt_bytes(message, tokenizer, min(max_prompt_tokens or most, most))
+        field, ids = "text" if kind == "text" else "token_ids.ids", _tokenise(message, tokenizer, target.vocab_size)
+        check_prompt_length("prompt", len(ids), max_prompt_tokens)
+        check_length(field, len(ids), encoder)
+        return input_pb2.EncoderInput(token_ids=input_pb2.EncoderTokens(ids=ids))
+    found = input_pb2.EncoderInput()
+    if kind == "audio":
+        found.audio.CopyFrom(message.audio)
+    elif kind == "features":
+        found.features.CopyFrom(message.features)
+    check_size(found, target)
+    if kind == "features" and draft.HasField("encoder"):
+        check_features("features", message.features, draft.encoder)
+    return found
+
+
+def _check_message_size(
+    message: draft_service_pb2.GenerateRequest,
+    encoder_input: input_pb2.EncoderInput,
+    draft: model_pb2.ModelInfo,
+    target: model_pb2.ModelInfo,
+) -> None:
+    """Checks that the message that opens the sequence at a verifier can hold the input."""
+    limits = target.limits
+    rest = largest_opening(
+        sequence_tokens=draft.limits.max_sequence_tokens, max_stop_token_ids=draft.limits.max_stop_token_ids
+    )
+    given, most = encoder_input.ByteSize(), limits.max_message_bytes - rest
+    if limits.max_message_bytes and given > most:
+        field = message.WhichOneof("prompt") or "prompt"
+        raise invalid_field(
+            field,
+            f"{field} has {given} bytes; at most {most}: a message to the verifier has at most "
+            f"{limits.max_message_bytes} bytes, of which {rest} are for the rest of the request",
+            given=given,
+            maximum=most,
+            max_message_bytes=limits.max_message_bytes,
+        )
+
+
+def _decoder_prompt(
+    message: draft_service_pb2.GenerateRequest, target: model_pb2.ModelInfo, prompts: DecoderPrompts | None
+) -> list[int]:
+    given, field = message.decoder_prompt_token_ids, "decoder_prompt_token_ids"
+    if not message.HasField("transcription"):
+        return check_token_ids(field, given or target.encoder.decoder_prompt_token_ids, target.vocab_size)
+    if target.encoder.kind != model_pb2.ENCODER_KIND_SPEECH:
+        raise invalid_field("transcription", "transcription is set; the model's encoder takes text")
+    if given:
+        raise invalid_field(field, f"{field} and transcription are both set; unset one of them")
+    if prompts is None:
+        prompts = DecoderPrompts(target.encoder.decoder_prompt_token_ids[0])
+    return check_token_ids("transcription", prompts.transcription(message.transcription), target.vocab_size)
+
+
+# ------------------------------------------------------------------------------------------------------ tokens of text
+
+
+def check_prompt_length(field: str, tokens: int, most: int | None) -> None:
+    """Checks a prompt against `--max-prompt-tokens`, if that is set.
+
+    Raises:
+        RequestError: INVALID_ARGUMENT: it is longer.
+    """
+    if most is not None and tokens > most:
+        raise invalid_field(
+            field, f"{field} has {tokens} tokens; at most {most} at this service", given=tokens, maximum=most
+        )
+
+
+def check_prompt_bytes(message: draft_service_pb2.GenerateRequest, tokenizer: Tokenizer, most: int) -> None:
+    """Refuses a text that must have more than `most` tokens, before it is tokenised, which is slow.
+
+    Raises:
+        RequestError: INVALID_ARGUMENT: it has more bytes than `most` of the longest tokens.
+    """
+    match message.WhichOneof("prompt"):
+        case "text":
+            field, given = "text", len(message.text.encode())
+        case "chat":
+            turns = message.chat.messages
+            field, given = "chat.messages", sum(len(each.role.encode()) + len(each.content.encode()) for each in turns)
+        case _:
+            return
+    longest = tokenizer.longest_token_bytes
+    if given > most * longest:
+        raise invalid_field(
+            field,
+            f"{field} has {given} bytes; at most {most * longest}, since a prompt has at most {most} tokens of at most "
+            f"{longest} bytes",
+            given=given,
+            maximum=most * longest,
+            tokens=most,
+            token_bytes=longest,
+        )
+
+
+def _tokenise(message: draft_service_pb2.GenerateRequest, tokenizer: Tokenizer, vocab_size: int) -> list[int]:
+    match message.WhichOneof("prompt"):
+        case "token_ids":
+            field, ids = "token_ids.ids", check_token_ids("token_ids.ids", message.token_ids.ids, vocab_size)
+        case "text":
+            field, ids = "text", tokenizer.encode(message.text)
+        case "chat":
+            field, ids = "chat", _apply_template(message.chat, tokenizer)
+        case _:
+            raise invalid_field("prompt", "prompt is not set; set text, token_ids or chat")
+    if not ids:
+        raise invalid_field(field, f"{field}: the prompt is empty; at least 1 token is needed", given=0)
+    return ids
+
+
+def _apply_template(chat: draft_service_pb2.ChatPrompt, tokenizer: Tokenizer) -> list[int]:
+    if not chat.messages:
+        raise invalid_field("chat.messages", "chat.messages is empty; at least 1 message is needed", given=0)
+    for i, each in enumerate(chat.messages):
+        if not each.role:
+            raise invalid_field(
+                f"chat.messages[{i}].role", f"chat.messages[{i}].role is empty; give system, user or assistant"
+            )
+    if not tokenizer.has_chat_template:
+        raise failed_precondition(
+            "NO_CHAT_TEMPLATE", "the model has no chat template; send text or token_ids", field="chat"
+        )
+    try:
+        return tokenizer.encode_chat([(each.role, each.content) for each in chat.messages])
+    except ValueError as error:  # from the template, for example for roles that do not alternate
+        raise _template_refusal(error) from None
+
+
+def _template_refusal(error: Exception) -> RequestError:
+    return invalid_field("chat.messages", f"the model's chat template rejects chat.messages: {error}")
