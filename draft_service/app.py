@@ -154,6 +154,7 @@ class DraftApp(Service):
                 target=target,
                 encoder_inputs=inputs,
                 prompts=prompts,
+                generation=None if loaded is None else loaded.generation_rules,
             )
         )
 

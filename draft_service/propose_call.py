@@ -268,7 +268,7 @@ def check_open(
         prompt=prompt,
         committed=committed,
         params=sampling.params,
-        logit_rules=sampling.logit_rules,
+        logit_rules=replace(sampling.logit_rules, generation=pair.generation),
         seed=sampling.seed,
         rule=sampling.rule,
         draft_temperature=temperature,

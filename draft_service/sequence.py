@@ -293,7 +293,7 @@ class Sequence:
         needs = {
             "decode": True,
             "logprobs": request.top_logprobs is not None,
-            "penalties": not replace(rules, min_new_tokens=0).is_identity,
+            "penalties": not replace(rules, min_new_tokens=0, generation=None).is_identity,
             "resume": bool(committed),
             "fixed_rounds": bool(request.round_sizes.response),
             "encoder": request.encoder_input is not None,

@@ -24,6 +24,7 @@ from draft_service.request import KIND_TO_WIRE, Generation
 from draft_service.settings import DraftSettings
 from draft_service.speculation import GammaController, PolicyKind
 from draft_service.validation import check_generate
+from kernels.generation_rules import GenerationRules
 from outrider.rpc.auth import count_sequences
 from outrider.rpc.errors import RequestError, guarded, overloaded, unavailable, write
 from outrider.runtime.tokenizer import IncrementalDetokenizer, Tokenizer
@@ -47,6 +48,7 @@ class Pair:
         gamma: chooses γ.
         encoder_inputs: of the draft model; None if it has no encoder, or if there is none.
         prompts: of the decoder; None without an encoder.
+        generation: the draft model's own rules for logits; None if it has none.
     """
 
     drafters: Mapping[Kind, Drafter]
@@ -58,6 +60,7 @@ class Pair:
     target: model_pb2.ModelInfo
     encoder_inputs: EncoderInputs | None = None
     prompts: DecoderPrompts | None = None
+    generation: GenerationRules | None = None
 
 
 HEARTBEAT_SECONDS = 5.0
@@ -188,6 +191,7 @@ class GenerateCall:
             default_max_entropy=self._settings.max_entropy,
             max_prompt_tokens=self._settings.max_prompt_tokens,
             prompts=self._pair.prompts,
+            generation=self._pair.generation,
         )
         chars = len(message.text) + sum(len(each.content) for each in message.chat.messages)
         if chars + len(message.audio.samples) + len(message.features.values) <= SHORT_PROMPT_CHARS:

@@ -9,7 +9,7 @@ from draft_service.privacy import check_emission, round_sizes
 from draft_service.prompt import check_prompt
 from draft_service.request import Generation, check_draft_temperature, check_drafter, check_max_entropy, check_policy
 from draft_service.speculation import PolicyKind
-from kernels.adjustments import LogitRules
+from kernels.generation_rules import GenerationRules
 from kernels.verify import Rule
 from outrider.rpc.errors import failed_precondition, invalid_field
 from outrider.runtime.tokenizer import Tokenizer
@@ -49,11 +49,13 @@ def check_generate(
     default_max_entropy: float | None = None,
     max_prompt_tokens: int | None = None,
     prompts: DecoderPrompts | None = None,
+    generation: GenerationRules | None = None,
 ) -> Generation:
     """Checks a request against the pair and the limits. Tokenises the prompt, which may take seconds.
 
     Args:
         prompts: of the decoder, by the draft's generation config; None without an encoder.
+        generation: the draft model's own rules for logits.
 
     Raises:
         RequestError: INVALID_ARGUMENT or FAILED_PRECONDITION.
@@ -109,7 +111,16 @@ def check_generate(
         encoder_input=encoder_input,
         committed=committed,
         held=held,
-        sampling=replace(sampling, logit_rules=_with_stops(sampling.logit_rules, stops, message.min_new_tokens)),
+        sampling=replace(
+            sampling,
+            logit_rules=replace(
+                sampling.logit_rules,
+                stop_token_ids=tuple(sorted(set(stops))),
+                min_new_tokens=message.min_new_tokens,
+                generation=generation,
+                max_new_tokens=new,
+            ),
+        ),
         params=message.sampling,
         seed=sampling.seed if sampling.seed is not None else secrets.randbits(64),
         max_new_tokens=new,
@@ -349,7 +360,3 @@ def _check_stop(stop: Sequence[str], limits: model_pb2.Limits) -> tuple[str, ...
                 maximum=limits.max_stop_string_chars,
             )
     return tuple(stop)
-
-
-def _with_stops(rules: LogitRules, stops: Sequence[int], min_new_tokens: int) -> LogitRules:
-    return replace(rules, stop_token_ids=tuple(sorted(set(stops))), min_new_tokens=min_new_tokens)

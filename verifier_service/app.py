@@ -261,7 +261,7 @@ async def warm_up(engine: VerifierEngine, model: model_pb2.ModelInfo, inputs: En
     opening.sampling.rule = sampling_pb2.ACCEPTANCE_RULE_TOKENWISE
     if inputs is not None:
         opening.encoder_input.CopyFrom(smallest_input(model.encoder))
-    checked = check_open(opening, model)
+    checked = check_open(opening, model, engine.model_runner.loaded.generation_rules)
     if inputs is not None:
         checked = replace(checked, encoder_input=inputs.tensor(opening.encoder_input))
     sequence = TargetSequence(_NAME, checked, model.vocab_size, deliver)

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from kernels.adjustments import LogitRules
 from kernels.dense import EXCLUDED, DraftLogits
+from kernels.generation_rules import GenerationRules
 from kernels.sparse import SparseDistribution, validate
 from kernels.verify import Rule
 from outrider.rpc.errors import RequestError, failed_precondition, invalid_field
@@ -80,8 +81,17 @@ class Round:
     arrived: float = field(default_factory=lambda: time.perf_counter())
 
 
-def check_open(message: verifier_service_pb2.OpenSequence, model: model_pb2.ModelInfo) -> Opening:
+def check_open(
+    message: verifier_service_pb2.OpenSequence,
+    model: model_pb2.ModelInfo,
+    generation: GenerationRules | None = None,
+) -> Opening:
     """Checks an opening against the model and the server's limits, except the values of the encoder's input.
+
+    Args:
+        message: the opening.
+        model: of this verifier.
+        generation: the model's own rules for logits.
 
     Raises:
         RequestError: INVALID_ARGUMENT naming the field, or FAILED_PRECONDITION.
@@ -122,7 +132,11 @@ def check_open(message: verifier_service_pb2.OpenSequence, model: model_pb2.Mode
         sampling=sampling,
         seed=sampling.seed,
         logit_rules=replace(
-            sampling.logit_rules, stop_token_ids=tuple(sorted(stops)), min_new_tokens=message.min_new_tokens
+            sampling.logit_rules,
+            stop_token_ids=tuple(sorted(stops)),
+            min_new_tokens=message.min_new_tokens,
+            generation=generation,
+            max_new_tokens=message.max_new_tokens,
         ),
         stop_token_ids=stops,
         max_new_tokens=message.max_new_tokens,

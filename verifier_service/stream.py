@@ -94,7 +94,8 @@ class VerifyStream:
             RequestError: the status of a call that fails.
         """
         message = await self._opening()
-        opening, name = check_open(message.open, self._model), message.sequence_id
+        generation = self._engine.model_runner.loaded.generation_rules
+        opening, name = check_open(message.open, self._model, generation), message.sequence_id
         with self._limit.enter(resumed=opening.resumed):
             if self._encoder_inputs is not None:
                 tensor = await self._encoder_inputs.checked_tensor(message.open.encoder_input, prefix="encoder_input.")

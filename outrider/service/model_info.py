@@ -6,6 +6,7 @@ from kernels.verify import Rule
 from outrider.environment import installed_version
 from outrider.rpc.errors import RequestError, failed_precondition
 from outrider.runtime.encoder_decoder import SPEECH, EncoderInfo
+from outrider.runtime.errors import CheckpointError
 from outrider.runtime.loader import LoadedModel
 from outrider.runtime.tokenizer import Tokenizer
 from outrider.service.decoder_prompt import DecoderPrompts
@@ -26,7 +27,11 @@ def describe(
     default_rule: Rule,
     features: Iterable[str],
 ) -> model_pb2.ModelInfo:
-    """The `ModelInfo` of a loaded model."""
+    """The `ModelInfo` of a loaded model.
+
+    Raises:
+        CheckpointError: its generation config has tokens that its tokenizer lacks.
+    """
     info = describe_tokenizer(
         loaded.name, tokenizer, limits=limits, rules=rules, default_rule=default_rule, features=features
     )
@@ -40,7 +45,22 @@ def describe(
     if loaded.encoder is not None:
         prompts = DecoderPrompts.read(loaded.model.generation_config, loaded.encoder.info.start_token)
         info.encoder.CopyFrom(describe_encoder(loaded.encoder.info, prompts))
+        _check_generation(loaded, info)
     return info
+
+
+def _check_generation(loaded: LoadedModel, info: model_pb2.ModelInfo) -> None:
+    """Each request would fail at tokens outside the vocabulary."""
+    prompt = info.encoder.decoder_prompt_token_ids
+    try:
+        if max(prompt) >= info.vocab_size:
+            raise ValueError(f"the decoder's prompt has token {max(prompt)}; the vocabulary has {info.vocab_size} ids")
+        if loaded.generation_rules is not None:
+            loaded.generation_rules.check_ids(info.vocab_size)
+    except ValueError as error:
+        raise CheckpointError(
+            f"the generation config of '{loaded.name}' does not fit its tokenizer: {error}"
+        ) from error
 
 
 def describe_encoder(encoder: EncoderInfo, prompts: DecoderPrompts) -> model_pb2.EncoderInfo:
