@@ -184,7 +184,10 @@ class TokenRunner:
         self._oracle = reference
         self._chance = chance
 
-    def __call__(self, chunks: Sequence[Chunk], proposals: Sequence[Proposed]) -> StepResult:
+    def __call__(
+        self, chunks: Sequence[Chunk], proposals: Sequence[Proposed], encoder_inputs: Sequence[object] = ()
+    ) -> StepResult:
+        require(not encoder_inputs, "the model has no encoder")
         if self._chance.random() < self.broken or any(each.seed in self.poisoned for each in proposals):
             raise RuntimeError("the device fails")
         for chunk in chunks:

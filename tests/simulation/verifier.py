@@ -49,7 +49,10 @@ class Verifier(Host):
     def start(self) -> None:
         plan, world = self.world.plan, self.world
         self.pool = TokenPool(blocks=plan.blocks, max_length=MAX_TOKENS, block_tokens=4)
-        packed = SimpleNamespace(pool=self.pool, loaded=SimpleNamespace(device=torch.device("cpu")))
+        loaded = SimpleNamespace(device=torch.device("cpu"), encoder=None, generation_rules=None)
+        packed = SimpleNamespace(
+            pool=self.pool, loaded=loaded, max_length=MAX_TOKENS, allocate_for_trial=self.pool.allocate
+        )
         self.engine = SimulatedEngine(packed, world.model, linger=plan.linger)
         self.runner = TokenRunner(self.pool, world.reference, world.chance)
         self.engine.runner = cast("Any", self.runner)
