@@ -71,11 +71,13 @@ class Endpoints:
         self._resolved = -RESOLVED_FOR_S
         self._turn = random.randrange(1 << 16)  # clients that start together do not all begin at the same address
 
-    async def choose(self) -> str:
-        """The address for the next call: in turn, recently failed ones last."""
+    async def choose(self, *, takes_turn: bool = True) -> str:
+        """The address for the next call: in turn, recently failed ones last. A call that takes no turn goes to the
+        address of the next one that does.
+        """
         addresses = await self.addresses()
-        self._turn += 1
-        start = self._turn % len(addresses)
+        start = (self._turn + 1) % len(addresses)
+        self._turn += takes_turn
         return min(addresses[start:] + addresses[:start], key=self._avoided)
 
     async def addresses(self) -> list[str]:

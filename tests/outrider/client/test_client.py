@@ -262,6 +262,13 @@ async def test_a_name_is_all_its_addresses_and_resolved_again_when_one_fails(res
     assert not endpoints.has_fresh()
 
 
+async def test_a_call_that_takes_no_turn_goes_where_the_next_one_goes() -> None:
+    endpoints = Endpoints(["127.0.0.1:7", "127.0.0.1:8"])
+    chosen = [await endpoints.choose(takes_turn=takes_turn) for takes_turn in (False, False, True) * 4]
+    assert [len(set(chosen[i : i + 3])) for i in range(0, 12, 3)] == [1] * 4
+    assert chosen[2] != chosen[5] != chosen[8]
+
+
 def test_addresses_are_a_list_or_text_with_commas() -> None:
     assert split("a:1, b:2,a:1") == split(["a:1", "b:2"]) == ["a:1", "b:2"]
     with pytest.raises(ValueError, match="address is empty"):
