@@ -24,7 +24,8 @@ from tests.kernels.reference import verify as reference
 V, EOS, NO_TIMESTAMPS, FIRST = 24, 9, 13, 14
 MAX_NEW = 9
 BASE = 7  # length of the sequences in verification
-WORDS = ((3,), (EOS,), (1, 2), (2, 2, 4), (4, 5), (5, 5), (0, 1, 2, 6), (V + 5, 2), (7, V + 5))
+WORDS = ((3,), (EOS,), (1, 2), (2, 2, 4), (4, 5), (5, 5), (0, 1, 6), (0, 1, 2, 6), (V + 5, 2), (7, V + 5))
+OPENINGS = (*range(NO_TIMESTAMPS), *range(FIRST, V))  # tokens of prompts: timestamps of earlier windows, too
 TIMESTAMPS = TimestampRules(FIRST, EOS, 4)
 
 Processors = Callable[[int], list[processors.LogitsProcessor]]  # of the prompt's length
@@ -126,13 +127,14 @@ def test_rows_are_those_of_transformers(name: str) -> None:
     seen = set()
     for seed in range(40):
         source = random.Random(seed)
-        prompt = [source.randrange(NO_TIMESTAMPS) for _ in range(source.choice((1, 1, 2, 5)))]
+        prompt = [source.choice(OPENINGS) for _ in range(source.choice((1, 1, 2, 5)))]
         adjuster = Adjuster(LogitRules(generation=rules, max_new_tokens=MAX_NEW), prompt, V)
         expected, generated = processors.LogitsProcessorList(make(len(prompt))), list[int]()
         for step in range(40):
             choice = source.random()
             if choice < 0.7:
-                generated.append(random_token(source))
+                again = len(generated) >= 3 and source.random() < 0.4
+                generated.append(generated[-3] if again else random_token(source))
                 adjuster.push(generated[-1])
             elif choice < 0.85 and generated:
                 adjuster.pop()
