@@ -3,28 +3,51 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import cache
+from pathlib import Path
 from typing import Any
 
 import torch
+from tokenizers import Tokenizer
+from tokenizers.models import WordLevel
+from tokenizers.pre_tokenizers import Whitespace
 from torch import Tensor
 from transformers import (
     BartConfig,
     BartForConditionalGeneration,
+    GenerationConfig,
     GenerationMixin,
     MarianConfig,
     MarianMTModel,
+    PreTrainedTokenizerFast,
     T5Config,
     T5ForConditionalGeneration,
     WhisperConfig,
+    WhisperFeatureExtractor,
     WhisperForConditionalGeneration,
 )
+from transformers.generation.logits_process import WhisperTimeStampLogitsProcessor
 
 from outrider.runtime.loader import LoadedModel, adopt
 
 V = 67
-START = 1
+START, EOS = 1, 2
+PLAIN: dict[str, Any] = {"decoder_start_token_id": START, "pad_token_id": 0, "do_sample": False}
+_ENDS = PLAIN | {"eos_token_id": EOS}
+_BART = _ENDS | {"no_repeat_ngram_size": 3, "forced_bos_token_id": 5, "forced_eos_token_id": EOS, "min_length": 12}
+RULES: dict[str, dict[str, Any]] = {
+    "t5": _ENDS | {"repetition_penalty": 1.3},
+    "t5, gated, untied": _ENDS | {"min_new_tokens": 8},
+    "bart": _BART,
+    "marian": _ENDS | {"bad_words_ids": [[7], [9, 11], [12, 13, 14]], "forced_eos_token_id": EOS},
+    "whisper": _ENDS | {
+        "suppress_tokens": [3, 4, 30], "begin_suppress_tokens": [EOS, 8], "no_timestamps_token_id": 40,
+        "is_multilingual": False, "max_initial_timestamp_index": 10, "return_timestamps": False,
+        "bos_token_id": EOS,
+    },
+}  # fmt: skip
+"""Generation configs, each with other rules."""
 
 
 def t5(**changes: Any) -> Any:
@@ -98,21 +121,45 @@ def logits_of(name: str, encoder_input: Tensor, tokens: list[int]) -> Tensor:
 
 
 def greedy(name: str, encoder_input: Tensor, count: int) -> list[int]:
-    """What transformers' `generate` writes at temperature 0, past any end of sequence."""
-    model = build(name)
-    config = copy.deepcopy(model.generation_config)
-    config.update(
-        max_length=None,
-        min_length=None,
-        max_new_tokens=count,
-        min_new_tokens=count,
-        do_sample=False,
-        num_beams=1,
-        eos_token_id=None,
-    )
-    config.update(pad_token_id=0, bos_token_id=None, forced_bos_token_id=None, forced_eos_token_id=None)
+    """What transformers' `generate` writes at temperature 0, past any end of sequence and without its rules."""
+    return _generate(name, encoder_input, GenerationConfig(**PLAIN, max_new_tokens=count, min_new_tokens=count))
+
+
+def generated(name: str, encoder_input: Tensor, count: int, *, timestamps: bool = False) -> list[int]:
+    """What transformers' `generate` writes at temperature 0 with the rules of `save`, up to the end of sequence."""
+    config = GenerationConfig(**RULES[name], max_new_tokens=count)
+    prompt, processors = [START], []
+    if timestamps:
+        processors = [WhisperTimeStampLogitsProcessor(config, begin_index=1)]
+    elif name == "whisper":
+        prompt = [START, config.no_timestamps_token_id]
+    return _generate(name, encoder_input, config, prompt, processors)
+
+
+def _generate(
+    name: str, encoder_input: Tensor, config: GenerationConfig, prompt: Sequence[int] = (START,), processors: Any = ()
+) -> list[int]:
     key = "input_ids" if encoder_input.dim() == 1 else "input_features"
-    arguments = {key: encoder_input[None], "decoder_input_ids": torch.tensor([[START]])}
-    with torch.inference_mode():  # not Whisper's own `generate`, which adds windows and prompts
-        written = GenerationMixin.generate(model, **arguments, generation_config=config, use_cache=False)
-    return [int(token) for token in written[0][1:]]
+    arguments = {key: encoder_input[None], "decoder_input_ids": torch.tensor([prompt])}
+    with torch.inference_mode():  # not Whisper's own `generate`, which reads windows and adds prompts
+        written = GenerationMixin.generate(
+            build(name), **arguments, generation_config=config, logits_processor=list(processors), use_cache=False
+        )
+    return [int(token) for token in written[0][len(prompt) :]]
+
+
+def save(name: str, folder: Path, *, has_rules: bool = True, noise: float = 0.0) -> Path:
+    """A checkpoint of the model, for services; a draft has `noise` in its weights. Returns the folder."""
+    model = copy.deepcopy(build(name))
+    generator = torch.Generator().manual_seed(11)
+    for weight in model.parameters():
+        weight.data += noise * weight.data.std(correction=0) * torch.randn(weight.shape, generator=generator)
+    model.generation_config = GenerationConfig(**(RULES[name] if has_rules else PLAIN))
+    model.save_pretrained(folder)
+    words = Tokenizer(WordLevel({f"t{token}": token for token in range(V)}, unk_token="t0"))
+    words.pre_tokenizer = Whitespace()
+    PreTrainedTokenizerFast(tokenizer_object=words, unk_token="t0", eos_token=f"t{EOS}").save_pretrained(folder)
+    if mels := getattr(model.config, "num_mel_bins", None):
+        seconds = model.config.max_source_positions // 50
+        WhisperFeatureExtractor(feature_size=mels, chunk_length=seconds).save_pretrained(folder)
+    return folder
