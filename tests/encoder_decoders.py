@@ -91,7 +91,7 @@ def build(name: str) -> Any:
     torch.manual_seed(7)
     model = MODELS[name]().eval()
     for parameter in model.parameters():  # large enough for attention to matter
-        if parameter.dim() > 1:
+        if parameter.dim() > 1 and parameter.requires_grad:  # Marian's positions are not saved
             parameter.data.normal_(0, 2 * (parameter.shape[0] / parameter.numel()) ** 0.5)
     return model
 

@@ -57,12 +57,12 @@ def transitions(target: Path, params: SamplingParams = PARAMS) -> Array:
 
 
 def first_token_fits(joint: Array, tokens: Array) -> tuple[Fit, Fit]:
-    """Test the first three of `tokens` `[N, 3 or more]` against their joint distribution, by outcome and by class."""
-    counts = np.bincount(np.ravel_multi_index(tuple(tokens[:, :3].T), joint.shape), minlength=joint.size)
-    classes = joint_classes(joint).ravel()
+    """Test the first n of `tokens` `[N, n or more]` against their joint distribution, by outcome and by class."""
+    counts = np.bincount(np.ravel_multi_index(tuple(tokens[:, : joint.ndim].T), joint.shape), minlength=joint.size)
+    classes, number = joint_classes(joint).ravel(), CLASSES**joint.ndim
     return _printed(
         chisquare.goodness_of_fit(counts, joint.ravel()),
-        chisquare.goodness_of_fit(np.bincount(classes, counts, 27), np.bincount(classes, joint.ravel(), 27)),
+        chisquare.goodness_of_fit(np.bincount(classes, counts, number), np.bincount(classes, joint.ravel(), number)),
     )
 
 
