@@ -52,24 +52,24 @@ _SETTINGS = """# Settings
 
 <!-- Generated from the code by docs/generate.py (`make reference`). Do not edit. -->
 
-The options of both services and of the command `outrider`. Each option is also a variable in the environment. A flag
-overrides its variable, and a variable overrides the default. A value outside its range ends the program at its start,
-with one line and exit code 2.
+Each option of the services and of `outrider` is also a variable in the environment. A flag overrides its variable. A
+value outside its range ends the program at its start, with one line and exit code 2.
 
 On or off: `--NAME` and `--no-NAME`; a variable takes `true` or `false`.
 """
 
 _SHARED = """## Both services
 
-Options of `python -m verifier_service` and of `python -m draft_service`.
+Options of `python -m verifier_service` and of `python -m draft_service`. PEM and token files are read again when they
+change. Items of a list are separated by commas, or given by several flags.
 """
 
 
 _OUTRIDER = """
 ## `outrider`
 
-`outrider COMMAND --help` prints the same. The variable of an option is `OUTRIDER_`, the command's name and the option's
-name, in upper case with `_` for `-`: `OUTRIDER_GENERATE_DRAFT` is `outrider generate --draft`.
+`outrider COMMAND --help` prints the same. The variable of `outrider generate --draft` is `OUTRIDER_GENERATE_DRAFT`, and
+so on.
 """
 
 
@@ -95,7 +95,7 @@ def _settings_page() -> str:
         program = kind.model_config["cli_prog_name"]
         sections += [f"\n## {title}\n\nFurther options of `{program}`.\n", _fields(kind, own[kind])]
     sections.append(_OUTRIDER)
-    sections += [_command(name, command) for name, command in sorted(outrider.commands.items())]
+    sections += _commands(outrider.commands)
     sections.append(_OTHERS.rstrip())
     return "\n".join(sections) + "\n"
 
@@ -168,14 +168,48 @@ def _default(field: FieldInfo) -> str:
     return f"`{','.join(value) if isinstance(value, tuple) else value}`"
 
 
-def _command(name: str, command: click.Command) -> str:
+Row = tuple[str, str]
+
+
+def _commands(commands: Mapping[str, click.Command]) -> Iterator[str]:
+    """A section a command, then one for each set of several options that several commands share."""
+    rows = {name: _options(name, command) for name, command in sorted(commands.items())}
+    users_of: dict[Row, list[str]] = {}
+    for name, options in rows.items():
+        for row in options:
+            users_of.setdefault(row, []).append(name)
+    sets: dict[tuple[str, ...], list[Row]] = {}
+    for row, users in users_of.items():
+        sets.setdefault(tuple(users), []).append(row)
+    shared = {group: options for group, options in sets.items() if len(group) > 1 < len(options)}
+    apart = {row for options in shared.values() for row in options}
+    for name, options in rows.items():
+        links = [f"[{_listed(group)}](#options-of-{'-'.join(_joined(group))})" for group in shared if name in group]
+        more = f"\n\nMore: options of {'; of '.join(links)}." if links else ""
+        yield _command(name, commands[name], [row for row in options if row not in apart]) + more
+    for group, options in shared.items():
+        yield f"\n### Options of {_listed(group)}\n\n" + _table(("option", "meaning"), iter(options))
+
+
+def _joined(names: Sequence[str]) -> list[str]:
+    return [*names[:-1], "and", names[-1]]
+
+
+def _listed(names: Sequence[str]) -> str:
+    return f"{', '.join(f'`{name}`' for name in names[:-1])} and `{names[-1]}`"
+
+
+def _options(name: str, command: click.Command) -> list[Row]:
     with click.Context(outrider, info_name="outrider") as parent, click.Context(command, parent, name) as context:
-        usage = " ".join(command.collect_usage_pieces(context))
-        parts = [f"\n### `outrider {name}`\n\n```text\noutrider {name} {usage}\n```\n"]
-        parts += [_paragraph(text) for text in (command.help or "").split("\n\n")]
-        options = [each for each in command.params if isinstance(each, click.Option)]
-        parts.append(_table(("option", "meaning"), (_option(each, context) for each in options)))
-    return "\n".join(parts)
+        return [_option(each, context) for each in command.params if isinstance(each, click.Option)]
+
+
+def _command(name: str, command: click.Command, options: Sequence[Row]) -> str:
+    with click.Context(outrider, info_name="outrider") as parent, click.Context(command, parent, name) as context:
+        usage = " ".join(command.collect_usage_pieces(context)).strip()
+    parts = [f"\n### `outrider {name}`\n\n```text\noutrider {name} {usage}\n```\n"]
+    parts += [_paragraph(text) for text in (command.help or "").split("\n\n")]
+    return "\n".join([*parts, _table(("option", "meaning"), iter(options))])
 
 
 def _paragraph(text: str) -> str:
@@ -186,7 +220,7 @@ def _paragraph(text: str) -> str:
     return " ".join(text.split()) + "\n"
 
 
-def _option(option: click.Option, context: click.Context) -> Sequence[str]:
+def _option(option: click.Option, context: click.Context) -> Row:
     names = " / ".join(f"`{each}`" for each in (*option.opts, *option.secondary_opts))
     if isinstance(option.type, click.Choice):
         names += " " + ", ".join(f"`{choice}`" for choice in option.type.choices)
@@ -207,8 +241,8 @@ _CONTRACT = """# Contract
 
 <!-- Generated from the comments in protos/outrider/v1 by docs/generate.py (`make reference`). Do not edit. -->
 
-The gRPC services and messages of the package `outrider.v1`, from the files in `protos/outrider/v1`. Both services also
-answer gRPC reflection. Errors are gRPC statuses: see [errors](errors.md).
+The gRPC services and messages of the package `outrider.v1`. The numbers of fields are in `protos/outrider/v1`. Both
+services answer gRPC reflection. Errors are gRPC statuses: see [errors](errors.md).
 """
 
 _ORDER = ("draft_service", "verifier_service", "input", "speculation", "sampling", "model")
@@ -289,16 +323,11 @@ def _message(message: DescriptorProto, comments: Comments, path: tuple[int, ...]
             inside = field.HasField("oneof_index") and not field.proto3_optional
             if inside and field.oneof_index != oneof:
                 oneof = field.oneof_index
-                yield f"one of `{message.oneof_decl[oneof].name}`", "", "", comments[(*path, _ONEOFS, oneof)]
-            yield (
-                ("– " if inside else "") + f"`{field.name}`",
-                _type(field),
-                str(field.number),
-                comments[(*path, _FIELDS, i)],
-            )
+                yield f"one of `{message.oneof_decl[oneof].name}`", "", comments[(*path, _ONEOFS, oneof)]
+            yield ("– " if inside else "") + f"`{field.name}`", _type(field), comments[(*path, _FIELDS, i)]
 
     head = f"### `{message.name}`\n\n{comments[path]}\n"
-    return head + ("\n" + _table(("field", "type", "number", "meaning"), rows()) + "\n" if message.field else "")
+    return head + ("\n" + _table(("field", "type", "meaning"), rows()) + "\n" if message.field else "")
 
 
 _SCALARS = {number: name.removeprefix("TYPE_").lower() for name, number in FieldDescriptorProto.Type.items()}
@@ -317,8 +346,8 @@ def _link(type_name: str) -> str:
 
 
 def _enum(enum: EnumDescriptorProto, comments: Comments, path: tuple[int, ...]) -> str:
-    rows = ((f"`{value.name}`", str(value.number), comments[(*path, _VALUES, i)]) for i, value in enumerate(enum.value))
-    return f"### `{enum.name}`\n\n{comments[path]}\n\n{_table(('name', 'number', 'meaning'), rows)}\n"
+    rows = ((f"`{value.name}`", comments[(*path, _VALUES, i)]) for i, value in enumerate(enum.value))
+    return f"### `{enum.name}`\n\n{comments[path]}\n\n{_table(('name', 'meaning'), rows)}\n"
 
 
 def main() -> None:

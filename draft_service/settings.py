@@ -17,44 +17,36 @@ class DraftSettings(ServiceSettings):
     model_config = SettingsConfigDict(cli_prog_name="python -m draft_service")
 
     listen: ServiceAddress = Field(
-        "127.0.0.1:50051", description="HOST:PORT or unix:PATH to listen at; port 0 takes a free one"
+        "127.0.0.1:50051", description="HOST:PORT or unix:PATH to listen at; port 0: a free one"
     )
     verifier: Addresses = Field(
         ("127.0.0.1:50052",),
-        description="HOST:PORT or unix:PATH of the verifier service; several, separated by commas or given by several "
-        "flags, are replicas; a DNS name stands for all its addresses",
+        description="HOST:PORT or unix:PATH of the verifier; with several, they are replicas; a DNS name stands "
+        "for all its addresses",
     )
     verifier_tls_ca: Path | None = Field(
         None,
-        description="PEM file of the CA that signed the verifiers' certificates; connections to verifiers then use "
-        "TLS; read again when it changes; default: plaintext",
+        description="PEM file of the CA of the verifiers' certificates; turns TLS on; default: plaintext",
     )
-    verifier_tls_cert: Path | None = Field(
-        None, description="PEM file of the certificate to present to verifiers; read again when it changes"
-    )
+    verifier_tls_cert: Path | None = Field(None, description="PEM file of the certificate to present to verifiers")
     verifier_tls_key: Path | None = Field(
-        None, description="PEM file of that certificate's private key, without a passphrase; read again when it changes"
+        None, description="PEM file of that certificate's private key, without a passphrase"
     )
     verifier_tls_name: str | None = Field(
-        None, description="name that the verifiers' certificates must have; default: the host in --verifier"
+        None, description="name in the verifiers' certificates; default: the host in --verifier"
     )
     verifier_resolve_interval: float = Field(
         10.0,
         gt=0,
-        description="seconds between two resolutions of the verifiers' DNS names; they are also resolved when a "
-        "verifier is lost",
+        description="seconds between resolutions of the verifiers' DNS names; the loss of a verifier causes one too",
     )
     drafter: Literal["model", "staged", "ngram", "lookup", "random", "none"] = Field(
         "model",
-        description="drafter of requests that name none: the source of proposed tokens; with any other than model and "
-        "staged the service loads no weights, only the tokenizer of --model",
+        description="source of proposed tokens for requests that name none; only model and staged load the "
+        "weights of --model, not just its tokenizer",
     )
-    staged_by: Literal["lookup", "ngram"] = Field(
-        "lookup", description="drafter that guesses tokens for the draft model in the drafter staged"
-    )
-    staged_guesses: int = Field(
-        8, ge=1, le=256, description="largest number of tokens that --staged-by guesses at once in the drafter staged"
-    )
+    staged_by: Literal["lookup", "ngram"] = Field("lookup", description="source of the guesses of the drafter staged")
+    staged_guesses: int = Field(8, ge=1, le=256, description="maximum tokens that --staged-by guesses at once")
     draft_temperature: float | None = Field(
         None,
         ge=0,
@@ -64,36 +56,35 @@ class DraftSettings(ServiceSettings):
     draft_timeout: int = Field(
         10_000,
         ge=1,
-        description="longest time for one proposal, in milliseconds; after that the target generates alone for a while",
+        description="longest time for a proposal, in milliseconds; after that the target generates alone for a while",
     )
     ngram_corpus: Path | None = Field(
         None, description="text file whose n-grams are counted at start-up; default: none"
     )
     ngram_documents: Literal["file", "line"] = Field(
-        "file", description="unit of --ngram-corpus in which n-grams are counted: the whole file, or each line"
+        "file", description="unit of --ngram-corpus: the whole file, or each line; no n-gram crosses two"
     )
-    ngram_order: int = Field(4, ge=1, le=8, description="n: the longest n-grams to count, in tokens")
+    ngram_order: int = Field(4, ge=1, le=8, description="tokens of the longest n-grams")
     ngram_entries: int = Field(
-        1 << 20, ge=1, description="largest number of n-grams to keep of the corpus, and again of the served texts"
+        1 << 20, ge=1, description="maximum n-grams to keep of the corpus, and again of generated texts"
     )
     ngram_learn: bool = Field(
         False,
-        description="also count the texts that the service generates; proposals then reveal parts of them to other "
-        "clients",
+        description="also count generated texts; proposals then reveal parts of them to other clients",
     )
     lookup_min_match: int = Field(
         2, ge=1, le=64, description="shortest match, in tokens, after which the drafter lookup copies"
     )
     outcome_cache: bool = Field(
         True,
-        description="with the drafter model: draft for the likely verdicts while a verdict is under way, as long as "
-        "measurements show a gain",
+        description="with the drafter model: draft for the likely verdicts while a verdict is under way, as long "
+        "as this measurably gains",
     )
     speculation: Literal["fixed", "heuristic", "adaptive"] = Field(
         "adaptive",
-        description="policy for the number of tokens in each proposal (gamma), if a request names none; fixed: "
-        "--gamma; heuristic: 2 more after a fully accepted proposal, else 1 less; adaptive: the most tokens a second, "
-        "by measured acceptance and times",
+        description="policy that chooses gamma, the tokens in each proposal, for requests that name none; fixed: "
+        "--gamma; heuristic: 2 more after a fully accepted proposal, else 1 less; adaptive: the most "
+        "tokens a second, by measurements",
     )
     gamma: int = Field(
         5,
@@ -105,59 +96,50 @@ class DraftSettings(ServiceSettings):
     max_entropy: float | None = Field(
         None,
         ge=0,
-        description="end a proposal before a token whose draft probabilities have more entropy than this, in nats; "
-        "default: no bound",
+        description="end a proposal before a token whose draft probabilities have more entropy, in nats; default: "
+        "no bound",
     )
     max_gamma: int = Field(
-        16, ge=1, le=256, description="largest number of tokens in one proposal; the verifier's limit also holds"
+        16, ge=1, le=256, description="maximum tokens in a proposal; the verifier's limit also holds"
     )
     keep_mass: float = Field(
         0.99,
         gt=0,
         le=1,
-        description="probability mass of the draft's distribution to keep when it is truncated before sampling",
+        description="probability mass to keep when the draft's distribution is truncated",
     )
     max_support: int = Field(
         256,
         ge=1,
         le=256,
-        description="largest number of tokens in one truncated distribution; the verifier's limit also holds",
+        description="maximum tokens in a truncated distribution; the verifier's limit also holds",
     )
-    prefill_tokens: int = Field(
-        512, ge=1, description="largest number of prompt tokens in one batch; longer prompts take several"
-    )
+    prefill_tokens: int = Field(512, ge=1, description="maximum prompt tokens in a batch; longer prompts take several")
     max_prompt_tokens: int | None = Field(
-        None, ge=1, description="largest number of tokens in a prompt; default: as many as a sequence holds"
+        None, ge=1, description="maximum tokens in a prompt; default: as many as a sequence holds"
     )
-    max_samples: int = Field(16, ge=1, description="largest number of samples (n) of one request")
-    max_stop_strings: int = Field(16, ge=0, description="largest number of stop strings of one request")
+    max_samples: int = Field(16, ge=1, description="maximum samples (n) of a request")
+    max_stop_strings: int = Field(16, ge=0, description="maximum stop strings of a request")
     max_stop_string_chars: int = Field(256, ge=1, description="longest stop string, in characters")
     verifier_timeout: float = Field(
         30.0,
         gt=0,
-        description="seconds that a verifier may be silent while it owes an answer; then the sequence moves to "
-        "another one",
+        description="seconds that a verifier may be silent while it owes an answer; then the sequence moves to another",
     )
-    failover_timeout: float = Field(
-        30.0, ge=0, description="seconds that a sequence without a verifier waits for another one"
-    )
+    failover_timeout: float = Field(30.0, ge=0, description="seconds that a sequence without a verifier waits for one")
     max_waiting: int = Field(
         256,
         ge=0,
-        description="largest number of sequences in the queue while --max-sequences run; more are refused",
+        description="maximum sequences in the queue; more are refused",
     )
-    request_timeout: float = Field(
-        600.0, gt=0, description="longest time for a request without a deadline of its own, in seconds"
-    )
-    idle_timeout: float = Field(
-        60.0, gt=0, description="seconds after which a Propose stream without a message is ended"
-    )
+    request_timeout: float = Field(600.0, gt=0, description="longest time for a request without a deadline, in seconds")
+    idle_timeout: float = Field(60.0, gt=0, description="seconds without a message after which a Propose stream ends")
     slow_client_timeout: float = Field(
-        30.0, gt=0, description="seconds after which a call is ended whose client has 64 unread responses"
+        30.0, gt=0, description="seconds after which a call with 64 unread responses ends"
     )
     contended_idle_timeout: float = Field(
         5.0,
         gt=0,
-        description="seconds that replace --idle-timeout and --slow-client-timeout while others wait in the queue, if "
-        "shorter",
+        description="seconds in place of --idle-timeout and --slow-client-timeout while others wait in the queue, "
+        "if shorter",
     )

@@ -113,13 +113,14 @@ class Adaptive(Policy):
         self._costs = costs
         self._accepted = Acceptance(statistics.accepted)
         self._gamma = min(gamma, ceiling)
+        self._wanted = self._gamma  # γ of the current round, if the text had not to end
         self._has_begun = False
         self._probes = 0  # proposals left of the probe
         self._is_probe = False  # whether the current round is part of a probe
 
     def next(self, most: int) -> int:
         most = min(most, self._ceiling)
-        self.pause = 0
+        self.pause = self._wanted = 0
         if most < 1:
             return 0
         gamma = self._choose()
@@ -128,17 +129,17 @@ class Adaptive(Policy):
         self._gamma, self._has_begun = gamma, True
         if gamma == 0:
             self.pause = MOST_DECODED
+        self._wanted = gamma
         return min(gamma, most)
 
     def observe(self, round_: JudgedRound) -> None:
         self._costs.add(round_, is_probe=self._is_probe)
-        self._statistics.add(round_)
+        self._statistics.add(round_, self._wanted)
         chances = round_.beta or [float(position < round_.accepted) for position in range(round_.judged)]
         for position, chance in enumerate(chances):
             self._accepted.add(position, chance)
-        if (
-            round_.accepted == round_.drafted < round_.gamma
-        ):  # the drafter ended the proposal: count the next position as rejected
+        if round_.gamma and round_.accepted == round_.drafted < self._wanted:
+            # The drafter or the text's length limit ended the proposal: count the next position as rejected.
             self._accepted.add(round_.drafted, 0.0)
 
     def _choose(self) -> int:

@@ -313,7 +313,8 @@ class AcceptanceStatistics:
     Attributes:
         accepted: β of each position.
         rounds: proposals so far.
-        drafted_share: running mean of drafted tokens over γ: a drafter may end a proposal early.
+        drafted_share: running mean of drafted tokens over γ: the drafter, or the text's length limit, may end a
+            proposal early.
         gamma: the best γ > 0 for all; 0 before the first choice.
         pays: whether drafting is faster than `Decode`, by `CostModel.size`.
     """
@@ -332,12 +333,12 @@ class AcceptanceStatistics:
         own.accepted.forget(SHARED_WEIGHT)
         return own
 
-    def add(self, round_: JudgedRound) -> None:
-        """Record a round, without its acceptance."""
+    def add(self, round_: JudgedRound, wanted: int) -> None:
+        """Record a round, without its acceptance. `wanted` is its γ before the text's length limit cut it."""
         if round_.gamma:
             self.rounds += 1
             self._has_news = True
-            self.drafted_share += RECENT * (round_.drafted / round_.gamma - self.drafted_share)
+            self.drafted_share += RECENT * (round_.drafted / max(wanted, round_.gamma) - self.drafted_share)
 
     def choose(self, costs: CostModel, ceiling: int) -> int:
         """Return the best γ for all sequences; 0 if drafting does not pay."""

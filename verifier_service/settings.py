@@ -16,44 +16,40 @@ class VerifierSettings(ServiceSettings):
     names_clients: ClassVar[bool] = True
 
     listen: ServiceAddress = Field(
-        "127.0.0.1:50052", description="HOST:PORT or unix:PATH to listen at; port 0 takes a free one"
+        "127.0.0.1:50052", description="HOST:PORT or unix:PATH to listen at; port 0: a free one"
     )
     tensor_parallel_size: int = Field(
         1,
         ge=1,
-        description="number of tensor-parallel ranks: processes, each with a GPU of its own, that share the model; "
-        "torchrun starts them",
+        description="number of tensor-parallel ranks: processes with a GPU each that share the model; torchrun "
+        "starts them",
     )
     rank_timeout: float = Field(
         30.0,
         ge=1,
-        description="seconds that a rank may be silent before the service ends; a rank that dies is noticed at once",
+        description="seconds that a rank may be silent before the service ends",
     )
-    max_gamma: int = Field(16, ge=1, le=256, description="largest number of tokens in one proposal")
-    max_waiting: int = Field(
-        64, ge=0, description="largest number of sequences in the queue while --max-sequences run; more are refused"
-    )
-    max_batch_tokens: int = Field(
-        512, ge=1, description="largest number of tokens in one batch; longer prompts take several"
-    )
+    max_gamma: int = Field(16, ge=1, le=256, description="maximum tokens in a proposal")
+    max_waiting: int = Field(64, ge=0, description="maximum sequences in the queue; more are refused")
+    max_batch_tokens: int = Field(512, ge=1, description="maximum tokens in a batch; longer prompts take several")
     max_linger: float = Field(
         20.0,
         ge=0,
         le=1000,
-        description="longest time that a batch waits for sequences that are about to send a round, in milliseconds; "
-        "never longer than the fixed cost of a step; 0: no waiting",
+        description="longest wait of a batch for sequences that are about to send a round, in milliseconds; at "
+        "maximum the fixed cost of a step; 0: none",
     )
     verify_path: Literal["auto", "torch", "triton"] = Field(
         "auto",
-        description="implementation of verification; auto: the fastest one on the device",
+        description="implementation of verification; auto: the fastest on the device",
     )
     prefix_cache: bool = Field(True, description="share the KV cache of prompts that begin alike")
-    idle_timeout: float = Field(60.0, gt=0, description="seconds after which a stream without a message is ended")
+    idle_timeout: float = Field(60.0, gt=0, description="seconds without a message after which a stream ends")
     contended_idle_timeout: float = Field(
         5.0,
         gt=0,
-        description="seconds that replace --idle-timeout while others wait in the queue, if shorter; checked every 5 s",
+        description="seconds in place of --idle-timeout while others wait in the queue, if shorter",
     )
     slow_client_timeout: float = Field(
-        30.0, gt=0, description="seconds after which a stream is ended whose client has 64 unread verdicts"
+        30.0, gt=0, description="seconds after which a stream with 64 unread verdicts ends"
     )

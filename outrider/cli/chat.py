@@ -19,12 +19,17 @@ from outrider.client import Chunk, Client, InvalidRequest, Message, Options, Sta
     type=Address(several=True),
     default="127.0.0.1:50051",
     show_default=True,
-    help="The draft service; or several: an answer continues at another one if its service dies.",
+    help="Address of the draft service; with several, a text continues at another one if one fails.",
 )
 @click.option("--system", metavar="TEXT", help="The system message, before the first message.")
-@click.option("--max-new-tokens", type=int, help="Tokens of one answer at most. Default: 256.")
+@click.option("--max-new-tokens", type=int, help="Maximum tokens to generate. Default: 256.")
 @click.option(
-    "--timeout", metavar="SECONDS", type=float, default=300.0, show_default=True, help="After this an answer fails."
+    "--timeout",
+    metavar="SECONDS",
+    type=float,
+    default=300.0,
+    show_default=True,
+    help="Time after which the call fails.",
 )
 @calling_options
 @temperature_option("1")
@@ -33,8 +38,7 @@ from outrider.client import Chunk, Client, InvalidRequest, Message, Options, Sta
 def chat_command(draft: str, system: str | None, timeout: float, **values: Any) -> None:
     """Talk with a model that has a chat template.
 
-    Each line is a message; the answer appears as it is generated. /new starts a new conversation. Ctrl-C ends an
-    answer, and Ctrl-D the command.
+    Each line is a message. /new starts a new conversation. Ctrl-C ends an answer, and Ctrl-D the command.
     """
     with connected(draft, timeout, None, values) as client:
         options = request_of(values)

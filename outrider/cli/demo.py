@@ -40,7 +40,7 @@ _WARM_UP_TOKENS = 16
 @click.command("demo", short_help="See it work on the model pair in the repository.")
 @click.argument("prompt", required=False)
 @click.option(
-    "--max-new-tokens", type=click.IntRange(min=1), default=128, show_default=True, help="Most tokens to generate."
+    "--max-new-tokens", type=click.IntRange(min=1), default=128, show_default=True, help="Maximum tokens to generate."
 )
 @temperature_option("0")
 @sampling_options
@@ -49,18 +49,18 @@ _WARM_UP_TOKENS = 16
     type=click.IntRange(min=1),
     default=3,
     show_default=True,
-    help="Timed runs with the draft, and as many without; medians are shown.",
+    help="Timed runs with the draft, and as many without.",
 )
 @click.option("--target", metavar="DIR_OR_ID", help="Another target. Default: the one in the repository.")
 @click.option("--draft", metavar="DIR_OR_ID", help="Another draft. Default: the one in the repository.")
 @model_options
-@click.option("--json", "as_json", is_flag=True, help="Print one JSON object instead of the drawing and the table.")
+@click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
 @fails_in_one_line
 def demo_command(prompt: str | None, max_new_tokens: int, repeats: int, as_json: bool, **values: Any) -> None:
     """Start both services on this machine, continue PROMPT, and compare with the target alone.
 
-    The style of each token shows its origin: drafted and accepted, drafted and rejected, or the target's own. Then the
-    command measures the speed with the draft and without, in turns. Both services end with the command.
+    The style of a token shows its origin: drafted and accepted, drafted and rejected, or the target's own. Then the
+    command measures the speed with the draft and without.
     """
     how = {name: values.pop(name) for name in ("target", "draft", "device", "target_device", "draft_device", "threads")}
     how["listen"] = "127.0.0.1:0"  # a draft service may run at the default address

@@ -19,9 +19,9 @@ from outrider.client import Chunk, Client, Message, Options, Prompt, Queued, Sta
     type=Address(several=True),
     default="127.0.0.1:50051",
     show_default=True,
-    help="Address of the draft service; with several, the text continues at another one if one fails.",
+    help="Address of the draft service; with several, a text continues at another one if one fails.",
 )
-@click.option("--max-new-tokens", type=int, help="Most tokens to generate. Default: 256.")
+@click.option("--max-new-tokens", type=int, help="Maximum tokens to generate. Default: 256.")
 @click.option("--chat", is_flag=True, help="PROMPT is a user's message; the model's chat template is applied.")
 @click.option("--system", metavar="TEXT", help="With --chat: the system message.")
 @click.option(
@@ -36,9 +36,9 @@ from outrider.client import Chunk, Client, Message, Options, Prompt, Queued, Sta
     "--patience",
     metavar="SECONDS",
     type=click.FloatRange(min=0),
-    help="How long to retry while no draft service accepts the request. Default: --timeout.",
+    help="Time of retries while no draft service accepts the request. Default: --timeout.",
 )
-@click.option("--json", "as_json", is_flag=True, help="Print one JSON object at the end instead of streaming text.")
+@click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
 @calling_options
 @temperature_option("1")
 @request_options
@@ -55,9 +55,8 @@ def generate_command(
 ) -> None:
     """Continue PROMPT with a draft service; `-` reads the prompt from standard input.
 
-    Text goes to stdout as it comes. A line on stderr says if it is lossy, or if the request waits in the queue. Without
-    options the text follows the target's own distribution. Exit codes: 0; 1 with one line on stderr that names the gRPC
-    status; 2 for wrong usage.
+    Text goes to stdout as it comes. A line on stderr says if the text is lossy, or if the request waits in the queue.
+    Exit codes: 0; 1 with the gRPC status in one line on stderr; 2 for wrong usage.
 
     \b
     outrider generate --temperature 0 "def add(a, b):"

@@ -36,9 +36,14 @@ _HASH_OF_TOKEN_0 = hashlib.blake2b(bytes(4), digest_size=8).digest()
 @click.command("info", short_help="Model, limits, health and load of a service.")
 @click.argument("address", type=Address(), metavar="HOST:PORT")
 @click.option(
-    "--timeout", metavar="SECONDS", type=float, default=10.0, show_default=True, help="After this the command fails."
+    "--timeout",
+    metavar="SECONDS",
+    type=float,
+    default=10.0,
+    show_default=True,
+    help="Time after which the command fails.",
 )
-@click.option("--json", "as_json", is_flag=True, help="One JSON object.")
+@click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
 @calling_options
 @fails_in_one_line
 def info_command(
@@ -46,8 +51,8 @@ def info_command(
 ) -> None:
     """Show model, limits, health and load of the service at HOST:PORT, a draft service or a verifier.
 
-    A verifier reports its load with each verdict, so the command has it generate one token. A draft service reports its
-    load in its metrics only (--metrics-listen).
+    To learn a verifier's load the command has it generate one token. A draft service reports its load in its metrics
+    only (--metrics-listen).
     """
     security = tls_of(tls)
     try:

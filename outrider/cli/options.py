@@ -85,21 +85,21 @@ model_options = _group(
 
 # Sampling and speculation, without `temperature_option`; see `request_of`.
 sampling_options = _group(
-    click.option("--top-k", type=int, help="Keep the K most probable tokens; 0: all. Default: 0."),
+    click.option("--top-k", type=int, help="Keep the K most probable tokens. Default: 0, all."),
     click.option(
         "--top-p",
         type=float,
-        help="Keep the most probable tokens that sum to this probability, above 0 to 1. Default: 1.",
+        help="Keep the most probable tokens whose probabilities sum to this; above 0 to 1. Default: 1.",
     ),
     click.option(
         "--min-p",
         type=float,
-        help="Drop tokens less probable than this times the most probable one, 0 to 1. Default: 0.",
+        help="Drop tokens less probable than this share of the most probable one; 0 to 1. Default: 0.",
     ),
     click.option(
         "--seed",
         type=int,
-        help="Key of the random draws; selects the rule coupled: the same seed, the same text. Default: random.",
+        help="Seed of the draws; selects the rule coupled: the same seed, the same text. Default: random.",
     ),
     click.option(
         "--rule",
@@ -109,20 +109,20 @@ sampling_options = _group(
     click.option(
         "--cache-salt",
         metavar="TEXT",
-        help="Share the KV cache only with prompts of the same salt.",
+        help="Share the KV cache with prompts of the same salt only.",
     ),
     click.option(
         "--sigmoid-scales",
         metavar="ALPHA BETA",
         type=float,
         nargs=2,
-        help="The two scales of --rule sigmoid, in logits; required with it.",
+        help="Scales of --rule sigmoid, in logits; required with it.",
     ),
     click.option("--gamma", type=int, help="Tokens in each proposal; 0: the target alone. Default: the service's."),
     click.option(
         "--speculation",
         type=click.Choice(POLICIES),
-        help="Policy that chooses gamma, at most --gamma. Default: fixed with --gamma, else the service's.",
+        help="Policy that chooses gamma, up to --gamma. Default: fixed with --gamma, else the service's.",
     ),
     click.option(
         "--max-entropy",
@@ -143,7 +143,7 @@ sampling_options = _group(
     click.option(
         "--outcome-cache/--no-outcome-cache",
         default=None,
-        help="Draft for the likely verdicts while a verdict is under way. Default: the service's.",
+        help="Draft for likely verdicts in advance. Default: the service's.",
     ),
 )
 
@@ -153,16 +153,14 @@ request_options = _group(
     click.option(
         "--repetition-penalty",
         type=float,
-        help="Makes tokens of prompt and output less probable, if above 1; 0.01 to 100. Default: 1.",
+        help="Above 1: tokens of prompt and output become less probable; 0.01 to 100. Default: 1.",
     ),
     click.option(
         "--presence-penalty",
         type=float,
-        help="Subtracted from the logits of tokens in the output; -100 to 100. Default: 0.",
+        help="Subtracted from logits of tokens in the output; -100 to 100. Default: 0.",
     ),
-    click.option(
-        "--frequency-penalty", type=float, help="The same, once for each time that the token occurs. Default: 0."
-    ),
+    click.option("--frequency-penalty", type=float, help="The same, for each time that the token occurs. Default: 0."),
     click.option(
         "--logit-bias",
         type=TokenBias(),
@@ -175,19 +173,17 @@ request_options = _group(
         metavar="ID",
         type=int,
         multiple=True,
-        help="Token id that is never generated. Repeatable.",
+        help="Token id to exclude. Repeatable.",
     ),
     click.option(
         "--lenience",
         type=float,
-        help="Below 1 the target accepts more draft tokens, and the text is lossy. Default: 1.",
+        help="Below 1: more draft tokens are accepted, and the text is lossy. Default: 1.",
     ),
     click.option(
-        "--min-new-tokens", type=int, help="No stop token and no stop string ends the text before this many tokens."
+        "--min-new-tokens", type=int, help="No stop token or stop string ends the text before this many tokens."
     ),
-    click.option(
-        "--stop", metavar="TEXT", multiple=True, help="String that ends the text and is not part of it. Repeatable."
-    ),
+    click.option("--stop", metavar="TEXT", multiple=True, help="String that ends the text, without it. Repeatable."),
     click.option(
         "--stop-token-id",
         "stop_token_ids",
@@ -196,23 +192,21 @@ request_options = _group(
         multiple=True,
         help="Token id that ends the text. Repeatable.",
     ),
-    click.option("--ignore-eos", is_flag=True, help="Do not end at the model's own end-of-sequence tokens."),
+    click.option("--ignore-eos", is_flag=True, help="Do not end at the model's end-of-sequence tokens."),
     click.option("--n", type=int, help="Number of independent samples. Default: 1."),
     click.option(
         "--logprobs",
         metavar="N",
         type=int,
-        help="With --json: log-probabilities of each token and of the N most probable ones, 0 to 20.",
+        help="With --json: log-probabilities of each token and the N most probable ones; 0 to 20.",
     ),
-    click.option(
-        "--time-limit", metavar="SECONDS", type=float, help="End the text after this time; the text so far is kept."
-    ),
+    click.option("--time-limit", metavar="SECONDS", type=float, help="End the text after this time, and keep it."),
     click.option("--keep-special-tokens", is_flag=True, help="Keep special tokens in the text."),
     click.option(
         "--frame-bytes",
         metavar="BYTES",
         type=int,
-        help="Pad every response to this size, to hide the number of tokens from network observers.",
+        help="Pad every response to this size, to hide the number of tokens on the network.",
     ),
     click.option(
         "--frame-pace",
@@ -223,9 +217,9 @@ request_options = _group(
     click.option(
         "--fixed-size-rounds",
         is_flag=True,
-        help="Pad the messages between the two services to one size for each direction.",
+        help="Pad messages between the services to one size for each direction.",
     ),
-    click.option("--request-id", metavar="NAME", help="Name of the request in the services' logs."),
+    click.option("--request-id", metavar="NAME", help="Name of the request in logs."),
 )
 
 # How to call a draft service; see `connected`.
@@ -238,15 +232,15 @@ calling_options = _group(
         "--tls-name", metavar="NAME", help="Name in the service's certificate. Default: the host of the call."
     ),
     click.option("--token-file", metavar="FILE", type=_FILE, help="File with the bearer token to send."),
-    click.option("--plaintext", is_flag=True, help="Allow plaintext to another machine."),
+    click.option("--plaintext", is_flag=True, help="Allow plaintext to other machines."),
 )
 
 # Security of the draft service: flags of its own.
 serving_options = _group(
     click.option(
-        "--tls-cert", metavar="FILE", type=_FILE, help="Certificate of the draft service (PEM), which then uses TLS."
+        "--tls-cert", metavar="FILE", type=_FILE, help="Certificate of the draft service (PEM); turns TLS on."
     ),
-    click.option("--tls-key", metavar="FILE", type=_FILE, help="Private key of the certificate (PEM)."),
+    click.option("--tls-key", metavar="FILE", type=_FILE, help="Private key of that certificate (PEM)."),
     click.option(
         "--tls-client-ca", metavar="FILE", type=_FILE, help="CA whose certificate every client must present (PEM)."
     ),
@@ -268,7 +262,7 @@ serving_options = _group(
 
 def temperature_option(default: str) -> Callable[[Command], Command]:
     """`--temperature`; `default` is that of the command or the service, for the help."""
-    text = f"Divides the logits; 0 takes the most probable token, else 0.000001 to 100. Default: {default}."
+    text = f"Divides the logits; 0: the most probable token; else 0.000001 to 100. Default: {default}."
     return click.option("--temperature", type=float, help=text)
 
 

@@ -35,14 +35,14 @@ _ADDRESSES = ("metrics-listen", "health-listen")
     "--draft",
     metavar="DIR_OR_ID",
     required=True,
-    help="Folder or hub id of the draft model; same vocabulary as the target.",
+    help="Folder or hub id of the draft model, of the same vocabulary.",
 )
 @click.option(
     "--listen",
     type=Address(),
     default="127.0.0.1:50051",
     show_default=True,
-    help="Address of the draft service, which clients call.",
+    help="Address of the draft service.",
 )
 @click.option(
     "--verifier-listen",
@@ -56,41 +56,39 @@ _ADDRESSES = ("metrics-listen", "health-listen")
 @click.option(
     "--drafter",
     type=click.Choice(DRAFTERS),
-    help="Drafter of requests that name none: the source of proposed tokens; with any other than model and staged only "
-    "the tokenizer of --draft is loaded. Default: model.",
+    help="Source of proposed tokens for requests that name none; only model and staged load the weights of --draft. "
+    "Default: model.",
 )
 @click.option(
     "--staged-by",
     type=click.Choice(["lookup", "ngram"]),
-    help="Drafter that guesses tokens for the draft model in the drafter staged. Default: lookup.",
+    help="Source of the guesses of the drafter staged. Default: lookup.",
 )
 @click.option(
     "--ngram-corpus",
     metavar="FILE",
     type=click.Path(exists=True, dir_okay=False),
-    help="Text file whose n-grams the drafter ngram counts.",
+    help="Text file whose n-grams are counted at start-up.",
 )
 @click.option(
     "--speculation",
     type=click.Choice(POLICIES),
-    help="Policy that chooses gamma if a request names none. Default: adaptive.",
+    help="Policy that chooses gamma for requests that name none. Default: adaptive.",
 )
 @click.argument("flags", nargs=-1, type=click.UNPROCESSED, metavar="")
 @serving_options
 def serve_command(verifier_listen: str, threads: int | None, flags: tuple[str, ...], **values: Any) -> None:
     """Serve a pair of models on this machine: a verifier service with the target, a draft service with the draft.
 
-    Port 0 takes a free one. The logs of both services go to stdout, with a prefix; on a terminal as text. Ctrl-C or
-    SIGTERM stops both; requests in progress finish first, and a second Ctrl-C does not wait for them. If one service
-    fails, the other is stopped, and the exit code is 1.
+    The logs of both services go to stdout, with a prefix. Ctrl-C or SIGTERM stops both after the requests in progress;
+    a second Ctrl-C stops them at once. If one service fails, the other is stopped, and the exit code is 1.
 
-    TLS and tokens protect the draft service. The two services use plaintext between them; a --verifier-listen that is
-    not loopback needs --plaintext.
+    TLS and tokens protect the draft service. Between the services is plaintext, so a --verifier-listen that is not
+    loopback needs --plaintext.
 
-    Any other flag of the services passes through, to each service that has it: --max-sequences, --kv-cache-mb,
-    --log-level. A prefix names one service: --verifier-kv-cache-mb, --draft-revision. --metrics-listen and
-    --health-listen are the draft service's; the verifier's are --verifier-metrics-listen and --verifier-health-listen.
-    `python -m draft_service --help` and `python -m verifier_service --help` list all flags.
+    Any other flag goes to each service that has it: --max-sequences, --log-level. A prefix names one service:
+    --verifier-kv-cache-mb, --draft-revision. --metrics-listen and --health-listen are the draft service's without a
+    prefix. `python -m draft_service --help` and `python -m verifier_service --help` list all flags.
 
     \b
     outrider serve --target DIR_OR_ID --draft DIR_OR_ID --max-sequences 16 --metrics-listen 127.0.0.1:9100

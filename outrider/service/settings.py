@@ -41,36 +41,32 @@ class SecuritySettings(BaseSettings):
 
     tls_cert: Path | None = Field(
         None,
-        description="PEM file of the server's certificate, followed by its intermediate certificates; the listener "
-        "then uses TLS; read again when it changes",
+        description="PEM file of the server's certificate and its intermediate certificates; turns TLS on",
     )
-    tls_key: Path | None = Field(
-        None, description="PEM file of the certificate's private key, without a passphrase; read again when it changes"
-    )
+    tls_key: Path | None = Field(None, description="PEM file of the certificate's private key, without a passphrase")
     tls_client_ca: Path | None = Field(
         None,
-        description="PEM file of the CA whose certificate every client must present; default: clients need no "
+        description="PEM file of a CA; every client must present a certificate of it; default: clients need no "
         "certificate",
     )
     allow_client_san: Names = Field(
         (),
-        description="DNS name or URI that a client's certificate must have as a subjectAltName, compared letter by "
-        "letter; with several, separated by commas or given by several flags, one of them; needs "
-        "--tls-client-ca",
+        description="DNS names or URIs, of which a client's certificate must have one as a subjectAltName, letter "
+        "by letter; needs --tls-client-ca",
     )
     auth_token_file: Path | None = Field(
         None,
-        description="file of bearer tokens, one a line; every call must carry one of them; read again when it changes",
+        description="file of bearer tokens, one a line; every call must carry one of them",
     )
     plaintext: bool = Field(False, description="allow plaintext at addresses that are not loopback")
     max_concurrent_streams: int = Field(
-        1024, ge=1, description="largest number of calls in progress on one connection; more wait at the client"
+        1024, ge=1, description="maximum calls in progress on one connection; more wait at the client"
     )
     max_client_sequences: int | None = Field(
         None,
         ge=1,
-        description="largest number of sequences in progress of one client; each sample of a call is one; more are "
-        "refused; default: no limit",
+        description="maximum sequences in progress of one client (a sample is one); more are refused; default: "
+        "no limit",
     )
     client_rate: float | None = Field(
         None,
@@ -86,8 +82,8 @@ class SecuritySettings(BaseSettings):
     max_connection_age: float | None = Field(
         None,
         gt=0,
-        description="seconds after which a connection takes no new calls, so that clients connect again, resolve "
-        "names and present certificates; calls in progress finish; default: no limit",
+        description="seconds after which a connection takes no new calls, so that clients connect and resolve "
+        "names again; default: no limit",
     )
 
 
@@ -154,31 +150,31 @@ class ServiceSettings(SecuritySettings):
     trust_remote_code: bool = Field(False, description="run Python code that comes with the model")
     device: str = Field(
         "auto",
-        description="device of the model: auto, cpu, cuda (the first GPU) or cuda:N; auto is the first GPU if there is "
+        description="device of the model: cpu, cuda (the first GPU) or cuda:N; auto: the first GPU if there is "
         "one, else the CPU",
     )
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = Field(
         "auto",
-        description="number format of weights and activations; auto: that of the checkpoint if the device is fast "
-        "at it, else float32",
+        description="number format of weights and activations; auto: the checkpoint's if the device is fast at "
+        "it, else float32",
     )
     attention: Literal["auto", "triton", "eager", "sdpa"] = Field(
         "auto",
-        description="attention implementation; auto: on a GPU triton, or eager if triton does not support the "
-        "model; on a CPU sdpa",
+        description="attention implementation; auto: sdpa on a CPU; triton on a GPU, or eager if triton does not "
+        "support the model",
     )
     threads: int | None = Field(None, ge=1, description="CPU threads of the model; default: chosen by torch")
-    max_sequences: int = Field(64, ge=1, description="largest number of sequences in progress; more wait in the queue")
+    max_sequences: int = Field(64, ge=1, description="maximum sequences in progress; more wait in the queue")
     max_sequence_tokens: int | None = Field(
         None,
         ge=2,
-        description="largest number of tokens of one sequence, prompt and output together; default: the model's "
-        "context length, at most 8192",
+        description="maximum tokens of a sequence, prompt and output; default: the model's context length, at most "
+        "8192",
     )
     kv_cache_mb: int | None = Field(
         None,
         ge=1,
-        description="size of the KV cache in MiB; default: on a GPU by --kv-memory-fraction, on a CPU 1024",
+        description="size of the KV cache in MiB; default: 1024 on a CPU, by --kv-memory-fraction on a GPU",
     )
     kv_memory_fraction: float = Field(
         0.85,
@@ -186,57 +182,52 @@ class ServiceSettings(SecuritySettings):
         le=1,
         description="share for the KV cache of the GPU memory that weights, CUDA graphs and the largest batch leave",
     )
-    graphs: bool = Field(True, description="on a GPU: capture frequent batch sizes as CUDA graphs at start-up")
+    graphs: bool = Field(True, description="on a GPU: capture frequent batch sizes as CUDA graphs")
     graph_seconds: float = Field(
         120.0,
         gt=0,
-        description="longest time for capturing CUDA graphs, in seconds; the largest are left out when it runs out",
+        description="longest time for capturing CUDA graphs, in seconds; the largest are left out then",
     )
     graph_memory_mb: int = Field(2048, ge=1, description="memory reserved for CUDA graphs, in MiB")
-    listen: ServiceAddress = Field(
-        "127.0.0.1:0", description="HOST:PORT or unix:PATH to listen at; port 0 takes a free one"
-    )
+    listen: ServiceAddress = Field("127.0.0.1:0", description="HOST:PORT or unix:PATH to listen at; port 0: a free one")
     health_listen: Address | None = Field(
         None,
-        description="HOST:PORT of a second listener for the health service only, always plaintext, for probes; port "
-        "0 takes a free one; default: health only at --listen",
+        description="HOST:PORT of a second listener, for health only and always plaintext; port 0: a free one; "
+        "default: health at --listen only",
     )
     max_message_bytes: int | None = Field(
         None,
         ge=1 << 16,
-        description="largest message accepted, in bytes; default: the largest one possible with this vocabulary and "
+        description="largest message accepted, in bytes; default: the largest possible with this vocabulary and "
         "these settings, at least 4 MiB",
     )
     grace: float = Field(
         30.0,
         ge=0,
-        description="seconds from SIGTERM to the exit; requests in progress may finish or move to another service "
-        "until the last tenth of it (2 s at most)",
+        description="seconds from SIGTERM to the exit; requests in progress may finish or move until its last "
+        "tenth (2 s at most)",
     )
     liveness_timeout: float = Field(
         60.0,
         gt=0,
-        description="seconds after which a step of the engine counts as hung: the probe `liveness` becomes "
-        "NOT_SERVING; at least four times the longest step so far",
+        description="seconds after which a step of the engine counts as hung and the probe `liveness` fails; at "
+        "least four times the longest step so far",
     )
     metrics_listen: Address | None = Field(
         None,
-        description="HOST:PORT of Prometheus metrics over HTTP, always plaintext; port 0 takes a free one; default: "
-        "none",
+        description="HOST:PORT of Prometheus metrics over plaintext HTTP; port 0: a free one; default: none",
     )
     otlp_endpoint: Endpoint | None = Field(
         None,
-        description="http://HOST:PORT or https://HOST:PORT of a collector for traces (OTLP over gRPC); default: none",
+        description="http://HOST:PORT or https://HOST:PORT of a collector of traces (OTLP over gRPC); default: none",
     )
     trace_sample: float = Field(
         0.01,
         ge=0,
         le=1,
-        description="share of calls to trace; a call with a `traceparent` follows that instead",
+        description="share of calls to trace; a `traceparent` decides for its own call",
     )
-    log_level: Literal["debug", "info", "warning", "error"] = Field(
-        "info", description="lowest level of log lines to write"
-    )
+    log_level: Literal["debug", "info", "warning", "error"] = Field("info", description="lowest level of log lines")
 
     @classmethod
     def from_command_line(cls, arguments: list[str] | None = None, *, program: str) -> Any:

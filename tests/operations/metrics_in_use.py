@@ -92,13 +92,18 @@ class Documented:
     services: frozenset[str]
 
 
+SERVICES = {"Both services": ("draft", "verifier"), "Draft service": ("draft",), "Verifier": ("verifier",)}
+
+
 def documented() -> dict[str, Documented]:
+    """The rows by name. The heading of a table says which services show its metrics, before a colon."""
     rows: dict[str, Documented] = {}
+    heading = ""
     for line in TABLE.read_text(encoding="utf-8").splitlines():
-        cells = [cell.strip() for cell in line.strip("|").split("|")]
-        if not line.startswith("| `outrider_") or len(cells) != 5:
-            continue
-        (name,), labels, services = (re.findall(r"`([a-z_0-9]+)`", cells[i]) for i in (0, 2, 3))
-        assert name not in rows, f"{name} is there twice"
-        rows[name] = Documented(cells[1], frozenset(labels), frozenset(services))
+        if line.startswith("## "):
+            heading = line.removeprefix("## ").partition(":")[0]
+        if found := re.match(r"\| `(outrider_\w+)(?:\{([\w,]+)\})?` \| (\w+) \|", line):
+            name, labels, kind = found.groups()
+            assert name not in rows, f"{name} is there twice"
+            rows[name] = Documented(kind, frozenset((labels or "").split(",")) - {""}, frozenset(SERVICES[heading]))
     return rows

@@ -66,7 +66,7 @@ class DraftServiceServicer:
 
     def Propose(self, request_iterator, context):
         """Drafts for clients that call the verifier themselves. One stream is one sequence. Without a message for
-        `--idle-timeout` (60 s) it ends with DEADLINE_EXCEEDED (reason IDLE).
+        `--idle-timeout` (60 s): DEADLINE_EXCEEDED (reason IDLE).
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

@@ -42,7 +42,7 @@ class DraftServiceStub:
     """
     Propose: _grpc.StreamStreamMultiCallable[_draft_service_pb2.ProposeRequest, _draft_service_pb2.ProposeResponse]
     """Drafts for clients that call the verifier themselves. One stream is one sequence. Without a message for
-    `--idle-timeout` (60 s) it ends with DEADLINE_EXCEEDED (reason IDLE).
+    `--idle-timeout` (60 s): DEADLINE_EXCEEDED (reason IDLE).
     """
     GetModel: _grpc.UnaryUnaryMultiCallable[_draft_service_pb2.DraftServiceGetModelRequest, _draft_service_pb2.DraftServiceGetModelResponse]
     """The draft, the target, and the service's limits."""
@@ -58,7 +58,7 @@ class DraftServiceAsyncStub(DraftServiceStub):
     """
     Propose: _aio.StreamStreamMultiCallable[_draft_service_pb2.ProposeRequest, _draft_service_pb2.ProposeResponse]  # type: ignore[assignment]
     """Drafts for clients that call the verifier themselves. One stream is one sequence. Without a message for
-    `--idle-timeout` (60 s) it ends with DEADLINE_EXCEEDED (reason IDLE).
+    `--idle-timeout` (60 s): DEADLINE_EXCEEDED (reason IDLE).
     """
     GetModel: _aio.UnaryUnaryMultiCallable[_draft_service_pb2.DraftServiceGetModelRequest, _draft_service_pb2.DraftServiceGetModelResponse]  # type: ignore[assignment]
     """The draft, the target, and the service's limits."""
@@ -83,7 +83,7 @@ class DraftServiceServicer(metaclass=_abc_1.ABCMeta):
         context: _ServicerContext,
     ) -> _typing.Union[_abc.Iterator[_draft_service_pb2.ProposeResponse], _abc.AsyncIterator[_draft_service_pb2.ProposeResponse]]:
         """Drafts for clients that call the verifier themselves. One stream is one sequence. Without a message for
-        `--idle-timeout` (60 s) it ends with DEADLINE_EXCEEDED (reason IDLE).
+        `--idle-timeout` (60 s): DEADLINE_EXCEEDED (reason IDLE).
         """
 
     @_abc_1.abstractmethod

@@ -52,8 +52,8 @@ class VerifierServiceServicer:
     """
 
     def Verify(self, request_iterator, context):
-        """One stream is one sequence, whose KV cache is freed with the stream. `OpenSequence` comes first; rounds may follow
-        at once, at most `Limits.max_outstanding` outstanding. They are answered in order.
+        """One stream is one sequence; its KV cache is freed with the stream. `OpenSequence` comes first; rounds may follow at
+        once, up to `Limits.max_outstanding`, and are answered in order.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

@@ -37,8 +37,8 @@ class VerifierServiceStub:
     @_typing.overload
     def __new__(cls, channel: _aio.Channel) -> VerifierServiceAsyncStub: ...
     Verify: _grpc.StreamStreamMultiCallable[_verifier_service_pb2.VerifyRequest, _verifier_service_pb2.VerifyResponse]
-    """One stream is one sequence, whose KV cache is freed with the stream. `OpenSequence` comes first; rounds may follow
-    at once, at most `Limits.max_outstanding` outstanding. They are answered in order.
+    """One stream is one sequence; its KV cache is freed with the stream. `OpenSequence` comes first; rounds may follow at
+    once, up to `Limits.max_outstanding`, and are answered in order.
     """
     GetModel: _grpc.UnaryUnaryMultiCallable[_verifier_service_pb2.VerifierServiceGetModelRequest, _verifier_service_pb2.VerifierServiceGetModelResponse]
     """The target, and the service's limits."""
@@ -49,8 +49,8 @@ class VerifierServiceAsyncStub(VerifierServiceStub):
 
     def __init__(self, channel: _aio.Channel) -> None: ...
     Verify: _aio.StreamStreamMultiCallable[_verifier_service_pb2.VerifyRequest, _verifier_service_pb2.VerifyResponse]  # type: ignore[assignment]
-    """One stream is one sequence, whose KV cache is freed with the stream. `OpenSequence` comes first; rounds may follow
-    at once, at most `Limits.max_outstanding` outstanding. They are answered in order.
+    """One stream is one sequence; its KV cache is freed with the stream. `OpenSequence` comes first; rounds may follow at
+    once, up to `Limits.max_outstanding`, and are answered in order.
     """
     GetModel: _aio.UnaryUnaryMultiCallable[_verifier_service_pb2.VerifierServiceGetModelRequest, _verifier_service_pb2.VerifierServiceGetModelResponse]  # type: ignore[assignment]
     """The target, and the service's limits."""
@@ -64,8 +64,8 @@ class VerifierServiceServicer(metaclass=_abc_1.ABCMeta):
         request_iterator: _MaybeAsyncIterator[_verifier_service_pb2.VerifyRequest],
         context: _ServicerContext,
     ) -> _typing.Union[_abc.Iterator[_verifier_service_pb2.VerifyResponse], _abc.AsyncIterator[_verifier_service_pb2.VerifyResponse]]:
-        """One stream is one sequence, whose KV cache is freed with the stream. `OpenSequence` comes first; rounds may follow
-        at once, at most `Limits.max_outstanding` outstanding. They are answered in order.
+        """One stream is one sequence; its KV cache is freed with the stream. `OpenSequence` comes first; rounds may follow at
+        once, up to `Limits.max_outstanding`, and are answered in order.
         """
 
     @_abc_1.abstractmethod
