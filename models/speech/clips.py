@@ -58,7 +58,7 @@ def main() -> None:
     chance = random.Random(arguments.seed)
     lines = []
     with tempfile.TemporaryDirectory() as folder:
-        bank = make_bank(Path(folder), 400, True, lambda chance: chance.choice(LANGUAGES))
+        bank = make_bank(Path(folder), 1200, True, lambda chance: chance.choice(LANGUAGES))
         for language in LANGUAGES:
             part = {key: orders for key, orders in bank.items() if key[0] == language}
             lines += [write_clip(arguments.out, f"{language}-{n}.wav", make_clip(part, chance)) for n in (1, 2)]

@@ -231,9 +231,9 @@ def main(arguments: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description="Train the speech pair on one core. Needs espeak-ng.")
     parser.add_argument("--work", type=Path, required=True, help="folder for speech and checkpoints (about 0.5 GB)")
     parser.add_argument("--out", type=Path, default=HERE, help="where target/ and draft/ are written")
-    parser.add_argument("--orders", type=int, default=8_000, help="orders to have said; each is used in many clips")
-    parser.add_argument("--target-minutes", type=float, default=24.0, help="CPU minutes")
-    parser.add_argument("--draft-minutes", type=float, default=6.0, help="CPU minutes")
+    parser.add_argument("--orders", type=int, default=6_000, help="orders to have said; each is used in many clips")
+    parser.add_argument("--target-minutes", type=float, default=20.0, help="CPU minutes")
+    parser.add_argument("--draft-minutes", type=float, default=5.0, help="CPU minutes")
     parser.add_argument("--quick", action="store_true", help="seconds in place of minutes: the pair will know nothing")
     options = parser.parse_args(arguments, Options())
     options.minutes = {"target": options.target_minutes, "draft": options.draft_minutes}
