@@ -1,22 +1,20 @@
 # From a fresh clone, with nothing set:
 #
-#   make demo     environment, install, and the two services at work on the model pair in the repository
-#   make test     the same for the tests; style, types and import rules are among them
-#   make gpu      what a GPU machine is for: choices, tests and benchmarks, in three runs of nine minutes (PART=1..3)
+#   make demo     installs Outrider, then runs both services on the model pair in the repository
+#   make test     installs Outrider, then runs the tests, with style, types and import rules
+#   make gpu      tests and benchmarks on a GPU, in three runs of nine minutes (PART=1..3)
 #
-# What may be set:
+# Variables:
 #
 #   PYTHON=python3.12        the interpreter of a new environment (3.11 or later)
-#   VENV=DIR                 where the environment lies (.venv)
-#   TORCH_INDEX=URL          one more index, where torch is looked for too: a build named there for a device
-#                            (2.13.0+cpu) goes before the plain one
-#   PIP_ARGS="..."           further arguments of every pip install; pip's own configuration holds as well
-#   PART=1, WHEELS=DIR, DRY=1
-#                            of make gpu: one run of the three; a folder of wheels that PYTHON lacks (wheels), which
-#                            make gpu-wheels fills where there is a package index; all of it with tiny models on a CPU,
-#                            in the environment of the tests
+#   VENV=DIR                 the environment (.venv)
+#   TORCH_INDEX=URL          another package index for torch; pip prefers its builds for a device (2.13.0+cpu)
+#   PIP_ARGS="..."           more arguments for each pip install
+#   PART=1                   make gpu: only this run
+#   WHEELS=DIR               make gpu: folder with the packages that PYTHON lacks (wheels); make gpu-wheels fills it
+#   DRY=1                    make gpu: tiny models on a CPU, in the environment of the tests
 #   DEMO_ARGS, TEST_ARGS, BENCH_ARGS, GPU_ARGS
-#                            further arguments of the command that the target runs
+#                            more arguments for the command of that target
 
 PYTHON ?= python3
 VENV ?= .venv
@@ -24,7 +22,7 @@ TORCH_INDEX ?=
 PIP_ARGS ?=
 DEMO_ARGS ?=
 TEST_ARGS ?=
-# Processes that share the tests, a file at a time; 0: all in one.
+# Processes that run the tests, a file at a time; 0: one process.
 TEST_WORKERS ?= 3
 BENCH_ARGS ?=
 PART ?=
@@ -36,7 +34,7 @@ BIN := $(VENV)/bin
 PIP_INSTALL = $(BIN)/python -m pip install --quiet --disable-pip-version-check \
 	$(if $(TORCH_INDEX),--extra-index-url $(TORCH_INDEX)) $(PIP_ARGS)
 
-# One stamp for each set of extras. They are renewed when what is to be installed changes, and not before.
+# A stamp for each set of extras. A change of the manifests installs again.
 MANIFEST := pyproject.toml constraints.txt
 SERVICE := $(VENV)/.installed-service
 BENCH := $(VENV)/.installed-bench
@@ -49,25 +47,25 @@ help:
 	@echo "make demo         run both services on the model pair in the repository"
 	@echo "make test         run the tests, with style, types and import rules"
 	@echo "make lint         style, types and import rules alone"
-	@echo "make format       put the code into the one format"
-	@echo "make protos       write the stubs anew from the .proto files"
-	@echo "make reference    write the generated pages of docs/reference anew"
-	@echo "make docs         build the site of the documentation in site/, after the generated pages"
+	@echo "make format       format the code"
+	@echo "make protos       generate the stubs from the .proto files"
+	@echo "make reference    generate settings.md and contract.md of docs/reference"
+	@echo "make docs         build the documentation in site/, after make reference"
 	@echo "make bench        measure the pair against the target alone"
 	@echo "make gpu          test and measure on a GPU; PART=1, 2 or 3 for one run, DRY=1 for a trial on a CPU"
-	@echo "make gpu-wheels   download what a machine with torch and transformers lacks for it"
-	@echo "make constraints  resolve all extras anew and write constraints.txt"
-	@echo "make clean        remove the environment and what the tools leave behind"
+	@echo "make gpu-wheels   download the packages for make gpu that a machine with torch and transformers lacks"
+	@echo "make constraints  resolve all extras and write constraints.txt"
+	@echo "make clean        remove the environment and the files of tools"
 
 demo: $(SERVICE)
 	@$(BIN)/outrider demo $(DEMO_ARGS)
 
-# Bytecode is kept, whatever the environment says: three processes read all tests, and start hundreds more.
-# In the order of their names: by the number of their tests, files of few and long ones would come last, to one worker.
+# Keeps bytecode, also if the environment forbids it: three processes import all tests and start hundreds more.
+# Files run in the order of their names: by default those with few but long tests come last, all in one worker.
 test: $(DEV)
 	@PYTHONDONTWRITEBYTECODE= $(BIN)/python -m pytest -n $(TEST_WORKERS) --dist loadfile --no-loadscope-reorder $(TEST_ARGS)
 
-# The generated pages first, so that the site has them as the code and the contract are now.
+# The generated pages first, so that the site has the current ones.
 docs: reference
 	@NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --quiet --strict
 	@echo "site/index.html; to read and search it: $(BIN)/python -m http.server --directory site"
@@ -75,7 +73,7 @@ docs: reference
 bench: $(BENCH)
 	@$(BIN)/python -m benchmarks.pair $(BENCH_ARGS)
 
-# With the torch of PYTHON, which fits its GPU, and not with one of an environment of ours.
+# With the torch of PYTHON, which fits its GPU, not with that of the environment.
 GPU_PYTHON = $(if $(DRY),$(BIN)/python,$(PYTHON))
 gpu: $(if $(DRY),$(DEV))
 	@if ls $(WHEELS)/*.whl > /dev/null 2>&1; then \
@@ -83,7 +81,7 @@ gpu: $(if $(DRY),$(DEV))
 	@PYTHONPATH=build/gpu$(if $(PYTHONPATH),:$(PYTHONPATH)) $(GPU_PYTHON) -m benchmarks.gpu \
 		$(if $(DRY),--dry-run) $(if $(PART),--run $(PART)) $(GPU_ARGS)
 
-# What is usual beside torch and transformers is left out: the machine has it.
+# Without the usual dependencies of torch and transformers: the machine has those.
 GPU_WHEELS = grpcio grpcio-health-checking grpcio-status grpcio-reflection protobuf googleapis-common-protos structlog \
 	pydantic pydantic-core pydantic-settings annotated-types typing-inspection python-dotenv pytest-asyncio \
 	pytest-timeout prometheus-client matplotlib click rich
@@ -106,7 +104,7 @@ format: $(DEV)
 protos: $(DEV)
 	@$(BIN)/python -m protos.generate
 
-# settings.md and contract.md, from the code and from the comments of the .proto files.
+# settings.md from the code, contract.md from the comments of the .proto files.
 reference: $(DEV)
 	@$(BIN)/python docs/generate.py
 
@@ -114,24 +112,24 @@ $(BIN)/python:
 	@$(PYTHON) -c 'import sys; v = sys.version_info[:2]; v >= (3, 11) or sys.exit("Outrider needs Python 3.11 or later; %s is %d.%d. Set PYTHON." % (sys.executable, *v))'
 	@$(PYTHON) -m venv $(VENV)
 
-# Each set holds the one before it, so installing one marks those as done too.
+# Each set includes the one before, so installing one also renews the stamps of those.
 $(SERVICE): $(MANIFEST) | $(BIN)/python
-	@echo "Installing Outrider and what its services need into $(VENV)"
+	@echo "Installing Outrider and the dependencies of its services into $(VENV)"
 	@$(PIP_INSTALL) --constraint constraints.txt --editable '.[service]'
 	@touch $@
 
 $(BENCH): $(MANIFEST) | $(BIN)/python
-	@echo "Installing Outrider and what its services and benchmarks need into $(VENV)"
+	@echo "Installing Outrider and the dependencies of its services and benchmarks into $(VENV)"
 	@$(PIP_INSTALL) --constraint constraints.txt --editable '.[service,bench]'
 	@touch $(SERVICE) $@
 
 $(DEV): $(MANIFEST) | $(BIN)/python
-	@echo "Installing Outrider and what its services, benchmarks, tests and documentation need into $(VENV)"
+	@echo "Installing Outrider and the dependencies of its services, benchmarks, tests and documentation into $(VENV)"
 	@$(PIP_INSTALL) --constraint constraints.txt --editable '.[service,bench,dev,docs]'
 	@touch $(SERVICE) $(BENCH) $@
 
-# In an environment of its own, so that what else a developer has installed stays out. What a CUDA build of torch
-# brings besides depends on the build, so the file names none of it, save triton, for Linux.
+# In a fresh environment, without the developer's other packages. Dependencies of torch's CUDA builds depend on the build,
+# so the file omits them, except triton for Linux.
 constraints:
 	@rm -rf build/constraints && mkdir -p build
 	@$(PYTHON) -m venv build/constraints

@@ -1,7 +1,7 @@
 """Who writes texts: Outrider and transformers, one text after another in turns, or many at once.
 
 A closed loop has a number of streams, each of which asks for its next text when one has ended. In an open loop requests
-arrive at set times, whatever became of those before.
+arrive at set times, also while earlier ones are in progress.
 """
 
 import asyncio
@@ -148,7 +148,7 @@ class Passes:
 
 
 def _passes_of(model: Any) -> Passes:
-    """One for each model, whatever the number of its writers."""
+    """One for each model, shared by all its writers."""
     if not hasattr(model, "passes"):
         model.passes = Passes(model)
     passes: Passes = model.passes
@@ -251,7 +251,7 @@ class Served:
 
     due: float  # when it was to be sent
     stamps: tuple[tuple[float, int], ...] = ()  # when each piece came, and its tokens, which come at once
-    refused: bool = False  # for want of room; then nothing came
+    refused: bool = False  # the service was full; there is no text
     rounds: int = 0  # passes of the target over it
     proposals: int = 0  # rounds with a drafted token
     drafted: int = 0  # tokens proposed in them

@@ -1,13 +1,13 @@
-"""A pair of models of any shape with random weights that writes a known text: for GPUs, where no real pair is there.
+"""A pair of models of any shape with random weights that writes a known text, for GPU machines without a real pair.
 
-The weights are made on the device. What the layers add to the residual stream is small, so the stream at the head still
-tells the last token; and the head's row of each token is the embedding of the token before it. So the next token is
-known, with a margin above any rounding of bfloat16, and a pass costs as much as that of a trained model. After token x
-the target writes x + 1. So does the draft, except after tokens drawn beforehand, each with chance 1 - α. The vocabulary
-has a region for each α; a text stays in the region of its prompt's last token.
+The weights are made on the device. The layers add little to the residual stream, so at the head it is still close to
+the embedding of the last token; and the head's row of each token is the embedding of the token before it. So the next
+token is known, with a margin above any rounding of bfloat16, and a pass costs as much as that of a trained model. After
+token x the target writes x + 1. So does the draft, except after tokens drawn beforehand, each with chance 1 - α. The
+vocabulary has a region for each α; a text stays in the region of its prompt's last token.
 
 A folder of such a model holds configuration and tokenizer; loading makes the weights again from a seed. As a program
-this file is one of our services on such a folder:
+this file runs one of Outrider's services on such a folder:
 
     python -m benchmarks.synthetic_models verifier_service --model FOLDER --listen 127.0.0.1:0
 """
@@ -115,7 +115,7 @@ class KnownText:
     def prompt(self, alpha: float, number: int, *, length: int, output: int) -> tuple[int, ...]:
         """A prompt after which `output` tokens are in the region of `alpha`.
 
-        Prompts of other numbers begin elsewhere, as long as the region has room for texts that do not overlap.
+        Each `number` begins at another token; their texts do not overlap while the region is large enough.
         """
         texts = (self.region - 1) // (output + 1)
         if texts < 1:

@@ -142,8 +142,8 @@ class ConcurrencyLimit:
         if (self._queue or self.running + count > self.maximum) and waiting + count > most:
             seconds = self.retry_after()
             raise overloaded(
-                f"the queue is full: {waiting} sequences wait, at most {most}, and this call has {count}; try again in "
-                f"about {seconds:.2g} s",
+                f"the queue is full: sequences in it {waiting}, of this call {count}, limit {most}; try again in "
+                f"about {seconds:.2g} s, or raise --max-waiting",
                 retry_after=seconds,
                 given=count,
                 waiting=waiting,

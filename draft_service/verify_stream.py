@@ -202,7 +202,6 @@ _GONE = (
     grpc.StatusCode.CANCELLED,
     grpc.StatusCode.INTERNAL,
     grpc.StatusCode.UNKNOWN,
-    grpc.StatusCode.UNIMPLEMENTED,
 )
 _NOT_ADMITTED = (grpc.StatusCode.UNAUTHENTICATED, grpc.StatusCode.PERMISSION_DENIED)
 _OF_A_ROUND = ("proposal", "decode", "sequence_id")
@@ -214,6 +213,8 @@ def translate(error: grpc.RpcError, address: str) -> RequestError:
     The draft service makes the rounds, so a refused round is INTERNAL.
     """
     refusal = errors.from_rpc_error(error)
+    if refusal.reason == errors.UNSPECIFIED and refusal.code is grpc.StatusCode.UNIMPLEMENTED:
+        return unavailable("NO_VERIFIER", f"the service at {address} is not a verifier; correct --verifier")
     if refusal.reason == errors.UNSPECIFIED and refusal.code in _GONE:
         return unavailable("NO_VERIFIER", f"the verifier at {address} is unreachable: {refusal.message}")
     if refusal.code in _NOT_ADMITTED:

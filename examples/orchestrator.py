@@ -79,9 +79,14 @@ def main() -> None:
     parser.add_argument("prompt", metavar="TOKEN_ID", type=int, nargs="+", help="the prompt, as token ids")
     given = parser.parse_args()
     sampling = sampling_pb2.SamplingParams(temperature=0.8, seed=7, rule=sampling_pb2.ACCEPTANCE_RULE_COUPLED)
-    with grpc.insecure_channel(given.draft) as draft, grpc.insecure_channel(given.verifier) as verifier:
-        for token in generate(draft, verifier, given.prompt, sampling, max_new_tokens=64):
-            print(token, end=" ", flush=True)
+    try:
+        with grpc.insecure_channel(given.draft) as draft, grpc.insecure_channel(given.verifier) as verifier:
+            for token in generate(draft, verifier, given.prompt, sampling, max_new_tokens=64):
+                print(token, end=" ", flush=True)
+    except grpc.RpcError as error:
+        if error.code() is grpc.StatusCode.UNIMPLEMENTED:
+            parser.error(f"{given.draft} is no draft service, or {given.verifier} no verifier: swap the addresses?")
+        raise SystemExit(f"{error.code().name}: {error.details()}") from None
     print()
 
 

@@ -19,7 +19,7 @@ REACH = 32  # attention reaches to a multiple of this: a new size of product cos
 
 
 class Writer:
-    """A model with room for `rows` sequences of `length` tokens each."""
+    """A model with a KV cache for `rows` sequences of `length` tokens each."""
 
     def __init__(self, model: LlamaForCausalLM, rows: int, length: int) -> None:
         config = model.config

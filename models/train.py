@@ -73,7 +73,7 @@ def _note(path: Path, **runs: Run) -> None:
 
 
 def main() -> None:
-    """Run whatever stages are not yet done."""
+    """Run the stages that are not done yet."""
     parser = argparse.ArgumentParser(description="Train the demo pair. Each stage ends with its time, in minutes.")
     parser.add_argument("--work", type=Path, required=True, help="folder for checkpoints and lessons (about 2 GB)")
     parser.add_argument("--out", type=Path, default=DEMO, help="where target/ and draft/ are written")

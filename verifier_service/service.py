@@ -59,7 +59,8 @@ class ConcurrencyLimit:
         if waiting >= maximum:
             seconds = self.retry_after()
             raise overloaded(
-                f"the queue is full: {waiting} sequences wait, at most {maximum}; try again in about {seconds:.2g} s",
+                f"the queue is full: sequences in it {waiting}, limit {maximum}; try again in about "
+                f"{seconds:.2g} s, or raise --max-waiting",
                 retry_after=seconds,
                 waiting=waiting,
                 maximum=maximum,

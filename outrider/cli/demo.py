@@ -254,6 +254,8 @@ def draw_comparison(out: Console, comparison: Comparison, *, promised: bool) -> 
     out.print()
     out.print(table)
     out.print()
+    if comparison.pair.mean_acceptance_length is None:
+        out.print("The last timed run drafted nothing: drafting did not pay, or --gamma or --drafter forbids it.")
     if comparison.first_difference is None:
         out.print("Both wrote the same text, token for token.")
     elif promised:

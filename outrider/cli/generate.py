@@ -90,7 +90,7 @@ def _stream(client: Client, prompt: Prompt, options: Options) -> None:
     for event in client.generate(prompt, **options):
         if isinstance(event, Queued) and not is_queued:
             is_queued = True
-            click.echo(f"outrider: the request waits in the queue behind {event.position} others", err=True)
+            click.echo(f"outrider: the request waits in the queue; calls ahead: {event.position}", err=True)
         if isinstance(event, Started):
             warn_of_loss(event)
         if isinstance(event, Chunk) and event.text:

@@ -37,7 +37,7 @@ def fails_in_one_line(command: Command) -> Command:
         except OutriderError as error:
             raise Failure(str(error)) from error
         except ServiceError as error:
-            show_log(error.log_lines)
+            show_log(line for line in error.log_lines if not _repeats(str(error), line))
             raise Failure(str(error)) from error
 
     return cast("Command", run)
@@ -49,6 +49,11 @@ def warn_of_loss(started: Started) -> None:
         click.echo(
             f"outrider: lossy: this text does not follow the target's distribution (rule {started.rule})", err=True
         )
+
+
+def _repeats(message: str, line: str) -> bool:
+    """Whether a log line has the service's reason to end, which is in `message`."""
+    return '"cannot serve"' in line or message.endswith(line.partition(": ")[2] or line)
 
 
 def show_log(lines: Iterable[str]) -> None:

@@ -6,10 +6,12 @@ import asyncio
 import functools
 import inspect
 import logging
+import re
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import aclosing
 from datetime import timedelta
 from typing import Any, NoReturn, TypeVar, cast
+from urllib.parse import unquote
 
 import grpc
 from google.protobuf import any_pb2
@@ -205,7 +207,7 @@ def from_rpc_error(error: grpc.RpcError) -> RequestError:
     """
     call = cast("Any", error)
     code = cast("grpc.StatusCode", call.code())
-    message = call.details() or code.name
+    message = _readable(call.details() or code.name)
     details = _details(call)
     retry = _find(details, error_details_pb2.RetryInfo)
     retry_after = None if retry is None else retry.retry_delay.ToTimedelta().total_seconds()
@@ -214,6 +216,31 @@ def from_rpc_error(error: grpc.RpcError) -> RequestError:
         return RequestError(code, UNSPECIFIED, message, retry_after=retry_after)
     reason = info.reason if info.reason in _REASONS else UNSPECIFIED
     return RequestError(code, reason, message, dict(info.metadata), retry_after=retry_after)
+
+
+_NOT_CONNECTED = re.compile(r"failed to connect to all addresses; last error: \w+: (?:ipv[46]:)?(\S+): (.*)", re.DOTALL)
+_NOT_RESOLVED = re.compile(r"errors resolving (\S+): .*?([^:\[\]]+)\]?$", re.DOTALL)
+# By a part of gRPC's text.
+_WHY_NOT_CONNECTED = {
+    "Connection refused": "nothing listens at {address} (connection refused)",
+    "No such file or directory": "there is no socket {address}",
+    "WRONG_VERSION_NUMBER": "the service at {address} speaks plaintext, and this call TLS",
+    "CERTIFICATE_VERIFY_FAILED": "the certificate of the service at {address} is not from a trusted CA ({text})",
+    "Hostname Verification Check failed": "the certificate of the service at {address} does not have the name that was "
+    "called",
+    "Socket closed": "the service at {address} closed the connection; it may require TLS, or a client certificate",
+}
+
+
+def _readable(text: str) -> str:
+    """The text of a failed connection: frequent ones of gRPC in plain words."""
+    if found := _NOT_RESOLVED.match(text):
+        return f"cannot resolve the host of {found[1]}: {found[2].strip()}"
+    if found := _NOT_CONNECTED.match(text):
+        for part, message in _WHY_NOT_CONNECTED.items():
+            if part in found[2]:
+                return message.format(address=unquote(found[1]), text=found[2].removesuffix(": OK").rpartition(": ")[2])
+    return text
 
 
 def _details(call: Any) -> Sequence[any_pb2.Any]:

@@ -180,7 +180,7 @@ def bind(server: grpc.aio.Server, address: str, credentials: grpc.ServerCredenti
             + (
                 "no socket can be created there"
                 if is_socket
-                else "the port is taken, or the host is not this machine's"
+                else "the port is taken, or the host is not this machine's; choose another address"
             )
         ) from error
     return address if is_socket else f"{host}:{bound}"

@@ -6,8 +6,9 @@ import sys
 from argparse import ArgumentParser, HelpFormatter
 from collections.abc import Callable
 from dataclasses import dataclass
+from difflib import get_close_matches
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, TypeVar
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, NoReturn, TypeVar
 
 import structlog
 from pydantic import AfterValidator, BeforeValidator, Field, ValidationError
@@ -270,10 +271,22 @@ _METAVARS = {
 }
 
 
+class _Parser(ArgumentParser):
+    """Names the nearest flag of an unknown one."""
+
+    def error(self, message: str) -> NoReturn:
+        start = "unrecognized arguments: "
+        if message.startswith(start):
+            unknown = message.removeprefix(start).split(" ")[0].partition("=")[0]
+            near = get_close_matches(unknown, self._option_string_actions, n=1)
+            message = f"there is no flag {unknown}" + (f"; did you mean {near[0]}?" if near else "")
+        super().error(message)
+
+
 def _flags(settings: type[ServiceSettings]) -> CliSettingsSource[ArgumentParser]:
     """The flags of these settings, with --version and descriptive metavars."""
     program = settings.model_config.get("cli_prog_name")
-    parser = ArgumentParser(
+    parser = _Parser(
         prog=program,
         usage=f"{program} --model DIR_OR_ID [options]",
         description=settings.__doc__,

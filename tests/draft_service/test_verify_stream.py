@@ -14,6 +14,7 @@ from draft_service.replicas import Replica
 from draft_service.sequence import Sequence
 from draft_service.verify_stream import VerifyStream
 from outrider.rpc.errors import RequestError, invalid_field, overloaded, to_status
+from outrider.rpc.server import bind, create_server
 from protos.outrider.v1 import sampling_pb2, speculation_pb2, verifier_service_pb2
 from protos.outrider.v1.verifier_service_pb2 import VerifyResponse
 from tests.draft_service.records import record
@@ -67,6 +68,18 @@ async def test_a_silent_verifier_is_unavailable() -> None:
     async with server:
         port = server.sockets[0].getsockname()[1]
         assert status_of(await refusal(f"127.0.0.1:{port}", silence=0.5)) == NO_VERIFIER
+
+
+async def test_a_service_of_another_kind_is_named_as_no_verifier() -> None:
+    server = create_server(max_message_bytes=1 << 20)
+    address = bind(server, "127.0.0.1:0")
+    await server.start()
+    try:
+        error = await refusal(address)
+    finally:
+        await server.stop(None)
+    assert status_of(error) == NO_VERIFIER
+    assert error.message == f"the service at {address} is not a verifier; correct --verifier"
 
 
 async def test_notices_restart_the_timeout() -> None:

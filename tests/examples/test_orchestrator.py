@@ -12,7 +12,7 @@ import pytest
 from google.protobuf import descriptor_pool, json_format, message_factory
 from grpc_reflection.v1alpha.proto_reflection_descriptor_database import ProtoReflectionDescriptorDatabase
 
-from examples.orchestrator import generate
+from examples import orchestrator
 from outrider.client import Client, Completion
 from protos.outrider.v1 import sampling_pb2
 from tests.draft_service import oracle
@@ -36,9 +36,19 @@ def test_the_example_writes_the_text_of_generate(
     sampling = sampling_pb2.SamplingParams(temperature=0.8, seed=SEED, rule=sampling_pb2.ACCEPTANCE_RULE_COUPLED)
     prompt = written.started.prompt_token_ids
     with grpc.insecure_channel(draft_address) as draft, grpc.insecure_channel(verifier_address) as verifier:
-        tokens = list(generate(draft, verifier, prompt, sampling, TOKENS))
+        tokens = list(orchestrator.generate(draft, verifier, prompt, sampling, TOKENS))
     assert tokens == list(written.token_ids)
     assert oracle.decode(tokens) == written.text
+
+
+def test_the_example_names_addresses_that_are_swapped(
+    draft_address: str, verifier_address: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("sys.argv", ["orchestrator.py", verifier_address, draft_address, "317"])
+    with pytest.raises(SystemExit) as caught:
+        orchestrator.main()
+    assert caught.value.code == 2
+    assert f"{verifier_address} is no draft service" in capsys.readouterr().err
 
 
 def call(channel: grpc.Channel, service: str, method: str, outbox: Outbox) -> Iterator[dict[str, Any]]:

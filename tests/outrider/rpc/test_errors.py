@@ -78,3 +78,16 @@ async def test_a_status_without_error_info_has_no_reason() -> None:
             await once(channel)(b"")
     arrived = errors.from_rpc_error(caught.value)
     assert (arrived.code, arrived.reason) == (grpc.StatusCode.UNAVAILABLE, errors.UNSPECIFIED)
+    assert arrived.message == "nothing listens at 127.0.0.1:1 (connection refused)"
+
+
+async def test_a_call_with_tls_names_a_service_without() -> None:
+    async with (
+        serving(Probe()) as address,
+        open_channel(address, credentials=grpc.ssl_channel_credentials()) as channel,
+    ):
+        with pytest.raises(grpc.RpcError) as caught:
+            await once(channel)(b"")
+    assert errors.from_rpc_error(caught.value).message == (
+        f"the service at {address} speaks plaintext, and this call TLS"
+    )

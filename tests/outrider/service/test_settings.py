@@ -127,6 +127,7 @@ async def test_a_client_of_another_machine_needs_tls_or_plaintext_on_request(fil
         ([], {}, "test: --model is required, or OUTRIDER_MODEL in the environment"),
         (["--model", "m", "--max-gamma", "x"], {}, "test: --max-gamma is 'x'; it must be a whole number"),
         (["--model", "m"], {"MAX_GAMMA": "x"}, "test: OUTRIDER_MAX_GAMMA is 'x'; it must be a whole number"),
+        (["--model=m", "--max-gama=4"], {}, "there is no flag --max-gama; did you mean --max-gamma?"),
         (["--model=m", "--listen=box"], {}, "test: --listen: 'box' is not HOST:PORT with a port of 0 to 65535"),
     ],
 )
@@ -141,7 +142,8 @@ def test_a_wrong_setting_is_named_as_it_was_given(
         monkeypatch.setenv(f"OUTRIDER_{name}", value)
     with pytest.raises(SystemExit) as caught:
         DraftSettings.from_command_line(flags, program="test")
-    assert (caught.value.code, capsys.readouterr().err) == (2, message + "\n")
+    assert caught.value.code == 2
+    assert capsys.readouterr().err.endswith(message + "\n")
 
 
 def test_a_mistyped_variable_is_logged_with_the_nearest_setting(monkeypatch: pytest.MonkeyPatch) -> None:
