@@ -17,7 +17,7 @@ from transformers import AttentionInterface, AttentionMaskInterface
 from outrider.runtime.batch import PackedBatch, PagedBatch
 from outrider.runtime.encoder_decoder import EncoderDecoder, EncoderPass, attend_encoder, bias_of, is_cross
 from outrider.runtime.errors import CheckpointError
-from outrider.runtime.sdpa import CausalMasks, Scoring, attend, attend_scores
+from outrider.runtime.sdpa import CausalMasks, Scoring, attend, attend_biased, attend_scores
 
 NAME = "outrider_packed"
 """The name of our attention in a model's configuration (`attn_implementation`)."""
@@ -103,6 +103,8 @@ def _packed(query: Tensor, key: Tensor, value: Tensor, batch: PackedBatch, layer
         first += count
     rows = query.transpose(0, 1).to(batch.dtype)
     keys, values = [views.keys[layer] for views in batch.views], [views.values[layer] for views in batch.views]
+    if scoring.bias is not None:
+        return attend_biased(rows, batch.counts, keys, values, batch.biased_masks(scoring.bias), scoring.scaling)
     if not scoring.is_plain:
         return attend_scores(rows, batch.starts, batch.counts, keys, values, scoring)
     masks = batch.masks_for(query.shape[0] // key.shape[0], scoring.window)

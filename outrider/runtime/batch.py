@@ -15,7 +15,7 @@ from torch import Tensor
 from kernels.attention_work import ITEM, work_list
 from outrider.runtime.block_pool import PagedMemory, SlotViews
 from outrider.runtime.kv_cache import KVPool
-from outrider.runtime.sdpa import CausalMasks, Scoring
+from outrider.runtime.sdpa import CausalMasks, Scoring, biased_mask
 
 
 @dataclass(slots=True)
@@ -61,6 +61,7 @@ class PackedBatch:
     encoded: list[SlotViews] = field(default_factory=list)
     observer: Any = None
     _needed: dict[tuple[int, int], list[Tensor]] = field(default_factory=dict)
+    _biased: dict[int, list[Tensor]] = field(default_factory=dict)
     _views: list[SlotViews] = field(default_factory=list)
 
     @property
@@ -89,6 +90,14 @@ class PackedBatch:
                 for start, count in zip(self.starts, self.counts, strict=True)
             ]
             self._needed[group, window] = found
+        return found
+
+    def biased_masks(self, bias: Tensor) -> list[Tensor]:
+        """The mask of each chunk with a bias by distance (`sdpa.biased_mask`), computed once per batch."""
+        found = self._biased.get(id(bias))
+        if found is None:
+            found = [biased_mask(bias, *span) for span in zip(self.starts, self.counts, strict=True)]
+            self._biased[id(bias)] = found
         return found
 
     def position_ids(self, device: torch.device) -> Tensor:

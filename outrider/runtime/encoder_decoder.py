@@ -3,8 +3,7 @@
 A sequence has two slots of one KV pool (`KVPool.add_encoder`). The encoder's slot holds the keys and values that
 cross-attention computes from the encoder's output, one position per row of that output, in the layers of the decoder.
 It is filled by one pass and never grows. The decoder's slot is that of any sequence. Each decoder pass gets an encoder
-output of one zero row, since transformers projects it anew in every layer; the attention reads the encoder's slot in
-its place.
+output of one zero row, which stands for it; the attention reads the encoder's slot in its place.
 """
 
 from dataclasses import dataclass
@@ -120,6 +119,22 @@ class _Positions(nn.Module):
         return F.embedding(self.ids + self.offset, self.embedding.weight)
 
 
+class _Projection(nn.Module):
+    """Keys or values of cross-attention. For the zero row that stands for the encoder's output it computes nothing."""
+
+    def __init__(self, projection: nn.Linear) -> None:
+        super().__init__()
+        self.projection = projection
+        self.zero_row: Tensor | None = None
+        self.nothing = torch.zeros(1, 1, projection.out_features, dtype=projection.weight.dtype)
+
+    def forward(self, encoded: Tensor) -> Tensor:
+        if encoded is self.zero_row:
+            return self.nothing
+        projected: Tensor = self.projection(encoded)
+        return projected
+
+
 class EncoderDecoder:
     """A transformers model with encoder and decoder, its attention `outrider.runtime.attention.NAME`.
 
@@ -139,6 +154,10 @@ class EncoderDecoder:
         self._no_output = BaseModelOutput(
             last_hidden_state=torch.zeros(1, 1, model.config.d_model, dtype=weight.dtype, device=weight.device)
         )
+        for module in decoder.modules():
+            if isinstance(module, _Projection):
+                module.zero_row = self._no_output.last_hidden_state
+                module.nothing = module.nothing.to(weight.device)
         self._positions: _Positions | None = None
         embedding = getattr(decoder, "embed_positions", None)
         if isinstance(embedding, _Positions):
@@ -205,6 +224,9 @@ def prepare(model: Any, context_length: int) -> EncoderDecoder:
     for name, module in model.get_decoder().named_modules():
         if name.endswith((".encoder_attn", ".EncDecAttention")):
             setattr(module, _CROSS, True)
+            for projection in ("k", "v", "k_proj", "v_proj"):
+                if isinstance(linear := getattr(module, projection, None), nn.Linear):
+                    setattr(module, projection, _Projection(linear))
     table: Tensor | None = None  # of the first layer; the others share it
     for module in model.get_decoder().modules():
         if hasattr(module, "relative_attention_bias"):

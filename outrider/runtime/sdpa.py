@@ -164,6 +164,41 @@ def _attend_block(query: Tensor, keys: Tensor, values: Tensor, mask: Tensor, sca
     return out.view(kv_heads, n, group, head_dim).transpose(0, 1).reshape(n, heads, head_dim)
 
 
+def attend_biased(
+    query: Tensor,
+    counts: Sequence[int],
+    keys: Sequence[Tensor],
+    values: Sequence[Tensor],
+    masks: Sequence[Tensor],
+    scaling: float,
+) -> Tensor:
+    """Attention with a mask for each head, `[heads, 1, n, end]` (`biased_mask`); otherwise as `attend`.
+
+    There are as many heads of keys as of queries.
+    """
+    parts, first = [], 0
+    for count, own_keys, own_values, mask in zip(counts, keys, values, masks, strict=True):
+        rows = query.narrow(0, first, count).transpose(0, 1).unsqueeze(1)
+        own_keys, own_values = (each.narrow(2, 0, mask.size(3)) for each in (own_keys, own_values))
+        out = F.scaled_dot_product_attention(rows, own_keys, own_values, attn_mask=mask, scale=scaling)
+        parts.append(out.squeeze(1).transpose(0, 1))
+        first += count
+    return parts[0] if len(parts) == 1 else torch.cat(parts)
+
+
+def biased_mask(bias: Tensor, start: int, count: int) -> Tensor:
+    """`[heads, 1, count, start + count]`: the bias of each key by its distance; -inf for later keys.
+
+    Args:
+        bias: `[heads, positions]`, see `Scoring`.
+        start: the position of the first row.
+        count: rows.
+    """
+    key = torch.arange(start + count, device=bias.device)
+    distance = key.narrow(0, start, count).unsqueeze(1) - key
+    return bias[:, distance.clamp_min(0)].masked_fill(distance < 0, -torch.inf).unsqueeze(1)
+
+
 @dataclass(frozen=True, slots=True)
 class Scoring:
     """How one layer computes attention scores.
@@ -174,6 +209,7 @@ class Scoring:
         softcap: c, the bound of the scaled scores; None is no bound.
         sinks: `[heads]`: the score of each head's sink, or None.
         bias: `[heads, positions]`: added to the scaled scores, by the distance of the key before the row (T5), or None.
+            A layer has it alone (`attend_biased`).
     """
 
     scaling: float
@@ -236,8 +272,6 @@ def _block(
     keys, values = keys.narrow(2, first, seen).squeeze(1), values.narrow(2, first, seen).squeeze(1)
     rows = query.reshape(n, kv_heads, group, head_dim).permute(1, 2, 0, 3).reshape(kv_heads, group * n, head_dim)
     scores = torch.matmul(rows, keys.transpose(1, 2)).float().mul_(scoring.scaling).view(kv_heads, group, n, seen)
-    if scoring.bias is not None:
-        scores += _bias(scoring.bias, n, seen).view(kv_heads, group, n, seen)
     if softcap is not None:
         scores = torch.tanh(scores / softcap) * softcap
     if n > 1:
@@ -249,13 +283,6 @@ def _block(
         shares = torch.cat((scores, sink), dim=-1).softmax(-1).narrow(-1, 0, seen)
     out = torch.matmul(shares.reshape(kv_heads, group * n, seen).to(values.dtype), values)
     return out.view(kv_heads, group, n, -1).permute(2, 0, 1, 3).reshape(n, heads, -1)
-
-
-def _bias(bias: Tensor, n: int, seen: int) -> Tensor:
-    """`[heads, n, seen]`: the bias of the last n of `seen` positions; any values for later positions."""
-    position = torch.arange(seen, device=bias.device)
-    row = position.narrow(0, seen - n, n).unsqueeze(1)
-    return bias[:, (row - position).clamp_min(0)]
 
 
 def _unseen(n: int, seen: int, window: int, device: torch.device) -> Tensor:
