@@ -10,7 +10,7 @@ import logging
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
@@ -87,8 +87,13 @@ def text_digest(token_ids: Sequence[int]) -> str:
     return hashlib.sha256(",".join(map(str, token_ids)).encode()).hexdigest()[:16]
 
 
-def outrider_writer(services: Services, **options: Any) -> Write:
-    """`Generate` with these options; with `gamma=0` the target writes alone, by `Decode`.
+def _whole_length(task: Task) -> Json:
+    return {"prompt": list(task.token_ids), "ignore_eos": True}
+
+
+def outrider_writer(services: Services, ask: Callable[[Task], Json] = _whole_length, **options: Any) -> Write:
+    """`Generate` with these options; with `gamma=0` the target writes alone, by `Decode`. `ask` makes the prompt and
+    what else depends on the task.
 
     Under `block`, requests with the policy `adaptive` give no seed: with one they would share no statistics.
     """
@@ -96,11 +101,11 @@ def outrider_writer(services: Services, **options: Any) -> Write:
 
     def write(task: Task) -> Json:
         request: Any = {
-            "max_new_tokens": task.new_tokens, "ignore_eos": True, "temperature": task.temperature,
-            "seed": task.seed if has_seed else None, "rule": RULE, **options,
+            "max_new_tokens": task.new_tokens, "temperature": task.temperature,
+            "seed": task.seed if has_seed else None, "rule": RULE, **ask(task), **options,
         }  # fmt: skip
         begin = time.perf_counter()
-        done = services.client.complete(list(task.token_ids), **request)
+        done = services.client.complete(**request)
         seconds = time.perf_counter() - begin
         statistics, times = done.statistics, done.timings
         phases = {
@@ -112,7 +117,7 @@ def outrider_writer(services: Services, **options: Any) -> Write:
         }
         return text_run(
             "Outrider",
-            task,
+            task if request.get("ignore_eos") else replace(task, new_tokens=len(done.token_ids)),
             done.token_ids,
             phases,
             seconds=seconds,

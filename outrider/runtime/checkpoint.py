@@ -50,7 +50,8 @@ def resolve_folder(name: str, revision: str | None = None, *, weights: bool = Tr
         ) from error
     except LocalEntryNotFoundError as error:
         raise CheckpointError(
-            f"'{name}' is not a folder here; as a hub id it is not in the local cache, and the hub cannot be reached"
+            f"'{name}' is not a folder here; as a hub id it is not in the local cache, and the hub cannot be reached; "
+            "check the id and the network, or give a folder"
         ) from error
     except (HfHubHTTPError, OSError) as error:
         at = f" at revision '{revision}'" if revision else ""

@@ -82,6 +82,15 @@ def check_prefix(summary: Json, runs: list[Json]) -> None:
     assert (summary["64"]["prompt_tokens"], summary["64"]["cached_tokens"]) == (80, 64)
 
 
+def check_encoder_decoder(summary: Json, runs: list[Json]) -> None:
+    for arms in summary["translation"].values():
+        assert list(arms) == ["generate", "Decode", "assisted, 5", "pair, γ = 3"]
+        assert arms["pair, γ = 3"]["predicted_ratio"] > 0
+    scores = [run for run in runs if run["part"] == "rules"]
+    assert len({run["arm"] for run in scores}) == 5
+    assert all(run["words"] > 2 for run in scores)
+
+
 def check_rules(summary: Json, runs: list[Json]) -> None:
     assert {run["rule"] for run in runs} == {"tokenwise", "block", "coupled"}
     for run in runs:
@@ -104,6 +113,7 @@ CASES: dict[str, tuple[Callable[[Json, list[Json]], None], list[str]]] = {
     "linger": (check_linger, ["--seconds", "0.1"]),
     "engine": (check_engine, []),
     "prefix": (check_prefix, ["--repetitions", "1"]),
+    "encoder_decoder": (check_encoder_decoder, ["--texts", "1", "--scored-texts", "1"]),
     "rules": (check_rules, ["--gammas", "2", "--rounds", "2"]),
 }
 
