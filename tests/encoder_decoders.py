@@ -1,17 +1,18 @@
-"""Small encoder–decoder models with random weights, their inputs, and the tokens that transformers writes."""
+"""Small encoder–decoder models with random weights: inputs, checkpoints, services, and what transformers writes."""
 
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
-from tokenizers import Tokenizer
-from tokenizers.models import WordLevel
-from tokenizers.pre_tokenizers import Whitespace
+from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_tokenizers
 from torch import Tensor
 from transformers import (
     BartConfig,
@@ -27,72 +28,88 @@ from transformers import (
     WhisperFeatureExtractor,
     WhisperForConditionalGeneration,
 )
-from transformers.generation.logits_process import WhisperTimeStampLogitsProcessor
+from transformers.generation.logits_process import LogitsProcessor, WhisperTimeStampLogitsProcessor
+from transformers.models.whisper.generation_whisper import WhisperGenerationMixin
 
 from outrider.runtime.loader import LoadedModel, adopt
+from tests.cluster import Cluster, Service, wait_healthy
 
-V = 67
-START, EOS = 1, 2
-PLAIN: dict[str, Any] = {"decoder_start_token_id": START, "pad_token_id": 0, "do_sample": False}
-_ENDS = PLAIN | {"eos_token_id": EOS}
-_BART = _ENDS | {"no_repeat_ngram_size": 3, "forced_bos_token_id": 5, "forced_eos_token_id": EOS, "min_length": 12}
+LETTERS = "abcdefghijklmnopqrstuvwxyz ,.?!"
+PAD, START, EOS, EN, DE, TRANSLATE, TRANSCRIBE = range(7)
+SPECIAL = ("<pad>", "<|start|>", "</s>", "<|en|>", "<|de|>", "<|translate|>", "<|transcribe|>")
+SILENT = len(SPECIAL) + len(LETTERS)
+"""No timestamps. They follow it, as in Whisper's vocabulary."""
+MELS, FRAMES, RATE = 20, 100, 16_000
+TIMESTAMPS = [f"<|{i * 0.02:.2f}|>" for i in range(FRAMES // 2 + 1)]
+FIRST_TIMESTAMP = SILENT + 1
+V = FIRST_TIMESTAMP + len(TIMESTAMPS)
+POSITIONS, MAX_TOKENS = 96, 80
+"""Of a model of text, and of a decoder of speech."""
+NOISE = 0.02
+"""In the weights of a draft, as a share of their standard deviation."""
+
+_ENDS: dict[str, Any] = {"decoder_start_token_id": START, "pad_token_id": PAD, "eos_token_id": EOS}
 RULES: dict[str, dict[str, Any]] = {
     "t5": _ENDS | {"repetition_penalty": 1.3},
-    "t5, gated, untied": _ENDS | {"min_new_tokens": 8},
-    "bart": _BART,
-    "marian": _ENDS | {"bad_words_ids": [[7], [9, 11], [12, 13, 14]], "forced_eos_token_id": EOS},
+    "t5, gated, untied": _ENDS | {"min_new_tokens": 8, "suppress_tokens": [9, 30]},
+    "bart": _ENDS | {"no_repeat_ngram_size": 3, "forced_bos_token_id": 9, "forced_eos_token_id": EOS, "min_length": 12},
+    "marian": _ENDS | {"bad_words_ids": [[10], [9, 11], [12, 13, 14]], "forced_eos_token_id": EOS},
     "whisper": _ENDS | {
-        "suppress_tokens": [3, 4, 30], "begin_suppress_tokens": [EOS, 8], "no_timestamps_token_id": 40,
-        "is_multilingual": False, "max_initial_timestamp_index": 10, "return_timestamps": False,
-        "bos_token_id": EOS,
+        "bos_token_id": EOS, "is_multilingual": True, "lang_to_id": {"<|en|>": EN, "<|de|>": DE},
+        "task_to_id": {"translate": TRANSLATE, "transcribe": TRANSCRIBE}, "no_timestamps_token_id": SILENT,
+        "suppress_tokens": [PAD, START, EN, DE, TRANSLATE, TRANSCRIBE, SILENT, 30], "begin_suppress_tokens": [EOS, 9],
+        "max_initial_timestamp_index": 10, "return_timestamps": False,
     },
 }  # fmt: skip
 """Generation configs, each with other rules."""
 
 
-def t5(**changes: Any) -> Any:
-    sizes = {"d_model": 32, "d_kv": 8, "d_ff": 48, "num_layers": 2, "num_decoder_layers": 3, "num_heads": 4}
-    return T5ForConditionalGeneration(T5Config(vocab_size=V, decoder_start_token_id=START, **(sizes | changes)))
+def _t5(**changes: Any) -> Any:
+    sizes = {
+        "d_model": 32, "d_kv": 8, "d_ff": 48, "num_layers": 2, "num_decoder_layers": 3, "num_heads": 4,
+        "n_positions": POSITIONS, "decoder_start_token_id": START,
+    }  # fmt: skip
+    return T5ForConditionalGeneration(T5Config(vocab_size=V, **(sizes | changes)))
 
 
-def bart_like(model: Callable[[Any], Any], config: Callable[..., Any], **changes: Any) -> Any:
+def _bart_like(model: Callable[[Any], Any], config: Callable[..., Any], **changes: Any) -> Any:
     sizes = {
         "d_model": 32, "encoder_layers": 2, "decoder_layers": 3, "encoder_attention_heads": 4,
-        "decoder_attention_heads": 4, "encoder_ffn_dim": 48, "decoder_ffn_dim": 40, "max_position_embeddings": 96,
-        "decoder_start_token_id": START, "pad_token_id": 0, "forced_eos_token_id": None,
+        "decoder_attention_heads": 4, "encoder_ffn_dim": 48, "decoder_ffn_dim": 40,
+        "decoder_start_token_id": START, "pad_token_id": PAD,
     }  # fmt: skip
     return model(config(vocab_size=V, **(sizes | changes)))
 
 
-def whisper(**changes: Any) -> Any:
-    sizes = {
-        "d_model": 32, "encoder_layers": 2, "decoder_layers": 2, "encoder_attention_heads": 4,
-        "decoder_attention_heads": 4, "encoder_ffn_dim": 48, "decoder_ffn_dim": 40, "num_mel_bins": 20,
-        "max_source_positions": 50, "max_target_positions": 80, "decoder_start_token_id": START, "pad_token_id": 0,
-        "suppress_tokens": None, "begin_suppress_tokens": None,
-    }  # fmt: skip
-    return WhisperForConditionalGeneration(WhisperConfig(vocab_size=V, **(sizes | changes)))
-
-
 MODELS: dict[str, Callable[[], Any]] = {
-    "t5": t5,
-    "t5, gated, untied": lambda: t5(
+    "t5": _t5,
+    "t5, gated, untied": lambda: _t5(
         feed_forward_proj="gated-gelu", tie_word_embeddings=False, relative_attention_num_buckets=8, num_heads=2
     ),
-    "bart": lambda: bart_like(BartForConditionalGeneration, BartConfig),
-    "marian": lambda: bart_like(MarianMTModel, MarianConfig, scale_embedding=True),
-    "whisper": whisper,
-}
+    "bart": lambda: _bart_like(
+        BartForConditionalGeneration, BartConfig, max_position_embeddings=POSITIONS, forced_eos_token_id=None
+    ),
+    "marian": lambda: _bart_like(
+        MarianMTModel, MarianConfig, max_position_embeddings=POSITIONS, forced_eos_token_id=None, scale_embedding=True
+    ),
+    "whisper": lambda: _bart_like(
+        WhisperForConditionalGeneration, WhisperConfig, decoder_layers=2, num_mel_bins=MELS,
+        max_source_positions=FRAMES // 2, max_target_positions=MAX_TOKENS, bos_token_id=EOS, eos_token_id=EOS,
+        suppress_tokens=None, begin_suppress_tokens=None,
+    ),
+}  # fmt: skip
 
 
 @cache
-def build(name: str) -> Any:
-    """A model of transformers."""
-    torch.manual_seed(7)
+def build(name: str, noise: float = 0.0) -> Any:
+    """A model of transformers with its rules; a draft has `noise` in its weights."""
+    torch.manual_seed(16)
     model = MODELS[name]().eval()
     for parameter in model.parameters():  # large enough for attention to matter
         if parameter.dim() > 1 and parameter.requires_grad:  # Marian's positions are not saved
             parameter.data.normal_(0, 2 * (parameter.shape[0] / parameter.numel()) ** 0.5)
+        parameter.data += noise * parameter.data.std(correction=0) * torch.randn_like(parameter)
+    model.generation_config = GenerationConfig(**RULES[name])
     return model
 
 
@@ -101,65 +118,164 @@ def loaded(name: str) -> LoadedModel:
     return adopt(copy.deepcopy(build(name)), name, name)
 
 
+@cache
+def tokenizer() -> Any:
+    """A token for each letter; timestamps are not special, as in Whisper's."""
+    vocabulary = {token: number for number, token in enumerate((*SPECIAL, *LETTERS, "<|notimestamps|>", *TIMESTAMPS))}
+    made = Tokenizer(models.WordLevel(vocabulary, unk_token=SPECIAL[PAD]))
+    made.pre_tokenizer = pre_tokenizers.Split(Regex("."), "isolated")
+    made.decoder = decoders.Fuse()
+    made.add_special_tokens([*SPECIAL, "<|notimestamps|>"])
+    made.add_tokens([AddedToken(time, special=False, normalized=False) for time in TIMESTAMPS])
+    return PreTrainedTokenizerFast(tokenizer_object=made, pad_token=SPECIAL[PAD], eos_token=SPECIAL[EOS])
+
+
+def save(name: str, folder: Path, noise: float = 0.0) -> Path:
+    """A checkpoint of the model, for services. Returns the folder."""
+    build(name, noise).save_pretrained(folder)
+    tokenizer().save_pretrained(folder)
+    if name == "whisper":
+        _extractor().save_pretrained(folder)
+    return folder
+
+
+@dataclass(frozen=True)
+class Pair:
+    """A draft service and its verifiers, which run.
+
+    Attributes:
+        name: of the model, in `MODELS`.
+        target: folder of the target's checkpoint.
+    """
+
+    name: str
+    target: Path
+    draft: Service
+    verifiers: list[Service]
+
+
+@contextmanager
+def serving(
+    name: str, folder: Path, flags: str = "", *, verifiers: int = 1, fault: str | None = None
+) -> Iterator[Pair]:
+    """A pair whose draft is the target with noise. `flags` are those of the draft service."""
+    target, draft = save(name, folder / "target"), save(name, folder / "draft", NOISE)
+    with Cluster("--max-sequences 128") as cluster:
+        running = [cluster.verifier(model=target, fault=fault) for _ in range(verifiers)]
+        service = cluster.draft(*running, model=draft, flags=flags)
+        wait_healthy(*running, service)
+        yield Pair(name, target, service, running)
+
+
 def inputs(name: str, count: int) -> list[Tensor]:
     """Inputs of the encoder: token ids of several lengths, or features."""
     generator = torch.Generator().manual_seed(5)
-    config = build(name).config
-    if mels := getattr(config, "num_mel_bins", None):
-        frames = 2 * config.max_source_positions
-        return [torch.randn(mels, frames, generator=generator) for _ in range(count)]
-    return [torch.randint(3, V, (3 + 5 * (i % 6),), generator=generator) for i in range(count)]
+    if name == "whisper":
+        return [torch.randn(MELS, FRAMES, generator=generator) for _ in range(count)]
+    return [torch.randint(EN, V, (3 + 5 * (i % 6),), generator=generator) for i in range(count)]
+
+
+def noise(seconds: float, seed: int = 0) -> Any:
+    """Samples of 16 bits, 40 times a second with another loudness."""
+    coin, count = np.random.default_rng(seed), round(seconds * RATE)
+    loudness = np.repeat(coin.uniform(0, 12_000, count // 400 + 1), 400)[:count]
+    return (coin.normal(size=count) * loudness).clip(-(2**15), 2**15 - 1).astype("int16")
+
+
+def features(samples: Any) -> Any:
+    """`[MELS, FRAMES]` of samples of 16 bits, by transformers."""
+    floats = np.asarray(samples, "float32") / 2**15
+    return _extractor()(floats, sampling_rate=RATE, return_tensors="np").input_features[0]
+
+
+def _extractor() -> Any:
+    return WhisperFeatureExtractor(feature_size=MELS, chunk_length=FRAMES // 100)
 
 
 def logits_of(name: str, encoder_input: Tensor, tokens: list[int]) -> Tensor:
     """`[tokens, V]` by the model's own forward."""
-    key = "input_ids" if encoder_input.dim() == 1 else "input_features"
     with torch.inference_mode():
-        ids = torch.tensor([tokens])
-        logits: Tensor = build(name)(**{key: encoder_input[None]}, decoder_input_ids=ids, use_cache=False).logits[0]
+        logits: Tensor = build(name)(**_arguments(encoder_input, [tokens]), use_cache=False).logits[0]
         return logits
 
 
-def greedy(name: str, encoder_input: Tensor, count: int) -> list[int]:
-    """What transformers' `generate` writes at temperature 0, past any end of sequence and without its rules."""
-    return _generate(name, encoder_input, GenerationConfig(**PLAIN, max_new_tokens=count, min_new_tokens=count))
+def likeliest(name: str, encoder_input: Tensor, count: int) -> list[int]:
+    """The text of the highest logits, past any end of sequence and without the rules of `generate`."""
+    tokens = [START]
+    for _ in range(count):
+        tokens.append(int(logits_of(name, encoder_input, tokens)[-1].argmax()))
+    return tokens[1:]
 
 
-def generated(name: str, encoder_input: Tensor, count: int, *, timestamps: bool = False) -> list[int]:
-    """What transformers' `generate` writes at temperature 0 with the rules of `save`, up to the end of sequence."""
-    config = GenerationConfig(**RULES[name], max_new_tokens=count)
-    prompt, processors = [START], []
-    if timestamps:
-        processors = [WhisperTimeStampLogitsProcessor(config, begin_index=1)]
-    elif name == "whisper":
-        prompt = [START, config.no_timestamps_token_id]
-    return _generate(name, encoder_input, config, prompt, processors)
+def decoder_prompt(name: str, *, language: int = EN, task: int = TRANSCRIBE, timestamps: bool = False) -> list[int]:
+    if name != "whisper":
+        return [START]
+    return [START, language, task] if timestamps else [START, language, task, SILENT]
 
 
-def _generate(
-    name: str, encoder_input: Tensor, config: GenerationConfig, prompt: Sequence[int] = (START,), processors: Any = ()
+def generated(
+    name: str, encoder_input: Tensor, count: int, prompt: Sequence[int] | None = None, noise: float = 0.0
 ) -> list[int]:
-    key = "input_ids" if encoder_input.dim() == 1 else "input_features"
-    arguments = {key: encoder_input[None], "decoder_input_ids": torch.tensor([prompt])}
-    with torch.inference_mode():  # not Whisper's own `generate`, which reads windows and adds prompts
+    """What transformers' `generate` writes at temperature 0, with its rules, up to the end of sequence."""
+    prompt = decoder_prompt(name) if prompt is None else prompt
+    model, processors = build(name, noise), []
+    if name == "whisper" and SILENT not in prompt:
+        processors = [WhisperTimeStampLogitsProcessor(model.generation_config, begin_index=len(prompt))]
+    arguments = _arguments(encoder_input, [prompt])
+    with torch.inference_mode():  # not Whisper's own `generate`, which cuts windows at timestamps
         written = GenerationMixin.generate(
-            build(name), **arguments, generation_config=config, logits_processor=list(processors), use_cache=False
+            model, **arguments, do_sample=False, max_new_tokens=count, logits_processor=processors, use_cache=False
         )
     return [int(token) for token in written[0][len(prompt) :]]
 
 
-def save(name: str, folder: Path, *, has_rules: bool = True, noise: float = 0.0) -> Path:
-    """A checkpoint of the model, for services; a draft has `noise` in its weights. Returns the folder."""
-    model = copy.deepcopy(build(name))
-    generator = torch.Generator().manual_seed(11)
-    for weight in model.parameters():
-        weight.data += noise * weight.data.std(correction=0) * torch.randn(weight.shape, generator=generator)
-    model.generation_config = GenerationConfig(**(RULES[name] if has_rules else PLAIN))
-    model.save_pretrained(folder)
-    words = Tokenizer(WordLevel({f"t{token}": token for token in range(V)}, unk_token="t0"))
-    words.pre_tokenizer = Whitespace()
-    PreTrainedTokenizerFast(tokenizer_object=words, unk_token="t0", eos_token=f"t{EOS}").save_pretrained(folder)
-    if mels := getattr(model.config, "num_mel_bins", None):
-        seconds = model.config.max_source_positions // 50
-        WhisperFeatureExtractor(feature_size=mels, chunk_length=seconds).save_pretrained(folder)
-    return folder
+def first_scores(name: str, encoder_input: Tensor) -> tuple[Tensor, Tensor]:
+    """The logits of the first token `[V]`, and of the second after each first one `[V, V]`; with the rules of
+    `generate`.
+    """
+    seen = []
+
+    class EachToken(LogitsProcessor):
+        """Row i writes token i."""
+
+        def __call__(self, _: Tensor, scores: Tensor) -> Tensor:
+            seen.append(scores.clone())
+            return torch.zeros(V, V).fill_diagonal_(1)
+
+    prompts = [decoder_prompt(name)] * V
+    with torch.inference_mode():
+        GenerationMixin.generate(
+            build(name), **_arguments(encoder_input, prompts), do_sample=False, max_new_tokens=2,
+            logits_processor=[EachToken()], use_cache=False,
+        )  # fmt: skip
+    return seen[0][0], seen[1]
+
+
+def _arguments(encoder_input: Tensor, decoder_inputs: Sequence[Sequence[int]]) -> dict[str, Tensor]:
+    rows = encoder_input.expand(len(decoder_inputs), *encoder_input.shape)
+    key = "input_ids" if encoder_input.dim() == 1 else "input_features"
+    return {key: rows, "decoder_input_ids": torch.tensor(decoder_inputs)}
+
+
+def transcribed(samples: Any, *, timestamps: bool, language: str = "en", count: int) -> list[int]:
+    """What Whisper's own `generate` writes about one window at temperature 0, without the end."""
+    with torch.inference_mode():
+        written = build("whisper").generate(
+            torch.from_numpy(features(samples))[None], do_sample=False, max_new_tokens=count, task="transcribe",
+            language=language, return_timestamps=timestamps, force_unique_generate_call=True,
+        )  # fmt: skip
+    prompt = decoder_prompt("whisper", timestamps=timestamps)
+    return [token for token in written[0].tolist()[len(prompt) :] if token != EOS]
+
+
+def segments_of(
+    tokens: Sequence[int], seek: int, frames: int, first_timestamp: int = FIRST_TIMESTAMP
+) -> tuple[list[tuple[float, float, list[int]]], int]:
+    """The segments of a window at the frame `seek`, as begin, end and tokens, and the advance; by transformers."""
+    segments, advance = WhisperGenerationMixin._retrieve_segment(
+        seek_sequence=torch.tensor(tokens), seek_outputs=[None], timestamp_begin=first_timestamp,
+        time_offset=torch.tensor([seek * 0.01], dtype=torch.float64), seek_num_frames=torch.tensor([frames]),
+        time_precision=0.02, time_precision_features=0.01, input_stride=2, prev_idx=0, idx=0,
+        return_token_timestamps=False, decoder_input_ids=torch.zeros(1, 3),
+    )  # fmt: skip
+    return [(float(each["start"]), float(each["end"]), each["tokens"].tolist()) for each in segments], int(advance)

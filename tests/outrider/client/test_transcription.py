@@ -5,13 +5,12 @@ from collections.abc import Sequence
 from itertools import chain
 
 import pytest
-import torch
-from transformers.models.whisper.generation_whisper import WhisperGenerationMixin
 
 from outrider.client import Chunk, Finished, Segment
 from outrider.client.transcription import Window, find_spans
 from protos.outrider.v1 import draft_service_pb2 as pb
 from protos.outrider.v1 import sampling_pb2
+from tests.encoder_decoders import segments_of as whispers_segments
 
 FIRST = 100
 """The token of the timestamp 0.00."""
@@ -33,32 +32,13 @@ def random_window(random_: random.Random) -> tuple[list[int], int]:
     return tokens, frames
 
 
-def whisper(tokens: Sequence[int], seek: int, frames: int) -> tuple[list[tuple[float, float, list[int]]], int]:
-    """The segments and the advance by transformers."""
-    segments, advance = WhisperGenerationMixin._retrieve_segment(
-        seek_sequence=torch.tensor(tokens),
-        seek_outputs=[None],
-        time_offset=torch.tensor([seek * 0.01], dtype=torch.float64),
-        timestamp_begin=FIRST,
-        seek_num_frames=torch.tensor([frames]),
-        time_precision=0.02,
-        time_precision_features=0.01,
-        input_stride=2,
-        prev_idx=0,
-        idx=0,
-        return_token_timestamps=False,
-        decoder_input_ids=torch.zeros(1, 3),
-    )
-    return [(float(s["start"]), float(s["end"]), s["tokens"].tolist()) for s in segments], int(advance)
-
-
 def test_segments_and_the_next_window_are_those_of_transformers() -> None:
     random_ = random.Random(0)
     kinds = set()
     for _ in range(3000):
         tokens, frames = random_window(random_)
         seek = random_.randrange(10_000)
-        expected, advance = whisper(tokens, seek, frames)
+        expected, advance = whispers_segments(tokens, seek, frames, FIRST)
         spans, offset = find_spans(tokens, FIRST, frames)
         assert offset == advance
         kinds.add((len(spans) > 1, offset == frames))

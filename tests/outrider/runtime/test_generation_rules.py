@@ -1,24 +1,17 @@
 """Rules read from a generation config do to logits what `generate` does, in its order; others are refused by name."""
 
+import copy
 from typing import Any
 
 import pytest
 import torch
-from transformers import (
-    BartConfig,
-    BartForConditionalGeneration,
-    GenerationConfig,
-    LlamaConfig,
-    MarianConfig,
-    MarianMTModel,
-    WhisperConfig,
-)
+from transformers import BartConfig, GenerationConfig, LlamaConfig, WhisperConfig
 
 from kernels.adjustments import Adjuster, LogitRules, apply
 from kernels.generation_rules import GenerationRules, TimestampRules
 from outrider.runtime.errors import CheckpointError
 from outrider.runtime.generation_rules import read
-from tests.encoder_decoders import V, bart_like, t5, whisper
+from tests.encoder_decoders import V, build
 
 EOS, NO_TIMESTAMPS, FIRST = 40, 50, 51
 NEW = 24
@@ -29,49 +22,29 @@ SAMPLED = {
 }  # fmt: skip
 WORDS = [[3], [EOS], *([token] for token in range(20, 30)), *([1, token] for token in range(10))]
 
-OPTIONS: dict[str, tuple[Any, dict[str, Any]]] = {
-    "bart": (
-        lambda: bart_like(BartForConditionalGeneration, BartConfig),
-        {
-            "forced_bos_token_id": 2,
-            "forced_eos_token_id": [EOS],
-            "no_repeat_ngram_size": 2,
-            "min_length": 12,
-            "begin_suppress_tokens": list(range(20)),
-            "suppress_tokens": [30, 31],
-            "num_beams": 1,
-        },
-    ),
-    "marian": (
-        lambda: bart_like(MarianMTModel, MarianConfig),
-        {"bad_words_ids": WORDS, "forced_eos_token_id": EOS, "repetition_penalty": 1.9, "begin_suppress_tokens": [EOS]},
-    ),
-    "t5": (t5, {"no_repeat_ngram_size": 1, "min_length": 20, "min_new_tokens": 4, "remove_invalid_values": False}),
-    "whisper": (
-        whisper,
-        {
-            "no_timestamps_token_id": NO_TIMESTAMPS,
-            "max_initial_timestamp_index": 5,
-            "suppress_tokens": [3, 4],
-            "begin_suppress_tokens": [5, EOS],
-            "repetition_penalty": 1.2,
-            "no_repeat_ngram_size": 3,
-            "is_multilingual": False,
-        },
-    ),
-}
+OPTIONS: dict[str, dict[str, Any]] = {
+    "bart": {
+        "forced_bos_token_id": 2, "forced_eos_token_id": [EOS], "no_repeat_ngram_size": 2, "min_length": 12,
+        "begin_suppress_tokens": list(range(20)), "suppress_tokens": [30, 31], "num_beams": 1,
+    },
+    "marian": {
+        "bad_words_ids": WORDS, "forced_eos_token_id": EOS, "repetition_penalty": 1.9, "begin_suppress_tokens": [EOS],
+    },
+    "t5": {"no_repeat_ngram_size": 1, "min_length": 20, "min_new_tokens": 4, "remove_invalid_values": False},
+    "whisper": {
+        "no_timestamps_token_id": NO_TIMESTAMPS, "max_initial_timestamp_index": 5, "suppress_tokens": [3, 4],
+        "begin_suppress_tokens": [5, EOS], "repetition_penalty": 1.2, "no_repeat_ngram_size": 3,
+        "is_multilingual": False,
+    },
+}  # fmt: skip
 OPTIONS["whisper, no timestamps"] = OPTIONS["whisper"]
 
 
 @pytest.mark.parametrize("name", OPTIONS)
 def test_rows_are_those_of_generate(name: str) -> None:
     """Its own scores, step by step, from its own logits and tokens, drawn at temperature 1."""
-    make, options = OPTIONS[name]
-    model = make().eval()
-    for parameter in model.parameters():
-        if parameter.dim() > 1:
-            parameter.data.normal_(0, 2 * (parameter.shape[0] / parameter.numel()) ** 0.5)
-    config = GenerationConfig(**COMMON, **options)
+    model = copy.deepcopy(build(name.partition(",")[0]))
+    config = GenerationConfig(**COMMON, **OPTIONS[name])
     rules = read(config, model.config)
     assert rules is not None
     inputs: Any = torch.randint(3, V, (1, 8))
@@ -98,20 +71,10 @@ def test_rows_are_those_of_generate(name: str) -> None:
 
 def test_all_options_are_read() -> None:
     config = GenerationConfig(
-        repetition_penalty=1.5,
-        suppress_tokens=[1, 2],
-        begin_suppress_tokens=[3],
-        bad_words_ids=[[4], [5, 6]],
-        no_repeat_ngram_size=3,
-        min_length=7,
-        min_new_tokens=2,
-        eos_token_id=[8, 9],
-        forced_bos_token_id=10,
-        forced_eos_token_id=[8],
-        num_beams=4,
-        length_penalty=2.0,
-        early_stopping=True,
-    )
+        repetition_penalty=1.5, suppress_tokens=[1, 2], begin_suppress_tokens=[3], bad_words_ids=[[4], [5, 6]],
+        no_repeat_ngram_size=3, min_length=7, min_new_tokens=2, eos_token_id=[8, 9], forced_bos_token_id=10,
+        forced_eos_token_id=[8], num_beams=4, length_penalty=2.0, early_stopping=True,
+    )  # fmt: skip
     assert read(config, BartConfig(vocab_size=V)) == GenerationRules(
         1.5, (1, 2), (3,), ((4,), (5, 6)), 3, 7, 2, (8, 9), forced_bos=10, forced_eos=8
     )
