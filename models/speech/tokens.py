@@ -56,6 +56,7 @@ def generation_config(tokenizer: PreTrainedTokenizerFast) -> GenerationConfig:
         decoder_start_token_id=identity(START),
         is_multilingual=True,
         lang_to_id={f"<|{language}|>": identity(f"<|{language}|>") for language in LANGUAGES},
+        task="transcribe",  # unless a request says otherwise
         task_to_id={task: identity(f"<|{task}|>") for task in TASKS},
         no_timestamps_token_id=identity(NO_TIMESTAMPS),
         prev_sot_token_id=identity(BEFORE),

@@ -88,7 +88,7 @@ def new_model(member: str, tokenizer: PreTrainedTokenizerFast, decoder_layers: i
         vocab_size=len(tokenizer),
         num_mel_bins=MELS[member],
         d_model=128 if target else 96,
-        encoder_layers=4 if target else 2,
+        encoder_layers=4 if target else 1,
         decoder_layers=decoder_layers,
         encoder_attention_heads=4 if target else 3,
         decoder_attention_heads=4 if target else 3,
@@ -233,7 +233,7 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--out", type=Path, default=HERE, help="where target/ and draft/ are written")
     parser.add_argument("--orders", type=int, default=6_000, help="orders to have said; each is used in many clips")
     parser.add_argument("--target-minutes", type=float, default=20.0, help="CPU minutes")
-    parser.add_argument("--draft-minutes", type=float, default=5.0, help="CPU minutes")
+    parser.add_argument("--draft-minutes", type=float, default=2.0, help="CPU minutes")
     parser.add_argument("--quick", action="store_true", help="seconds in place of minutes: the pair will know nothing")
     options = parser.parse_args(arguments, Options())
     options.minutes = {"target": options.target_minutes, "draft": options.draft_minutes}
