@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -165,6 +165,13 @@ def serving(
         service = cluster.draft(*running, model=draft, flags=flags)
         wait_healthy(*running, service)
         yield Pair(name, target, service, running)
+
+
+@contextmanager
+def serving_all(folder: Path, flags: str = "") -> Iterator[Callable[[str], Pair]]:
+    """Starts the pair of a name when it is first asked for."""
+    with ExitStack() as stack:
+        yield cache(lambda name: stack.enter_context(serving(name, folder / name, flags)))
 
 
 def inputs(name: str, count: int) -> list[Tensor]:

@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import math
 import random
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import grpc
@@ -41,7 +41,7 @@ from tests.encoder_decoders import (
     loaded,
     logits_of,
     noise,
-    serving,
+    serving_all,
 )
 from tests.verifier_service.streams import Stream, error_of, opening
 
@@ -81,10 +81,15 @@ def test_proposals_are_the_models_likeliest_tokens(name: str, is_short: bool) ->
     assert engine.model_runner.pool.used_blocks == 0
 
 
-@pytest.fixture(scope="module", params=["t5", "whisper"])
-def pair(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Pair]:
-    with serving(request.param, tmp_path_factory.mktemp("pair")) as pair:
-        yield pair
+@pytest.fixture(scope="module")
+def pairs(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[[str], Pair]]:
+    with serving_all(tmp_path_factory.mktemp("pairs")) as pairs:
+        yield pairs
+
+
+@pytest.fixture(params=["t5", "whisper"])
+def pair(request: pytest.FixtureRequest, pairs: Callable[[str], Pair]) -> Pair:
+    return pairs(request.param)
 
 
 def prompt_of(name: str) -> tuple[dict[str, Any], torch.Tensor]:
@@ -140,8 +145,7 @@ def test_a_service_without_draft_model_serves_a_pair(pair: Pair) -> None:
             assert generate(channel, message).samples[0].ids == expected
 
 
-@pytest.mark.parametrize("pair", ["whisper"], indirect=True)
-def test_the_verifier_checks_inputs_itself(pair: Pair) -> None:
+def test_the_verifier_checks_inputs_itself(pairs: Callable[[str], Pair]) -> None:
     bad = np.zeros((MELS, FRAMES), "<f4")
     bad[3, 5] = math.nan
     features = input_pb2.LogMelFeatures(values=bad.tobytes(), mels=MELS, frames=FRAMES)
@@ -150,7 +154,7 @@ def test_the_verifier_checks_inputs_itself(pair: Pair) -> None:
         ({"encoder_input": {"token_ids": {"ids": [1]}}}, "encoder_input.token_ids"),
         ({"encoder_input": {"features": features}}, "encoder_input.features.values"),
     ]
-    with grpc.insecure_channel(pair.verifiers[0].address) as channel:
+    with grpc.insecure_channel(pairs("whisper").verifiers[0].address) as channel:
         for fields, field in cases:
             message = verifier_service_pb2.OpenSequence(**fields)
             message.MergeFrom(opening([START]))

@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import asyncio
 import signal
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -31,6 +31,7 @@ from tests.encoder_decoders import (
     inputs,
     noise,
     serving,
+    serving_all,
 )
 from tests.exactness import chisquare, sampling
 from tests.exactness.chisquare import Array
@@ -50,9 +51,14 @@ def request(encoder_input: torch.Tensor) -> dict[str, Any]:
 
 
 @pytest.fixture(scope="module")
-def pair(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Pair]:
-    with serving(request.param, tmp_path_factory.mktemp("pair"), f"--max-samples {sampling.SAMPLES}") as pair:
-        yield pair
+def pairs(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[[str], Pair]]:
+    with serving_all(tmp_path_factory.mktemp("pairs"), f"--max-samples {sampling.SAMPLES}") as pairs:
+        yield pairs
+
+
+@pytest.fixture
+def pair(request: pytest.FixtureRequest, pairs: Callable[[str], Pair]) -> Pair:
+    return pairs(request.param)
 
 
 text_and_speech = pytest.mark.parametrize("pair", ["t5", "whisper"], indirect=True)

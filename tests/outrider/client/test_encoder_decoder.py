@@ -7,7 +7,6 @@ import json
 import re
 import shlex
 from collections.abc import Iterator
-from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -31,7 +30,7 @@ from tests.encoder_decoders import (
     generated,
     noise,
     segments_of,
-    serving,
+    serving_all,
     tokenizer,
     transcribed,
 )
@@ -48,9 +47,8 @@ GREEDY: dict[str, Any] = {"temperature": 0, "max_new_tokens": COUNT}
 @pytest.fixture(scope="module")
 def addresses(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, str]]:
     """Of a draft service, by its model."""
-    with ExitStack() as stack:
-        running = {name: serving(name, tmp_path_factory.mktemp("pair")) for name in ("t5", "whisper")}
-        yield {name: stack.enter_context(each).draft.address for name, each in running.items()}
+    with serving_all(tmp_path_factory.mktemp("pairs")) as pairs:
+        yield {name: pairs(name).draft.address for name in ("t5", "whisper")}
 
 
 @pytest.fixture
