@@ -50,7 +50,7 @@ def test_ranks_are_read_from_the_variables_of_torchrun(monkeypatch: pytest.Monke
     monkeypatch.delenv("LOCAL_WORLD_SIZE")
     assert read_ranks(2, "verifier_service") == Ranks(1, 2, 1, 1), "others may be on another machine"
     monkeypatch.setitem(sys.modules, "accelerate", None)
-    with pytest.raises(SettingsError, match=r"--tensor-parallel-size is 2; .* accelerate, .*outrider\[parallel\]"):
+    with pytest.raises(SettingsError, match=r"--tensor-parallel-size is 2; .* accelerate, .*'\.\[parallel\]'"):
         read_ranks(2, "verifier_service")
 
 
