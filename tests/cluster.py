@@ -171,7 +171,8 @@ def _words(flags: Flags) -> Sequence[str]:
 def free_address() -> str:
     """Return an address at which no process listens, and that no outgoing connection gets."""
     while True:
-        address = ("127.0.0.1", random.randrange(*_PORTS))
+        # Not from the seeded generator: workers that run tests side by side would choose the same ports.
+        address = ("127.0.0.1", random.SystemRandom().randrange(*_PORTS))
         with suppress(OSError), socket.socket() as probe:
             probe.bind(address)
             return "{}:{}".format(*address)
