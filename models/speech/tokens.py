@@ -72,7 +72,7 @@ def generation_config(tokenizer: PreTrainedTokenizerFast) -> GenerationConfig:
 def decoder_prompt(
     tokenizer: PreTrainedTokenizerFast, language: str, task: str = "transcribe", timestamps: bool = False
 ) -> list[int]:
-    """What the decoder is told before it writes."""
+    """Returns the first tokens of the decoder."""
     names = [START, f"<|{language}|>", f"<|{task}|>", *([] if timestamps else [NO_TIMESTAMPS])]
     return [tokenizer.convert_tokens_to_ids(name) for name in names]
 

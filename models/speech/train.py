@@ -132,7 +132,7 @@ def lessons(
 ) -> tuple[Tensor, Tensor, list[list[int]]]:
     """Decoder ids, labels, and what the encoder should spell. Tasks and timestamps are drawn at random.
 
-    A clip that cuts an order off is written with timestamps: without them nobody could tell where writing ends.
+    A clip that cuts an order off is written with timestamps: without them the end of the text would be unknown.
     """
     inputs, labels, said = [], [], []
     for clip in clips:

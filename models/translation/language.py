@@ -47,7 +47,7 @@ class Phrase:
 
 @dataclass(frozen=True)
 class Clause:
-    """Somebody does something, somewhere, at some time. A relative clause has no subject of its own."""
+    """Subject, verb, object, place and time. A relative clause has no subject of its own."""
 
     subject: Phrase
     verb: int

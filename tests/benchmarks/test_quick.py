@@ -111,7 +111,7 @@ CASES: dict[str, tuple[Callable[[Json, list[Json]], None], list[str]]] = {
     "outcome_cache": (check_outcome_cache, ["--prompts", "1", "--new-tokens", "24", "--dtype", "float32"]),
     "network": (check_network, ["--dtype", "float32", "--new-tokens", "16"]),
     "linger": (check_linger, ["--seconds", "0.1"]),
-    "engine": (check_engine, ["--streams", "1"]),
+    "engine": (check_engine, []),
     "prefix": (check_prefix, ["--repetitions", "1"]),
     "encoder_decoder": (check_encoder_decoder, ["--texts", "1", "--scored-texts", "1"]),
     "rules": (check_rules, ["--gammas", "2", "--rounds", "2"]),
