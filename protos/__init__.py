@@ -1,1 +1,1 @@
-"""The contract: `.proto` files and the code generated from them. It knows nothing of who speaks it."""
+"""The contract: `.proto` files and the code generated from them. It imports nothing of ours."""

@@ -1,8 +1,7 @@
 """Generates the Python code beside the `.proto` files: `python -m protos.generate [--out DIR]`.
 
 The proto root is this folder, so that descriptors are named `outrider/v1/…` as in any other language; the generated
-imports are then rewritten to the package where the files really lie, `protos.outrider.v1`. It knows nothing of what
-the messages mean.
+imports are then rewritten to the package where the files really lie, `protos.outrider.v1`.
 """
 
 import argparse

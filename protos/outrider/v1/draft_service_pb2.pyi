@@ -74,7 +74,7 @@ class TokenIds(_message.Message):
     def __init__(self, ids: _Optional[_Iterable[int]] = ...) -> None: ...
 
 class SpeculationParams(_message.Message):
-    __slots__ = ("gamma", "report_rounds", "drafter", "draft_temperature", "policy", "max_entropy", "outcome_cache", "fixed_size")
+    __slots__ = ("gamma", "report_rounds", "drafter", "draft_temperature", "policy", "max_entropy", "outcome_cache", "fixed_size", "report_probabilities")
     GAMMA_FIELD_NUMBER: _ClassVar[int]
     REPORT_ROUNDS_FIELD_NUMBER: _ClassVar[int]
     DRAFTER_FIELD_NUMBER: _ClassVar[int]
@@ -83,6 +83,7 @@ class SpeculationParams(_message.Message):
     MAX_ENTROPY_FIELD_NUMBER: _ClassVar[int]
     OUTCOME_CACHE_FIELD_NUMBER: _ClassVar[int]
     FIXED_SIZE_FIELD_NUMBER: _ClassVar[int]
+    REPORT_PROBABILITIES_FIELD_NUMBER: _ClassVar[int]
     gamma: int
     report_rounds: bool
     drafter: Drafter
@@ -91,7 +92,8 @@ class SpeculationParams(_message.Message):
     max_entropy: float
     outcome_cache: bool
     fixed_size: bool
-    def __init__(self, gamma: _Optional[int] = ..., report_rounds: _Optional[bool] = ..., drafter: _Optional[_Union[Drafter, str]] = ..., draft_temperature: _Optional[float] = ..., policy: _Optional[_Union[SpeculationPolicy, str]] = ..., max_entropy: _Optional[float] = ..., outcome_cache: _Optional[bool] = ..., fixed_size: _Optional[bool] = ...) -> None: ...
+    report_probabilities: bool
+    def __init__(self, gamma: _Optional[int] = ..., report_rounds: _Optional[bool] = ..., drafter: _Optional[_Union[Drafter, str]] = ..., draft_temperature: _Optional[float] = ..., policy: _Optional[_Union[SpeculationPolicy, str]] = ..., max_entropy: _Optional[float] = ..., outcome_cache: _Optional[bool] = ..., fixed_size: _Optional[bool] = ..., report_probabilities: _Optional[bool] = ...) -> None: ...
 
 class EmissionPrivacy(_message.Message):
     __slots__ = ("frame_bytes", "pace")
@@ -102,7 +104,7 @@ class EmissionPrivacy(_message.Message):
     def __init__(self, frame_bytes: _Optional[int] = ..., pace: _Optional[_Union[datetime.timedelta, _duration_pb2.Duration, _Mapping]] = ...) -> None: ...
 
 class GenerateRequest(_message.Message):
-    __slots__ = ("request_id", "text", "token_ids", "chat", "audio", "features", "committed_token_ids", "sampling", "max_new_tokens", "min_new_tokens", "stop_token_ids", "stop", "ignore_eos", "n", "logprobs", "time_limit", "speculation", "keep_special_tokens", "required_features", "weights_fingerprint", "cache_salt", "emission", "held_tokens", "decoder_prompt_token_ids", "transcription")
+    __slots__ = ("request_id", "text", "token_ids", "chat", "audio", "features", "committed_token_ids", "sampling", "max_new_tokens", "min_new_tokens", "stop_token_ids", "stop", "ignore_eos", "n", "logprobs", "time_limit", "speculation", "keep_special_tokens", "required_features", "weights_fingerprint", "cache_salt", "emission", "held_tokens", "decoder_prompt_token_ids", "transcription", "prompt_logprobs")
     REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
     TEXT_FIELD_NUMBER: _ClassVar[int]
     TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
@@ -128,6 +130,7 @@ class GenerateRequest(_message.Message):
     HELD_TOKENS_FIELD_NUMBER: _ClassVar[int]
     DECODER_PROMPT_TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
     TRANSCRIPTION_FIELD_NUMBER: _ClassVar[int]
+    PROMPT_LOGPROBS_FIELD_NUMBER: _ClassVar[int]
     request_id: str
     text: str
     token_ids: TokenIds
@@ -153,7 +156,8 @@ class GenerateRequest(_message.Message):
     held_tokens: int
     decoder_prompt_token_ids: _containers.RepeatedScalarFieldContainer[int]
     transcription: Transcription
-    def __init__(self, request_id: _Optional[str] = ..., text: _Optional[str] = ..., token_ids: _Optional[_Union[TokenIds, _Mapping]] = ..., chat: _Optional[_Union[ChatPrompt, _Mapping]] = ..., audio: _Optional[_Union[_input_pb2.Audio, _Mapping]] = ..., features: _Optional[_Union[_input_pb2.LogMelFeatures, _Mapping]] = ..., committed_token_ids: _Optional[_Iterable[int]] = ..., sampling: _Optional[_Union[_sampling_pb2.SamplingParams, _Mapping]] = ..., max_new_tokens: _Optional[int] = ..., min_new_tokens: _Optional[int] = ..., stop_token_ids: _Optional[_Iterable[int]] = ..., stop: _Optional[_Iterable[str]] = ..., ignore_eos: _Optional[bool] = ..., n: _Optional[int] = ..., logprobs: _Optional[_Union[_sampling_pb2.LogprobsParams, _Mapping]] = ..., time_limit: _Optional[_Union[datetime.timedelta, _duration_pb2.Duration, _Mapping]] = ..., speculation: _Optional[_Union[SpeculationParams, _Mapping]] = ..., keep_special_tokens: _Optional[bool] = ..., required_features: _Optional[_Iterable[str]] = ..., weights_fingerprint: _Optional[str] = ..., cache_salt: _Optional[str] = ..., emission: _Optional[_Union[EmissionPrivacy, _Mapping]] = ..., held_tokens: _Optional[int] = ..., decoder_prompt_token_ids: _Optional[_Iterable[int]] = ..., transcription: _Optional[_Union[Transcription, _Mapping]] = ...) -> None: ...
+    prompt_logprobs: _sampling_pb2.LogprobsParams
+    def __init__(self, request_id: _Optional[str] = ..., text: _Optional[str] = ..., token_ids: _Optional[_Union[TokenIds, _Mapping]] = ..., chat: _Optional[_Union[ChatPrompt, _Mapping]] = ..., audio: _Optional[_Union[_input_pb2.Audio, _Mapping]] = ..., features: _Optional[_Union[_input_pb2.LogMelFeatures, _Mapping]] = ..., committed_token_ids: _Optional[_Iterable[int]] = ..., sampling: _Optional[_Union[_sampling_pb2.SamplingParams, _Mapping]] = ..., max_new_tokens: _Optional[int] = ..., min_new_tokens: _Optional[int] = ..., stop_token_ids: _Optional[_Iterable[int]] = ..., stop: _Optional[_Iterable[str]] = ..., ignore_eos: _Optional[bool] = ..., n: _Optional[int] = ..., logprobs: _Optional[_Union[_sampling_pb2.LogprobsParams, _Mapping]] = ..., time_limit: _Optional[_Union[datetime.timedelta, _duration_pb2.Duration, _Mapping]] = ..., speculation: _Optional[_Union[SpeculationParams, _Mapping]] = ..., keep_special_tokens: _Optional[bool] = ..., required_features: _Optional[_Iterable[str]] = ..., weights_fingerprint: _Optional[str] = ..., cache_salt: _Optional[str] = ..., emission: _Optional[_Union[EmissionPrivacy, _Mapping]] = ..., held_tokens: _Optional[int] = ..., decoder_prompt_token_ids: _Optional[_Iterable[int]] = ..., transcription: _Optional[_Union[Transcription, _Mapping]] = ..., prompt_logprobs: _Optional[_Union[_sampling_pb2.LogprobsParams, _Mapping]] = ...) -> None: ...
 
 class Transcription(_message.Message):
     __slots__ = ("language", "task", "timestamps")
@@ -186,20 +190,30 @@ class GenerateStarted(_message.Message):
     def __init__(self, request_id: _Optional[str] = ..., prompt_token_ids: _Optional[_Iterable[int]] = ..., seed: _Optional[int] = ..., weights_fingerprint: _Optional[str] = ..., rule: _Optional[_Union[_sampling_pb2.AcceptanceRule, str]] = ..., max_new_tokens: _Optional[int] = ..., lossy: _Optional[bool] = ..., drafter: _Optional[_Union[Drafter, str]] = ...) -> None: ...
 
 class RoundReport(_message.Message):
-    __slots__ = ("round", "output_length", "drafted_token_ids", "drafted_texts", "accepted", "beta")
+    __slots__ = ("round", "output_length", "drafted_token_ids", "drafted_texts", "accepted", "beta", "draft_start_us", "sent_us", "timings", "target_probabilities", "draft_probabilities")
     ROUND_FIELD_NUMBER: _ClassVar[int]
     OUTPUT_LENGTH_FIELD_NUMBER: _ClassVar[int]
     DRAFTED_TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
     DRAFTED_TEXTS_FIELD_NUMBER: _ClassVar[int]
     ACCEPTED_FIELD_NUMBER: _ClassVar[int]
     BETA_FIELD_NUMBER: _ClassVar[int]
+    DRAFT_START_US_FIELD_NUMBER: _ClassVar[int]
+    SENT_US_FIELD_NUMBER: _ClassVar[int]
+    TIMINGS_FIELD_NUMBER: _ClassVar[int]
+    TARGET_PROBABILITIES_FIELD_NUMBER: _ClassVar[int]
+    DRAFT_PROBABILITIES_FIELD_NUMBER: _ClassVar[int]
     round: int
     output_length: int
     drafted_token_ids: _containers.RepeatedScalarFieldContainer[int]
     drafted_texts: _containers.RepeatedScalarFieldContainer[str]
     accepted: int
     beta: _containers.RepeatedScalarFieldContainer[float]
-    def __init__(self, round: _Optional[int] = ..., output_length: _Optional[int] = ..., drafted_token_ids: _Optional[_Iterable[int]] = ..., drafted_texts: _Optional[_Iterable[str]] = ..., accepted: _Optional[int] = ..., beta: _Optional[_Iterable[float]] = ...) -> None: ...
+    draft_start_us: int
+    sent_us: int
+    timings: RoundTimings
+    target_probabilities: _containers.RepeatedScalarFieldContainer[float]
+    draft_probabilities: _containers.RepeatedScalarFieldContainer[float]
+    def __init__(self, round: _Optional[int] = ..., output_length: _Optional[int] = ..., drafted_token_ids: _Optional[_Iterable[int]] = ..., drafted_texts: _Optional[_Iterable[str]] = ..., accepted: _Optional[int] = ..., beta: _Optional[_Iterable[float]] = ..., draft_start_us: _Optional[int] = ..., sent_us: _Optional[int] = ..., timings: _Optional[_Union[RoundTimings, _Mapping]] = ..., target_probabilities: _Optional[_Iterable[float]] = ..., draft_probabilities: _Optional[_Iterable[float]] = ...) -> None: ...
 
 class GenerateChunk(_message.Message):
     __slots__ = ("index", "text", "token_ids", "origins", "token_texts", "logprobs", "rounds", "held_tokens")
@@ -279,8 +293,22 @@ class SpeculationStatistics(_message.Message):
     num_draft_recoveries: int
     def __init__(self, num_drafts: _Optional[int] = ..., num_draft_tokens: _Optional[int] = ..., num_accepted_tokens: _Optional[int] = ..., num_accepted_tokens_per_pos: _Optional[_Iterable[int]] = ..., num_draft_tokens_per_pos: _Optional[_Iterable[int]] = ..., draft_acceptance_rate: _Optional[float] = ..., mean_acceptance_length: _Optional[float] = ..., alpha: _Optional[float] = ..., num_rounds: _Optional[int] = ..., drafter: _Optional[_Union[Drafter, str]] = ..., num_draft_failures: _Optional[int] = ..., policy: _Optional[_Union[SpeculationPolicy, str]] = ..., mean_gamma: _Optional[float] = ..., num_short_drafts: _Optional[int] = ..., num_outcome_cache_queries: _Optional[int] = ..., num_outcome_cache_hits: _Optional[int] = ..., num_predrafted_tokens: _Optional[int] = ..., num_wasted_tokens: _Optional[int] = ..., num_failovers: _Optional[int] = ..., num_drain_moves: _Optional[int] = ..., num_reopened_tokens: _Optional[int] = ..., num_draft_recoveries: _Optional[int] = ...) -> None: ...
 
+class RoundTimings(_message.Message):
+    __slots__ = ("draft_us", "verdict_us", "queue_us", "forward_us", "verify_us")
+    DRAFT_US_FIELD_NUMBER: _ClassVar[int]
+    VERDICT_US_FIELD_NUMBER: _ClassVar[int]
+    QUEUE_US_FIELD_NUMBER: _ClassVar[int]
+    FORWARD_US_FIELD_NUMBER: _ClassVar[int]
+    VERIFY_US_FIELD_NUMBER: _ClassVar[int]
+    draft_us: int
+    verdict_us: int
+    queue_us: int
+    forward_us: int
+    verify_us: int
+    def __init__(self, draft_us: _Optional[int] = ..., verdict_us: _Optional[int] = ..., queue_us: _Optional[int] = ..., forward_us: _Optional[int] = ..., verify_us: _Optional[int] = ...) -> None: ...
+
 class GenerateTimings(_message.Message):
-    __slots__ = ("time_to_first_token_us", "total_us", "draft_us", "verdict_us", "queue_us", "forward_us", "verify_us", "saved_us", "failover_us")
+    __slots__ = ("time_to_first_token_us", "total_us", "draft_us", "verdict_us", "queue_us", "forward_us", "verify_us", "saved_us", "failover_us", "first_round")
     TIME_TO_FIRST_TOKEN_US_FIELD_NUMBER: _ClassVar[int]
     TOTAL_US_FIELD_NUMBER: _ClassVar[int]
     DRAFT_US_FIELD_NUMBER: _ClassVar[int]
@@ -290,6 +318,7 @@ class GenerateTimings(_message.Message):
     VERIFY_US_FIELD_NUMBER: _ClassVar[int]
     SAVED_US_FIELD_NUMBER: _ClassVar[int]
     FAILOVER_US_FIELD_NUMBER: _ClassVar[int]
+    FIRST_ROUND_FIELD_NUMBER: _ClassVar[int]
     time_to_first_token_us: int
     total_us: int
     draft_us: int
@@ -299,7 +328,8 @@ class GenerateTimings(_message.Message):
     verify_us: int
     saved_us: int
     failover_us: int
-    def __init__(self, time_to_first_token_us: _Optional[int] = ..., total_us: _Optional[int] = ..., draft_us: _Optional[int] = ..., verdict_us: _Optional[int] = ..., queue_us: _Optional[int] = ..., forward_us: _Optional[int] = ..., verify_us: _Optional[int] = ..., saved_us: _Optional[int] = ..., failover_us: _Optional[int] = ...) -> None: ...
+    first_round: RoundTimings
+    def __init__(self, time_to_first_token_us: _Optional[int] = ..., total_us: _Optional[int] = ..., draft_us: _Optional[int] = ..., verdict_us: _Optional[int] = ..., queue_us: _Optional[int] = ..., forward_us: _Optional[int] = ..., verify_us: _Optional[int] = ..., saved_us: _Optional[int] = ..., failover_us: _Optional[int] = ..., first_round: _Optional[_Union[RoundTimings, _Mapping]] = ...) -> None: ...
 
 class GenerateFinished(_message.Message):
     __slots__ = ("index", "finish_reason", "stop", "stop_token_id", "usage", "statistics", "timings", "cut_tokens")
@@ -322,18 +352,20 @@ class GenerateFinished(_message.Message):
     def __init__(self, index: _Optional[int] = ..., finish_reason: _Optional[_Union[_sampling_pb2.FinishReason, str]] = ..., stop: _Optional[str] = ..., stop_token_id: _Optional[int] = ..., usage: _Optional[_Union[Usage, _Mapping]] = ..., statistics: _Optional[_Union[SpeculationStatistics, _Mapping]] = ..., timings: _Optional[_Union[GenerateTimings, _Mapping]] = ..., cut_tokens: _Optional[int] = ...) -> None: ...
 
 class GenerateResponse(_message.Message):
-    __slots__ = ("started", "chunk", "finished", "padding", "queue_position")
+    __slots__ = ("started", "chunk", "finished", "prompt_logprobs", "padding", "queue_position")
     STARTED_FIELD_NUMBER: _ClassVar[int]
     CHUNK_FIELD_NUMBER: _ClassVar[int]
     FINISHED_FIELD_NUMBER: _ClassVar[int]
+    PROMPT_LOGPROBS_FIELD_NUMBER: _ClassVar[int]
     PADDING_FIELD_NUMBER: _ClassVar[int]
     QUEUE_POSITION_FIELD_NUMBER: _ClassVar[int]
     started: GenerateStarted
     chunk: GenerateChunk
     finished: GenerateFinished
+    prompt_logprobs: _sampling_pb2.PromptLogprobs
     padding: _containers.RepeatedScalarFieldContainer[bytes]
     queue_position: int
-    def __init__(self, started: _Optional[_Union[GenerateStarted, _Mapping]] = ..., chunk: _Optional[_Union[GenerateChunk, _Mapping]] = ..., finished: _Optional[_Union[GenerateFinished, _Mapping]] = ..., padding: _Optional[_Iterable[bytes]] = ..., queue_position: _Optional[int] = ...) -> None: ...
+    def __init__(self, started: _Optional[_Union[GenerateStarted, _Mapping]] = ..., chunk: _Optional[_Union[GenerateChunk, _Mapping]] = ..., finished: _Optional[_Union[GenerateFinished, _Mapping]] = ..., prompt_logprobs: _Optional[_Union[_sampling_pb2.PromptLogprobs, _Mapping]] = ..., padding: _Optional[_Iterable[bytes]] = ..., queue_position: _Optional[int] = ...) -> None: ...
 
 class OpenDraft(_message.Message):
     __slots__ = ("prompt_token_ids", "committed_token_ids", "sampling", "required_features", "drafter", "draft_temperature", "encoder_input")
@@ -412,3 +444,61 @@ class DraftServiceGetModelResponse(_message.Message):
     drafters: _containers.RepeatedScalarFieldContainer[Drafter]
     default_drafter: Drafter
     def __init__(self, model: _Optional[_Union[_model_pb2.ModelInfo, _Mapping]] = ..., target: _Optional[_Union[_model_pb2.ModelInfo, _Mapping]] = ..., drafters: _Optional[_Iterable[_Union[Drafter, str]]] = ..., default_drafter: _Optional[_Union[Drafter, str]] = ...) -> None: ...
+
+class TokenizeRequest(_message.Message):
+    __slots__ = ("text", "chat", "add_special_tokens")
+    TEXT_FIELD_NUMBER: _ClassVar[int]
+    CHAT_FIELD_NUMBER: _ClassVar[int]
+    ADD_SPECIAL_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    text: str
+    chat: ChatPrompt
+    add_special_tokens: bool
+    def __init__(self, text: _Optional[str] = ..., chat: _Optional[_Union[ChatPrompt, _Mapping]] = ..., add_special_tokens: _Optional[bool] = ...) -> None: ...
+
+class TokenizeResponse(_message.Message):
+    __slots__ = ("token_ids", "token_texts")
+    TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
+    TOKEN_TEXTS_FIELD_NUMBER: _ClassVar[int]
+    token_ids: _containers.RepeatedScalarFieldContainer[int]
+    token_texts: _containers.RepeatedScalarFieldContainer[str]
+    def __init__(self, token_ids: _Optional[_Iterable[int]] = ..., token_texts: _Optional[_Iterable[str]] = ...) -> None: ...
+
+class DetokenizeRequest(_message.Message):
+    __slots__ = ("token_ids", "keep_special_tokens")
+    TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
+    KEEP_SPECIAL_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    token_ids: _containers.RepeatedScalarFieldContainer[int]
+    keep_special_tokens: bool
+    def __init__(self, token_ids: _Optional[_Iterable[int]] = ..., keep_special_tokens: _Optional[bool] = ...) -> None: ...
+
+class DetokenizeResponse(_message.Message):
+    __slots__ = ("text", "token_texts")
+    TEXT_FIELD_NUMBER: _ClassVar[int]
+    TOKEN_TEXTS_FIELD_NUMBER: _ClassVar[int]
+    text: str
+    token_texts: _containers.RepeatedScalarFieldContainer[str]
+    def __init__(self, text: _Optional[str] = ..., token_texts: _Optional[_Iterable[str]] = ...) -> None: ...
+
+class GetTokenizerRequest(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
+
+class SpecialToken(_message.Message):
+    __slots__ = ("name", "text", "id")
+    NAME_FIELD_NUMBER: _ClassVar[int]
+    TEXT_FIELD_NUMBER: _ClassVar[int]
+    ID_FIELD_NUMBER: _ClassVar[int]
+    name: str
+    text: str
+    id: int
+    def __init__(self, name: _Optional[str] = ..., text: _Optional[str] = ..., id: _Optional[int] = ...) -> None: ...
+
+class GetTokenizerResponse(_message.Message):
+    __slots__ = ("tokenizer_class", "chat_template", "special_tokens")
+    TOKENIZER_CLASS_FIELD_NUMBER: _ClassVar[int]
+    CHAT_TEMPLATE_FIELD_NUMBER: _ClassVar[int]
+    SPECIAL_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    tokenizer_class: str
+    chat_template: str
+    special_tokens: _containers.RepeatedCompositeFieldContainer[SpecialToken]
+    def __init__(self, tokenizer_class: _Optional[str] = ..., chat_template: _Optional[str] = ..., special_tokens: _Optional[_Iterable[_Union[SpecialToken, _Mapping]]] = ...) -> None: ...

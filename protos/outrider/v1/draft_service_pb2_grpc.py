@@ -50,6 +50,21 @@ class DraftServiceStub:
                 request_serializer=outrider_dot_v1_dot_draft__service__pb2.DraftServiceGetModelRequest.SerializeToString,
                 response_deserializer=outrider_dot_v1_dot_draft__service__pb2.DraftServiceGetModelResponse.FromString,
                 _registered_method=True)
+        self.Tokenize = channel.unary_unary(
+                '/outrider.v1.DraftService/Tokenize',
+                request_serializer=outrider_dot_v1_dot_draft__service__pb2.TokenizeRequest.SerializeToString,
+                response_deserializer=outrider_dot_v1_dot_draft__service__pb2.TokenizeResponse.FromString,
+                _registered_method=True)
+        self.Detokenize = channel.unary_unary(
+                '/outrider.v1.DraftService/Detokenize',
+                request_serializer=outrider_dot_v1_dot_draft__service__pb2.DetokenizeRequest.SerializeToString,
+                response_deserializer=outrider_dot_v1_dot_draft__service__pb2.DetokenizeResponse.FromString,
+                _registered_method=True)
+        self.GetTokenizer = channel.unary_unary(
+                '/outrider.v1.DraftService/GetTokenizer',
+                request_serializer=outrider_dot_v1_dot_draft__service__pb2.GetTokenizerRequest.SerializeToString,
+                response_deserializer=outrider_dot_v1_dot_draft__service__pb2.GetTokenizerResponse.FromString,
+                _registered_method=True)
 
 
 class DraftServiceServicer:
@@ -79,6 +94,27 @@ class DraftServiceServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def Tokenize(self, request, context):
+        """The tokens of a text or a conversation, as `Generate` makes them.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def Detokenize(self, request, context):
+        """The text of tokens.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def GetTokenizer(self, request, context):
+        """The tokenizer: its chat template and special tokens.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
 
 def add_DraftServiceServicer_to_server(servicer, server):
     rpc_method_handlers = {
@@ -96,6 +132,21 @@ def add_DraftServiceServicer_to_server(servicer, server):
                     servicer.GetModel,
                     request_deserializer=outrider_dot_v1_dot_draft__service__pb2.DraftServiceGetModelRequest.FromString,
                     response_serializer=outrider_dot_v1_dot_draft__service__pb2.DraftServiceGetModelResponse.SerializeToString,
+            ),
+            'Tokenize': grpc.unary_unary_rpc_method_handler(
+                    servicer.Tokenize,
+                    request_deserializer=outrider_dot_v1_dot_draft__service__pb2.TokenizeRequest.FromString,
+                    response_serializer=outrider_dot_v1_dot_draft__service__pb2.TokenizeResponse.SerializeToString,
+            ),
+            'Detokenize': grpc.unary_unary_rpc_method_handler(
+                    servicer.Detokenize,
+                    request_deserializer=outrider_dot_v1_dot_draft__service__pb2.DetokenizeRequest.FromString,
+                    response_serializer=outrider_dot_v1_dot_draft__service__pb2.DetokenizeResponse.SerializeToString,
+            ),
+            'GetTokenizer': grpc.unary_unary_rpc_method_handler(
+                    servicer.GetTokenizer,
+                    request_deserializer=outrider_dot_v1_dot_draft__service__pb2.GetTokenizerRequest.FromString,
+                    response_serializer=outrider_dot_v1_dot_draft__service__pb2.GetTokenizerResponse.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -180,6 +231,87 @@ class DraftService:
             '/outrider.v1.DraftService/GetModel',
             outrider_dot_v1_dot_draft__service__pb2.DraftServiceGetModelRequest.SerializeToString,
             outrider_dot_v1_dot_draft__service__pb2.DraftServiceGetModelResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Tokenize(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/outrider.v1.DraftService/Tokenize',
+            outrider_dot_v1_dot_draft__service__pb2.TokenizeRequest.SerializeToString,
+            outrider_dot_v1_dot_draft__service__pb2.TokenizeResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Detokenize(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/outrider.v1.DraftService/Detokenize',
+            outrider_dot_v1_dot_draft__service__pb2.DetokenizeRequest.SerializeToString,
+            outrider_dot_v1_dot_draft__service__pb2.DetokenizeResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def GetTokenizer(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/outrider.v1.DraftService/GetTokenizer',
+            outrider_dot_v1_dot_draft__service__pb2.GetTokenizerRequest.SerializeToString,
+            outrider_dot_v1_dot_draft__service__pb2.GetTokenizerResponse.FromString,
             options,
             channel_credentials,
             insecure,

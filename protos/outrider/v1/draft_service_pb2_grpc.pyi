@@ -46,6 +46,12 @@ class DraftServiceStub:
     """
     GetModel: _grpc.UnaryUnaryMultiCallable[_draft_service_pb2.DraftServiceGetModelRequest, _draft_service_pb2.DraftServiceGetModelResponse]
     """The draft, the target, and the service's limits."""
+    Tokenize: _grpc.UnaryUnaryMultiCallable[_draft_service_pb2.TokenizeRequest, _draft_service_pb2.TokenizeResponse]
+    """The tokens of a text or a conversation, as `Generate` makes them."""
+    Detokenize: _grpc.UnaryUnaryMultiCallable[_draft_service_pb2.DetokenizeRequest, _draft_service_pb2.DetokenizeResponse]
+    """The text of tokens."""
+    GetTokenizer: _grpc.UnaryUnaryMultiCallable[_draft_service_pb2.GetTokenizerRequest, _draft_service_pb2.GetTokenizerResponse]
+    """The tokenizer: its chat template and special tokens."""
 
 @_typing.type_check_only
 class DraftServiceAsyncStub(DraftServiceStub):
@@ -62,6 +68,12 @@ class DraftServiceAsyncStub(DraftServiceStub):
     """
     GetModel: _aio.UnaryUnaryMultiCallable[_draft_service_pb2.DraftServiceGetModelRequest, _draft_service_pb2.DraftServiceGetModelResponse]  # type: ignore[assignment]
     """The draft, the target, and the service's limits."""
+    Tokenize: _aio.UnaryUnaryMultiCallable[_draft_service_pb2.TokenizeRequest, _draft_service_pb2.TokenizeResponse]  # type: ignore[assignment]
+    """The tokens of a text or a conversation, as `Generate` makes them."""
+    Detokenize: _aio.UnaryUnaryMultiCallable[_draft_service_pb2.DetokenizeRequest, _draft_service_pb2.DetokenizeResponse]  # type: ignore[assignment]
+    """The text of tokens."""
+    GetTokenizer: _aio.UnaryUnaryMultiCallable[_draft_service_pb2.GetTokenizerRequest, _draft_service_pb2.GetTokenizerResponse]  # type: ignore[assignment]
+    """The tokenizer: its chat template and special tokens."""
 
 class DraftServiceServicer(metaclass=_abc_1.ABCMeta):
     """Generates text with a draft model here and a target model at a verifier."""
@@ -93,5 +105,29 @@ class DraftServiceServicer(metaclass=_abc_1.ABCMeta):
         context: _ServicerContext,
     ) -> _typing.Union[_draft_service_pb2.DraftServiceGetModelResponse, _abc.Awaitable[_draft_service_pb2.DraftServiceGetModelResponse]]:
         """The draft, the target, and the service's limits."""
+
+    @_abc_1.abstractmethod
+    def Tokenize(
+        self,
+        request: _draft_service_pb2.TokenizeRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_draft_service_pb2.TokenizeResponse, _abc.Awaitable[_draft_service_pb2.TokenizeResponse]]:
+        """The tokens of a text or a conversation, as `Generate` makes them."""
+
+    @_abc_1.abstractmethod
+    def Detokenize(
+        self,
+        request: _draft_service_pb2.DetokenizeRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_draft_service_pb2.DetokenizeResponse, _abc.Awaitable[_draft_service_pb2.DetokenizeResponse]]:
+        """The text of tokens."""
+
+    @_abc_1.abstractmethod
+    def GetTokenizer(
+        self,
+        request: _draft_service_pb2.GetTokenizerRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_draft_service_pb2.GetTokenizerResponse, _abc.Awaitable[_draft_service_pb2.GetTokenizerResponse]]:
+        """The tokenizer: its chat template and special tokens."""
 
 def add_DraftServiceServicer_to_server(servicer: DraftServiceServicer, server: _typing.Union[_grpc.Server, _aio.Server]) -> None: ...

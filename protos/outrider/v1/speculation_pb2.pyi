@@ -92,7 +92,7 @@ class VerifierLoad(_message.Message):
     def __init__(self, running: _Optional[int] = ..., waiting: _Optional[int] = ..., kv_usage: _Optional[float] = ..., pass_fixed_us: _Optional[float] = ..., pass_token_us: _Optional[float] = ..., active: _Optional[int] = ...) -> None: ...
 
 class Verdict(_message.Message):
-    __slots__ = ("round", "base_length", "status", "judged", "accepted", "token_ids", "beta", "logprobs", "finish_reason", "timings", "load")
+    __slots__ = ("round", "base_length", "status", "judged", "accepted", "token_ids", "beta", "logprobs", "finish_reason", "timings", "load", "target_probabilities")
     ROUND_FIELD_NUMBER: _ClassVar[int]
     BASE_LENGTH_FIELD_NUMBER: _ClassVar[int]
     STATUS_FIELD_NUMBER: _ClassVar[int]
@@ -104,6 +104,7 @@ class Verdict(_message.Message):
     FINISH_REASON_FIELD_NUMBER: _ClassVar[int]
     TIMINGS_FIELD_NUMBER: _ClassVar[int]
     LOAD_FIELD_NUMBER: _ClassVar[int]
+    TARGET_PROBABILITIES_FIELD_NUMBER: _ClassVar[int]
     round: int
     base_length: int
     status: VerdictStatus
@@ -115,4 +116,5 @@ class Verdict(_message.Message):
     finish_reason: _sampling_pb2.FinishReason
     timings: VerdictTimings
     load: VerifierLoad
-    def __init__(self, round: _Optional[int] = ..., base_length: _Optional[int] = ..., status: _Optional[_Union[VerdictStatus, str]] = ..., judged: _Optional[int] = ..., accepted: _Optional[int] = ..., token_ids: _Optional[_Iterable[int]] = ..., beta: _Optional[_Iterable[float]] = ..., logprobs: _Optional[_Iterable[_Union[_sampling_pb2.PositionLogprobs, _Mapping]]] = ..., finish_reason: _Optional[_Union[_sampling_pb2.FinishReason, str]] = ..., timings: _Optional[_Union[VerdictTimings, _Mapping]] = ..., load: _Optional[_Union[VerifierLoad, _Mapping]] = ...) -> None: ...
+    target_probabilities: _containers.RepeatedScalarFieldContainer[float]
+    def __init__(self, round: _Optional[int] = ..., base_length: _Optional[int] = ..., status: _Optional[_Union[VerdictStatus, str]] = ..., judged: _Optional[int] = ..., accepted: _Optional[int] = ..., token_ids: _Optional[_Iterable[int]] = ..., beta: _Optional[_Iterable[float]] = ..., logprobs: _Optional[_Iterable[_Union[_sampling_pb2.PositionLogprobs, _Mapping]]] = ..., finish_reason: _Optional[_Union[_sampling_pb2.FinishReason, str]] = ..., timings: _Optional[_Union[VerdictTimings, _Mapping]] = ..., load: _Optional[_Union[VerifierLoad, _Mapping]] = ..., target_probabilities: _Optional[_Iterable[float]] = ...) -> None: ...
