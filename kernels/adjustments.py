@@ -60,14 +60,14 @@ class LogitRules:
         biased = [token for token, _ in self.logit_bias]
         if len(set(biased)) < len(biased):
             twice = next(token for token in biased if biased.count(token) > 1)
-            raise ValueError(f"logit_bias names token {twice} {biased.count(twice)} times")
+            raise ValueError(f"logit_bias has the token {twice} {biased.count(twice)} times; give each token once")
         for name, ids in (
             ("logit_bias", biased),
             ("banned_tokens", self.banned_tokens),
             ("stop_token_ids", self.stop_token_ids),
         ):
             if ids and min(ids) < 0:
-                raise ValueError(f"{name} holds token {min(ids)}; ids must be at least 0")
+                raise ValueError(f"{name} has the token {min(ids)}; ids must be at least 0")
 
     @property
     def is_identity(self) -> bool:
@@ -83,14 +83,14 @@ class LogitRules:
         """
         for name, ids in self._named_ids():
             if ids and max(ids) >= vocab_size:
-                raise ValueError(f"{name} holds token {max(ids)}; the vocabulary has {vocab_size} ids")
+                raise ValueError(f"{name} has the token {max(ids)}; ids must be below {vocab_size}")
         if self.generation is not None:
             self.generation.check_ids(vocab_size)
 
     def with_static_generation(self, vocab_size: int) -> LogitRules:
-        """Return the rules with the penalty of `generation`, unless they have their own, and with what it always bans.
+        """Return the rules with the penalty of `generation`, unless they have their own, and with its constant bans.
 
-        What depends on tokens is left to `generation`.
+        `generation` adds the changes that depend on tokens.
         """
         if self.generation is None:
             return self
@@ -208,7 +208,7 @@ class Adjuster:
             ValueError: fewer tokens were pushed, or the number is negative.
         """
         if not 0 <= n_generated <= len(self._generated):
-            raise ValueError(f"n_generated is {n_generated}, outside 0..{len(self._generated)}")
+            raise ValueError(f"n_generated is {n_generated}; it must be 0 to {len(self._generated)}, the tokens pushed")
         while len(self._generated) > n_generated:
             self.pop()
 
@@ -228,7 +228,7 @@ class Adjuster:
         return row
 
     def _counted_row(self) -> RowAdjustment | None:
-        """Return the change without what the decoder's state bans."""
+        """Return the change without the bans of the decoder's state."""
         if not (self._static_bias or self._rules._counts_tokens or self._withholds_stops) or not len(self._ids):
             return None
         bias = self._bias.copy()
@@ -284,7 +284,7 @@ def apply(logits: Tensor, rows: Sequence[RowAdjustment | None]) -> Tensor:
         ValueError: `rows` is neither empty nor of length R.
     """
     if rows and len(rows) != logits.shape[0]:
-        raise ValueError(f"{len(rows)} adjustments for {logits.shape[0]} rows")
+        raise ValueError(f"rows has length {len(rows)}; it must be 0 or that of the logits, {logits.shape[0]}")
     changed = [(number, row) for number, row in enumerate(rows) if row is not None and (len(row.ids) or row.bans_many)]
     if not changed:
         return logits

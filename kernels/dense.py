@@ -52,4 +52,4 @@ class SigmoidScales:
         if not (math.isfinite(self.alpha) and math.isfinite(self.beta)):
             raise ValueError(f"alpha is {self.alpha} and beta is {self.beta}; both must be finite")
         if not self.alpha < self.beta:
-            raise ValueError(f"alpha is {self.alpha} and beta is {self.beta}; alpha must be the smaller")
+            raise ValueError(f"alpha is {self.alpha} and beta is {self.beta}; alpha must be below beta")

@@ -1,7 +1,7 @@
 """The rules by which transformers' `generate` changes logits of encoder–decoder models, as bans that tokens decide.
 
-`GenerationRules` holds them; `DecoderState` follows the decoder's tokens and names what may not come next. Penalties
-and tokens that are always banned are static: `kernels.adjustments` has them already.
+`GenerationRules` holds them; `DecoderState` follows the decoder's tokens and names those that may not come next.
+Penalties and tokens that are always banned are static: `kernels.adjustments` has them already.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ class TimestampRules:
 
 @dataclass(frozen=True, slots=True)
 class GenerationRules:
-    """What `generate` does to the logits of one model; the defaults do nothing.
+    """The changes of `generate` to the logits of one model; the defaults change nothing.
 
     Ids outside the vocabulary have no logit and no effect, except in `forced_bos` and `forced_eos`.
 
@@ -72,11 +72,11 @@ class GenerationRules:
         first = self.timestamps.first if self.timestamps is not None else None
         for name, token in (("forced_bos", self.forced_bos), ("forced_eos", self.forced_eos), ("timestamps", first)):
             if token is not None and not 0 <= token < vocab_size:
-                raise ValueError(f"{name} is token {token}; the vocabulary has {vocab_size} ids")
+                raise ValueError(f"{name} has the token {token}; ids must be below {vocab_size}")
 
 
 class Bans(NamedTuple):
-    """What may not be the next token.
+    """The tokens that may not come next.
 
     Attributes:
         tokens: ids.
@@ -91,7 +91,7 @@ class Bans(NamedTuple):
 
 
 class DecoderState:
-    """Prompt and output of one decoder, with what the rules need to know of them.
+    """Prompt and output of one decoder, with the facts about them that the rules need.
 
     Args:
         rules: of the model.
@@ -114,7 +114,7 @@ class DecoderState:
             if len(word) > 1:
                 self._words.setdefault(word[-2], []).append((list(word[:-1]), word[-1]))
         self._tokens: list[int] = []
-        self._followers: dict[tuple[int, ...], list[int]] = {}  # what followed each n - 1 tokens
+        self._followers: dict[tuple[int, ...], list[int]] = {}  # the tokens after each n - 1 tokens
         self._stamps: list[int] = []  # generated timestamps
         for token in prompt:
             self.push(token)
@@ -156,7 +156,7 @@ class DecoderState:
         return self._rules.forced_bos if len(self._tokens) == 1 else None
 
     def bans(self) -> Bans:
-        """Return what may not come next, if no token is forced. `GenerationRules.always_banned` is left out."""
+        """Return the tokens that may not come next, if none is forced. `GenerationRules.always_banned` is left out."""
         tokens, length = self._tokens, len(self._tokens)
         banned: set[int] = set()
         if self._rules.no_repeat_ngram_size:

@@ -1,4 +1,4 @@
-"""Log-probabilities of emitted tokens, raw and adjusted, and of the best tokens at the same position."""
+"""Log-probabilities of emitted tokens and of a prompt, with those of the best tokens there; and p of drafted tokens."""
 
 from __future__ import annotations
 
@@ -9,21 +9,38 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from kernels.verify import Proposed, TokenLogprobs, VerifyResult
+from kernels.sampling import bad_rows
+from kernels.verify import Proposed, Status, TokenLogprobs, VerifyResult
+
+SCORED_ROWS = 64
+"""Rows of a prompt that `prompt_logprobs` handles at once; it bounds the memory of its temporaries."""
 
 
-def with_logprobs(result: VerifyResult, proposal: Proposed, raw: Tensor, p: Tensor) -> VerifyResult:
-    """Return the result with the log-probabilities that its proposal requests.
+def wants_reports(proposal: Proposed) -> bool:
+    """Return whether a proposal requests log-probabilities, or p of its drafted tokens."""
+    return proposal.top_logprobs >= 0 or proposal.reports_probabilities
+
+
+def with_reports(result: VerifyResult, proposal: Proposed, raw: Tensor, p: Tensor) -> VerifyResult:
+    """Return the result with the log-probabilities and probabilities that its proposal requests.
 
     Args:
-        result: of `proposal`, not BAD_LOGITS.
-        proposal: with `top_logprobs` of at least 0.
-        raw: the target's untouched logits from the proposal's first row on, `[accepted + 1 or more, V]`.
+        result: of `proposal`.
+        proposal: perhaps with requests.
+        raw: the target's untouched logits from the proposal's first row on, `[γ+1 or more, V]`.
         p: the distributions of the same rows.
     """
-    emitted = (*proposal.tokens[: result.accepted], result.next_token)
-    rows = slice(0, len(emitted))
-    return replace(result, logprobs=token_logprobs(raw[rows], p[rows], emitted, proposal.top_logprobs))
+    if result.status is Status.BAD_LOGITS:
+        return result
+    if proposal.top_logprobs >= 0:
+        emitted = (*proposal.tokens[: result.accepted], result.next_token)
+        rows = slice(0, len(emitted))
+        result = replace(result, logprobs=token_logprobs(raw[rows], p[rows], emitted, proposal.top_logprobs))
+    if proposal.reports_probabilities:
+        drafted = torch.tensor(proposal.tokens, dtype=torch.int64, device=p.device).unsqueeze(1)
+        chances = p[: len(drafted)].gather(1, drafted).squeeze(1)
+        result = replace(result, probabilities=tuple(chances.nan_to_num(nan=0.0).tolist()))
+    return result
 
 
 def token_logprobs(raw: Tensor, p: Tensor, tokens: Sequence[int], top: int) -> tuple[TokenLogprobs, ...]:
@@ -35,10 +52,27 @@ def token_logprobs(raw: Tensor, p: Tensor, tokens: Sequence[int], top: int) -> t
         tokens: the emitted tokens.
         top: how many of the best to add, by raw logit; lower ids first among equals.
     """
-    raw_log = torch.log_softmax(raw.to(p.dtype), dim=-1)
-    log_p = p.log()
-    # [m, 1 + top]: the emitted token, then the best
-    ids = torch.cat((torch.tensor(tokens, device=raw.device).unsqueeze(1), _best(raw_log, top)), dim=1)
+    return _of_rows(torch.log_softmax(raw.to(p.dtype), dim=-1), p.log(), tokens, top)
+
+
+def prompt_logprobs(raw: Tensor, tokens: Sequence[int], top: int) -> tuple[TokenLogprobs, ...] | None:
+    """Return the log-probabilities of a prompt's `tokens` `[m]`, one per row; None if a row is bad (`bad_rows`).
+
+    No sampling parameter applies to a prompt, so `adjusted` equals `raw`. Arguments are as in `token_logprobs`.
+    """
+    found: list[TokenLogprobs] = []
+    for first in range(0, len(tokens), SCORED_ROWS):
+        rows = slice(first, first + SCORED_ROWS)
+        if bad_rows(raw[rows]).any():
+            return None
+        log_p = torch.log_softmax(raw[rows].float(), dim=-1)
+        found += _of_rows(log_p, log_p, tokens[rows], top)
+    return tuple(found)
+
+
+def _of_rows(raw_log: Tensor, log_p: Tensor, tokens: Sequence[int], top: int) -> tuple[TokenLogprobs, ...]:
+    # raw_log, log_p: [m, V]. [m, 1 + top]: the token, then the best
+    ids = torch.cat((torch.tensor(tokens, device=raw_log.device).unsqueeze(1), _best(raw_log, top)), dim=1)
     columns = zip(ids.tolist(), raw_log.gather(1, ids).tolist(), log_p.gather(1, ids).tolist(), strict=True)
     return tuple(
         TokenLogprobs(

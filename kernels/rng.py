@@ -138,7 +138,7 @@ def _refuse(**words: int) -> None:
 
 def _refuse_outside(name: str, value: int, largest: int) -> None:
     if not 0 <= value <= largest:
-        raise ValueError(f"{name} is {value}, outside 0..{largest}")
+        raise ValueError(f"{name} is {value}; it must be 0 to {largest}")
 
 
 # ------------------------------------------------------------------------------------------------------------- noise

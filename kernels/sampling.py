@@ -49,7 +49,7 @@ class SamplingParams:
         if not 0 < self.top_p <= 1:
             raise ValueError(f"top_p is {self.top_p}; it must be above 0 and at most 1 (1: off)")
         if not 0 <= self.min_p <= 1:
-            raise ValueError(f"min_p is {self.min_p}; it must lie in [0, 1] (0: off)")
+            raise ValueError(f"min_p is {self.min_p}; it must be 0 to 1 (0: off)")
 
     @property
     def is_greedy(self) -> bool:
@@ -175,7 +175,7 @@ def sample(logits: Tensor, draws: Sequence[Draw], config: SparseConfig) -> list[
         ValueError: the number of draws is not the number of rows.
     """
     if len(draws) != len(logits):
-        raise ValueError(f"{len(draws)} draws for {len(logits)} rows")
+        raise ValueError(f"draws has length {len(draws)}; it must be the number of rows, {len(logits)}")
     groups: dict[tuple[SamplingParams, bool], list[int]] = {}
     for row, each in enumerate(draws):
         groups.setdefault((each.params, each.noise is not None), []).append(row)

@@ -65,7 +65,7 @@ class SparseConfig:
         if not 0 < self.keep_mass <= 1:
             raise ValueError(f"keep_mass is {self.keep_mass}; it must be above 0 and at most 1")
         if not 1 <= self.max_support <= MAX_SUPPORT:
-            raise ValueError(f"max_support is {self.max_support}, outside 1..{MAX_SUPPORT}")
+            raise ValueError(f"max_support is {self.max_support}; it must be 1 to {MAX_SUPPORT}")
 
 
 def sparsify(probs: Tensor, config: SparseConfig) -> list[SparseDistribution]:
@@ -117,18 +117,18 @@ def validate(ids: np.ndarray, weights: np.ndarray, vocab_size: int) -> SparseDis
     """
     K = len(ids)
     if len(weights) != K:
-        raise ValueError(f"{K} token ids for {len(weights)} weights")
+        raise ValueError(f"token_ids has length {K} and weights {len(weights)}; they must be equal")
     if not 1 <= K <= MAX_SUPPORT:
-        raise ValueError(f"the support holds {K} tokens; 1 to {MAX_SUPPORT} are allowed")
+        raise ValueError(f"token_ids has length {K}; it must be 1 to {MAX_SUPPORT}")
     _refuse_disorder(ids)
     if int(ids[0]) < 0 or int(ids[-1]) >= vocab_size:
         bad = int(ids[0]) if int(ids[0]) < 0 else int(ids[-1])
-        raise ValueError(f"token id {bad} is outside the vocabulary of {vocab_size}")
+        raise ValueError(f"token_ids has {bad}; ids must be below {vocab_size}, the size of the vocabulary")
     total = int(weights.sum(dtype=np.int64))
     if total == 0:
-        raise ValueError(f"all {K} weights are 0")
+        raise ValueError(f"all {K} weights are 0; each must be at least 1")
     if not weights.all():
-        raise ValueError(f"the weight of token {int(ids[int(weights.argmin())])} is 0; weights are at least 1")
+        raise ValueError(f"the weight of token {int(ids[int(weights.argmin())])} is 0; it must be at least 1")
     return SparseDistribution(ids, weights, total)
 
 
@@ -139,5 +139,5 @@ def _refuse_disorder(ids: np.ndarray) -> None:
     at = int(rising.argmin())
     first, second = int(ids[at]), int(ids[at + 1])
     if first == second:
-        raise ValueError(f"token id {first} is repeated at indices {at} and {at + 1} of the support")
-    raise ValueError(f"token ids must ascend: {first} at index {at} is followed by {second}")
+        raise ValueError(f"token_ids has {first} twice, at indices {at} and {at + 1}; give each id once")
+    raise ValueError(f"token_ids must ascend; {first} at index {at} is followed by {second}")

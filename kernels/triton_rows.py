@@ -14,7 +14,7 @@ from kernels.rng import FIRST_MULTIPLIER, SECOND_MULTIPLIER, SPREAD, Domain
 
 LOG2_E = tl.constexpr(1.4426950408889634)
 
-# What the statistics of a row hold besides peak and mass.
+# Statistics of a row besides peak and mass.
 NOTHING = tl.constexpr(0)
 ARGMAX = tl.constexpr(1)
 GUMBEL = tl.constexpr(2)

@@ -90,6 +90,7 @@ class Proposed:
         lenience: l of [L A.5], in (0, 1]; 1 is exact.
         adjustments: changes to the target's logits, one per row `[γ+1]`, or empty.
         top_logprobs: -1 for no log-probabilities, 0 for those of the emitted tokens, N for the N best as well.
+        reports_probabilities: whether the result has p of the drafted tokens.
         uniforms: overrides the uniforms of (seed, base_length). `coupled` uses none.
         sigmoid: the scales; required by the rule `sigmoid`, refused by the others.
     """
@@ -103,6 +104,7 @@ class Proposed:
     lenience: float = 1.0
     adjustments: tuple[RowAdjustment | None, ...] = ()
     top_logprobs: int = -1
+    reports_probabilities: bool = False
     uniforms: Uniforms | None = None
     sigmoid: SigmoidScales | None = None
 
@@ -163,6 +165,7 @@ class VerifyResult:
         beta: β = Σ min(p/l, q̂) [L 3.5, A.5] of each row up to the stopping one, `[min(accepted + 1, γ)]`: the chance of
             acceptance under `tokenwise`. Empty under `coupled` and `sigmoid`, which have no q̂.
         logprobs: one entry per emitted token, `[accepted + 1]`, if requested.
+        probabilities: p of each drafted token after those before it, `[γ]`, if requested.
     """
 
     status: Status
@@ -170,6 +173,7 @@ class VerifyResult:
     next_token: int
     beta: tuple[float, ...] = ()
     logprobs: tuple[TokenLogprobs, ...] = ()
+    probabilities: tuple[float, ...] = ()
 
 
 BAD_LOGITS = VerifyResult(status=Status.BAD_LOGITS, accepted=0, next_token=-1)
@@ -224,10 +228,10 @@ def verify(logits: Tensor, proposals: Sequence[Proposed], implementation: str | 
         _check_counts(number, proposal)
         if proposal.rule not in chosen.RULES:
             offered = ", ".join(sorted(rule.value for rule in chosen.RULES))
-            raise UnsupportedRule(f"{name} does not support the rule {proposal.rule.value}; it supports {offered}")
+            raise UnsupportedRule(f"rule of proposal {number} is {proposal.rule.value}; {name} has {offered}")
     R = sum(len(proposal.tokens) + 1 for proposal in proposals)
     if logits.ndim != 2 or logits.shape[0] != R or (R and logits.shape[1] == 0):
-        raise ValueError(f"logits have shape {tuple(logits.shape)}; the proposals need [{R}, V]")
+        raise ValueError(f"logits have the shape {list(logits.shape)}; for these proposals it must be [{R}, V]")
     for number, proposal in enumerate(proposals):
         _check_distributions(number, proposal, logits.shape[1])
     return chosen.verify(logits, proposals) if proposals else []
@@ -252,22 +256,26 @@ def _check_counts(number: int, proposal: Proposed) -> None:
     if proposal.rule is Rule.COUPLED:
         if proposal.q:
             raise ValueError(
-                f"proposal {number} has {len(proposal.q)} draft distributions; the rule coupled takes none"
+                f"q of proposal {number} has length {len(proposal.q)}; it must be 0 under the rule coupled"
             )
     elif len(proposal.q) != gamma:
-        raise ValueError(f"proposal {number} has {gamma} tokens and {len(proposal.q)} draft distributions")
+        raise ValueError(f"q of proposal {number} has length {len(proposal.q)}; it must be that of tokens, {gamma}")
     if proposal.adjustments and len(proposal.adjustments) != gamma + 1:
-        raise ValueError(f"proposal {number} has {len(proposal.adjustments)} adjustments for {gamma + 1} rows")
+        raise ValueError(
+            f"adjustments of proposal {number} has length {len(proposal.adjustments)}; it must be 0 or {gamma + 1}"
+        )
     if not 0 < proposal.lenience <= 1:
         raise ValueError(f"lenience of proposal {number} is {proposal.lenience}; it must be above 0 and at most 1")
     if proposal.lenience < 1 and proposal.rule in (Rule.BLOCK, Rule.COUPLED):
         raise ValueError(
-            f"lenience of proposal {number} is {proposal.lenience}; it must be 1 under {proposal.rule.value}"
+            f"lenience of proposal {number} is {proposal.lenience}; it must be 1 under the rule {proposal.rule.value}"
         )
     if proposal.top_logprobs < -1:
         raise ValueError(f"top_logprobs of proposal {number} is {proposal.top_logprobs}; it must be at least -1")
     if proposal.uniforms is not None and len(proposal.uniforms.accept) < gamma:
-        raise ValueError(f"proposal {number} has {len(proposal.uniforms.accept)} uniforms for {gamma} tokens")
+        raise ValueError(
+            f"uniforms of proposal {number} has length {len(proposal.uniforms.accept)}; it must be {gamma}"
+        )
 
 
 def _check_distributions(number: int, proposal: Proposed, V: int) -> None:
@@ -285,18 +293,18 @@ def _check_distributions(number: int, proposal: Proposed, V: int) -> None:
     if is_sigmoid and proposal.sigmoid is None:
         raise ValueError(f"sigmoid of proposal {number} is None; the rule sigmoid needs scales")
     if not is_sigmoid and proposal.sigmoid is not None:
-        raise ValueError(f"proposal {number} has sigmoid scales; the rule {proposal.rule.value} takes none")
+        raise ValueError(f"sigmoid of proposal {number} is set; it must be None under the rule {proposal.rule.value}")
     for i, q in enumerate(proposal.q):
         # At temperature 0 no rule needs q, and draft logits are not defined.
         if is_sigmoid and not (isinstance(q, DraftLogits) or (q is None and proposal.params.is_greedy)):
-            raise ValueError(f"q[{i}] of proposal {number} is {_form(q)}; the rule sigmoid takes draft logits only")
+            raise ValueError(f"q[{i}] of proposal {number} is {_form(q)}; the rule sigmoid needs draft logits")
         if not is_sigmoid and isinstance(q, DraftLogits):
             raise ValueError(
-                f"q[{i}] of proposal {number} is draft logits, which the rule {proposal.rule.value} does not take"
+                f"q[{i}] of proposal {number} is draft logits; the rule {proposal.rule.value} needs a distribution"
             )
         shape = _dense_shape(q)
         if shape is not None and shape != (V,):
-            raise ValueError(f"q[{i}] of proposal {number} has shape {shape}; the vocabulary has {V} tokens")
+            raise ValueError(f"q[{i}] of proposal {number} has the shape {list(shape)}; it must be [{V}]")
 
 
 def _dense_shape(q: DraftDistribution) -> tuple[int, ...] | None:

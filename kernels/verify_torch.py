@@ -18,7 +18,7 @@ from torch import Tensor
 
 from kernels.adjustments import apply
 from kernels.dense import DenseDistribution, DraftLogits
-from kernels.logprobs import with_logprobs
+from kernels.logprobs import wants_reports, with_reports
 from kernels.rng import noise_rows
 from kernels.sampling import bad_rows, gumbel_max, probabilities
 from kernels.sigmoid import Scores
@@ -79,8 +79,8 @@ def _verify_group(raw: Tensor, z: Tensor, proposals: Sequence[Proposed]) -> list
     start = 0
     for proposal in proposals:
         result = _walk(rows, drafts, start, len(results), proposal)
-        if proposal.top_logprobs >= 0 and result.status is not Status.BAD_LOGITS:
-            result = with_logprobs(result, proposal, raw[start:], p[start:])
+        if wants_reports(proposal):
+            result = with_reports(result, proposal, raw[start:], p[start:])
         results.append(result)
         start += len(proposal.tokens) + 1
     return results
@@ -184,9 +184,8 @@ def _verify_sigmoid(raw: Tensor, z: Tensor, proposals: Sequence[Proposed]) -> li
     for proposal in proposals:
         end = start + len(proposal.tokens) + 1
         result = _walk_sigmoid(z[start:end], bad[start:end], proposal)
-        if proposal.top_logprobs >= 0 and result.status is not Status.BAD_LOGITS:
-            emitted = slice(start, start + result.accepted + 1)
-            result = with_logprobs(result, proposal, raw[emitted], probabilities(z[emitted], proposal.params))
+        if wants_reports(proposal):
+            result = with_reports(result, proposal, raw[start:], probabilities(z[start:end], proposal.params))
         results.append(result)
         start = end
     return results
@@ -240,8 +239,8 @@ def _verify_greedy(raw: Tensor, z: Tensor, proposals: Sequence[Proposed]) -> lis
     for proposal in proposals:
         end = start + len(proposal.tokens)
         result = _walk_greedily(rows[start : end + 1], best_ids[start : end + 1], top[start : end + 1], proposal)
-        if proposal.top_logprobs >= 0 and result.status is not Status.BAD_LOGITS:
-            result = with_logprobs(result, proposal, raw[start:], probabilities(z[start : end + 1], proposal.params))
+        if wants_reports(proposal):
+            result = with_reports(result, proposal, raw[start:], probabilities(z[start : end + 1], proposal.params))
         results.append(result)
         start = end + 1
     return results

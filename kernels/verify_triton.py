@@ -22,7 +22,7 @@ import triton.language as tl
 from torch import Tensor
 
 from kernels.adjustments import apply, apply_many_bans
-from kernels.logprobs import with_logprobs
+from kernels.logprobs import wants_reports, with_reports
 from kernels.sampling import probabilities
 from kernels.sparse import MAX_SUPPORT
 from kernels.triton_draw import DENSE, SPARSE, TARGET, Draft, RowDistribution, draw
@@ -189,7 +189,7 @@ class Launch:
 
     Attributes:
         raw: the target's logits, `[R, V]`.
-        logits: what the kernels read, `[R, V]`, columns contiguous: a copy where rows ban many ids, else `raw`. Each
+        logits: read by the kernels, `[R, V]`, columns contiguous: a copy where rows ban many ids, else `raw`. Each
             run reads them, so they may be overwritten in between.
         proposals: the B proposals.
         batch: the proposals as arrays.
@@ -244,7 +244,7 @@ class Launch:
     def results(self) -> list[VerifyResult]:
         """Wait for the last run and return its results, by one copy from the device.
 
-        Requested log-probabilities are computed from the current content of `raw`.
+        Requested log-probabilities and probabilities are computed from the current content of `raw`.
         """
         out, N = self.out.cpu(), len(self.batch.draft_q)
         beta = out[:N].view(torch.float32).numpy()
@@ -257,8 +257,9 @@ class Launch:
                 result = VerifyResult(
                     STATUSES[status], accepted, token, _beta_of(proposal, accepted, beta[first_row - b :])
                 )
-                if proposal.top_logprobs >= 0:
-                    result = _with_logprobs(result, proposal, self.raw[first_row : first_row + accepted + 1])
+                if wants_reports(proposal):
+                    rows = slice(first_row, first_row + len(proposal.tokens) + 1)
+                    result = _with_reports(result, proposal, self.raw[rows])
             results.append(result)
             first_row += len(proposal.tokens) + 1
         return results
@@ -295,10 +296,10 @@ def _outcomes(out: Tensor, N: int) -> Tensor:
     return out[_beta_words(N) :].view(-1, 3)
 
 
-def _with_logprobs(result: VerifyResult, proposal: Proposed, raw: Tensor) -> VerifyResult:
-    """Add log-probabilities, on the host's side: few requests need them, so the kernels do not compute them."""
-    z = apply(raw, proposal.adjustments[: len(raw)])
-    return with_logprobs(result, proposal, raw, probabilities(z, proposal.params))
+def _with_reports(result: VerifyResult, proposal: Proposed, raw: Tensor) -> VerifyResult:
+    """Add log-probabilities and probabilities: few requests need them, so the kernels do not compute them."""
+    z = apply(raw, proposal.adjustments)
+    return with_reports(result, proposal, raw, probabilities(z, proposal.params))
 
 
 def verify(logits: Tensor, proposals: Sequence[Proposed]) -> list[VerifyResult]:

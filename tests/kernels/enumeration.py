@@ -106,8 +106,8 @@ def total_variation(a: np.ndarray, b: np.ndarray) -> float:
 def emitted(verify: Verify, pair: TinyPair, bisections: int, drawn_from: Draft | None = None) -> np.ndarray:
     """Return the distribution of the first three tokens, `[4, 4, 4]`: the target goes on after a shorter round.
 
-    `drawn_from` is what the drafts are sampled from, if not the q of the proposals. Each of the `bisections` doubles
-    the precision of every edge.
+    The drafts are sampled from `drawn_from`, if given, in place of the q of the proposals. Each of the `bisections`
+    doubles the precision of every edge.
     """
     p2, p3 = (torch.softmax(each, -1).numpy() for each in pair.logits[1:])
     none, one, both = joint_distribution(verify, pair, bisections, drawn_from)

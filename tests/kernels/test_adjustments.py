@@ -87,10 +87,10 @@ def test_apply_leaves_other_rows_and_the_input_alone() -> None:
         ({"repetition_penalty": 0.0}, "repetition_penalty is 0.0"),
         ({"frequency_penalty": math.nan}, "frequency_penalty is nan"),
         ({"logit_bias": ((3, math.inf),)}, "logit_bias of token 3 is inf"),
-        ({"logit_bias": ((3, 1.0), (5, 0.0), (3, 2.0))}, "logit_bias names token 3 2 times"),
-        ({"logit_bias": ((-3, 1.0),)}, "logit_bias holds token -3"),
+        ({"logit_bias": ((3, 1.0), (5, 0.0), (3, 2.0))}, "logit_bias has the token 3 2 times"),
+        ({"logit_bias": ((-3, 1.0),)}, "logit_bias has the token -3"),
         ({"min_new_tokens": -1}, "min_new_tokens is -1"),
-        ({"banned_tokens": (V,)}, f"banned_tokens holds token {V}; the vocabulary has {V} ids"),
+        ({"banned_tokens": (V,)}, f"banned_tokens has the token {V}; ids must be below {V}"),
     ],
 )
 def test_rules_out_of_range_are_refused(fields: dict[str, object], named: str) -> None:
@@ -99,9 +99,9 @@ def test_rules_out_of_range_are_refused(fields: dict[str, object], named: str) -
 
 
 def test_counts_that_do_not_fit_are_refused() -> None:
-    with pytest.raises(ValueError, match="1 adjustments for 2 rows"):
+    with pytest.raises(ValueError, match="rows has length 1; it must be 0 or that of the logits, 2"):
         apply(torch.zeros(2, V), [None])
     adjuster = Adjuster(EVERYTHING, [], V)
     adjuster.push(1)
-    with pytest.raises(ValueError, match=r"n_generated is 2, outside 0\.\.1"):
+    with pytest.raises(ValueError, match=r"n_generated is 2; it must be 0 to 1"):
         adjuster.truncate(2)

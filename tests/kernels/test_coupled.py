@@ -16,7 +16,7 @@ from scipy import integrate
 from kernels import rng, verify_torch
 from kernels.rng import gumbel, noise_rows
 from kernels.sampling import gumbel_max
-from tests.exactness.chisquare import goodness_of_fit
+from outrider.evaluation.chisquare import goodness_of_fit
 from tests.kernels import reference
 from tests.kernels.cases import coupled, gaussian
 from tests.kernels.paths import HOST, PATHS, verify

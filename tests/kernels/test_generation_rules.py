@@ -188,9 +188,9 @@ def test_rules_without_effect_leave_rows_alone() -> None:
 @pytest.mark.parametrize(
     ("rules", "named"),
     [
-        (GenerationRules(forced_bos=V), f"forced_bos is token {V}; the vocabulary has {V} ids"),
-        (GenerationRules(forced_eos=-1), "forced_eos is token -1"),
-        (GenerationRules(timestamps=TimestampRules(V, EOS)), f"timestamps is token {V}"),
+        (GenerationRules(forced_bos=V), f"forced_bos has the token {V}; ids must be below {V}"),
+        (GenerationRules(forced_eos=-1), "forced_eos has the token -1"),
+        (GenerationRules(timestamps=TimestampRules(V, EOS)), f"timestamps has the token {V}"),
     ],
 )
 def test_tokens_outside_the_vocabulary_are_refused(rules: GenerationRules, named: str) -> None:

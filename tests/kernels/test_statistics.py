@@ -18,7 +18,7 @@ from kernels.rng import Domain, uniforms
 from kernels.sampling import SamplingParams, probabilities
 from kernels.sparse import SparseConfig, SparseDistribution, sparsify
 from kernels.verify import Proposed, Rule
-from tests.exactness.chisquare import goodness_of_fit
+from outrider.evaluation.chisquare import goodness_of_fit
 from tests.kernels.cases import gaussian
 from tests.kernels.paths import verify
 

@@ -13,11 +13,12 @@ import pytest
 import torch
 
 from kernels import verify_torch
-from kernels.adjustments import Adjuster, LogitRules
+from kernels.adjustments import Adjuster, LogitRules, apply
 from kernels.dense import DenseDistribution, DraftLogits, SigmoidScales
+from kernels.logprobs import SCORED_ROWS, prompt_logprobs
 from kernels.paths import PathUnavailable, choose, try_out, warm_up
 from kernels.rng import Domain, uniform
-from kernels.sampling import SamplingParams
+from kernels.sampling import SamplingParams, probabilities
 from kernels.verify import Rule, Uniforms, implementation_for
 from tests.kernels import reference
 from tests.kernels.cases import gaussian, n_differing, propose, random_batch, sparse
@@ -96,6 +97,49 @@ def test_logprobs_are_raw_and_adjusted(path: str) -> None:
     assert result.logprobs[1].top_adjusted[0] == -math.inf
 
 
+@pytest.mark.parametrize("path", ["torch", TRITON])
+def test_probabilities_of_drafted_tokens_are_p_of_their_rows(path: str) -> None:
+    """Also after a rejection; under `tokenwise` those of point masses are β. The other proposals ask for none."""
+    logits, proposals = random_batch(seed=6, V=61, size=4 if path == "triton" else 40)
+    asking = [replace(each, reports_probabilities=i % 2 == 0) for i, each in enumerate(proposals)]
+    first = 0
+    for plain, each, result in zip(verify(logits, proposals, path), asking, verify(logits, asking, path), strict=True):
+        assert replace(result, probabilities=()) == plain
+        rows = slice(first, first + each.gamma)
+        z = apply(logits[rows].float(), each.adjustments[: each.gamma])
+        p = probabilities(z, each.params)
+        expected = [p[i, token].item() for i, token in enumerate(each.tokens)]
+        assert result.probabilities == (pytest.approx(expected, abs=1e-5) if each.reports_probabilities else ())
+        first += each.gamma + 1
+
+
+@pytest.mark.parametrize("path", ["torch", TRITON])
+def test_a_point_mass_is_accepted_with_p(path: str) -> None:
+    proposed = propose((3, 4, 5), reports_probabilities=True)
+    (result,) = verify(gaussian(2, 4, 9), [proposed], path)
+    assert result.beta == pytest.approx(result.probabilities[: len(result.beta)], abs=1e-6)
+
+
+def test_scores_of_a_prompt_are_log_softmax_in_slices() -> None:
+    """Equal logits: lower ids first. A bad row anywhere leaves no scores."""
+    logits = gaussian(3, 2 * SCORED_ROWS + 3, 40).to(torch.bfloat16)
+    logits[5, [7, 3, 20]] = logits[5].max() + 1
+    tokens = [i % 40 for i in range(len(logits))]
+    scores = prompt_logprobs(logits, tokens, 4)
+    assert scores is not None
+    raw = torch.log_softmax(logits.double(), -1)
+    assert [each.token for each in scores] == tokens
+    for row, each in zip(raw, scores, strict=True):
+        assert each.raw == each.adjusted == pytest.approx(row[each.token].item(), abs=1e-5)
+        assert each.top_raw == each.top_adjusted == pytest.approx(row.topk(4).values.tolist(), abs=1e-5)
+    assert scores[5].top_ids[:3] == (3, 7, 20)
+    for value in (math.nan, math.inf):
+        bad = logits.clone()
+        bad[SCORED_ROWS + 1, 2] = value
+        assert prompt_logprobs(bad, tokens, 4) is None
+    assert prompt_logprobs(logits[:0], [], 4) == ()
+
+
 SCALES = SigmoidScales(-10, 10)
 LOGITS = DraftLogits(torch.zeros(2).half())
 
@@ -103,26 +147,26 @@ LOGITS = DraftLogits(torch.zeros(2).half())
 @pytest.mark.parametrize(
     ("change", "named"),
     [
-        ({"q": ()}, "1 tokens and 0 draft distributions"),
-        ({"adjustments": (None,)}, "1 adjustments for 2 rows"),
+        ({"q": ()}, "q of proposal 0 has length 0; it must be that of tokens, 1"),
+        ({"adjustments": (None,)}, "adjustments of proposal 0 has length 1; it must be 0 or 2"),
         *(({"lenience": value}, f"lenience of proposal 0 is {value}") for value in (0.0, math.nan)),
-        ({"lenience": 0.9, "rule": Rule.BLOCK}, "lenience of proposal 0 is 0.9; it must be 1 under block"),
-        ({"rule": Rule.COUPLED}, "1 draft distributions; the rule coupled takes none"),
+        ({"lenience": 0.9, "rule": Rule.BLOCK}, "lenience of proposal 0 is 0.9; it must be 1 under the rule block"),
+        ({"rule": Rule.COUPLED}, "q of proposal 0 has length 1; it must be 0 under the rule coupled"),
         ({"top_logprobs": -2}, "top_logprobs of proposal 0 is -2"),
-        ({"uniforms": Uniforms((), 0.5)}, "0 uniforms for 1 tokens"),
+        ({"uniforms": Uniforms((), 0.5)}, "uniforms of proposal 0 has length 0; it must be 1"),
         (
             {"q": (DenseDistribution(torch.ones(3) / 3),)},
-            r"q\[0\] of proposal 0 has shape \(3,\); the vocabulary has 2",
+            r"q\[0\] of proposal 0 has the shape \[3\]; it must be \[2\]",
         ),
-        ({"q": (LOGITS,)}, r"q\[0\] of proposal 0 is draft logits, which the rule tokenwise does not take"),
-        ({"sigmoid": SCALES}, "proposal 0 has sigmoid scales; the rule tokenwise takes none"),
+        ({"q": (LOGITS,)}, r"q\[0\] of proposal 0 is draft logits; the rule tokenwise needs a distribution"),
+        ({"sigmoid": SCALES}, "sigmoid of proposal 0 is set; it must be None under the rule tokenwise"),
         ({"q": (LOGITS,), "rule": Rule.SIGMOID}, "sigmoid of proposal 0 is None; the rule sigmoid needs scales"),
         *(
             ({"rule": Rule.SIGMOID, "sigmoid": SCALES, "q": q}, named)
             for q, named in (
                 ((None,), r"q\[0\] of proposal 0 is a point mass"),
-                ((sparse({0: 1}),), "is a sparse distribution; .* draft logits only"),
-                ((DraftLogits(torch.zeros(3)),), r"has shape \(3,\)"),
+                ((sparse({0: 1}),), "is a sparse distribution; the rule sigmoid needs draft logits"),
+                ((DraftLogits(torch.zeros(3)),), r"has the shape \[3\]"),
             )
         ),
     ],
@@ -130,7 +174,7 @@ LOGITS = DraftLogits(torch.zeros(2).half())
 def test_a_proposal_that_does_not_fit_is_refused(change: dict[str, Any], named: str) -> None:
     with pytest.raises(ValueError, match=named):
         verify(torch.zeros(2, 2), [replace(propose((0,)), **change)])
-    with pytest.raises(ValueError, match=r"\(3, 2\).*\[2, V\]"):
+    with pytest.raises(ValueError, match=r"\[3, 2\].*\[2, V\]"):
         verify(torch.zeros(3, 2), [propose((0,))])
 
 
