@@ -1,4 +1,4 @@
-"""Small encoder–decoder models with random weights: inputs, checkpoints, services, and what transformers writes."""
+"""Small encoder–decoder models with random weights: inputs, checkpoints, services, and transformers' texts."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ RULES: dict[str, dict[str, Any]] = {
 """Generation configs, each with other rules."""
 
 
-def _t5(**changes: Any) -> Any:
+def t5(**changes: Any) -> Any:
     sizes = {
         "d_model": 32, "d_kv": 8, "d_ff": 48, "num_layers": 2, "num_decoder_layers": 3, "num_heads": 4,
         "n_positions": POSITIONS, "decoder_start_token_id": START,
@@ -72,27 +72,27 @@ def _t5(**changes: Any) -> Any:
     return T5ForConditionalGeneration(T5Config(vocab_size=V, **(sizes | changes)))
 
 
-def _bart_like(model: Callable[[Any], Any], config: Callable[..., Any], **changes: Any) -> Any:
+def bart_like(model: Callable[[Any], Any], config: Callable[..., Any], **changes: Any) -> Any:
     sizes = {
-        "d_model": 32, "encoder_layers": 2, "decoder_layers": 3, "encoder_attention_heads": 4,
+        "vocab_size": V, "d_model": 32, "encoder_layers": 2, "decoder_layers": 3, "encoder_attention_heads": 4,
         "decoder_attention_heads": 4, "encoder_ffn_dim": 48, "decoder_ffn_dim": 40,
         "decoder_start_token_id": START, "pad_token_id": PAD,
     }  # fmt: skip
-    return model(config(vocab_size=V, **(sizes | changes)))
+    return model(config(**(sizes | changes)))
 
 
 MODELS: dict[str, Callable[[], Any]] = {
-    "t5": _t5,
-    "t5, gated, untied": lambda: _t5(
+    "t5": t5,
+    "t5, gated, untied": lambda: t5(
         feed_forward_proj="gated-gelu", tie_word_embeddings=False, relative_attention_num_buckets=8, num_heads=2
     ),
-    "bart": lambda: _bart_like(
+    "bart": lambda: bart_like(
         BartForConditionalGeneration, BartConfig, max_position_embeddings=POSITIONS, forced_eos_token_id=None
     ),
-    "marian": lambda: _bart_like(
+    "marian": lambda: bart_like(
         MarianMTModel, MarianConfig, max_position_embeddings=POSITIONS, forced_eos_token_id=None, scale_embedding=True
     ),
-    "whisper": lambda: _bart_like(
+    "whisper": lambda: bart_like(
         WhisperForConditionalGeneration, WhisperConfig, decoder_layers=2, num_mel_bins=MELS,
         max_source_positions=FRAMES // 2, max_target_positions=MAX_TOKENS, bos_token_id=EOS, eos_token_id=EOS,
         suppress_tokens=None, begin_suppress_tokens=None,
@@ -105,12 +105,17 @@ def build(name: str, noise: float = 0.0) -> Any:
     """A model of transformers with its rules; a draft has `noise` in its weights."""
     torch.manual_seed(16)
     model = MODELS[name]().eval()
-    for parameter in model.parameters():  # large enough for attention to matter
+    randomise(model, noise)
+    model.generation_config = GenerationConfig(**RULES[name])
+    return model
+
+
+def randomise(model: Any, noise: float = 0.0) -> None:
+    """Weights so large that attention matters. `noise` is a share of their standard deviation."""
+    for parameter in model.parameters():
         if parameter.dim() > 1 and parameter.requires_grad:  # Marian's positions are not saved
             parameter.data.normal_(0, 2 * (parameter.shape[0] / parameter.numel()) ** 0.5)
         parameter.data += noise * parameter.data.std(correction=0) * torch.randn_like(parameter)
-    model.generation_config = GenerationConfig(**RULES[name])
-    return model
 
 
 def loaded(name: str) -> LoadedModel:
@@ -141,7 +146,7 @@ def save(name: str, folder: Path, noise: float = 0.0) -> Path:
 
 @dataclass(frozen=True)
 class Pair:
-    """A draft service and its verifiers, which run.
+    """A draft service and its verifier, which run.
 
     Attributes:
         name: of the model, in `MODELS`.
@@ -151,20 +156,18 @@ class Pair:
     name: str
     target: Path
     draft: Service
-    verifiers: list[Service]
+    verifier: Service
 
 
 @contextmanager
-def serving(
-    name: str, folder: Path, flags: str = "", *, verifiers: int = 1, fault: str | None = None
-) -> Iterator[Pair]:
+def serving(name: str, folder: Path, flags: str = "") -> Iterator[Pair]:
     """A pair whose draft is the target with noise. `flags` are those of the draft service."""
     target, draft = save(name, folder / "target"), save(name, folder / "draft", NOISE)
     with Cluster("--max-sequences 128") as cluster:
-        running = [cluster.verifier(model=target, fault=fault) for _ in range(verifiers)]
-        service = cluster.draft(*running, model=draft, flags=flags)
-        wait_healthy(*running, service)
-        yield Pair(name, target, service, running)
+        verifier = cluster.verifier(model=target)
+        service = cluster.draft(verifier, model=draft, flags=flags)
+        wait_healthy(verifier, service)
+        yield Pair(name, target, service, verifier)
 
 
 @contextmanager
@@ -223,7 +226,7 @@ def decoder_prompt(name: str, *, language: int = EN, task: int = TRANSCRIBE, tim
 def generated(
     name: str, encoder_input: Tensor, count: int, prompt: Sequence[int] | None = None, noise: float = 0.0
 ) -> list[int]:
-    """What transformers' `generate` writes at temperature 0, with its rules, up to the end of sequence."""
+    """The text of transformers' `generate` at temperature 0, with its rules, up to the end of sequence."""
     prompt = decoder_prompt(name) if prompt is None else prompt
     model, processors = build(name, noise), []
     if name == "whisper" and SILENT not in prompt:
@@ -265,7 +268,7 @@ def _arguments(encoder_input: Tensor, decoder_inputs: Sequence[Sequence[int]]) -
 
 
 def transcribed(samples: Any, *, timestamps: bool, language: str = "en", count: int) -> list[int]:
-    """What Whisper's own `generate` writes about one window at temperature 0, without the end."""
+    """The text of Whisper's own `generate` for one window at temperature 0, without the end."""
     with torch.inference_mode():
         written = build("whisper").generate(
             torch.from_numpy(features(samples))[None], do_sample=False, max_new_tokens=count, task="transcribe",

@@ -15,9 +15,9 @@ from torch import Tensor, nn
 from transformers import AttentionInterface, AttentionMaskInterface
 
 from outrider.runtime.batch import PackedBatch, PagedBatch
-from outrider.runtime.encoder_decoder import EncoderDecoder, EncoderPass, attend_encoder, bias_of, is_cross
-from outrider.runtime.errors import CheckpointError
-from outrider.runtime.sdpa import CausalMasks, Scoring, attend, attend_biased, attend_scores
+from outrider.runtime.encoder_decoder import EncoderDecoder, EncoderPass, bias_of, is_cross
+from outrider.runtime.errors import CheckpointError, UnsupportedModel
+from outrider.runtime.sdpa import CausalMasks, Scoring, attend, attend_all, attend_scores
 
 NAME = "outrider_packed"
 """The name of our attention in a model's configuration (`attn_implementation`)."""
@@ -74,7 +74,7 @@ def packed_attention(
     if scaling is None:
         scaling = float(query.shape[-1]) ** -0.5
     if isinstance(batch, EncoderPass):
-        return batch.attend(module, query, key, value, scaling, features.get("position_bias")), None
+        return batch.attend(query, key, value, scaling, features.get("position_bias")), None
     if batch.observer is not None:
         arguments = {"softcap": softcap, "s_aux": s_aux, **features}
         return batch.observer.see(module, query, key, value, scaling, sliding_window, arguments), None
@@ -104,7 +104,7 @@ def _packed(query: Tensor, key: Tensor, value: Tensor, batch: PackedBatch, layer
     rows = query.transpose(0, 1).to(batch.dtype)
     keys, values = [views.keys[layer] for views in batch.views], [views.values[layer] for views in batch.views]
     if scoring.bias is not None:
-        return attend_biased(rows, batch.counts, keys, values, batch.biased_masks(scoring.bias), scoring.scaling)
+        return attend_all(rows, batch.counts, keys, values, batch.biased_masks(scoring.bias), scoring.scaling)
     if not scoring.is_plain:
         return attend_scores(rows, batch.starts, batch.counts, keys, values, scoring)
     masks = batch.masks_for(query.shape[0] // key.shape[0], scoring.window)
@@ -113,12 +113,9 @@ def _packed(query: Tensor, key: Tensor, value: Tensor, batch: PackedBatch, layer
 
 def _cross(query: Tensor, batch: PackedBatch, layer: int, scaling: float) -> Tensor:
     # query: [heads, T, head_dim] -> [T, heads, head_dim]
-    rows = query.transpose(0, 1).to(batch.dtype)
-    parts, first = [], 0
-    for views, count in zip(batch.encoded, batch.counts, strict=True):
-        parts.append(attend_encoder(rows.narrow(0, first, count), views.keys[layer], views.values[layer], scaling))
-        first += count
-    return torch.cat(parts)
+    rows, views = query.transpose(0, 1).to(batch.dtype), batch.encoded_views
+    keys, values = [each.keys[layer] for each in views], [each.values[layer] for each in views]
+    return attend_all(rows, batch.counts, keys, values, [], scaling)
 
 
 def _paged(query: Tensor, key: Tensor, value: Tensor, batch: PagedBatch, layer: int, scoring: Scoring) -> Tensor:
@@ -144,7 +141,7 @@ _UNSUPPORTED = {
     "block_sequence_ids": "bidirectional attention",
 }
 
-ELSEWHERE = "does not use transformers' attention interface, so it cannot run packed sequences"
+ELSEWHERE = "does not use transformers' attention interface, which Outrider needs"
 
 _PROBE_TOKENS = 4
 
@@ -208,10 +205,10 @@ def probe_attention(model: Any, encoder: EncoderDecoder | None = None) -> tuple[
     except Exception as error:
         kind = type(model).__name__
         if isinstance(error, NoBatch):
-            raise CheckpointError(
-                f"{kind} does not pass keyword arguments on to its attention, so it cannot run packed sequences"
+            raise UnsupportedModel(
+                f"{kind} does not pass keyword arguments on to its attention, which Outrider needs"
             ) from error
-        raise CheckpointError(f"{kind} cannot run packed sequences: {type(error).__name__}: {error}") from error
+        raise UnsupportedModel(f"{kind} fails with Outrider's attention: {type(error).__name__}: {error}") from error
     finally:
         model.set_attn_implementation(NAME)
     return observer.layers(model)
@@ -239,23 +236,25 @@ class _Observer:
             return query.transpose(1, 2)
         for name, meaning in _UNSUPPORTED.items():
             if features.get(name) is not None and not (name == "position_bias" and bias_of(module) is not None):
-                raise CheckpointError(f"the model needs {meaning}, which packed attention does not support")
+                raise UnsupportedModel(f"the model needs {meaning}, which Outrider's attention lacks")
         if features.get("is_causal") is False or getattr(module, "is_causal", True) is False:
-            raise CheckpointError("the model has bidirectional attention: it is not a causal language model")
+            raise UnsupportedModel("the model has bidirectional attention: it is not a causal language model")
         layer = getattr(module, "layer_idx", None)
         if not isinstance(layer, int) or layer in self._layers:
-            raise CheckpointError(
-                f"{type(module).__name__} has no layer_idx, or is called twice in a forward pass, so it cannot use the "
-                "KV cache"
+            raise UnsupportedModel(
+                f"{type(module).__name__} has no layer_idx, or runs twice in a forward pass: the KV cache needs one "
+                "index for each layer"
             )
         heads, kv_heads, head_dim = query.shape[1], key.shape[1], key.shape[3]
         fits = key.shape[:3] == value.shape[:3] and value.shape[3] <= head_dim == query.shape[3]
         if not fits or heads % kv_heads:
             shapes = f"queries {list(query.shape)}, keys {list(key.shape)}, values {list(value.shape)}"
-            raise CheckpointError(f"the heads of layer {layer} do not fit the KV cache: {shapes}")
+            raise UnsupportedModel(f"the KV cache cannot hold the heads of layer {layer}: {shapes}")
         softcap, sinks = features.get("softcap"), features.get("s_aux")
         if sinks is not None and sinks.shape != (heads,):
-            raise CheckpointError(f"the attention sinks of layer {layer} are {list(sinks.shape)}, not one per head")
+            raise UnsupportedModel(
+                f"layer {layer} has attention sinks of shape {list(sinks.shape)}; it must be [{heads}]"
+            )
         self._layers[layer] = AttentionLayer(
             heads, kv_heads, head_dim, scaling, window or None, softcap, sinks is not None
         )
@@ -270,7 +269,7 @@ class _Observer:
         layer: Any = module.layer_idx
         own, found = self._layers.get(layer), (query.shape[1], key.shape[1], key.shape[3])
         if own is None or found != (own.heads, own.kv_heads, own.head_dim) or own.heads != own.kv_heads:
-            raise CheckpointError(f"the heads of cross-attention in layer {layer} do not fit the KV cache")
+            raise UnsupportedModel(f"the cross-attention of layer {layer} has other heads than its self-attention")
 
     def see_mask(self, *args: Any, **arguments: Any) -> None:
         """Called by transformers in place of a mask function."""
@@ -281,22 +280,19 @@ class _Observer:
     def layers(self, model: Any) -> tuple[AttentionLayer, ...]:
         kind = type(model).__name__
         if not self._layers:
-            raise CheckpointError(f"the attention of {kind} {ELSEWHERE}")
+            raise UnsupportedModel(f"the attention of {kind} {ELSEWHERE}")
         config = model.config.get_text_config()
         names = ("decoder_layers", "num_decoder_layers", "num_hidden_layers")
         count = next((getattr(config, name) for name in names if getattr(config, name, None)), len(self._layers))
         if sorted(self._layers) != list(range(count)):
-            raise CheckpointError(
-                f"{kind} has attention in {len(self._layers)} of {count} layers: the state of the others is not in "
-                "the KV cache"
+            raise UnsupportedModel(
+                f"{kind} has attention in {len(self._layers)} of {count} layers: the KV cache cannot hold the state of "
+                "the others"
             )
         windows = {layer.window for layer in self._layers.values()}
         if not self._local <= windows:
             sizes = ", ".join(str(size) for size in sorted(self._local - windows))
-            raise CheckpointError(
-                f"{kind} masks all but {sizes} positions, and no layer has that sliding window: packed attention does "
-                "not support chunked attention"
-            )
+            raise UnsupportedModel(f"{kind} attends to chunks of {sizes} positions, which Outrider's attention cannot")
         return tuple(self._layers[layer] for layer in range(count))
 
 

@@ -47,7 +47,7 @@ class PackedBatch:
             positions than the chunk needs.
         dtype: of keys and values.
         masks: shared by all batches of a pool.
-        encoded: keys and values of each chunk's encoder slot; empty for a model without an encoder.
+        encoded: keys and values of each chunk's encoder slot, as `stores`; empty for a model without an encoder.
         observer: receives each call of the attention; only for `probe_attention`.
     """
 
@@ -58,11 +58,12 @@ class PackedBatch:
     dtype: torch.dtype
     masks: CausalMasks
     pool: KVPool | None = None
-    encoded: list[SlotViews] = field(default_factory=list)
+    encoded: list[list[Tensor]] = field(default_factory=list)
     observer: Any = None
     _needed: dict[tuple[int, int], list[Tensor]] = field(default_factory=dict)
     _biased: dict[int, list[Tensor]] = field(default_factory=dict)
     _views: list[SlotViews] = field(default_factory=list)
+    _encoded_views: list[SlotViews] = field(default_factory=list)
 
     @property
     def views(self) -> list[SlotViews]:
@@ -73,6 +74,15 @@ class PackedBatch:
                 for stores, start, count in zip(self.stores, self.starts, self.counts, strict=True)
             ]
         return self._views
+
+    @property
+    def encoded_views(self) -> list[SlotViews]:
+        """Keys and values of each chunk's encoder slot, per layer."""
+        if not self._encoded_views and self.pool is not None:
+            self._encoded_views = [
+                self.pool.split(stores, stores[0].size(3), stores[0].size(3)) for stores in self.encoded
+            ]
+        return self._encoded_views
 
     def next_rows(self, chunks: Sequence[int]) -> "PackedBatch":
         """The batch of the next row of each of these chunks; `stores` already has space for it."""
@@ -124,8 +134,7 @@ def pack(
         batch.counts.append(count)
         batch.rows += count
         if (encoder_slot := pool.encoder_slot(slot)) is not None:
-            length = pool.length(encoder_slot)
-            batch.encoded.append(pool.views(encoder_slot, length, length))
+            batch.encoded.append(pool.stores(encoder_slot, pool.length(encoder_slot)))
     return batch
 
 

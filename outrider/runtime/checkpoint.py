@@ -6,13 +6,15 @@ An error is one line with the reason.
 import hashlib
 import json
 import os
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 from huggingface_hub import snapshot_download
 from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
 
+from kernels.generation_rules import GenerationRules
 from outrider.runtime.errors import CheckpointError
 
 # The files of tokenizers and configurations; weights and code have patterns of their own.
@@ -55,7 +57,7 @@ def resolve_folder(name: str, revision: str | None = None, *, weights: bool = Tr
         ) from error
     except (HfHubHTTPError, OSError) as error:
         at = f" at revision '{revision}'" if revision else ""
-        raise CheckpointError(f"cannot get '{name}'{at} from the hub: {error}") from error
+        raise CheckpointError(f"cannot download '{name}'{at} from the hub: {error}") from error
     return folder
 
 
@@ -86,15 +88,28 @@ def weights_fingerprint(folder: str | os.PathLike[str]) -> str:
     folder = Path(folder)
     config = folder / "config.json"
     if not config.is_file():
-        raise CheckpointError(f"'{folder}' has no config.json")
+        raise CheckpointError(f"'{folder}' has no config.json; give the folder or hub id of a model")
     files = sorted(folder.glob("*.safetensors")) or sorted(folder.glob("pytorch_model*.bin"))
     if not files:
-        raise CheckpointError(f"'{folder}' has no weights (*.safetensors or pytorch_model*.bin)")
+        raise CheckpointError(f"'{folder}' has no weights: no *.safetensors and no pytorch_model*.bin")
     digest = hashlib.sha256(_normalised(config))
     for file in files:
         for part in (file.name.encode(), *_samples(file)):
             digest.update(len(part).to_bytes(8, "little") + part)  # with its length, so that parts cannot run together
     return digest.hexdigest()
+
+
+def model_fingerprint(weights: str, eos_token_ids: Iterable[int], rules: GenerationRules | None) -> str:
+    """SHA-256, in hex, of a fingerprint of weights and of the generation config's rules: models with the same one
+    write the same text.
+
+    Rules are hashed without defaults: a rule that is added to Outrider later changes no fingerprint of models without.
+    """
+    defaults = asdict(GenerationRules())
+    given = {} if rules is None else asdict(rules)
+    own = {name: value for name, value in given.items() if value != defaults[name]}
+    generation = json.dumps({"eos": sorted(set(eos_token_ids)), "rules": own}, sort_keys=True)
+    return hashlib.sha256(f"{weights} {generation}".encode()).hexdigest()
 
 
 def _normalised(config: Path) -> bytes:
@@ -113,7 +128,9 @@ def _samples(path: Path) -> Iterator[bytes]:
         if path.suffix == ".safetensors":
             start = 8 + int.from_bytes(file.read(8), "little")
             if start > size:
-                raise CheckpointError(f"'{path}' is cut off: its header ends at byte {start} of {size}")
+                raise CheckpointError(
+                    f"'{path}' is cut off: its header ends at byte {start}, and the file at {size}; copy it again"
+                )
             yield file.read(start - 8)
         yield str(size).encode()
         last = max(start, size - _SAMPLE_BYTES)

@@ -49,7 +49,8 @@ def find_device(name: str) -> torch.device:
         return device
     index, count = device.index or 0, torch.cuda.device_count()
     if index >= count:
-        raise CheckpointError(f"--device is '{name}'; torch sees {count} CUDA devices, numbered from 0")
+        found = f"{count} CUDA devices, numbered from 0" if count else "no CUDA device: use --device cpu, or auto"
+        raise CheckpointError(f"--device is '{name}'; torch finds {found}")
     return torch.device("cuda", index)
 
 

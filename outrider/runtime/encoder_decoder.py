@@ -6,6 +6,7 @@ It is filled by one pass and never grows. The decoder's slot is that of any sequ
 output of one zero row, which stands for it; the attention reads the encoder's slot in its place.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,8 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers.modeling_outputs import BaseModelOutput
 
-from outrider.runtime.block_pool import SlotViews
-from outrider.runtime.errors import CheckpointError
+from outrider.runtime.errors import CheckpointError, UnsupportedModel
 from outrider.runtime.kv_cache import KVPool
 
 TEXT, SPEECH = "text", "speech"
@@ -44,32 +44,13 @@ class EncoderInfo:
 
 
 class EncoderPass:
-    """In place of a batch while an encoder runs, and while cross-attention projects its output.
-
-    Args:
-        views: the encoder's slot, to be written by cross-attention; None while the encoder runs.
-    """
+    """In place of a batch while an encoder runs."""
 
     observer = None
 
-    def __init__(self, views: SlotViews | None = None) -> None:
-        self._views = views
-
-    def attend(
-        self, module: Any, query: Tensor, key: Tensor, value: Tensor, scaling: float, position_bias: Tensor | None
-    ) -> Tensor:
-        """Bidirectional attention of an encoder layer; for a decoder layer, any values.
-
-        Shapes are those of `outrider.runtime.attention.packed_attention`.
-        """
-        if self._views is None:
-            rows = F.scaled_dot_product_attention(query, key, value, attn_mask=position_bias, scale=scaling)
-            return rows.transpose(1, 2)
-        if is_cross(module):
-            new = self._views.new[module.layer_idx]
-            new[0].copy_(key[0])
-            new[1].copy_(value[0])
-        return query.transpose(1, 2)
+    def attend(self, query: Tensor, key: Tensor, value: Tensor, scaling: float, bias: Tensor | None) -> Tensor:
+        """Bidirectional attention. Shapes are those of `outrider.runtime.attention.packed_attention`."""
+        return F.scaled_dot_product_attention(query, key, value, attn_mask=bias, scale=scaling).transpose(1, 2)
 
 
 def encoder_length(inputs: Tensor | None) -> int:
@@ -88,22 +69,6 @@ def bias_of(module: Any) -> Tensor | None:
     """`[heads, positions]`: the bias of the scores by distance of T5's decoder; None for other models."""
     found: Tensor | None = getattr(module, _DISTANCE, None)
     return found
-
-
-def attend_encoder(query: Tensor, keys: Tensor, values: Tensor, scaling: float) -> Tensor:
-    """Cross-attention of one sequence: each row sees all positions.
-
-    Args:
-        query: `[n, heads, head_dim]`.
-        keys: `[heads, 1, positions, head_dim]`.
-        values: like `keys`.
-        scaling: of the scores.
-
-    Returns:
-        `[n, heads, head_dim]`.
-    """
-    rows = query.transpose(0, 1).unsqueeze(1)
-    return F.scaled_dot_product_attention(rows, keys, values, scale=scaling).squeeze(1).transpose(0, 1)
 
 
 class _Positions(nn.Module):
@@ -142,6 +107,7 @@ class EncoderDecoder:
 
     Attributes:
         info: of the encoder.
+        decoder: runs in place of the model's own decoder, if set.
 
     Raises:
         CheckpointError: the model has an embedding of positions that is not known.
@@ -149,22 +115,28 @@ class EncoderDecoder:
 
     def __init__(self, model: Any) -> None:
         self._model = model
+        self.decoder: Callable[[Tensor, Any, Tensor | int | None], Tensor] | None = None
         decoder = model.get_decoder()
         weight = next(decoder.parameters())
         self._no_output = BaseModelOutput(
             last_hidden_state=torch.zeros(1, 1, model.config.d_model, dtype=weight.dtype, device=weight.device)
         )
+        self._projections: list[tuple[int, list[_Projection]]] = []  # of keys and of values, by layer
         for module in decoder.modules():
             if isinstance(module, _Projection):
                 module.zero_row = self._no_output.last_hidden_state
                 module.nothing = module.nothing.to(weight.device)
+            elif is_cross(module):
+                self._projections.append((module.layer_idx, [getattr(module, name) for name in _projections(module)]))
         self._positions: _Positions | None = None
         embedding = getattr(decoder, "embed_positions", None)
         if isinstance(embedding, _Positions):
             self._positions = embedding
         elif embedding is not None:
             if not isinstance(embedding, nn.Embedding):
-                raise CheckpointError(f"{type(model).__name__} embeds positions by {type(embedding).__name__}")
+                raise UnsupportedModel(
+                    f"{type(model).__name__} embeds positions by {type(embedding).__name__}, not by a table"
+                )
             self._positions = decoder.embed_positions = _Positions(embedding)
         self.info = _info(model.config)
 
@@ -187,24 +159,22 @@ class EncoderDecoder:
 
     @torch.inference_mode()
     def fill(self, pool: KVPool, slot: int, inputs: Tensor) -> None:
-        """Fills an empty encoder slot: runs the encoder, and the projections of cross-attention.
+        """Runs the encoder, and fills an empty encoder slot with the projections of cross-attention.
 
         Raises:
             PoolExhausted: the pool has too few free blocks; the slot is still empty.
         """
-        encoded = self.encode(inputs)
-        length = encoded.shape[1]
-        views = pool.views(slot, 0, length)
-        if self._positions is not None:
-            self._positions.ids = torch.zeros(1, dtype=torch.int64, device=encoded.device)
-        start = torch.full((1, 1), self.info.start_token, device=encoded.device)
-        self._model.get_decoder()(
-            input_ids=start, encoder_hidden_states=encoded, use_cache=False, packed_batch=EncoderPass(views)
-        )
-        pool.extend(slot, length)
+        encoded = self.encode(inputs)[0]  # [S, hidden]
+        views = pool.views(slot, 0, len(encoded))
+        for layer, projections in self._projections:
+            for new, projection in zip(views.new[layer], projections, strict=True):  # [heads, S, head_dim]
+                new.copy_(projection(encoded).unflatten(1, (len(new), -1)).transpose(0, 1))
+        pool.extend(slot, len(encoded))
 
     def __call__(self, token_ids: Tensor, batch: Any, rows: Tensor | int | None) -> Tensor:
         """See `outrider.runtime.attention.Program`."""
+        if self.decoder is not None:
+            return self.decoder(token_ids, batch, rows)
         if self._positions is not None:
             self._positions.ids = batch.position_ids(token_ids.device)
         output = self._model(
@@ -224,9 +194,8 @@ def prepare(model: Any, context_length: int) -> EncoderDecoder:
     for name, module in model.get_decoder().named_modules():
         if name.endswith((".encoder_attn", ".EncDecAttention")):
             setattr(module, _CROSS, True)
-            for projection in ("k", "v", "k_proj", "v_proj"):
-                if isinstance(linear := getattr(module, projection, None), nn.Linear):
-                    setattr(module, projection, _Projection(linear))
+            for projection in _projections(module):
+                setattr(module, projection, _Projection(getattr(module, projection)))
     table: Tensor | None = None  # of the first layer; the others share it
     for module in model.get_decoder().modules():
         if hasattr(module, "relative_attention_bias"):
@@ -238,8 +207,13 @@ def prepare(model: Any, context_length: int) -> EncoderDecoder:
     return EncoderDecoder(model)
 
 
+def _projections(cross_attention: Any) -> tuple[str, str]:
+    """The names of the projections of keys and of values."""
+    return ("k_proj", "v_proj") if hasattr(cross_attention, "k_proj") else ("k", "v")
+
+
 def _bias_by_distance(module: Any, positions: int) -> Tensor:
-    """`[heads, positions]`: what T5 adds to a score, by the distance of the key before the row."""
+    """`[heads, positions]`: T5's addition to a score, by the distance of the key before the row."""
     weight = module.relative_attention_bias.weight
     buckets = module._relative_position_bucket(
         -torch.arange(positions, device=weight.device),
@@ -253,7 +227,7 @@ def _bias_by_distance(module: Any, positions: int) -> Tensor:
 def _info(config: Any) -> EncoderInfo:
     start = getattr(config, "decoder_start_token_id", None)
     if start is None:
-        raise CheckpointError(f"the configuration of '{config.model_type}' names no decoder_start_token_id")
+        raise CheckpointError(f"config.json of this '{config.model_type}' model has no decoder_start_token_id; add it")
     if hasattr(config, "num_mel_bins"):
         positions = config.max_source_positions
         return EncoderInfo(SPEECH, positions, start, mels=config.num_mel_bins, frames=2 * positions)

@@ -2,8 +2,9 @@
 
 `FusedDecoder` runs Llama, Mistral, Qwen2 and Qwen3: one product for queries, keys and values, one for gate and up, and
 residual sums inside products. The rotary embedding is one complex product, so the weights are reordered: the elements
-of each rotated pair (i, i + D/2) become neighbours. In other models single modules are replaced: RMS norms, if a test
-shows that they are RMS norms, and linear layers that can be packed.
+of each rotated pair (i, i + D/2) become neighbours. The decoders of T5, Whisper, BART and Marian have a fused form of
+their own (`outrider.runtime.fused_encoder_decoder`). In other models, and in encoders, single modules are replaced: RMS
+norms, if a test shows that they are RMS norms, and linear layers that can be packed.
 """
 
 import copy
@@ -19,6 +20,7 @@ from transformers.pytorch_utils import Conv1D
 from outrider.runtime.attention import AttentionLayer, Batch, Program, Rows, TransformersProgram
 from outrider.runtime.batch import PagedBatch
 from outrider.runtime.errors import CheckpointError
+from outrider.runtime.fused_encoder_decoder import FusedCrossDecoder, has_fused_cross_decoder
 from outrider.runtime.fused_layers import (
     FusedLayers,
     LayerWeights,
@@ -47,16 +49,18 @@ def fuse_model(loaded: LoadedModel) -> Program:
         CheckpointError: it fails, or its logits differ from those of transformers. This is a bug; `fuse=False` runs the
             model unfused.
     """
-    if loaded.encoder is not None:
-        return loaded.encoder
     if loaded.fused is None:
         model = loaded.model
         with torch.inference_mode():
             if has_fused_decoder(model, loaded.layers):
                 loaded.fused = FusedDecoder(model, loaded.layers)
             else:
-                _replace_modules(model, _called_modules(loaded), loaded.dtype)
-                loaded.fused = TransformersProgram(model)
+                program = loaded.encoder or TransformersProgram(model)
+                called = _called_modules(loaded, program)
+                if loaded.encoder is not None and has_fused_cross_decoder(model, loaded.dtype):
+                    loaded.encoder.decoder = FusedCrossDecoder(model)
+                _replace_modules(model, called, loaded.dtype)
+                loaded.fused = program
         allowed = logits_tolerance(loaded.dtype, quantised=loaded.quantisation is not None)
         why = check_program(loaded.fused, loaded.layers, loaded.reference, loaded.dtype, loaded.device, allowed)
         if why:
@@ -67,14 +71,13 @@ def fuse_model(loaded: LoadedModel) -> Program:
     return loaded.fused
 
 
-def _called_modules(loaded: LoadedModel) -> set[nn.Module]:
+def _called_modules(loaded: LoadedModel, program: Program) -> set[nn.Module]:
     """The linear layers whose `forward` is called. Some models use the weight of a layer without calling it."""
     called: set[nn.Module] = set()
     linear = [module for module in loaded.model.modules() if is_plain(module, nn.Linear, Conv1D)]
     hooks = [module.register_forward_hook(lambda module, args, out: called.add(module)) for module in linear]
     try:
-        program, anything = TransformersProgram(loaded.model), float("inf")
-        check_program(program, loaded.layers, loaded.reference, loaded.dtype, loaded.device, anything)
+        check_program(program, loaded.layers, loaded.reference, loaded.dtype, loaded.device, float("inf"))
     finally:
         for hook in hooks:
             hook.remove()
@@ -99,7 +102,7 @@ def _equivalent(module: nn.Module, called: set[nn.Module], dtype: torch.dtype) -
         rows: Any = weight if type(module) is nn.Linear else weight.t()  # Conv1D holds [in, out]
         bias: Any = module.bias
         return PackedModule(rows, bias)
-    if type(module).__name__.endswith("RMSNorm") and is_plain(module, type(module)):
+    if type(module).__name__.endswith(("RMSNorm", "T5LayerNorm")) and is_plain(module, type(module)):
         return _equivalent_norm(module, weight)
     return None
 

@@ -1,7 +1,7 @@
 """The layers of the fused decoder as one function of tensors, from token ids to logits, with its products and norms.
 
 On a CPU TorchScript compiles it: a forward pass is then one call without the Python interpreter and its lock, which
-makes the whole service 1.3 to 1.5 times as fast. So this file uses only what TorchScript supports. Results are the same
+makes the whole service 1.3 to 1.5 times as fast. So this file uses only features of TorchScript. Results are the same
 without compilation.
 """
 

@@ -1,11 +1,12 @@
-"""Reads what `generate` does to the logits of an encoder–decoder model from transformers' generation config."""
+"""Reads the rules of `generate` for the logits of an encoder–decoder model from transformers' generation config."""
 
+from collections.abc import Iterable
 from typing import Any
 
 from kernels.generation_rules import GenerationRules, TimestampRules
 from outrider.runtime.errors import CheckpointError
 
-# Options that change what is generated and are not done, with the values, besides None, that turn each off.
+# Options that change the text and are not supported, with the values, besides None, that turn each off.
 _NOT_DONE: dict[str, tuple[object, ...]] = {
     "guidance_scale": (1,),
     "sequence_bias": (),
@@ -43,7 +44,7 @@ def read(generation_config: Any, config: Any) -> GenerationRules | None:
         config: of the model.
 
     Raises:
-        CheckpointError: an option that is not done is set. The text names all of them.
+        CheckpointError: options are set that Outrider does not support. The text names all of them.
     """
     if not config.is_encoder_decoder:
         return None
@@ -51,19 +52,19 @@ def read(generation_config: Any, config: Any) -> GenerationRules | None:
     refused = _refused(generation_config, is_whisper)
     if refused:
         raise CheckpointError(
-            f"the generation config of '{config.model_type}' sets {', '.join(refused)}, which Outrider does not do; "
-            "remove it from generation_config.json to serve the model without"
+            f"generation_config.json of this '{config.model_type}' model sets {', '.join(refused)}, which Outrider "
+            "does not support; remove it from the file to serve the model without it"
         )
     given = generation_config
     rules = GenerationRules(
         repetition_penalty=1.0 if given.repetition_penalty is None else float(given.repetition_penalty),
-        suppressed=tuple(given.suppress_tokens or ()),
-        begin_suppressed=tuple(given.begin_suppress_tokens or ()),
-        bad_words=tuple(tuple(word) for word in given.bad_words_ids or ()),
+        suppressed=_sorted(given.suppress_tokens),
+        begin_suppressed=_sorted(given.begin_suppress_tokens),
+        bad_words=tuple(sorted({tuple(word) for word in given.bad_words_ids or ()})),
         no_repeat_ngram_size=given.no_repeat_ngram_size or 0,
         min_length=given.min_length or 0,
         min_new_tokens=given.min_new_tokens,
-        eos_tokens=_ids(given.eos_token_id),
+        eos_tokens=_sorted(_ids(given.eos_token_id)),
         forced_bos=given.forced_bos_token_id,
         forced_eos=next(iter(_ids(given.forced_eos_token_id)), None),
         timestamps=_timestamps(given) if is_whisper else None,
@@ -71,7 +72,7 @@ def read(generation_config: Any, config: Any) -> GenerationRules | None:
     try:
         rules.check_ids(getattr(config, "decoder_vocab_size", None) or config.vocab_size)
     except ValueError as error:
-        raise CheckpointError(f"the generation config of '{config.model_type}': {error}") from error
+        raise CheckpointError(f"generation_config.json of this '{config.model_type}' model: {error}") from error
     return None if rules == GenerationRules(eos_tokens=rules.eos_tokens) else rules
 
 
@@ -99,6 +100,11 @@ def _timestamps(given: Any) -> TimestampRules:
 
 def _eos_of_whisper(given: Any) -> tuple[int, ...]:
     return _ids(given.eos_token_id or given.bos_token_id)
+
+
+def _sorted(ids: Iterable[int] | None) -> tuple[int, ...]:
+    """A set of ids: configs with the same rules have the same `GenerationRules`."""
+    return tuple(sorted(set(ids or ())))
 
 
 def _ids(value: int | list[int] | None) -> tuple[int, ...]:

@@ -23,10 +23,10 @@ from transformers.utils import logging as transformers_logging
 from kernels.generation_rules import GenerationRules
 from outrider.runtime import generation_rules
 from outrider.runtime.attention import ELSEWHERE, NAME, AttentionLayer, Program, TransformersProgram, probe_attention
-from outrider.runtime.checkpoint import resolve_folder, weights_fingerprint
+from outrider.runtime.checkpoint import model_fingerprint, resolve_folder, weights_fingerprint
 from outrider.runtime.device import find_device
 from outrider.runtime.encoder_decoder import LONGEST, EncoderDecoder, prepare
-from outrider.runtime.errors import CheckpointError
+from outrider.runtime.errors import CheckpointError, UnsupportedModel
 from outrider.runtime.fused_layers import is_changed, is_plain_tensor
 from outrider.runtime.selfcheck import Reference, check_program, logits_tolerance, reference
 
@@ -81,13 +81,13 @@ class LoadedModel:
         context_length: the most positions of a sequence.
         name: as in its source.
         eos_token_ids: the end-of-sequence tokens of the generation config, or else of the config.
-        weights_fingerprint: see `weights_fingerprint`.
+        weights_fingerprint: see `model_fingerprint`.
         weight_bytes: of all its tensors.
         layers: the attention of each layer; with tensor parallelism, the heads of this process only.
         reference: transformers' logits of a few tokens, to check other programs against.
         fused: the fused program, once it has been built.
         encoder: of a model with encoder and decoder; None for others.
-        generation_rules: what transformers' `generate` does to the logits of such a model; None is nothing.
+        generation_rules: the changes of transformers' `generate` to the logits of such a model; None: no change.
     """
 
     model: Any
@@ -131,7 +131,7 @@ def load_model(source: ModelSource) -> LoadedModel:
         except CheckpointError as error:
             if quantisation is None:
                 raise
-            raise CheckpointError(f"{error} (its weights are quantised by '{quantisation}')") from error
+            raise CheckpointError(f"the weights are quantised by '{quantisation}': {error}") from error
         if quantisation is not None:
             settle_dtype(model, dtype)
         return _ready(model.to(device), source.name, fingerprint, device, dtype, dtype_reason, quantisation)
@@ -143,7 +143,8 @@ def adopt(model: Any, name: str, weights_fingerprint: str) -> LoadedModel:
     Args:
         model: a model of transformers, of one dtype and on one device. Its attention is replaced by ours.
         name: a name for the model.
-        weights_fingerprint: identifies its weights: models with the same fingerprint count as the same.
+        weights_fingerprint: identifies its weights: models with the same one and the same generation config count as
+            the same.
 
     Raises:
         CheckpointError: it needs a feature that packed attention does not support. The text is one line.
@@ -153,7 +154,7 @@ def adopt(model: Any, name: str, weights_fingerprint: str) -> LoadedModel:
         try:
             model.set_attn_implementation(NAME)
         except ValueError as error:
-            raise CheckpointError(f"the attention of {type(model).__name__} {ELSEWHERE}") from error
+            raise UnsupportedModel(f"the attention of {type(model).__name__} {ELSEWHERE}") from error
         return _ready(model, name, weights_fingerprint, first.device, first.dtype, "the dtype of the given model", None)
 
 
@@ -180,10 +181,12 @@ def _ready(
     allowed = logits_tolerance(dtype, quantised=quantisation is not None)
     why = check_program(encoder or TransformersProgram(model), layers, expected, dtype, device, allowed)
     if why:
-        raise CheckpointError(
-            f"{type(model).__name__} gives other logits on packed sequences than in transformers: {why}; probably it "
-            "has a state or a mask outside the attention, and is not supported"
+        raise UnsupportedModel(
+            f"{type(model).__name__} gives other logits in a batch of sequences than in transformers: {why}; probably "
+            "it has a state or a mask outside the attention"
         ) from why.cause
+    eos_token_ids = _eos_token_ids(model)
+    rules = generation_rules.read(model.generation_config, model.config)
     return LoadedModel(
         model=model,
         config=model.config,
@@ -194,28 +197,28 @@ def _ready(
         vocab_size=vocab_size,
         context_length=context_length,
         name=name,
-        eos_token_ids=_eos_token_ids(model),
-        weights_fingerprint=fingerprint,
+        eos_token_ids=eos_token_ids,
+        weights_fingerprint=model_fingerprint(fingerprint, eos_token_ids, rules),
         weight_bytes=_weight_bytes(model),
         layers=layers,
         reference=expected,
         encoder=encoder,
-        generation_rules=generation_rules.read(model.generation_config, model.config),
+        generation_rules=rules,
     )
 
 
 def _config(folder: Path, source: ModelSource) -> Any:
     if not (folder / "config.json").is_file():
-        raise CheckpointError(f"'{source.name}' has no config.json")
+        raise CheckpointError(f"'{source.name}' has no config.json; give the folder or hub id of a model")
     try:
         config = AutoConfig.from_pretrained(folder, trust_remote_code=source.trust_remote_code)
     except Exception as error:
         raise CheckpointError(f"cannot read the configuration of '{source.name}': {error}") from error
     if getattr(config, "is_encoder_decoder", False):
         if config.model_type not in _ENCODER_DECODERS:
-            raise CheckpointError(
+            raise UnsupportedModel(
                 f"'{source.name}' has an encoder, and its model type is '{config.model_type}'; of such models "
-                f"{', '.join(_ENCODER_DECODERS)} are supported"
+                f"{', '.join(_ENCODER_DECODERS)} run"
             )
         if source.ranks > 1:
             flag = f"--tensor-parallel-size {source.ranks}"
@@ -223,7 +226,7 @@ def _config(folder: Path, source: ModelSource) -> Any:
         return config
     remote = source.trust_remote_code and "AutoModelForCausalLM" in (getattr(config, "auto_map", None) or {})
     if config.model_type not in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES and not remote:
-        raise CheckpointError(
+        raise UnsupportedModel(
             f"'{source.name}' is not a causal language model of transformers: its model type is '{config.model_type}'"
         )
     return config
@@ -266,16 +269,16 @@ def _load_weights(folder: Path, source: ModelSource, config: Any, dtype: torch.d
         )
     except KeyError as error:
         if NAME not in str(error):
-            raise CheckpointError(f"cannot load '{source.name}': the key {error} is missing") from error
+            raise CheckpointError(f"cannot load '{source.name}': its configuration lacks {error}") from error
         kind = ", ".join(getattr(config, "architectures", None) or [config.model_type])
-        raise CheckpointError(f"the attention of {kind} {ELSEWHERE}") from error
+        raise UnsupportedModel(f"the attention of {kind} {ELSEWHERE}") from error
     except Exception as error:
         raise CheckpointError(f"cannot load '{source.name}': {type(error).__name__}: {error}") from error
     for problem in ("missing_keys", "mismatched_keys"):
         keys = sorted(str(key) for key in report.get(problem) or ())
         if keys:
             raise CheckpointError(
-                f"the weights of '{source.name}' do not match its configuration: {problem} {', '.join(keys[:3])}"
+                f"the weights of '{source.name}' do not match its config.json: {problem} {', '.join(keys[:3])}"
                 + (f" and {len(keys) - 3} more" if len(keys) > 3 else "")
             )
     return model
@@ -300,8 +303,7 @@ def _quantisation(config: Any, name: str) -> str | None:
     if method not in AUTO_QUANTIZER_MAPPING:
         known = ", ".join(sorted(AUTO_QUANTIZER_MAPPING))
         raise CheckpointError(
-            f"the weights of '{name}' are quantised by '{method}', which the installed transformers does not support; "
-            f"it supports {known}"
+            f"the weights of '{name}' are quantised by '{method}'; the installed transformers supports {known}"
         )
     return str(method)
 
@@ -341,7 +343,7 @@ def sharding(config: Any, name: str, quantisation: str | None, ranks: int) -> di
         )
     text = config.get_text_config()
     if not (getattr(text, "base_model_tp_plan", None) or getattr(config, "base_model_tp_plan", None)):
-        raise CheckpointError(f"{flag}: transformers has no tensor-parallel plan for '{text.model_type}'")
+        raise CheckpointError(f"{flag}: transformers has no tensor-parallel plan for '{text.model_type}'; use one rank")
     heads = text.num_attention_heads
     kv_heads = getattr(text, "num_key_value_heads", None) or heads
     if heads % ranks or kv_heads % ranks:
@@ -365,7 +367,7 @@ def sharding(config: Any, name: str, quantisation: str | None, ranks: int) -> di
 def _vocab_size(model: Any) -> int:
     head = model.get_output_embeddings()
     if head is None or getattr(head, "weight", None) is None:
-        raise CheckpointError(f"{type(model).__name__} has no output embedding: it is not a causal language model")
+        raise UnsupportedModel(f"{type(model).__name__} has no output embedding: it is not a causal language model")
     return int(head.weight.shape[0])
 
 
@@ -380,7 +382,9 @@ def _context_length(config: Any) -> int:
     length = next((length for length in lengths if isinstance(length, int) and length > 0), None)
     length = getattr(config, "max_target_positions", None) or length or (LONGEST if config.is_encoder_decoder else None)
     if length is None:
-        raise CheckpointError(f"the configuration of model type '{config.model_type}' has no context length")
+        raise CheckpointError(
+            f"config.json of this '{config.model_type}' model has no context length; add max_position_embeddings"
+        )
     # Beyond its original length this rotary embedding depends on the longest sequence of the batch.
     rope = getattr(text, "rope_parameters", None) or {}
     kinds = [rope, *(kind for kind in rope.values() if isinstance(kind, dict))]  # one, or one per kind of layer

@@ -159,7 +159,7 @@ def _numbers(memory: DeviceMemory) -> str:
 def _wanted(words: str) -> str:
     """How much torch tried to allocate, from its message."""
     found = re.search(r"[Tt]ried to allocate ([\d.]+ ?\w+)", words)
-    return f"{found[1]} more were requested" if found else "torch does not report the size"
+    return f"{found[1]} more are needed" if found else "torch does not say how many more are needed"
 
 
 def is_out_of_memory(error: BaseException) -> bool:

@@ -87,11 +87,9 @@ def choose_attention(
     if has_encoder:
         if requested in (AUTO, SDPA):
             return ORDINARY
-        raise CheckpointError(f"--attention is {requested}; a model with an encoder runs with sdpa only")
+        raise CheckpointError(f"--attention is {requested}; a model with an encoder needs auto or sdpa")
     if requested == SDPA and paged:
-        raise CheckpointError(
-            "--attention is sdpa; with --tensor-parallel-size the KV cache must be paged: use auto, eager or triton"
-        )
+        raise CheckpointError("--attention is sdpa; with --tensor-parallel-size use auto, eager or triton")
     if requested in (SDPA, EAGER):
         return AttentionChoice(requested, "as requested")
     if requested == AUTO and device.type == "cpu":
@@ -112,7 +110,7 @@ def _obstacle(layers: Sequence[AttentionLayer], device: torch.device) -> str:
         return "triton is not installed"
     for i, layer in enumerate(layers):
         if layer.head_dim > _LARGEST_HEAD:
-            return f"layer {i} has heads of {layer.head_dim}; it supports at most {_LARGEST_HEAD}"
+            return f"the heads of layer {i} have {layer.head_dim} elements; at most {_LARGEST_HEAD}"
     return ""
 
 

@@ -1,6 +1,6 @@
 """Attention of packed sequences with contiguous keys and values: by torch's SDPA, and with explicit scores.
 
-TorchScript compiles `attend` (`outrider.runtime.fused_layers`), so it uses only features that TorchScript supports.
+TorchScript compiles `attend` and `attend_all` (`outrider.runtime.fused_layers`), so they use only its features.
 `attend_scores` is the reference. It also runs layers that SDPA does not support: with soft-capping (Gemma 2), which
 bounds each score s to c · tanh(s / c) before the softmax, and with sinks (GPT-OSS), one learned score per head that
 takes part in the softmax and has no value.
@@ -164,23 +164,31 @@ def _attend_block(query: Tensor, keys: Tensor, values: Tensor, mask: Tensor, sca
     return out.view(kv_heads, n, group, head_dim).transpose(0, 1).reshape(n, heads, head_dim)
 
 
-def attend_biased(
-    query: Tensor,
-    counts: Sequence[int],
-    keys: Sequence[Tensor],
-    values: Sequence[Tensor],
-    masks: Sequence[Tensor],
-    scaling: float,
+def attend_all(
+    query: Tensor, counts: list[int], keys: list[Tensor], values: list[Tensor], masks: list[Tensor], scaling: float
 ) -> Tensor:
-    """Attention with a mask for each head, `[heads, 1, n, end]` (`biased_mask`); otherwise as `attend`.
+    """Attention of each row over all keys of its sequence, or with a mask for each head; otherwise as `attend`.
 
     There are as many heads of keys as of queries.
+
+    Args:
+        query: `[T, heads, head_dim]`.
+        counts: rows of each chunk.
+        keys: of each chunk, `[heads, 1, end, head_dim]`.
+        values: like `keys`.
+        masks: of each chunk, `[heads, 1, n, end]` (`biased_mask`); none: each row sees all keys.
+        scaling: of the scores.
     """
-    parts, first = [], 0
-    for count, own_keys, own_values, mask in zip(counts, keys, values, masks, strict=True):
+    parts: list[Tensor] = []
+    first = 0
+    for i, count in enumerate(counts):
         rows = query.narrow(0, first, count).transpose(0, 1).unsqueeze(1)
-        own_keys, own_values = (each.narrow(2, 0, mask.size(3)) for each in (own_keys, own_values))
-        out = F.scaled_dot_product_attention(rows, own_keys, own_values, attn_mask=mask, scale=scaling)
+        if len(masks) > 0:
+            end = masks[i].size(3)
+            own_keys, own_values = keys[i].narrow(2, 0, end), values[i].narrow(2, 0, end)
+            out = F.scaled_dot_product_attention(rows, own_keys, own_values, attn_mask=masks[i], scale=scaling)
+        else:
+            out = F.scaled_dot_product_attention(rows, keys[i], values[i], scale=scaling)
         parts.append(out.squeeze(1).transpose(0, 1))
         first += count
     return parts[0] if len(parts) == 1 else torch.cat(parts)
@@ -209,7 +217,7 @@ class Scoring:
         softcap: c, the bound of the scaled scores; None is no bound.
         sinks: `[heads]`: the score of each head's sink, or None.
         bias: `[heads, positions]`: added to the scaled scores, by the distance of the key before the row (T5), or None.
-            A layer has it alone (`attend_biased`).
+            A layer has it alone (`attend_all`).
     """
 
     scaling: float

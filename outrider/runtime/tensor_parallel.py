@@ -92,11 +92,13 @@ class Ranks:
                 "visible: hide them with CUDA_VISIBLE_DEVICES="
             )
         if requested == "cuda" and not found:
-            raise SettingsError("--device is cuda; torch sees no CUDA device")
+            raise SettingsError(
+                "--device is cuda; torch finds no CUDA device: use --device cpu, or a build of torch for CUDA"
+            )
         if found and self.local_rank >= found:
             raise SettingsError(
-                f"{FLAG} is {self.size}; rank {self.rank} needs GPU {self.local_rank} of its machine, where torch sees "
-                f"{found} CUDA devices: start fewer ranks on this machine"
+                f"{FLAG} is {self.size}; rank {self.rank} needs GPU {self.local_rank} of its machine, and torch finds "
+                f"{found} there, numbered from 0: start fewer ranks on this machine"
             )
         return torch.device("cuda", self.local_rank) if found else torch.device("cpu")
 

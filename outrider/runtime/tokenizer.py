@@ -50,9 +50,30 @@ class Tokenizer:
         # in the library, which is not safe while other threads use it.
         self._anchor = list(tokenizer.encode("a", add_special_tokens=False))[-1:]
 
-    def encode(self, text: str) -> list[int]:
-        """Token ids of a text, with the special tokens that the tokenizer adds by default."""
-        return list(self._tokenizer.encode(text, verbose=False))
+    def encode(self, text: str, *, add_special: bool = True) -> list[int]:
+        """Token ids of a text; `add_special`: with the special tokens that the tokenizer adds by default."""
+        return list(self._tokenizer.encode(text, add_special_tokens=add_special, verbose=False))
+
+    @property
+    def class_name(self) -> str:
+        """Its class in transformers."""
+        return type(self._tokenizer).__name__
+
+    @property
+    def chat_template(self) -> str:
+        """The chat template that `encode_chat` uses; empty if there is none."""
+        if not self.has_chat_template:
+            return ""
+        try:
+            return str(self._tokenizer.get_chat_template())
+        except ValueError:  # several templates, none of them the default
+            return ""
+
+    def special_tokens(self) -> list[tuple[str, str, int]]:
+        """Role, text and id of the special tokens that have a role; roles are named as in transformers."""
+        found = [*self._tokenizer.special_tokens_map.items()]
+        found += [("extra_special_tokens", text) for text in self._tokenizer.extra_special_tokens]
+        return [(name, text, int(self._tokenizer.convert_tokens_to_ids(text))) for name, text in found]
 
     @property
     def has_chat_template(self) -> bool:

@@ -1,21 +1,33 @@
 """Encoder–decoder models in packed batches give the logits of transformers."""
 
+import copy
 import random
 
 import pytest
 import torch
 
+from outrider.runtime import fused_encoder_decoder
+from outrider.runtime.fused_encoder_decoder import FusedCrossDecoder
+from outrider.runtime.loader import adopt
 from outrider.runtime.model_runner import Chunk, ModelRunner
-from tests.encoder_decoders import MODELS, START, V, inputs, loaded, logits_of
+from tests.encoder_decoders import MODELS, START, V, build, inputs, loaded, logits_of
 
 TOKENS = 60
 SEQUENCES = 6
 
 
+@pytest.mark.parametrize("kind", ["fused", "fused, weights not packed", "not fused"])
 @pytest.mark.parametrize("name", list(MODELS))
-def test_packed_batches_give_the_logits_of_transformers(name: str) -> None:
+def test_packed_batches_give_the_logits_of_transformers(name: str, kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Texts in pieces of any length, several in a batch, with drafts that are rolled back; one begins anew."""
-    runner, coin = ModelRunner.build(loaded(name), SEQUENCES, 80), random.Random(1)
+    if "not packed" in kind:
+        monkeypatch.setattr(fused_encoder_decoder, "can_pack", lambda dtype, device: False)
+    runner, coin = ModelRunner.build(loaded(name), SEQUENCES, 80, fuse=kind != "not fused"), random.Random(1)
+    assert runner.loaded.encoder is not None
+    decoder = runner.loaded.encoder.decoder
+    assert (decoder is None) == (kind == "not fused")
+    if isinstance(decoder, FusedCrossDecoder):
+        assert isinstance(decoder._run, torch.jit.ScriptModule)
     pool, own_inputs = runner.pool, inputs(name, SEQUENCES)
     slots = [pool.allocate() for _ in own_inputs]
     for slot, each in zip(slots, own_inputs, strict=True):
@@ -50,6 +62,23 @@ def test_packed_batches_give_the_logits_of_transformers(name: str) -> None:
         pool.free(slot)
     pool.check_integrity()
     assert pool.used_blocks == 0
+
+
+@pytest.mark.parametrize("name", list(MODELS))
+def test_each_norm_and_bias_is_used_at_its_own_place(name: str) -> None:
+    """Random ones: those of new models are all 1 or 0. Building compares the fused logits with transformers', too."""
+    torch.manual_seed(3)
+    model, own_input, tokens = copy.deepcopy(build(name)), inputs(name, 1)[0], [START, 7, 9, 4]
+    for parameter in model.parameters():
+        if parameter.dim() == 1:
+            parameter.data += 0.3 * torch.randn_like(parameter)
+    found = []
+    for fuse in (False, True):
+        runner = ModelRunner.build(adopt(copy.deepcopy(model), name, name), 1, 80, fuse=fuse)
+        slot = runner.pool.allocate()
+        runner.encode(slot, own_input)
+        found.append(runner.forward([Chunk(slot, tokens, 0, 0)]))
+    torch.testing.assert_close(found[1], found[0], rtol=1e-4, atol=1e-3)
 
 
 def test_a_sequence_whose_encoder_has_not_run_is_refused() -> None:

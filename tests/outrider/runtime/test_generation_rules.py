@@ -1,4 +1,4 @@
-"""Rules read from a generation config do to logits what `generate` does, in its order; others are refused by name."""
+"""Rules read from a generation config change logits as `generate` does, in its order; others are refused by name."""
 
 import copy
 from typing import Any
@@ -108,10 +108,10 @@ def test_without_rules_there_are_none() -> None:
         ({"eta_cutoff": 0.1, "do_sample": True}, "eta_cutoff"),
         ({"top_h": 0.5, "do_sample": True}, "top_h"),
         ({"forced_eos_token_id": [3, 4]}, r"forced_eos_token_id \(\[3, 4\]\)"),
-        ({"forced_bos_token_id": V}, f"forced_bos is token {V}; the vocabulary has {V} ids"),
+        ({"forced_bos_token_id": V}, f"forced_bos has the token {V}; ids must be below {V}"),
         ({"no_timestamps_token_id": 50, "eos_token_id": 4, "forced_bos_token_id": 3}, r"forced_bos_token_id \(3\)"),
         ({"no_timestamps_token_id": 50, "eos_token_id": [3, 4]}, r"eos_token_id \(\[3, 4\]\)"),
-        ({"no_timestamps_token_id": V - 1, "eos_token_id": 4}, f"timestamps is token {V}"),
+        ({"no_timestamps_token_id": V - 1, "eos_token_id": 4}, f"timestamps has the token {V}"),
         (
             {"no_timestamps_token_id": 50, "eos_token_id": 4, "_detect_timestamp_from_logprob": False},
             "_detect_timestamp_from_logprob",

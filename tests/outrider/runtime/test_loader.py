@@ -12,13 +12,23 @@ import pytest
 import torch
 import transformers
 from safetensors.torch import load_file, save_file
-from transformers import AutoModelForCausalLM, GPT2Config, LlamaConfig, PegasusConfig, PreTrainedConfig, ViTConfig
+from transformers import (
+    AutoModelForCausalLM,
+    BartConfig,
+    GenerationConfig,
+    GPT2Config,
+    LlamaConfig,
+    PegasusConfig,
+    PreTrainedConfig,
+    ViTConfig,
+)
 from transformers.models.gpt2.modeling_gpt2 import GPT2MLP, GPT2Attention
 
-from outrider.runtime import loader
-from outrider.runtime.checkpoint import weights_fingerprint
+from outrider.runtime import generation_rules, loader
+from outrider.runtime.checkpoint import model_fingerprint, weights_fingerprint
 from outrider.runtime.errors import CheckpointError
 from outrider.runtime.loader import LoadedModel, ModelSource, adopt, load_model
+from tests.encoder_decoders import save
 from tests.outrider.runtime import tiny
 
 Load = Callable[..., LoadedModel]
@@ -35,10 +45,11 @@ def refusal(folder: Path | str, **source: Any) -> str:
 
 def test_a_loaded_model_has_the_values_of_its_configuration(load: Load, checkpoint: Checkpoint) -> None:
     loaded = load("llama")
+    weights = weights_fingerprint(checkpoint("llama"))
     assert (loaded.vocab_size, loaded.context_length, loaded.eos_token_ids) == (97, 64, (2,))
     assert (loaded.dtype, loaded.device) == (torch.float32, torch.device("cpu"))
     assert loaded.name == str(checkpoint("llama"))
-    assert loaded.weights_fingerprint == weights_fingerprint(checkpoint("llama"))
+    assert loaded.weights_fingerprint == model_fingerprint(weights, [2], None)
     assert loaded.config.model_type == "llama"
     assert not loaded.model.training
     assert [(layer.heads, layer.kv_heads, layer.head_dim, layer.window) for layer in loaded.layers] == [
@@ -85,7 +96,7 @@ def test_a_hub_id_is_loaded_from_the_cache(
     monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_CACHE", str(tmp_path))
     loaded = load_model(ModelSource("someone/tiny", dtype="float32", device="cpu"))
     assert loaded.name == "someone/tiny"
-    assert loaded.weights_fingerprint == weights_fingerprint(checkpoint("llama"))
+    assert loaded.weights_fingerprint == model_fingerprint(weights_fingerprint(checkpoint("llama")), [2], None)
     assert "cannot be reached" in refusal("someone/other")
 
 
@@ -113,7 +124,7 @@ def test_an_invalid_checkpoint_is_refused(checkpoint: Checkpoint, tmp_path: Path
     [
         ({"dtype": "int8"}, "is 'int8'"),
         ({"device": "tpu"}, "is 'tpu'"),
-        ({"device": "cuda:99"}, f"torch sees {torch.cuda.device_count()} CUDA devices"),
+        ({"device": "cuda:99"}, f"torch finds {torch.cuda.device_count() or 'no'} CUDA device"),
     ],
 )
 def test_unknown_dtypes_and_devices_are_named(source: dict[str, str], message: str, checkpoint: Checkpoint) -> None:
@@ -130,7 +141,7 @@ UNSUPPORTED: dict[str, tuple[Callable[[], PreTrainedConfig], str]] = {
             num_local_experts=2,
             intermediate_size_mlp=48,
         ),
-        "all but 4 positions.* no layer has that .*chunked attention",
+        "attends to chunks of 4 positions, .*; docs/reference/models.md",
     ),
     "state outside attention": (
         lambda: transformers.Lfm2Config(**SMALL, num_key_value_heads=2, layer_types=["conv", "full_attention"]),
@@ -154,7 +165,7 @@ def test_unsupported_features_are_named(config: Callable[[], PreTrainedConfig], 
     [
         ("sinks", torch.zeros(1), "attention sinks that depend on the token"),
         ("block_sequence_ids", torch.zeros(1), "bidirectional attention"),
-        ("s_aux", torch.zeros(4, 2), "sinks of layer 0 are [4, 2], not one per head"),
+        ("s_aux", torch.zeros(4, 2), "layer 0 has attention sinks of shape [4, 2]; it must be [4]"),
     ],
 )
 def test_unsupported_arguments_of_attention_are_named(
@@ -171,8 +182,8 @@ def test_a_model_that_packing_changes_is_refused(tmp_path: Path, monkeypatch: py
     folder, model = tiny.save(config, tmp_path), AutoModelForCausalLM.from_config(config)
     forward = GPT2MLP.forward
     monkeypatch.setattr(GPT2MLP, "forward", lambda self, x: forward(self, x) + x.cumsum(1))
-    assert "gives other logits on packed sequences than in transformers" in refusal(folder)
-    with pytest.raises(CheckpointError, match="gives other logits on packed sequences than in transformers"):
+    assert "gives other logits in a batch of sequences than in transformers" in refusal(folder)
+    with pytest.raises(CheckpointError, match="gives other logits in a batch of sequences than in transformers"):
         adopt(model, "mine", "its fingerprint")
 
 
@@ -209,6 +220,56 @@ def test_the_fingerprint_follows_configuration_header_and_weights(
         content[position] ^= 1
         (folder / name).write_bytes(content)
     assert weights_fingerprint(folder) != before
+
+
+@pytest.mark.parametrize(
+    ("changes", "is_same"),
+    [
+        ({"num_beams": 4, "temperature": 0.5, "do_sample": True, "top_k": 5}, True),
+        ({"suppress_tokens": [31, 30, 31], "bad_words_ids": [[9, 11], [10]]}, True),
+        ({"suppress_tokens": [30]}, False),
+        ({"suppress_tokens": None}, False),
+        ({"bad_words_ids": [[11, 9], [10]]}, False),
+        ({"begin_suppress_tokens": [5]}, False),
+        ({"no_repeat_ngram_size": 2}, False),
+        ({"repetition_penalty": 1.1}, False),
+        ({"min_length": 4}, False),
+        ({"min_new_tokens": 4}, False),
+        ({"forced_bos_token_id": None}, False),
+        ({"forced_eos_token_id": None}, False),
+        ({"eos_token_id": [2, 8]}, False),
+    ],
+    ids=str,
+)
+def test_the_fingerprint_follows_the_rules_of_the_generation_config(changes: dict[str, Any], is_same: bool) -> None:
+    own = {"suppress_tokens": [30, 31], "bad_words_ids": [[10], [9, 11]], "no_repeat_ngram_size": 3, "eos_token_id": 2}
+    own |= {"forced_bos_token_id": 9, "forced_eos_token_id": 2}
+
+    def fingerprint(options: dict[str, Any]) -> str:
+        rules = generation_rules.read(GenerationConfig(**options), BartConfig(vocab_size=97))
+        assert rules is not None
+        return model_fingerprint("weights", rules.eos_tokens, rules)
+
+    assert (fingerprint(own | changes) == fingerprint(own)) is is_same
+
+
+def test_a_loaded_models_fingerprint_includes_its_generation_config(folder: Path, tmp_path: Path) -> None:
+    """Of a model with an encoder the rules, too; without rules both are the same."""
+
+    def fingerprints(folder: Path, name: str, value: object) -> list[str]:
+        path = folder / "generation_config.json"
+        found = []
+        for each in ({}, {name: value}):
+            path.write_text(json.dumps(json.loads(path.read_text()) | each))
+            found.append(load_model(ModelSource(str(folder), dtype="float32", device="cpu")).weights_fingerprint)
+        return found
+
+    first, second = fingerprints(folder, "eos_token_id", [2, 7])
+    assert first != second
+    first, second = fingerprints(folder, "no_repeat_ngram_size", 3)
+    assert first == second, "the services do not do this to logits of a causal model"
+    first, second = fingerprints(save("bart", tmp_path / "bart"), "no_repeat_ngram_size", 4)
+    assert first != second
 
 
 def test_the_fingerprint_samples_large_files(tmp_path: Path) -> None:

@@ -52,13 +52,13 @@ def test_out_of_memory_is_one_line_with_the_numbers() -> None:
     with pytest.raises(OutOfMemory) as caught, explain_out_of_memory(HostMemory(), "the weights of 'm'"):
         torch.empty(1 << 50)
     assert str(caught.value) == (
-        "out of memory for the weights of 'm': cpu has no memory left (4503599627370496 bytes more were requested)"
+        "out of memory for the weights of 'm': cpu has no memory left (4503599627370496 bytes more are needed)"
     )
     device = FakeMemory(total=1000, free=30, takes=0)
     with pytest.raises(OutOfMemory) as caught, explain_out_of_memory(device, "keys and values"):
         raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.50 GiB. GPU 7 has a total capacity of …")
     assert str(caught.value) == (
-        "out of memory for keys and values: cuda:7 has 1000 MiB, 30 of them free (2.50 GiB more were requested)"
+        "out of memory for keys and values: cuda:7 has 1000 MiB, 30 of them free (2.50 GiB more are needed)"
     )
 
 
@@ -85,7 +85,7 @@ def test_on_a_cpu_the_kv_cache_has_the_size_of_its_setting(load: Load, flags: tu
 
 def test_one_sequence_at_its_longest_must_fit() -> None:
     target = load_model(ModelSource(str(MODELS / "target"), dtype="bfloat16", device="cpu"))
-    with pytest.raises(SettingsError, match=r"--kv-cache-mb: 1 MiB hold \d+ blocks .* --max-sequence-tokens 1024"):
+    with pytest.raises(SettingsError, match=r"the KV cache of 1 MiB has \d+ blocks; .* --max-sequence-tokens 1024"):
         kv_blocks(settings("--kv-cache-mb", "1"), target, BLOCK_TOKENS, left=0)
 
 
@@ -97,9 +97,8 @@ def test_on_a_gpu_the_kv_cache_gets_its_fraction_of_the_free_memory(load: Load) 
     assert kv_blocks(settings("--kv-memory-fraction", "0.5"), loaded, 32, left=60 * MIB) == 30 * MIB // size
     with pytest.raises(
         SettingsError,
-        match=r"^--kv-memory-fraction 0.5 of 0 MiB: 0 MiB hold 0 blocks of 32 tokens; one sequence of "
-        r"--max-sequence-tokens 64 takes 2 of them, 0.0 MiB: give the KV cache more memory, or lower "
-        r"--max-sequence-tokens$",
+        match=r"^--kv-memory-fraction 0.5 of 0 MiB: the KV cache of 0 MiB has 0 blocks; one sequence of "
+        r"--max-sequence-tokens 64 takes 2, or 0.0 MiB: give it more memory, or lower --max-sequence-tokens$",
     ):
         kv_blocks(settings("--kv-memory-fraction", "0.5"), loaded, 32, left=-5)
 

@@ -95,7 +95,7 @@ def test_our_kernel_is_checked_on_the_layers_and_chosen(monkeypatch: pytest.Monk
     assert (found.name, found.block_tokens) == ("triton", 32)
     assert found.can_be_captured(torch.device("cuda"))
     wide = AttentionLayer(1, 1, 512, 1.0, None)
-    with pytest.raises(CheckpointError, match="layer 1 has heads of 512; it supports at most 256"):
+    with pytest.raises(CheckpointError, match="the heads of layer 1 have 512 elements; at most 256"):
         choose_attention("triton", (KINDS[0], wide), torch.float32, CPU)
 
 
@@ -167,12 +167,12 @@ def test_attention_is_chosen_with_a_reason(monkeypatch: pytest.MonkeyPatch) -> N
     assert choose_attention("auto", layers, torch.float32, CPU) == ORDINARY
     assert choose_attention("auto", layers, torch.float32, CPU, paged=True).name == EAGER
     assert choose_attention("eager", layers, torch.float32, CPU).is_paged
-    with pytest.raises(CheckpointError, match="the KV cache must be paged"):
+    with pytest.raises(CheckpointError, match="with --tensor-parallel-size use auto, eager or triton"):
         choose_attention("sdpa", layers, torch.bfloat16, CPU, paged=True)
     wide = (*layers, AttentionLayer(1, 1, 512, 1.0, None))
     found = choose_attention("auto", wide, torch.bfloat16, torch.device("cuda"))
     assert (found.name, found.can_be_captured(torch.device("cuda"))) == (EAGER, False)
-    assert found.reason.startswith("triton cannot run: layer 1 has heads of 512")
+    assert found.reason.startswith("triton cannot run: the heads of layer 1 have 512")
     monkeypatch.delenv("TRITON_INTERPRET", raising=False)
     cannot = "--attention triton cannot run here: it needs a CUDA device; the device is"
     with pytest.raises(CheckpointError, match=cannot):

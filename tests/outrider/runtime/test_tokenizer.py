@@ -14,6 +14,7 @@ from transformers import PreTrainedTokenizerFast
 from outrider.runtime.errors import CheckpointError
 from outrider.runtime.loader import ModelSource
 from outrider.runtime.tokenizer import ChatTemplateError, IncrementalDetokenizer, Tokenizer, load_tokenizer
+from tests.project.tree import ROOT
 
 BROKEN = "\ufffd"
 SPECIAL = ["<s>", "</s>", "<unk>"]
@@ -253,3 +254,16 @@ def test_a_folder_without_tokenizer_is_refused(tmp_path: Path) -> None:
     assert "\n" not in str(caught.value)
     with pytest.raises(CheckpointError, match="no folder"):
         load_tokenizer(ModelSource(str(tmp_path / "nowhere")))
+
+
+def test_special_tokens_are_named_and_may_be_left_out() -> None:
+    tokenizer = load_tokenizer(ModelSource(str(ROOT / "models" / "translation" / "target")))
+    end = tokenizer.eos_token_ids[0]
+    assert tokenizer.encode("a b") == [*tokenizer.encode("a b", add_special=False), end]
+    assert tokenizer.encode("", add_special=False) == []
+    assert ("eos_token", "</s>", end) in tokenizer.special_tokens()
+    speech = load_tokenizer(ModelSource(str(ROOT / "models" / "speech" / "target")))
+    names = {name for name, _, _ in speech.special_tokens()}
+    assert {"eos_token", "extra_special_tokens"} <= names
+    for _, text, token in speech.special_tokens():
+        assert speech.decode([token], skip_special=False) == text

@@ -1,0 +1,434 @@
+"""The decoder of T5, Whisper, BART and Marian as one function of tensors, from token ids to logits.
+
+The same is done in `outrider.runtime.fused_layers` for Llama-like models, and here TorchScript compiles it, too. So
+`CrossLayers` uses only features of TorchScript.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from transformers import (
+    BartForConditionalGeneration,
+    MarianMTModel,
+    T5ForConditionalGeneration,
+    WhisperForConditionalGeneration,
+)
+
+from outrider.runtime.batch import PackedBatch
+from outrider.runtime.encoder_decoder import bias_of
+from outrider.runtime.fused_layers import (
+    SMALL,
+    can_pack,
+    compiled,
+    doubled,
+    is_plain,
+    is_plain_tensor,
+    linear,
+    linear_add,
+    make_signs,
+    pack,
+    rms_norm,
+)
+from outrider.runtime.sdpa import attend, attend_all
+
+_LIKE_BART = (BartForConditionalGeneration, MarianMTModel, WhisperForConditionalGeneration)
+_ACTIVATIONS = {"relu": 0, "gelu": 1, "gelu_new": 2, "gelu_pytorch_tanh": 2, "silu": 3, "swish": 3}
+
+
+@dataclass(frozen=True, slots=True)
+class _Norm:
+    """Layer norm; RMS norm without a bias."""
+
+    weight: Tensor
+    bias: Tensor | None
+
+
+@dataclass(frozen=True, slots=True)
+class _Linear:
+    """A linear layer, or several in one."""
+
+    weight: Tensor
+    bias: Tensor | None
+
+
+@dataclass(frozen=True, slots=True)
+class _Layer:
+    """One layer: self-attention, cross-attention and MLP, each with its norm."""
+
+    norms: tuple[_Norm, _Norm, _Norm]
+    qkv: _Linear
+    output: _Linear
+    query: _Linear
+    cross_output: _Linear
+    up: _Linear
+    down: _Linear
+
+
+@dataclass(frozen=True, slots=True)
+class _Shared:
+    """What all layers share, and the weights outside of them.
+
+    Attributes:
+        heads: H, of queries, keys and values.
+        scaling: of the scores.
+        eps: of the norms.
+        rms: whether norms are RMS norms, with weights `[2, E]` (`fused_layers.doubled`).
+        norm_first: whether a norm is before attention and MLP, or after the sum with the residual stream.
+        biased: whether scores get a bias by distance (T5).
+        gated: whether `up` holds the gate, too.
+        activation: of the MLP, a value of `_ACTIVATIONS`.
+        packed: whether linear weights are packed.
+        embedding: `[V, E]`.
+        embedding_scale: factor of the embedding.
+        positions: `[P, E]`, the embedding of positions; None: they are in the bias.
+        first_norm: of the embedding, or None.
+        last_norm: of the residual stream after all layers, or None.
+        output_scale: factor of the residual stream before the head.
+        head: `[V, E]`.
+    """
+
+    heads: int
+    scaling: float
+    eps: float
+    rms: bool
+    norm_first: bool
+    biased: bool
+    gated: bool
+    activation: int
+    packed: bool
+    embedding: Tensor
+    embedding_scale: float
+    positions: Tensor | None
+    first_norm: _Norm | None
+    last_norm: _Norm | None
+    output_scale: float
+    head: _Linear
+
+
+class CrossLayers(nn.Module):
+    """The whole decoder. Values of the layers are in lists, which TorchScript supports."""
+
+    positions: Tensor | None
+    first_norm: Tensor | None
+    first_norm_bias: Tensor | None
+    last_norm: Tensor | None
+    last_norm_bias: Tensor | None
+    head_bias: Tensor | None
+    norm_weights: list[Tensor]
+    norm_biases: list[Tensor | None]
+    qkv: list[Tensor]
+    qkv_bias: list[Tensor | None]
+    output: list[Tensor]
+    output_bias: list[Tensor | None]
+    query: list[Tensor]
+    query_bias: list[Tensor | None]
+    cross_output: list[Tensor]
+    cross_output_bias: list[Tensor | None]
+    up: list[Tensor]
+    up_bias: list[Tensor | None]
+    down: list[Tensor]
+    down_bias: list[Tensor | None]
+
+    def __init__(self, shared: _Shared, layers: Sequence[_Layer]) -> None:
+        super().__init__()
+        self.heads, self.scaling, self.eps, self.packed = shared.heads, shared.scaling, shared.eps, shared.packed
+        self.rms, self.norm_first, self.biased = shared.rms, shared.norm_first, shared.biased
+        self.gated, self.activation = shared.gated, shared.activation
+        self.embedding, self.embedding_scale = shared.embedding, shared.embedding_scale
+        self.positions, self.output_scale = shared.positions, shared.output_scale
+        self.first_norm, self.first_norm_bias = _of(shared.first_norm)
+        self.last_norm, self.last_norm_bias = _of(shared.last_norm)
+        self.head, self.head_bias = shared.head.weight, shared.head.bias
+        self.norm_weights = [norm.weight for layer in layers for norm in layer.norms]
+        self.norm_biases = [norm.bias for layer in layers for norm in layer.norms]
+        self.qkv, self.qkv_bias = _lists([layer.qkv for layer in layers])
+        self.output, self.output_bias = _lists([layer.output for layer in layers])
+        self.query, self.query_bias = _lists([layer.query for layer in layers])
+        self.cross_output, self.cross_output_bias = _lists([layer.cross_output for layer in layers])
+        self.up, self.up_bias = _lists([layer.up for layer in layers])
+        self.down, self.down_bias = _lists([layer.down for layer in layers])
+        self.small = SMALL if shared.embedding.device.type == "cpu" else 0
+        self.signs = make_signs(shared.embedding)
+
+    def forward(
+        self,
+        token_ids: Tensor,
+        positions: Tensor,
+        starts: list[int],
+        counts: list[int],
+        stores: list[Tensor],
+        encoded: list[Tensor],
+        masks: list[Tensor],
+        last: int,
+        rows: Tensor | None,
+    ) -> Tensor:
+        """Runs a batch.
+
+        Args:
+            token_ids: `[T]`.
+            positions: `[T]`; not used without an embedding of positions.
+            starts: the position of the first row of each chunk.
+            counts: the number of rows of each chunk.
+            stores: keys and values of each chunk, `[layers, 2, H, end, head_dim]`, with `end` at or after its last row.
+            encoded: keys and values of each chunk's encoder slot, `[layers, 2, H, S, head_dim]`.
+            masks: of each chunk: `CausalMasks.for_rows`, or `sdpa.biased_mask`.
+            last: how many rows at the end need logits, if `rows` is None.
+            rows: indices of the rows that need logits.
+
+        Returns:
+            Logits `[R, V]`, float32.
+        """
+        x = torch.embedding(self.embedding, token_ids)
+        if self.embedding_scale != 1.0:
+            x = x * self.embedding_scale
+        table = self.positions
+        if table is not None:
+            x = x + table.index_select(0, positions)
+        x = x.unsqueeze(1)  # [T, 1, E]
+        first_norm = self.first_norm
+        if first_norm is not None:
+            x = self.normed(x, first_norm, self.first_norm_bias)
+        T, heads, head_dim = x.size(0), self.heads, stores[0].size(4)
+        width = 3 * heads * head_dim
+        pool_dtype = stores[0].dtype
+        by_layer = [store.unbind(0) for store in stores]
+        encoded_by_layer = [store.unbind(0) for store in encoded]
+        none: list[Tensor] = []
+        for i in range(len(self.qkv)):
+            qkv = linear(self.before(3 * i, x), self.qkv[i], self.qkv_bias[i], self.packed)
+            at = heads * head_dim
+            keys: list[Tensor] = []
+            values: list[Tensor] = []
+            for chunk, count in enumerate(counts):
+                held = by_layer[chunk][i].narrow(2, 0, starts[chunk] + count)
+                kv = qkv.as_strided([2, heads, count, head_dim], [heads * head_dim, head_dim, width, 1], at)
+                held.narrow(2, starts[chunk], count).copy_(kv)
+                at += count * width
+                key, value = held.unsqueeze(2).unbind(0)
+                keys.append(key)
+                values.append(value)
+            query = qkv.as_strided([T, heads, head_dim], [width, head_dim, 1]).to(pool_dtype)
+            if self.biased:
+                attended = attend_all(query, counts, keys, values, masks, self.scaling)
+            else:
+                attended = attend(query, counts, keys, values, masks, self.scaling, 0)
+            attended = attended.to(x.dtype).reshape(T, 1, heads * head_dim)
+            x = self.after(3 * i, linear_add(x, attended, self.output[i], self.output_bias[i], self.packed))
+
+            rows_of = linear(self.before(3 * i + 1, x), self.query[i], self.query_bias[i], self.packed)
+            query = rows_of.view(T, heads, head_dim).to(pool_dtype)
+            keys = [each[i].select(0, 0).unsqueeze(1) for each in encoded_by_layer]
+            values = [each[i].select(0, 1).unsqueeze(1) for each in encoded_by_layer]
+            attended = attend_all(query, counts, keys, values, none, self.scaling)
+            attended = attended.to(x.dtype).reshape(T, 1, heads * head_dim)
+            x = linear_add(x, attended, self.cross_output[i], self.cross_output_bias[i], self.packed)
+            x = self.after(3 * i + 1, x)
+
+            inner = self.activated(linear(self.before(3 * i + 2, x), self.up[i], self.up_bias[i], self.packed))
+            x = self.after(3 * i + 2, linear_add(x, inner, self.down[i], self.down_bias[i], self.packed))
+        if rows is not None:
+            x = x.index_select(0, rows)
+        elif last < T:
+            x = x.narrow(0, T - last, last)
+        if x.size(0) == 0:
+            return torch.empty([0, self.embedding.size(0)], device=x.device)
+        last_norm = self.last_norm
+        if last_norm is not None:
+            x = self.normed(x, last_norm, self.last_norm_bias)
+        if self.output_scale != 1.0:
+            x = x * self.output_scale
+        return linear(x, self.head, self.head_bias, self.packed).squeeze(1).float()
+
+    def before(self, at: int, x: Tensor) -> Tensor:
+        """The input of an attention or MLP, from the residual stream."""
+        return self.normed(x, self.norm_weights[at], self.norm_biases[at]) if self.norm_first else x
+
+    def after(self, at: int, x: Tensor) -> Tensor:
+        """The residual stream, from its sum with the output of an attention or MLP."""
+        return x if self.norm_first else self.normed(x, self.norm_weights[at], self.norm_biases[at])
+
+    def normed(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        if self.rms:
+            return rms_norm(x, weight, self.signs, self.eps, self.small)
+        return F.layer_norm(x, [x.size(-1)], weight, bias, self.eps)
+
+    def activated(self, x: Tensor) -> Tensor:
+        gate, rest = x, x
+        if self.gated:
+            gate, rest = x.chunk(2, -1)
+        if self.activation == 0:
+            gate = F.relu(gate)
+        elif self.activation == 1:
+            gate = F.gelu(gate)
+        elif self.activation == 2:
+            gate = F.gelu(gate, approximate="tanh")
+        else:
+            gate = F.silu(gate)
+        return gate * rest if self.gated else gate
+
+
+class FusedCrossDecoder:
+    """A program (`outrider.runtime.attention`) equal to `EncoderDecoder` up to rounding.
+
+    The weights of the decoder move into it, so the model's own forward no longer works.
+
+    Args:
+        model: `has_fused_cross_decoder` must be true for it; prepared (`encoder_decoder.prepare`).
+    """
+
+    def __init__(self, model: Any) -> None:
+        weight: Tensor = model.get_output_embeddings().weight
+        self._device = weight.device
+        self._packed = can_pack(weight.dtype, weight.device)
+        if isinstance(model, T5ForConditionalGeneration):
+            shared, layers, self._bias = self._take_t5(model)
+        else:
+            shared, layers, self._bias = *self._take_like_bart(model), None
+        self._layers = CrossLayers(shared, layers)
+        self._run: Callable[..., Tensor] = compiled(self._layers, self._device)
+        self._no_positions = torch.empty(0, dtype=torch.int64, device=self._device)
+
+    def __call__(self, token_ids: Tensor, batch: Any, rows: Tensor | int | None) -> Tensor:
+        """See `outrider.runtime.attention.Program`."""
+        assert isinstance(batch, PackedBatch)
+        masks = batch.masks_for(1, 0) if self._bias is None else batch.biased_masks(self._bias)
+        last, chosen = (batch.rows, rows) if rows is None or isinstance(rows, Tensor) else (rows, None)
+        positions = self._no_positions if self._layers.positions is None else batch.position_ids(self._device)
+        stores, encoded = ([store for (store,) in each] for each in (batch.stores, batch.encoded))
+        return self._run(token_ids, positions, batch.starts, batch.counts, stores, encoded, masks, last, chosen)
+
+    # --------------------------------------------------------------------------------------------------------- weights
+
+    def _take_t5(self, model: Any) -> tuple[_Shared, list[_Layer], Tensor | None]:
+        config, decoder = model.config, model.decoder
+        layers = []
+        for block in decoder.block:
+            own, cross, mlp = (
+                block.layer[0].SelfAttention,
+                block.layer[1].EncDecAttention,
+                block.layer[2].DenseReluDense,
+            )
+            up = (mlp.wi_0, mlp.wi_1) if config.is_gated_act else (mlp.wi,)
+            norms = [_Norm(doubled(each.layer_norm.weight), None) for each in block.layer]
+            layers.append(
+                _Layer(
+                    norms=(norms[0], norms[1], norms[2]),
+                    qkv=self._merge(own.q, own.k, own.v),
+                    output=self._merge(own.o),
+                    query=self._merge(cross.q),
+                    cross_output=self._merge(cross.o),
+                    up=self._merge(*up),
+                    down=self._merge(mlp.wo),
+                )
+            )
+        shared = _Shared(
+            heads=config.num_heads,
+            scaling=decoder.block[0].layer[0].SelfAttention.scaling,
+            eps=config.layer_norm_epsilon,
+            rms=True,
+            norm_first=True,
+            biased=True,
+            gated=config.is_gated_act,
+            activation=_ACTIVATIONS[config.dense_act_fn],
+            packed=self._packed,
+            embedding=decoder.embed_tokens.weight.detach(),
+            embedding_scale=1.0,
+            positions=None,
+            first_norm=None,
+            last_norm=_Norm(doubled(decoder.final_layer_norm.weight), None),
+            output_scale=config.d_model**-0.5 if config.scale_decoder_outputs else 1.0,
+            head=self._merge(model.lm_head),
+        )
+        return shared, layers, bias_of(decoder.block[0].layer[0].SelfAttention)
+
+    def _take_like_bart(self, model: Any) -> tuple[_Shared, list[_Layer]]:
+        config, decoder = model.config, model.get_decoder()
+        layers = []
+        for layer in decoder.layers:
+            own, cross = layer.self_attn, layer.encoder_attn
+            layers.append(
+                _Layer(
+                    norms=(
+                        _norm(layer.self_attn_layer_norm),
+                        _norm(layer.encoder_attn_layer_norm),
+                        _norm(layer.final_layer_norm),
+                    ),
+                    qkv=self._merge(own.q_proj, own.k_proj, own.v_proj),
+                    output=self._merge(own.out_proj),
+                    query=self._merge(cross.q_proj),
+                    cross_output=self._merge(cross.out_proj),
+                    up=self._merge(layer.fc1),
+                    down=self._merge(layer.fc2),
+                )
+            )
+        head = model.get_output_embeddings()
+        bias = getattr(model, "final_logits_bias", None)
+        positions, first_norm = decoder.embed_positions, getattr(decoder, "layernorm_embedding", None)
+        is_whisper = isinstance(model, WhisperForConditionalGeneration)
+        embed_scale = getattr(decoder.embed_tokens, "embed_scale", getattr(decoder, "embed_scale", 1.0))
+        shared = _Shared(
+            heads=config.decoder_attention_heads,
+            scaling=decoder.layers[0].self_attn.scaling,
+            eps=decoder.layers[0].final_layer_norm.eps,
+            rms=False,
+            norm_first=is_whisper,
+            biased=False,
+            gated=False,
+            activation=_ACTIVATIONS[config.activation_function],
+            packed=self._packed,
+            embedding=decoder.embed_tokens.weight.detach(),
+            embedding_scale=1.0 if is_whisper else embed_scale,  # Whisper's is not used by transformers
+            positions=positions.embedding.weight.detach()[positions.offset :],
+            first_norm=None if first_norm is None else _norm(first_norm),
+            last_norm=_norm(decoder.layer_norm) if is_whisper else None,
+            output_scale=1.0,
+            head=self._merge(head, bias=None if bias is None else bias[0].to(head.weight.dtype)),
+        )
+        return shared, layers
+
+    def _merge(self, *modules: Any, bias: Tensor | None = None) -> _Linear:
+        """Concatenates weights and biases of modules (0 for a missing one), and removes them from the modules."""
+        weights = [module.weight.detach() for module in modules]
+        if bias is None and any(module.bias is not None for module in modules):
+            parts = [
+                weight.new_zeros(len(weight)) if module.bias is None else module.bias.detach()
+                for module, weight in zip(modules, weights, strict=True)
+            ]
+            bias = torch.cat(parts)
+        for module in modules:
+            module.register_parameter("weight", None)
+            module.register_parameter("bias", None)
+        weight = weights[0] if len(weights) == 1 else torch.cat(weights)
+        return _Linear(pack(weight) if self._packed else weight, bias)
+
+
+def has_fused_cross_decoder(model: Any, dtype: torch.dtype) -> bool:
+    """Whether `FusedCrossDecoder` supports a model of a dtype, by its class, its configuration and its weights."""
+    if type(model) not in (T5ForConditionalGeneration, *_LIKE_BART):
+        return False
+    config, decoder = model.config, model.get_decoder()
+    activation = config.dense_act_fn if isinstance(model, T5ForConditionalGeneration) else config.activation_function
+    head = model.get_output_embeddings()
+    linear_layers = [module for module in decoder.modules() if isinstance(module, nn.Linear)]
+    parameters = [*decoder.parameters(), *head.parameters()]
+    return (
+        activation in _ACTIVATIONS
+        and all(is_plain(module, nn.Linear) for module in (*linear_layers, head))
+        and all(is_plain_tensor(each) and each.dtype == dtype for each in parameters)
+    )
+
+
+def _norm(module: nn.LayerNorm) -> _Norm:
+    return _Norm(module.weight.detach(), module.bias.detach())
+
+
+def _of(norm: _Norm | None) -> tuple[Tensor | None, Tensor | None]:
+    return (None, None) if norm is None else (norm.weight, norm.bias)
+
+
+def _lists(layers: Sequence[_Linear]) -> tuple[list[Tensor], list[Tensor | None]]:
+    return [layer.weight for layer in layers], [layer.bias for layer in layers]
