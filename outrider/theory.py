@@ -1,144 +1,305 @@
-"""The paper's formulas, with the network added: expected tokens, speed-up, operations, and the best γ.
+"""The papers' formulas, with the network, the outcome cache and parallel drafts added.
 
-Pure arithmetic on plain numbers. Functions of α assume independent acceptances of equal probability [L 3.1], roughly
-true of real texts; others take recorded rounds.
+Pure arithmetic on plain numbers. Times are in target steps, c and R included: one step writes a token without drafts.
+With all times in seconds `improvement` is tokens per second. Functions of one α assume independent acceptances of equal
+probability [L 3.1], roughly true of real texts; a sequence of α by position needs no such assumption.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from itertools import accumulate, islice
+from operator import mul
+from typing import TypeAlias
 
 MAX_GAMMA = 64
 """Default of `best_gamma`: the largest γ considered."""
 
+Alpha: TypeAlias = float | Sequence[float]
+"""α of all positions, or of each position given that all positions before it are accepted; 0 beyond the last."""
 
-def expected_tokens(alpha: float, gamma: int) -> float:
+Cost: TypeAlias = float | Callable[[int], float]
+"""v, time of a forward pass of the target: of γ+1 tokens, or a function of the tokens; 1 in the paper.
+
+A constant ignores that the pass grows with γ, and gives a γ that is too large.
+"""
+
+# ------------------------------------------------------------------------------------------------------- acceptance
+
+
+def divergence(p: Sequence[float], q: Sequence[float]) -> float:
+    """Return D_LK(p, q) = Σ |p - q| / 2, in [0, 1] [L Def. 3.2]. It is 1 - Σ min(p, q) [L Lemma 3.3].
+
+    Raises:
+        ValueError: p or q is no distribution, or their lengths differ.
+    """
+    _refuse_no_distributions(p, q)
+    return math.fsum(abs(a - b) for a, b in zip(p, q, strict=True)) / 2
+
+
+def acceptance(p: Sequence[float], q: Sequence[float], lenience: float = 1.0) -> float:
+    """Return β = Σ min(p/l, q), the chance that a token drafted from q is accepted [L Thm 3.5, A.5].
+
+    With `lenience` l = 1 it is 1 - D_LK(p, q). Below 1 no token becomes more than 1/l times as probable.
+
+    Raises:
+        ValueError: p or q is no distribution, their lengths differ, or l is not in (0, 1].
+    """
+    _refuse_no_distributions(p, q)
+    _refuse_lenience(lenience)
+    return min(1.0, math.fsum(min(a / lenience, b) for a, b in zip(p, q, strict=True)))
+
+
+def acceptance_rate(pairs: Iterable[tuple[Sequence[float], Sequence[float]]], lenience: float = 1.0) -> float:
+    """Return α = E(β), the mean of `acceptance` over the pairs (p, q) of text by the target [L Cor. 3.6].
+
+    Raises:
+        ValueError: there is no pair, or as `acceptance`.
+    """
+    betas = [acceptance(p, q, lenience) for p, q in pairs]
+    if not betas:
+        raise ValueError("no pairs of distributions are given; at least 1 is needed")
+    return math.fsum(betas) / len(betas)
+
+
+def accepts_greedily(p: Sequence[float], token: int, lenience: float = 1.0) -> bool:
+    """Say whether a drafted token is accepted at temperature 0: p(x) ≥ l · max p, with p before it is sharpened.
+
+    [L A.5] prints ≤; its text and its figures need ≥.
+
+    Raises:
+        ValueError: p is no distribution, `token` is not one of its tokens, or l is not in (0, 1].
+    """
+    _refuse_no_distributions(p)
+    _refuse_lenience(lenience)
+    if not 0 <= token < len(p):
+        raise ValueError(f"token is {token}; it must lie in [0, {len(p) - 1}]")
+    return p[token] >= lenience * max(p)
+
+
+# ------------------------------------------------------------------------------------------------------- one round
+
+
+def expected_tokens(alpha: Alpha, gamma: int) -> float:
     """Return the expected tokens of one round, (1 - α^(γ+1)) / (1 - α) [L Eq. 1].
+
+    With α by position it is 1 + α₁ + α₁α₂ + … + α₁⋯α_γ.
 
     Raises:
         ValueError: α is outside [0, 1], or γ is negative.
     """
-    if not 0 <= alpha <= 1:
-        raise ValueError(f"alpha is {alpha}; it must lie in [0, 1]")
+    _refuse_alpha(alpha)
     if gamma < 0:
         raise ValueError(f"gamma is {gamma}; it must be at least 0")
+    if not isinstance(alpha, int | float):
+        return 1 + math.fsum(accumulate(islice(alpha, gamma), mul))
     if 1 - alpha < 1e-6:  # the quotient loses precision, the sum does not
         return math.fsum(alpha**i for i in range(gamma + 1))
     return (1 - alpha ** (gamma + 1)) / (1 - alpha)
 
 
-def fixed_rate(accepted: Sequence[int], gamma: int, seconds: Callable[[int], float]) -> float:
-    """Return the tokens per second that γ would have given in recorded rounds, Σ (min(a, γ) + 1) / (n · seconds(γ)).
+def round_time(
+    gamma: int,
+    c: float,
+    round_trip: float = 0.0,
+    verify_cost: Cost = 1.0,
+    *,
+    hit_rate: float = 0.0,
+    parallel: bool = False,
+) -> float:
+    """Return the expected time of one round, (1 - h)·γc + v + R [L Thm 3.8: γc + 1].
 
     Args:
-        accepted: a of each round: its accepted tokens, drafted with at least this γ.
-        gamma: drafted tokens a round.
-        seconds: time of a round with that many drafted tokens.
+        gamma: drafted tokens.
+        c: time of one draft step [L Def. 3.7].
+        round_trip: R, network time of a round; 0 in the paper.
+        verify_cost: v, see `Cost`.
+        hit_rate: h, share of rounds whose proposal the outcome cache has; they take no draft steps.
+        parallel: one draft step drafts all γ tokens [L 3.6: non-autoregressive models]: c in place of γc.
 
     Raises:
-        ValueError: there is no round, γ is negative, or a round takes no time.
+        ValueError: γ is negative, h is outside [0, 1], or a time is negative, infinite or NaN (v also 0).
     """
     if gamma < 0:
         raise ValueError(f"gamma is {gamma}; it must be at least 0")
-    return _rate([min(each, gamma) for each in accepted], [gamma] * len(accepted), seconds)
-
-
-def oracle_rate(accepted: Sequence[int], seconds: Callable[[int], float]) -> float:
-    """Return the tokens per second of the best γ in hindsight [L 3.5], Σ (a + 1) / Σ seconds(a).
-
-    It drafts in each round only the tokens that were accepted: an upper bound for every policy. With one α it has
-    1/(1 - α) tokens a round. If all drafted tokens of a round were accepted it is underestimated, because more might
-    have been. For the arguments see `fixed_rate`.
-
-    Raises:
-        ValueError: there is no round, or one takes no time.
-    """
-    return _rate(accepted, accepted, seconds)
-
-
-def _rate(accepted: Sequence[int], drafted: Sequence[int], seconds: Callable[[int], float]) -> float:
-    if not accepted:
-        raise ValueError("no rounds are given; at least 1 is needed")
-    times = {gamma: seconds(gamma) for gamma in set(drafted)}
-    for gamma, time in times.items():
-        _refuse_times(above_zero=True, **{f"seconds({gamma})": time})
-    return sum(each + 1 for each in accepted) / math.fsum(times[gamma] for gamma in drafted)
-
-
-def improvement(alpha: float, gamma: int, c: float, round_trip: float = 0.0, verify_cost: float = 1.0) -> float:
-    """Return the expected speed-up over the target alone [L Thm 3.8], (1 - α^(γ+1)) / ((1 - α)(γc + v + R)).
-
-    Args:
-        alpha: chance that a drafted token is accepted.
-        gamma: drafted tokens a round.
-        c: time of one draft step, in target steps.
-        round_trip: R, network time of a round, in target steps; 0 in the paper.
-        verify_cost: v, time of the target's forward pass over γ+1 tokens, in target steps of one; 1 in the paper.
-
-    Raises:
-        ValueError: α or γ is out of range, or a time is negative, infinite or NaN (`verify_cost` also 0).
-    """
+    if not 0 <= hit_rate <= 1:
+        raise ValueError(f"hit_rate is {hit_rate}; it must lie in [0, 1]")
+    verify = verify_cost(gamma + 1) if callable(verify_cost) else verify_cost
     _refuse_times(c=c, round_trip=round_trip)
-    _refuse_times(verify_cost=verify_cost, above_zero=True)
-    return expected_tokens(alpha, gamma) / (gamma * c + verify_cost + round_trip)
+    _refuse_times(verify_cost=verify, above_zero=True)
+    steps = min(gamma, 1) if parallel else gamma
+    return (1 - hit_rate) * steps * c + verify + round_trip
 
 
-def tokens_per_second(
-    alpha: float, gamma: int, draft_step: float, verify_pass: float, round_trip: float = 0.0
+def improvement(
+    alpha: Alpha,
+    gamma: int,
+    c: float,
+    round_trip: float = 0.0,
+    verify_cost: Cost = 1.0,
+    *,
+    hit_rate: float = 0.0,
+    parallel: bool = False,
 ) -> float:
-    """Return the expected rate of one sequence, E(γ, α) / (γ·t_q + t_p(γ+1) + R).
-
-    Args:
-        alpha: chance that a drafted token is accepted.
-        gamma: drafted tokens a round.
-        draft_step: t_q, seconds of one draft step.
-        verify_pass: t_p(γ+1), seconds of the target's pass over γ+1 tokens.
-        round_trip: R, seconds a round spends on the network.
+    """Return the expected speed-up over the target alone, `expected_tokens` / `round_time` [L Thm 3.8].
 
     Raises:
-        ValueError: α or γ is out of range, or a time is negative, infinite or NaN (`verify_pass` also 0).
+        ValueError: as these two.
     """
-    _refuse_times(draft_step=draft_step, round_trip=round_trip)
-    _refuse_times(verify_pass=verify_pass, above_zero=True)
-    return expected_tokens(alpha, gamma) / (gamma * draft_step + verify_pass + round_trip)
+    tokens = expected_tokens(alpha, gamma)
+    return tokens / round_time(gamma, c, round_trip, verify_cost, hit_rate=hit_rate, parallel=parallel)
 
 
-def operations(alpha: float, gamma: int, c_hat: float) -> float:
+def operations(alpha: Alpha, gamma: int, c_hat: float, *, parallel: bool = False) -> float:
     """Return the expected growth of the operations per token [L Thm 3.11], (1 - α)(γĉ + γ + 1) / (1 - α^(γ+1)).
 
-    `c_hat` is the draft's operations per token over the target's.
+    `c_hat` is the draft's operations per token over the target's [L Def. 3.10]; with `parallel` those of its one step.
 
     Raises:
         ValueError: α, γ or ĉ is out of range.
     """
     _refuse_times(c_hat=c_hat)
-    return (gamma * c_hat + gamma + 1) / expected_tokens(alpha, gamma)
+    steps = min(gamma, 1) if parallel else gamma
+    return (steps * c_hat + gamma + 1) / expected_tokens(alpha, gamma)
+
+
+# ------------------------------------------------------------------------------------------------ choosing and bounds
 
 
 def best_gamma(
-    alpha: float,
+    alpha: Alpha,
     c: float,
     round_trip: float = 0.0,
-    verify_cost: float | Callable[[int], float] = 1.0,
+    verify_cost: Cost = 1.0,
     max_gamma: int = MAX_GAMMA,
+    *,
+    hit_rate: float = 0.0,
+    parallel: bool = False,
 ) -> int:
-    """Return the γ in 0..max_gamma of largest `improvement`, the smallest among equals [L 3.5].
-
-    `verify_cost` may be a function of the tokens in the target's forward pass, γ+1. A constant ignores that the pass
-    grows with γ, and gives a γ that is too large.
+    """Return the γ in 1..max_gamma of largest `improvement`, the smallest among equals; 0 if none improves [L 3.5].
 
     Raises:
-        ValueError: as `improvement` does, or `max_gamma` is negative.
+        ValueError: as `improvement`, or `max_gamma` is negative.
     """
-    if max_gamma < 0:
-        raise ValueError(f"max_gamma is {max_gamma}; it must be at least 0")
 
     def speed_up(gamma: int) -> float:
-        cost = verify_cost(gamma + 1) if callable(verify_cost) else verify_cost
-        return improvement(alpha, gamma, c, round_trip, cost)
+        return improvement(alpha, gamma, c, round_trip, verify_cost, hit_rate=hit_rate, parallel=parallel)
 
-    return max(range(max_gamma + 1), key=speed_up)
+    best = max(_gammas(max_gamma), key=speed_up, default=0)
+    return best if best and speed_up(best) > 1 else 0
+
+
+def lower_bound(alpha: float, c: float, round_trip: float = 0.0, verify_cost: float = 1.0) -> float:
+    """Return a lower bound of the best improvement, (1 + α)/(c + v + R): that of γ = 1 [L Cor. 3.9: (1 + α)/(1 + c)].
+
+    In the paper some γ improves if and only if α > c. With R > 0 the bound may be below 1 while a larger γ improves:
+    see `break_even_alpha`.
+
+    Raises:
+        ValueError: as `improvement`.
+    """
+    return improvement(alpha, 1, c, round_trip, verify_cost)
+
+
+def oracle(alpha: float, c: float, round_trip: float = 0.0, verify_cost: float = 1.0) -> float:
+    """Return the speed-up of the best γ of each round in hindsight, the limit of every policy [L 3.5].
+
+    It drafts the accepted tokens and no others: 1/(1 - α) tokens a round, and α/(1 - α) draft steps. Infinite if it
+    takes no time. Where the target's pass grows with each token, add that to c.
+
+    Raises:
+        ValueError: as `improvement`.
+    """
+    _refuse_alpha(alpha)
+    time = alpha * c + (1 - alpha) * round_time(0, c, round_trip, verify_cost)  # of one token
+    return 1 / time if time else math.inf
+
+
+def break_even_alpha(
+    c: float,
+    round_trip: float = 0.0,
+    verify_cost: Cost = 1.0,
+    max_gamma: int = MAX_GAMMA,
+    *,
+    hit_rate: float = 0.0,
+    parallel: bool = False,
+) -> float | None:
+    """Return the α at which the best γ is as fast as the target alone; None if even α = 1 is slower.
+
+    Without network and with v = 1 it is c [L Cor. 3.9].
+
+    Raises:
+        ValueError: as `best_gamma`.
+    """
+
+    def gain(alpha: float) -> float:
+        most = break_even_round_trip(alpha, c, verify_cost, max_gamma, hit_rate=hit_rate, parallel=parallel)
+        return most - round_trip
+
+    _refuse_times(round_trip=round_trip)
+    low, high = 0.0, 1.0
+    if gain(high) < 0:
+        return None
+    for _ in range(52):  # `gain` grows with α; halve until the digits of a float end
+        middle = (low + high) / 2
+        low, high = (low, middle) if gain(middle) >= 0 else (middle, high)
+    return high
+
+
+def break_even_round_trip(
+    alpha: Alpha,
+    c: float,
+    verify_cost: Cost = 1.0,
+    max_gamma: int = MAX_GAMMA,
+    *,
+    hit_rate: float = 0.0,
+    parallel: bool = False,
+) -> float:
+    """Return the R at which the best γ is as fast as the target alone; below 0 if no γ improves without a network.
+
+    Raises:
+        ValueError: as `best_gamma`, or `max_gamma` is 0.
+    """
+    if max_gamma == 0:
+        raise ValueError("max_gamma is 0; it must be at least 1")
+    return max(
+        expected_tokens(alpha, gamma) - round_time(gamma, c, 0.0, verify_cost, hit_rate=hit_rate, parallel=parallel)
+        for gamma in _gammas(max_gamma)
+    )
+
+
+def _gammas(max_gamma: int) -> range:
+    if max_gamma < 0:
+        raise ValueError(f"max_gamma is {max_gamma}; it must be at least 0")
+    return range(1, max_gamma + 1)
+
+
+# ----------------------------------------------------------------------------------------------------------- refusals
+
+# Sums of float32 probabilities over a large vocabulary differ from 1 by less.
+_SUM_TOLERANCE = 1e-3
+
+
+def _refuse_no_distributions(*distributions: Sequence[float]) -> None:
+    for name, values in zip("pq", distributions, strict=False):
+        if not all(value >= 0 for value in values):
+            raise ValueError(f"{name} has a negative value or NaN; probabilities must be at least 0")
+        if not abs(math.fsum(values) - 1) <= _SUM_TOLERANCE:
+            raise ValueError(f"{name} sums to {math.fsum(values)}; probabilities must sum to 1")
+    if len(lengths := {len(values) for values in distributions}) > 1:
+        raise ValueError(f"p and q have {' and '.join(map(str, sorted(lengths)))} tokens; they must have equally many")
+
+
+def _refuse_lenience(lenience: float) -> None:
+    if not 0 < lenience <= 1:
+        raise ValueError(f"lenience is {lenience}; it must lie in (0, 1]")
+
+
+def _refuse_alpha(alpha: Alpha) -> None:
+    for each in (alpha,) if isinstance(alpha, int | float) else alpha:
+        if not 0 <= each <= 1:
+            raise ValueError(f"alpha is {each}; it must lie in [0, 1]")
 
 
 def _refuse_times(above_zero: bool = False, **times: float) -> None:

@@ -19,7 +19,7 @@ class Command:
     """`python -m MODULE ARGUMENTS...` as a process. A mark in its environment finds every process it started."""
 
     def __init__(self, module: str, *arguments: str) -> None:
-        self._mark = {"OUTRIDER_TEST_MARK": str(uuid.uuid4())}
+        self._mark = {"TEST_OF_OUTRIDER": str(uuid.uuid4())}
         self.process = subprocess.Popen(
             [sys.executable, "-m", module, *arguments],
             cwd=ROOT,

@@ -1,26 +1,30 @@
-"""The `outrider` command. It starts services and talks to them; no model runs in its own process."""
+"""The `outrider` command. It starts services and talks to them; only `alpha` and `check` run models in it."""
 
 import click
 
+from outrider.cli.alpha import alpha_command
+from outrider.cli.bench import bench_command
 from outrider.cli.chat import chat_command
+from outrider.cli.check import check_command
 from outrider.cli.demo import demo_command
+from outrider.cli.gateway import gateway_command
 from outrider.cli.generate import generate_command
 from outrider.cli.info import info_command
+from outrider.cli.plan import plan_command
 from outrider.cli.serve import serve_command
+from outrider.cli.trace import trace_command
 from outrider.cli.transcribe import transcribe_command
-from outrider.environment import installed_version, mistyped
-
-PREFIX = "OUTRIDER"
+from outrider.environment import ENV_PREFIX, installed_version, unknown_variables
 
 
 @click.group(
     context_settings={
         "help_option_names": ["-h", "--help"],
-        "auto_envvar_prefix": PREFIX,
+        "auto_envvar_prefix": ENV_PREFIX.rstrip("_"),
         "max_content_width": 100,
     }
 )
-@click.version_option(installed_version(), prog_name="outrider")
+@click.version_option(installed_version(), prog_name="outrider", allow_from_autoenv=False)
 @click.pass_context
 def main(context: click.Context) -> None:
     """Exact speculative decoding as two gRPC services.
@@ -34,20 +38,49 @@ def main(context: click.Context) -> None:
     outrider serve --target DIR_OR_ID --draft DIR_OR_ID
     outrider generate "def add(a, b):"
     outrider chat
+    outrider gateway
     outrider transcribe talk.wav
     outrider info 127.0.0.1:50051
+    outrider alpha --target DIR_OR_ID --draft DIR_OR_ID
+    outrider bench --quick
+    outrider check --quick --target DIR_OR_ID
+    outrider plan --alpha 0.8 --c 0.05
+    outrider trace --picture trace.svg "def add(a, b):"
 
     Each service can also run on a machine of its own: see `python -m verifier_service --help` and
     `python -m draft_service --help`. Every option can be set in the environment too, for example
     OUTRIDER_GENERATE_DRAFT for `outrider generate --draft`; flags win.
     """  # noqa: D301  # click reads the backspace: no rewrapping of the paragraph
-    command = main.commands.get(context.invoked_subcommand or "")
-    if command is not None:
-        prefix = f"{PREFIX}_{str(command.name).upper()}_"
-        known = {f"{prefix}{str(option.name).upper()}" for option in command.params}
-        for variable, nearest in mistyped(known, prefix).items():
-            click.echo(f"outrider: {variable} is unknown and is ignored; the nearest name is {nearest}", err=True)
+    for variable, nearest in unknown_variables(_variables(context.invoked_subcommand or "")).items():
+        hint = f"the nearest name is {nearest}" if nearest else "docs/reference/settings.md lists all variables"
+        click.echo(f"outrider: {variable} is unknown and is ignored; {hint}", err=True)
 
 
-for each in (chat_command, demo_command, generate_command, info_command, serve_command, transcribe_command):
+def _variables(invoked: str) -> dict[str, str]:
+    """The variables of all commands by their names without OUTRIDER_, and those of the invoked one by its options."""
+    by_name: dict[str, str] = {}
+    for name, command in main.commands.items():
+        for option in command.params:
+            if isinstance(option, click.Option):
+                tail = f"{name}_{option.name}".upper()
+                by_name[tail] = ENV_PREFIX + tail
+                if name == invoked:
+                    by_name[str(option.name).upper()] = ENV_PREFIX + tail
+    return by_name
+
+
+for each in (
+    alpha_command,
+    bench_command,
+    chat_command,
+    check_command,
+    demo_command,
+    gateway_command,
+    generate_command,
+    info_command,
+    plan_command,
+    serve_command,
+    trace_command,
+    transcribe_command,
+):
     main.add_command(each)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import sys
 from contextlib import suppress
 from typing import Any
@@ -9,8 +10,19 @@ from typing import Any
 import click
 
 from outrider.cli.options import Address, calling_options, connected, request_of, sampling_options, temperature_option
-from outrider.cli.output import Failure, fails_in_one_line, warn_of_loss
-from outrider.client import Chunk, Client, InvalidRequest, Message, Options, Started
+from outrider.cli.output import Failure, fails_in_one_line, note_queue, warn_of_loss
+from outrider.client import (
+    Chunk,
+    Client,
+    Finished,
+    FinishReason,
+    InvalidRequest,
+    Message,
+    Options,
+    OutriderError,
+    Queued,
+    Started,
+)
 
 
 @click.command("chat", short_help="A conversation, in this terminal.")
@@ -38,50 +50,79 @@ from outrider.client import Chunk, Client, InvalidRequest, Message, Options, Sta
 def chat_command(draft: str, system: str | None, timeout: float, **values: Any) -> None:
     """Talk with a model that has a chat template.
 
-    Each line is a message. /new starts a new conversation. Ctrl-C ends an answer, and Ctrl-D the command.
+    Each line is a message. /new starts a new conversation. Ctrl-C ends an answer; /quit or Ctrl-D ends the chat.
     """
     with connected(draft, timeout, None, values) as client:
         options = request_of(values)
         target = client.get_model(timeout=min(timeout, 10.0)).target
         if not target.has_chat_template:
-            raise Failure(f"{target.name} has no chat template: use `outrider generate`, which continues a text")
-        click.echo(f"{target.name}. /new: new conversation; Ctrl-D: end.", err=True)
+            raise Failure(f"{target.name} has no chat template; use `outrider generate`, which continues a text")
+        click.echo(f"Chat with {target.name}. {_COMMANDS}", err=True)
         first = [Message("system", system)] if system is not None else []
         messages = list(first)
         while (text := _read()) is not None:
             if text == "/new":
                 messages = list(first)
+            elif text in ("/quit", "/exit"):
+                return
+            elif re.fullmatch(r"/\w*", text):
+                click.echo(f"outrider: there is no command {text}. {_COMMANDS}", err=True)
             elif text:
                 messages = _answered(client, [*messages, Message("user", text)], options)
 
 
+_COMMANDS = "/new starts a new conversation; Ctrl-C ends an answer; /quit or Ctrl-D ends the chat."
+
+
+def _is_interactive() -> bool:
+    return sys.stdin.isatty()
+
+
 def _read() -> str | None:
-    """The next line; None at the end of the input, and after Ctrl-C."""
-    if sys.stdin.isatty():
+    """The next line; None at the end of the input. Ctrl-C drops a line."""
+    if _is_interactive():
         with suppress(ImportError):  # not on every system
             import readline  # noqa: F401  # `input` edits lines with it
-    try:
-        return input("> " if sys.stdin.isatty() else "").strip()
-    except (EOFError, KeyboardInterrupt):
-        click.echo(err=True)
-        return None
+    while True:
+        try:
+            return input("> " if _is_interactive() else "").strip()
+        except EOFError:
+            click.echo(err=True)
+            return None
+        except KeyboardInterrupt:
+            if not _is_interactive():
+                return None
+            click.echo("\nCtrl-D ends the chat.", err=True)
 
 
 def _answered(client: Client, messages: list[Message], options: Options) -> list[Message]:
-    """Writes the answer, and returns the conversation with it; without the last message if it is refused."""
+    """Writes the answer, and returns the conversation with it; without the last message if the call fails."""
     answer: list[str] = []
+    is_cut = is_queued = False
     try:
         for event in client.generate(messages, **options):
+            if isinstance(event, Queued) and not is_queued:
+                is_queued = True
+                note_queue(event)
             if isinstance(event, Started):
                 warn_of_loss(event)
             if isinstance(event, Chunk):
                 answer.append(event.text)
                 click.echo(event.text, nl=False)
                 sys.stdout.flush()
+            if isinstance(event, Finished):
+                is_cut = event.finish_reason is FinishReason.LENGTH
     except KeyboardInterrupt:
         pass  # the text so far stays in the conversation
     except InvalidRequest as error:  # too long, for example
         click.echo(f"outrider: {error}; /new starts a new conversation", err=True)
         return messages[:-1]
+    except OutriderError as error:
+        if not _is_interactive():
+            raise
+        click.echo(f"\noutrider: {error}; the conversation continues before this message", err=True)
+        return messages[:-1]
     click.echo()
+    if is_cut:
+        click.echo("outrider: the answer is cut off at --max-new-tokens", err=True)
     return [*messages, Message("assistant", "".join(answer))]

@@ -24,6 +24,7 @@ from outrider.cli.output import Failure, completion_document, fails_in_one_line,
 from outrider.cli.processes import Pair, busy_processors, processors, running_pair, terminated_as_interrupted
 from outrider.client import AcceptanceRule, Chunk, Client, Completion, Event, TokenOrigin, Unavailable
 from outrider.client.texts import parts_of_tokens
+from outrider.rpc.errors import counted
 
 MODELS = Path(__file__).resolve().parents[2] / "models" / "demo"
 # Used if the models have no `prompts.jsonl`; else its first prompt is used.
@@ -65,7 +66,7 @@ def demo_command(prompt: str | None, max_new_tokens: int, repeats: int, as_json:
     how = {name: values.pop(name) for name in ("target", "draft", "device", "target_device", "draft_device", "threads")}
     how["listen"] = "127.0.0.1:0"  # a draft service may run at the default address
     for role in ("target", "draft"):
-        how[role] = how[role] or _demo_model(role)
+        how[role] = how[role] or demo_model(role)
     options = request_of(values)
     options.setdefault("temperature", 0.0)
     options["max_new_tokens"] = max_new_tokens
@@ -114,18 +115,23 @@ def warn_of_busy_processors() -> None:
     busy, count = busy_processors(), len(processors())
     if busy > _BUSY_SHARE * count:
         click.echo(
-            f"outrider: other processes keep {busy:.1f} of {count} processors busy: the speeds below are too low, and "
-            "the ratio may be below 1; try again when the machine is idle",
+            f"outrider: other processes use {busy:.1f} of {counted(count, 'processor')}: the speeds below are too low, "
+            "and the ratio may be below 1; try again when the machine is idle",
             err=True,
         )
 
 
-def _demo_model(name: str) -> str:
+def demo_model(name: str) -> str:
+    """The folder of the demo's `target` or `draft`.
+
+    Raises:
+        Failure: it is not there.
+    """
     folder = MODELS / name
     if not (folder / "config.json").is_file():
         raise Failure(
-            f"the demo's {name} model is not at {folder}; it is part of the source tree: run from a clone, or name "
-            "another pair with --target and --draft"
+            f"the demo's {name} model is not at {folder}, since it comes with the source: run the demo in a clone of "
+            "Outrider, or name another pair with --target and --draft"
         )
     return str(folder)
 
@@ -255,11 +261,14 @@ def draw_comparison(out: Console, comparison: Comparison, *, promised: bool) -> 
     out.print(table)
     out.print()
     if comparison.pair.mean_acceptance_length is None:
-        out.print("The last timed run drafted nothing: drafting did not pay, or --gamma or --drafter forbids it.")
+        out.print("The last timed run drafted nothing: drafting was slower, or --gamma or --drafter turns it off.")
     if comparison.first_difference is None:
         out.print("Both wrote the same text, token for token.")
     elif promised:
-        out.print(f"The texts differ from token {comparison.first_difference + 1} on: a near-tie, decided by rounding.")
+        out.print(
+            f"The texts differ from token {comparison.first_difference + 1} on: two tokens were almost equally "
+            "probable there, and rounding decided."
+        )
 
 
 def _number(value: float | None) -> str:

@@ -8,7 +8,7 @@ from typing import Any
 import click
 
 from outrider.cli.options import Address, calling_options, connected, request_of, request_options, temperature_option
-from outrider.cli.output import completion_document, fails_in_one_line, warn_of_loss, write_json
+from outrider.cli.output import completion_document, fails_in_one_line, note_queue, warn_of_loss, write_json
 from outrider.client import Chunk, Client, Message, Options, Prompt, Queued, Started
 
 
@@ -22,7 +22,7 @@ from outrider.client import Chunk, Client, Message, Options, Prompt, Queued, Sta
     help="Address of the draft service; with several, a text continues at another one if one fails.",
 )
 @click.option("--max-new-tokens", type=int, help="Maximum tokens to generate. Default: 256.")
-@click.option("--chat", is_flag=True, help="PROMPT is a user's message; the model's chat template is applied.")
+@click.option("--chat", is_flag=True, help="PROMPT is a message to a model with a chat template.")
 @click.option("--system", metavar="TEXT", help="With --chat: the system message.")
 @click.option(
     "--timeout",
@@ -36,7 +36,7 @@ from outrider.client import Chunk, Client, Message, Options, Prompt, Queued, Sta
     "--patience",
     metavar="SECONDS",
     type=click.FloatRange(min=0),
-    help="Time of retries while no draft service accepts the request. Default: --timeout.",
+    help="How long to retry while no draft service accepts the request. Default: --timeout.",
 )
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
 @calling_options
@@ -64,9 +64,11 @@ def generate_command(
     outrider generate --json --seed 7 --top-p 0.9 - < prompt.txt
     """  # noqa: D301  # click reads the backspace: no rewrapping of the paragraph
     if system is not None and not chat:
-        raise click.UsageError("--system needs --chat")
-    if values["logprobs"] is not None and not as_json:
-        raise click.UsageError("--logprobs needs --json")
+        raise click.UsageError("--system is for a conversation; give --chat too")
+    for name in ("logprobs", "prompt_logprobs"):
+        if values[name] is not None and not as_json:
+            flag = f"--{name.replace('_', '-')}"
+            raise click.UsageError(f"{flag} are part of the JSON output; give --json too")
     with connected(draft, timeout, patience, values) as client:
         options = request_of(values)
         whole = _prompt(sys.stdin.read() if prompt == "-" else prompt, chat, system)
@@ -90,7 +92,7 @@ def _stream(client: Client, prompt: Prompt, options: Options) -> None:
     for event in client.generate(prompt, **options):
         if isinstance(event, Queued) and not is_queued:
             is_queued = True
-            click.echo(f"outrider: the request waits in the queue; calls ahead: {event.position}", err=True)
+            note_queue(event)
         if isinstance(event, Started):
             warn_of_loss(event)
         if isinstance(event, Chunk) and event.text:

@@ -20,7 +20,7 @@ from rich.table import Table
 from outrider.cli.options import Address, calling_options, tls_of
 from outrider.cli.output import Failure, fails_in_one_line, write_json
 from outrider.client import TLS, AcceptanceRule, Drafter
-from outrider.client.errors import typed
+from outrider.client.errors import explained
 from outrider.rpc.auth import OwnToken
 from outrider.rpc.channel import check_plaintext, open_channel
 from outrider.rpc.health import PROBES
@@ -62,9 +62,11 @@ def info_command(
     except ValueError as error:
         raise click.UsageError(str(error)) from error
     except TimeoutError:
-        raise Failure(f"DEADLINE_EXCEEDED: {address} did not answer within {timeout:g} s") from None
+        raise Failure(
+            f"DEADLINE_EXCEEDED: {address} did not answer within {timeout:g} s; raise --timeout, or check the address"
+        ) from None
     except grpc.RpcError as error:
-        raise typed(error, timeout) from error
+        raise asyncio.run(explained(error, address, timeout, uses_tls=security is not None)) from error
     if as_json:
         write_json(found)
     else:
@@ -144,7 +146,7 @@ async def _load(verifier: Any, model: model_pb2.ModelInfo, metadata: Sequence[tu
                 "pass_token_us": load.pass_token_us,
                 "one_token_ms": (time.perf_counter() - began) * 1e3,
             }
-    raise Failure("the verifier ended the stream without a verdict; its log may have the reason")
+    raise Failure("the verifier ended the stream without a verdict; see its log")
 
 
 # ----------------------------------------------------------------------------------------------------------- drawing

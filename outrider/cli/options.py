@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping
 from typing import Any, TypeAlias, TypeVar, cast
 
 import click
 
-from outrider.client import TLS, AcceptanceRule, Client, Drafter, Options, SpeculationPolicy
+from outrider.client import TLS, AcceptanceRule, AsyncClient, Client, Drafter, Options, SpeculationPolicy
 from outrider.rpc.channel import SOCKET
 
 Command = TypeVar("Command", bound=Callable[..., Any])
@@ -50,6 +51,31 @@ class Address(click.ParamType[str]):
         return ",".join(parts)
 
 
+class Numbers(click.ParamType[tuple[float, ...]]):
+    """Numbers separated by commas, of one kind, without duplicates."""
+
+    name = "N[,N...]"
+
+    def __init__(self, kind: type[int] | type[float], least: float) -> None:
+        self._kind = kind
+        self._least = least
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> tuple[float, ...]:
+        kind = "a whole number" if self._kind is int else "a number"
+        numbers = []
+        for part in str(value).split(","):
+            try:
+                number = self._kind(part)
+            except ValueError:
+                number = math.nan
+            if not self._least <= number < math.inf:
+                example = f"{self._least:g},{self._least + 1:g}"
+                text = f"{part.strip()!r} is not {kind} of at least {self._least:g}"
+                self.fail(f"{text}; separate numbers by commas, for example {example}", param, ctx)
+            numbers.append(number)
+        return tuple(dict.fromkeys(numbers))
+
+
 class DeviceName(click.ParamType[str]):
     """`auto`, `cpu`, `cuda` or `cuda:N`. The service checks whether the device exists."""
 
@@ -89,17 +115,17 @@ sampling_options = _group(
     click.option(
         "--top-p",
         type=float,
-        help="Keep the most probable tokens whose probabilities sum to this; above 0 to 1. Default: 1.",
+        help="Keep the most probable tokens that together have this probability; above 0, at most 1. Default: 1.",
     ),
     click.option(
         "--min-p",
         type=float,
-        help="Drop tokens less probable than this share of the most probable one; 0 to 1. Default: 0.",
+        help="Drop tokens less probable than this share of the most probable token; 0 to 1. Default: 0.",
     ),
     click.option(
         "--seed",
         type=int,
-        help="Seed of the draws; selects the rule coupled: the same seed, the same text. Default: random.",
+        help="Seed of the random numbers: the same seed gives the same text, by --rule coupled. Default: random.",
     ),
     click.option(
         "--rule",
@@ -109,14 +135,14 @@ sampling_options = _group(
     click.option(
         "--cache-salt",
         metavar="TEXT",
-        help="Share the KV cache with prompts of the same salt only.",
+        help="Share the KV cache only with requests of the same salt. Default: with all.",
     ),
     click.option(
         "--sigmoid-scales",
         metavar="ALPHA BETA",
         type=float,
         nargs=2,
-        help="Scales of --rule sigmoid, in logits; required with it.",
+        help="Scales of --rule sigmoid, in logits, the lower one first; required with it.",
     ),
     click.option("--gamma", type=int, help="Tokens in each proposal; 0: the target alone. Default: the service's."),
     click.option(
@@ -128,22 +154,22 @@ sampling_options = _group(
         "--max-entropy",
         metavar="NATS",
         type=float,
-        help="End a proposal before a token whose draft probabilities have more entropy. Default: the service's.",
+        help="End a proposal where the draft's next token has more entropy than this. Default: the service's.",
     ),
     click.option(
         "--drafter",
         type=click.Choice(DRAFTERS),
-        help="Source of proposed tokens; the service must offer it. Default: the service's.",
+        help="Source of proposed tokens, of those that `outrider info` lists. Default: the service's.",
     ),
     click.option(
         "--draft-temperature",
         type=float,
-        help="Temperature of the draft. Default: the service's, normally --temperature.",
+        help="Temperature of the draft: 0, or 0.000001 to 100. Default: the service's, normally --temperature.",
     ),
     click.option(
         "--outcome-cache/--no-outcome-cache",
         default=None,
-        help="Draft for likely verdicts in advance. Default: the service's.",
+        help="Draft the likely continuations while the target verifies. Default: the service's.",
     ),
 )
 
@@ -158,14 +184,18 @@ request_options = _group(
     click.option(
         "--presence-penalty",
         type=float,
-        help="Subtracted from logits of tokens in the output; -100 to 100. Default: 0.",
+        help="Subtracted from the logits of tokens in the output; -100 to 100. Default: 0.",
     ),
-    click.option("--frequency-penalty", type=float, help="The same, for each time that the token occurs. Default: 0."),
+    click.option(
+        "--frequency-penalty",
+        type=float,
+        help="Subtracted from a token's logit for each time it is in the output; -100 to 100. Default: 0.",
+    ),
     click.option(
         "--logit-bias",
         type=TokenBias(),
         multiple=True,
-        help="Added to the logit of one token; -100 to 100. Repeatable.",
+        help="Added to the logit of the token ID; -100 to 100. Repeatable.",
     ),
     click.option(
         "--ban",
@@ -173,17 +203,19 @@ request_options = _group(
         metavar="ID",
         type=int,
         multiple=True,
-        help="Token id to exclude. Repeatable.",
+        help="Token id that the text must not have. Repeatable.",
     ),
     click.option(
         "--lenience",
         type=float,
-        help="Below 1: more draft tokens are accepted, and the text is lossy. Default: 1.",
+        help="Below 1, at least 0.000001: more draft tokens are accepted, and the text is lossy. Default: 1.",
     ),
     click.option(
-        "--min-new-tokens", type=int, help="No stop token or stop string ends the text before this many tokens."
+        "--min-new-tokens",
+        type=int,
+        help="Stop tokens and stop strings end the text only after this many tokens. Default: 0.",
     ),
-    click.option("--stop", metavar="TEXT", multiple=True, help="String that ends the text, without it. Repeatable."),
+    click.option("--stop", metavar="TEXT", multiple=True, help="String that ends the text; it is cut off. Repeatable."),
     click.option(
         "--stop-token-id",
         "stop_token_ids",
@@ -192,46 +224,63 @@ request_options = _group(
         multiple=True,
         help="Token id that ends the text. Repeatable.",
     ),
-    click.option("--ignore-eos", is_flag=True, help="Do not end at the model's end-of-sequence tokens."),
+    click.option("--ignore-eos", is_flag=True, help="Go on after the model's end-of-sequence tokens."),
     click.option("--n", type=int, help="Number of independent samples. Default: 1."),
     click.option(
         "--logprobs",
         metavar="N",
         type=int,
-        help="With --json: log-probabilities of each token and the N most probable ones; 0 to 20.",
+        help="With --json: log-probabilities of each token and of the N most probable ones; 0 to 20.",
     ),
-    click.option("--time-limit", metavar="SECONDS", type=float, help="End the text after this time, and keep it."),
-    click.option("--keep-special-tokens", is_flag=True, help="Keep special tokens in the text."),
+    click.option(
+        "--prompt-logprobs",
+        metavar="N",
+        type=int,
+        help="With --json: log-probabilities of the prompt's tokens and of the N most probable; 0 to 20.",
+    ),
+    click.option(
+        "--time-limit", metavar="SECONDS", type=float, help="End the text after this time; the text so far is printed."
+    ),
+    click.option(
+        "--keep-special-tokens", is_flag=True, help="Keep special tokens, such as <|endoftext|>, in the text."
+    ),
     click.option(
         "--frame-bytes",
         metavar="BYTES",
         type=int,
-        help="Pad every response to this size, to hide the number of tokens on the network.",
+        help="Pad each response to this size, to hide from the network how many tokens it has.",
     ),
     click.option(
         "--frame-pace",
         metavar="SECONDS",
         type=float,
-        help="Time between two responses, to hide when tokens come; 0.001 to 10.",
+        help="Time between two responses, to hide from the network when tokens come; 0.001 to 10.",
     ),
     click.option(
         "--fixed-size-rounds",
         is_flag=True,
-        help="Pad messages between the services to one size for each direction.",
+        help="Pad the messages between the services to one size for each direction.",
     ),
-    click.option("--request-id", metavar="NAME", help="Name of the request in logs."),
+    click.option("--request-id", metavar="NAME", help="Name of the request in the services' logs. Default: random."),
 )
 
 # How to call a draft service; see `connected`.
 calling_options = _group(
-    click.option("--tls", is_flag=True, help="Use TLS, with the CAs that come with gRPC."),
-    click.option("--tls-ca", metavar="FILE", type=_FILE, help="Use TLS, with this CA (PEM)."),
-    click.option("--tls-cert", metavar="FILE", type=_FILE, help="Client certificate (PEM)."),
-    click.option("--tls-key", metavar="FILE", type=_FILE, help="Private key of the certificate (PEM)."),
+    click.option("--tls", is_flag=True, help="Use TLS, and trust the CAs that come with gRPC."),
+    click.option("--tls-ca", metavar="FILE", type=_FILE, help="Use TLS, and trust this CA (PEM)."),
     click.option(
-        "--tls-name", metavar="NAME", help="Name in the service's certificate. Default: the host of the call."
+        "--tls-cert", metavar="FILE", type=_FILE, help="Certificate of the client (PEM), if the service requires one."
     ),
-    click.option("--token-file", metavar="FILE", type=_FILE, help="File with the bearer token to send."),
+    click.option("--tls-key", metavar="FILE", type=_FILE, help="Private key of --tls-cert (PEM)."),
+    click.option(
+        "--tls-name", metavar="NAME", help="Name in the service's certificate. Default: the host of the address."
+    ),
+    click.option(
+        "--token-file",
+        metavar="FILE",
+        type=_FILE,
+        help="File with the bearer token to send, if the service requires one.",
+    ),
     click.option("--plaintext", is_flag=True, help="Allow plaintext to other machines."),
 )
 
@@ -240,15 +289,15 @@ serving_options = _group(
     click.option(
         "--tls-cert", metavar="FILE", type=_FILE, help="Certificate of the draft service (PEM); turns TLS on."
     ),
-    click.option("--tls-key", metavar="FILE", type=_FILE, help="Private key of that certificate (PEM)."),
+    click.option("--tls-key", metavar="FILE", type=_FILE, help="Private key of --tls-cert (PEM)."),
     click.option(
-        "--tls-client-ca", metavar="FILE", type=_FILE, help="CA whose certificate every client must present (PEM)."
+        "--tls-client-ca", metavar="FILE", type=_FILE, help="Every client must have a certificate of this CA (PEM)."
     ),
     click.option(
         "--allow-client-san",
         metavar="NAME",
         multiple=True,
-        help="Name that a client's certificate must have. Repeatable.",
+        help="DNS name or URI, of which a client's certificate must have one. Repeatable.",
     ),
     click.option(
         "--auth-token-file",
@@ -256,13 +305,13 @@ serving_options = _group(
         type=_FILE,
         help="File of bearer tokens, one a line; every call must carry one.",
     ),
-    click.option("--plaintext", is_flag=True, help="Allow plaintext at addresses that are not loopback."),
+    click.option("--plaintext", is_flag=True, help="Allow plaintext at addresses that other machines reach."),
 )
 
 
 def temperature_option(default: str) -> Callable[[Command], Command]:
     """`--temperature`; `default` is that of the command or the service, for the help."""
-    text = f"Divides the logits; 0: the most probable token; else 0.000001 to 100. Default: {default}."
+    text = f"Randomness of the text: 0 takes the most probable token; else 0.000001 to 100. Default: {default}."
     return click.option("--temperature", type=float, help=text)
 
 
@@ -274,7 +323,16 @@ def request_of(values: dict[str, Any]) -> Options:
     return cast("Options", given)
 
 
-def connected(addresses: str, timeout: float, patience: float | None, values: dict[str, Any]) -> Client:
+AnyClient = TypeVar("AnyClient", Client, AsyncClient)
+
+
+def connected(
+    addresses: str,
+    timeout: float,
+    patience: float | None,
+    values: dict[str, Any],
+    kind: type[AnyClient] = Client,  # type: ignore[assignment]  # a default does not depend on the caller
+) -> AnyClient:
     """The client for these addresses; takes the values of `calling_options` out of `values`.
 
     Raises:
@@ -284,9 +342,7 @@ def connected(addresses: str, timeout: float, patience: float | None, values: di
     tls = tls_of({each: values.pop(each) for each in ("tls", "tls_ca", "tls_cert", "tls_key", "tls_name")})
     token_file, plaintext = values.pop("token_file"), values.pop("plaintext")
     try:
-        return Client(
-            addresses, timeout=timeout, patience=patience, tls=tls, token_file=token_file, plaintext=plaintext
-        )
+        return kind(addresses, timeout=timeout, patience=patience, tls=tls, token_file=token_file, plaintext=plaintext)
     except ValueError as error:
         text = str(error).replace("tls=TLS(...)", "--tls-ca or --tls").replace("plaintext=True", "--plaintext")
         raise click.UsageError(text) from error
@@ -302,7 +358,9 @@ def tls_of(values: Mapping[str, Any]) -> TLS | None:
     if values["tls"] or ca:
         return TLS(ca, cert, key, name)
     if cert or key or name:
-        raise click.UsageError("--tls-cert, --tls-key and --tls-name need --tls-ca or --tls")
+        raise click.UsageError(
+            "--tls-cert, --tls-key and --tls-name have no effect in plaintext; give --tls-ca or --tls"
+        )
     return None
 
 

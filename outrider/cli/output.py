@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import asdict
 from functools import wraps
 from typing import Any, TypeVar, cast
@@ -12,7 +13,7 @@ from typing import Any, TypeVar, cast
 import click
 
 from outrider.cli.processes import ServiceError
-from outrider.client import Completion, OutriderError, Sample, Started
+from outrider.client import Completion, OutriderError, Queued, Sample, Started
 
 Command = TypeVar("Command", bound=Callable[..., Any])
 
@@ -43,12 +44,28 @@ def fails_in_one_line(command: Command) -> Command:
     return cast("Command", run)
 
 
+@contextmanager
+def needs_extra(extra: str) -> Iterator[None]:
+    """Turns a package that is not installed into a `Failure` that names the extra of this project that installs it."""
+    try:
+        yield
+    except ModuleNotFoundError as error:
+        raise Failure(
+            f"this command needs {error.name}, which is not installed: pip install '.[{extra}]' in a clone of Outrider"
+        ) from error
+
+
 def warn_of_loss(started: Started) -> None:
     """Writes a line to stderr if a text is lossy."""
     if started.lossy:
         click.echo(
-            f"outrider: lossy: this text does not follow the target's distribution (rule {started.rule})", err=True
+            f"outrider: this text is lossy: its distribution is not the target's (rule {started.rule})", err=True
         )
+
+
+def note_queue(event: Queued) -> None:
+    """Writes a line to stderr: the request waits in the queue."""
+    click.echo(f"outrider: the request waits in the queue; calls ahead of it: {event.position}", err=True)
 
 
 def _repeats(message: str, line: str) -> bool:
@@ -90,6 +107,8 @@ def completion_document(completion: Completion) -> dict[str, Any]:
         "drafter": started.drafter,
         "weights_fingerprint": started.weights_fingerprint,
     }
+    if completion.prompt_logprobs:
+        document["prompt_logprobs"] = [asdict(entry) for entry in completion.prompt_logprobs]
     if len(completion.samples) > 1:
         document["samples"] = [sample_document(sample) for sample in completion.samples]
     return document

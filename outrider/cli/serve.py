@@ -5,23 +5,28 @@ from __future__ import annotations
 import json
 import math
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack
 from difflib import get_close_matches
+from functools import partial
 from importlib import import_module
 from typing import Any
 
 import click
 
+from outrider.cli.gateway import http_options, make_server
 from outrider.cli.options import DRAFTERS, POLICIES, Address, flags_of_pair, model_options, serving_options
 from outrider.cli.output import Failure
 from outrider.cli.processes import ServiceError, running_pair, terminated_as_interrupted
-from outrider.service.logs import take_over, text_renderer
+from outrider.client import AsyncClient
+from outrider.rpc.channel import SOCKET
+from outrider.service.logs import dropped_notice, take_over, text_renderer
 
 _PREFIXES = {"verifier_service": "verifier | ", "draft_service": "draft    | "}
-
-
 # Two services cannot share an address. Without a prefix these flags belong to the draft service.
 _ADDRESSES = ("metrics-listen", "health-listen")
+# Hosts to listen at, and where this machine then answers itself.
+_LOOPBACK = {"0.0.0.0": "127.0.0.1", "[::]": "[::1]"}
 
 
 @click.command(
@@ -52,7 +57,7 @@ _ADDRESSES = ("metrics-listen", "health-listen")
     help="Address of the verifier service.",
 )
 @model_options
-@click.option("--dtype", help="Number format of both models: float32, bfloat16, float16. Default: the services choose.")
+@click.option("--dtype", help="Number format of both models: float32, bfloat16, float16. Default: auto.")
 @click.option(
     "--drafter",
     type=click.Choice(DRAFTERS),
@@ -62,29 +67,42 @@ _ADDRESSES = ("metrics-listen", "health-listen")
 @click.option(
     "--staged-by",
     type=click.Choice(["lookup", "ngram"]),
-    help="Source of the guesses of the drafter staged. Default: lookup.",
+    help="With --drafter staged: source of the tokens that the draft model checks. Default: lookup.",
 )
 @click.option(
     "--ngram-corpus",
     metavar="FILE",
     type=click.Path(exists=True, dir_okay=False),
-    help="Text file whose n-grams are counted at start-up.",
+    help="With n-grams as drafter: text file in which they are counted at start-up.",
 )
 @click.option(
     "--speculation",
     type=click.Choice(POLICIES),
     help="Policy that chooses gamma for requests that name none. Default: adaptive.",
 )
+@click.option(
+    "--http",
+    "http",
+    type=Address(),
+    help="Serve OpenAI's HTTP API at this address too, for example 127.0.0.1:8000. Default: do not.",
+)
 @click.argument("flags", nargs=-1, type=click.UNPROCESSED, metavar="")
 @serving_options
-def serve_command(verifier_listen: str, threads: int | None, flags: tuple[str, ...], **values: Any) -> None:
+@http_options
+def serve_command(
+    verifier_listen: str, threads: int | None, http: str | None, flags: tuple[str, ...], **values: Any
+) -> None:
     """Serve a pair of models on this machine: a verifier service with the target, a draft service with the draft.
 
-    The logs of both services go to stdout, with a prefix. Ctrl-C or SIGTERM stops both after the requests in progress;
-    a second Ctrl-C stops them at once. If one service fails, the other is stopped, and the exit code is 1.
+    The logs of both services go to stdout: text with a prefix on a terminal, elsewhere one JSON object a line. Ctrl-C
+    or SIGTERM stops both after the requests in progress; a second Ctrl-C stops them at once. If one service fails, the
+    other is stopped, and the exit code is 1.
 
     TLS and tokens protect the draft service. Between the services is plaintext, so a --verifier-listen that is not
     loopback needs --plaintext.
+
+    With --http an OpenAI-compatible front runs in this process, as `outrider gateway` runs it in one of its own. It
+    calls the draft service in plaintext, so a draft service with TLS needs `outrider gateway`. Needs the extra `http`.
 
     Any other flag goes to each service that has it: --max-sequences, --log-level. A prefix names one service:
     --verifier-kv-cache-mb, --draft-revision. --metrics-listen and --health-listen are the draft service's without a
@@ -93,19 +111,23 @@ def serve_command(verifier_listen: str, threads: int | None, flags: tuple[str, .
     \b
     outrider serve --target DIR_OR_ID --draft DIR_OR_ID --max-sequences 16 --metrics-listen 127.0.0.1:9100
     """  # noqa: D301  # click reads the backspace: no rewrapping of the paragraph
+    front, addresses = None, [""]
+    http_values = {name: values.pop(name) for name in list(values) if name.startswith("http_")}
+    if http is not None:
+        front = make_server(http, http_values, _connect(values, addresses))
     verifier_flags, draft_flags = flags_of_pair({"threads": threads, **values})
     more_verifier, more_draft = shared_out(flags)
     verifier_flags, draft_flags = verifier_flags + more_verifier, draft_flags + more_draft
     text = text_renderer() if sys.stdout.isatty() else None
     # The pipes of the services must be read even if standard output blocks.
-    take_over(lambda lines: f"outrider | {lines} log lines dropped")
+    take_over(partial(dropped_notice, "outrider"), lambda lines: f"outrider: {lines} lines dropped here")
 
     def pass_through(name: str, line: str) -> None:
         if line.startswith(f"{name}: "):  # its reason to end, which the command's last line repeats
             return
-        if text is not None and line.startswith("{"):
-            line = text(json.loads(line))
-        click.echo(_PREFIXES[name] + line)
+        if text is not None:
+            line = _PREFIXES[name] + (text(json.loads(line)) if line.startswith("{") else line)
+        click.echo(line)
 
     try:
         with (
@@ -121,11 +143,39 @@ def serve_command(verifier_listen: str, threads: int | None, flags: tuple[str, .
             # No timeout: a model may have to be downloaded first.
             pair.wait_healthy(math.inf)
             click.echo(f'Serving. Try: outrider generate --draft {pair.address} "def add(a, b):"', err=True)
-            pair.watch()
+            with ExitStack() as beside:
+                if front is not None:
+                    from outrider.http.server import BackgroundServer
+
+                    addresses[0] = pair.address
+                    beside.enter_context(BackgroundServer(front))
+                    click.echo(f"OpenAI's API is at {front.url}/v1", err=True)
+                pair.watch()
     except ServiceError as error:
         raise Failure(str(error)) from error  # its log is written already
     except KeyboardInterrupt:
         click.echo("Stopped.", err=True)
+
+
+def _connect(values: Mapping[str, Any], addresses: Sequence[str]) -> Callable[[], AsyncClient]:
+    """Makes the front's client of the draft service, whose address is in `addresses` by then.
+
+    Raises:
+        UsageError: the draft service requires TLS.
+    """
+    if values["tls_cert"] is not None:
+        raise click.UsageError(
+            "--http and --tls-cert do not go together: leave out --http, and run outrider gateway with --tls-ca"
+        )
+
+    def connect() -> AsyncClient:
+        (address,) = addresses
+        if not address.startswith(SOCKET):
+            host, _, port = address.rpartition(":")
+            address = f"{_LOOPBACK.get(host, host)}:{port}"
+        return AsyncClient(address, timeout=60.0, patience=5.0, token_file=values["auth_token_file"], plaintext=True)
+
+    return connect
 
 
 def shared_out(arguments: Sequence[str]) -> tuple[list[str], list[str]]:
@@ -143,7 +193,7 @@ def shared_out(arguments: Sequence[str]) -> tuple[list[str], list[str]]:
     for argument in left:
         name, equals, _ = argument.removeprefix("--").partition("=")
         if not argument.startswith("--"):
-            raise click.UsageError(f"unexpected argument {argument!r}")
+            raise click.UsageError(f"{argument!r} is not a flag; flags begin with --")
         owners = dict(_owners(name, kinds))
         if not owners:
             near = get_close_matches(name, {flag for flags in kinds.values() for flag in flags}, n=1)
@@ -153,7 +203,7 @@ def shared_out(arguments: Sequence[str]) -> tuple[list[str], list[str]]:
         if not equals and not any(kinds[service][flag] for service, flag in owners.items()):
             value = [next(left, "")]
             if not value[0]:
-                raise click.UsageError(f"--{name} needs a value")
+                raise click.UsageError(f"--{name} needs a value: --{name} VALUE")
         for service, flag in owners.items():
             shares[service] += [argument.replace(f"--{name}", f"--{flag}", 1), *value]
     return shares["verifier"], shares["draft"]

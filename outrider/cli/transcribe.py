@@ -28,10 +28,12 @@ from outrider.client import Segment, Transcription
     help="Address of the draft service; with several, the text continues at another one if one fails.",
 )
 @click.option("--language", metavar="NAME", help="Language of the speech, for example en. Default: the model's.")
-@click.option("--task", metavar="NAME", help="transcribe, or translate into English. Default: transcribe.")
+@click.option("--task", metavar="NAME", help="transcribe, or translate (into English). Default: transcribe.")
 @click.option("--timestamps", is_flag=True, help="Print the times of each segment.")
 @click.option(
-    "--max-new-tokens", type=int, help="Most tokens to generate for each window. Default: as many as the model can."
+    "--max-new-tokens",
+    type=int,
+    help="Maximum tokens to generate for each window of audio. Default: as many as the model can.",
 )
 @click.option(
     "--timeout",
@@ -39,7 +41,7 @@ from outrider.client import Segment, Transcription
     type=float,
     default=300.0,
     show_default=True,
-    help="Time after which a window fails.",
+    help="Time after which a window of audio fails.",
 )
 @click.option(
     "--patience",

@@ -12,6 +12,7 @@ from outrider.cli import main
 from outrider.cli.output import completion_document, write_json
 from outrider.cli.serve import shared_out
 from outrider.client import Chunk, Completion, Finished, Options, Started
+from outrider.environment import COMMANDS, SERVICE_SETTINGS
 from protos.outrider.v1 import draft_service_pb2 as pb
 from protos.outrider.v1 import sampling_pb2
 
@@ -23,7 +24,7 @@ def _run(*arguments: str, **options: Any) -> Result:
 
 
 def test_every_command_and_option_has_help() -> None:
-    assert sorted(main.commands) == ["chat", "demo", "generate", "info", "serve", "transcribe"]
+    assert sorted(main.commands) == sorted(COMMANDS)
     for name, command in main.commands.items():
         assert f"  {name}  " in _run("--help").output
         assert _run(name, "--help").exit_code == 0
@@ -38,6 +39,7 @@ def test_every_command_and_option_has_help() -> None:
         (["generate", "--logit-bias", "7", "x"], "ID=BIAS"),
         (["generate", "--system", "Be brief.", "x"], "--chat"),
         (["generate", "--logprobs", "2", "x"], "--json"),
+        (["generate", "--prompt-logprobs", "2", "x"], "--prompt-logprobs are part of the JSON output"),
         (["transcribe", "no/such.wav"], "no/such.wav"),
         ([*SERVE, "--listen", "50051"], "HOST:PORT"),
         ([*SERVE, "--ngram-corpus", "no/such.txt"], "no/such.txt"),
@@ -65,9 +67,36 @@ def test_options_come_from_the_environment_and_flags_win() -> None:
     environment = {"OUTRIDER_GENERATE_DRAFT": "127.0.0.1:1", "OUTRIDER_GENERATE_PATIENCE": "0"}
     assert _run("generate", "x", env=environment).exit_code == 1
     assert _run("generate", "--draft", "wrong", "x", env=environment).exit_code == 2
-    warned = _run("generate", "x", env=environment | {"OUTRIDER_GENERATE_DRFAT": "a:1"}).stderr
-    assert "OUTRIDER_GENERATE_DRFAT is unknown and is ignored; the nearest name is OUTRIDER_GENERATE_DRAFT\n" in warned
-    assert "OUTRIDER_GENERATE_PATIENCE" not in warned
+    assert "OUTRIDER" not in _run("generate", "x", env=environment).stderr
+
+
+@pytest.mark.parametrize(
+    ("variable", "hint"),
+    [
+        ("GENERATE_DRFAT", "the nearest name is OUTRIDER_GENERATE_DRAFT"),
+        ("GENERAT_DRAFT", "the nearest name is OUTRIDER_GENERATE_DRAFT"),
+        ("SERV_VERIFIER_LISTEN", "the nearest name is OUTRIDER_SERVE_VERIFIER_LISTEN"),
+        ("PATIENCE", "the nearest name is OUTRIDER_GENERATE_PATIENCE"),
+        ("KV_CACH_MB", "the nearest name is OUTRIDER_KV_CACHE_MB"),
+        ("SERVE_MAX_SEQUENCES", "the nearest name is OUTRIDER_MAX_SEQUENCES"),
+        ("VERSION", "docs/reference/settings.md lists all variables"),
+    ],
+)
+def test_a_variable_that_no_command_and_no_service_has_is_named(variable: str, hint: str) -> None:
+    variables = {"OUTRIDER_GENERATE_PATIENCE": "0", f"OUTRIDER_{variable}": "1"}
+    warned = _run("generate", "--draft", "127.0.0.1:1", "x", env=variables)
+    assert f"outrider: OUTRIDER_{variable} is unknown and is ignored; {hint}\n" in warned.stderr
+    assert warned.stderr.count("is unknown") == 1
+    assert "UNAVAILABLE" in warned.stderr  # the command runs all the same
+
+
+def test_no_variable_of_a_command_or_a_service_is_called_unknown() -> None:
+    options = [(name, option) for name, command in main.commands.items() for option in command.params]
+    names = [f"{command}_{option.name}" for command, option in options if isinstance(option, click.Option)]
+    of_kubernetes = ["verifier_service_host", "draft_port_50051_tcp_addr", "draft_service_port_grpc"]
+    known = {f"OUTRIDER_{name.upper()}": "1" for name in [*names, *SERVICE_SETTINGS, *of_kubernetes]}
+    assert "unknown" not in _run("demo", "--help", env=known).stderr
+    assert sorted(main.commands) == sorted(COMMANDS)
 
 
 def test_serve_passes_each_flag_to_the_services_that_have_it() -> None:
@@ -91,9 +120,10 @@ def test_generate_has_every_option_of_the_client() -> None:
     of_the_command = {"prompt", "draft", "chat", "system", "timeout", "patience", "as_json"}
     of_the_channel = {"tls", "tls_ca", "tls_cert", "tls_key", "tls_name", "token_file", "plaintext"}
     offered = {str(option.name) for option in main.commands["generate"].params} - of_the_command - of_the_channel
-    # Features and resuming are for programs; `report_rounds` is for `demo`.
-    left_out = {"required_features", "committed_token_ids", "held_tokens", "weights_fingerprint", "report_rounds"}
-    # Those of `transcribe`, and what it has no need of.
+    # Features, resuming and reports are for programs.
+    left_out = {"required_features", "committed_token_ids", "held_tokens", "weights_fingerprint"}
+    left_out |= {"report_rounds", "report_probabilities"}
+    # Those of `transcribe`, and some that it does not need.
     of_speech = {"audio", "sample_rate", "features", "decoder_prompt_token_ids", "language", "task", "timestamps"}
     assert offered == Options.__annotations__.keys() - left_out - of_speech
 

@@ -32,7 +32,21 @@ def test_text_goes_to_stdout(draft_address: str, expected: Any) -> None:
 
 
 def test_json_has_text_tokens_and_statistics(draft_address: str, expected: Any) -> None:
-    arguments = ["--top-k", "20", "--top-p", "0.9", "--seed", "7", "--gamma", "2", "--logprobs", "1", "--json"]
+    arguments = [
+        "--top-k",
+        "20",
+        "--top-p",
+        "0.9",
+        "--seed",
+        "7",
+        "--gamma",
+        "2",
+        "--logprobs",
+        "1",
+        "--json",
+        "--prompt-logprobs",
+        "0",
+    ]
     done = _generate(draft_address, *GREEDY, *arguments, PROMPT)
     assert done.exit_code == 0
     document = json.loads(done.stdout)
@@ -43,6 +57,8 @@ def test_json_has_text_tokens_and_statistics(draft_address: str, expected: Any) 
     assert len(document["statistics"]["num_accepted_tokens_per_pos"]) <= 2
     assert document["usage"]["completion_tokens"] == 12
     assert [entry["token"]["token_id"] for entry in document["logprobs"]] == list(expected.token_ids)
+    scored = [entry["token"]["token_id"] for entry in document["prompt_logprobs"]]
+    assert scored == list(expected.started.prompt_token_ids[1:])
 
 
 def test_samples_are_numbered(draft_address: str) -> None:
@@ -65,7 +81,7 @@ def test_samples_are_numbered(draft_address: str) -> None:
 def test_lossy_texts_are_labelled(draft_address: str, arguments: list[str], lossy_rule: str | None) -> None:
     arguments = [*arguments, "--seed", "3", "--max-new-tokens", "8"]
     done = _generate(draft_address, *arguments, PROMPT)
-    label = f"outrider: lossy: this text does not follow the target's distribution (rule {lossy_rule})\n"
+    label = f"outrider: this text is lossy: its distribution is not the target's (rule {lossy_rule})\n"
     assert (done.exit_code, done.stderr) == (0, label if lossy_rule else "")
     document = json.loads(_generate(draft_address, *arguments, "--json", PROMPT).stdout)
     assert document["lossy"] is (lossy_rule is not None)

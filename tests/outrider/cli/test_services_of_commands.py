@@ -70,9 +70,9 @@ def test_serve_answers_until_sigterm_and_leaves_no_process(tmp_path: Path) -> No
     command.process.send_signal(signal.SIGTERM)
     code, out, err = command.ended()
     assert (code, err) == (0, "Stopped.\n")
-    for prefix in ("verifier | ", "draft    | "):
-        lines = [line.removeprefix(prefix) for line in out.splitlines() if line.startswith(prefix)]
-        events = [json.loads(line)["event"] for line in lines]
+    lines = [json.loads(line) for line in out.splitlines()]
+    for service in ("verifier_service", "draft_service"):
+        events = [line["event"] for line in lines if line["service"] == service]
         assert events[0] == "listening"
         assert events.index("serving") < events.index("stopped")
     assert command.left_behind() == []

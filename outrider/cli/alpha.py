@@ -1,0 +1,309 @@
+"""`outrider alpha`: the chance that a drafted token is accepted, measured on text of the target, without services."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import asdict
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, cast
+
+import click
+from rich import box
+from rich.console import Console
+from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeRemainingColumn
+from rich.table import Table
+
+from outrider.cli.bench import read_prompts
+from outrider.cli.demo import MODELS, demo_model
+from outrider.cli.options import DeviceName
+from outrider.cli.output import Failure, needs_extra, write_json
+from outrider.runtime.errors import CheckpointError
+
+if TYPE_CHECKING:
+    from outrider.evaluation.alpha import Estimate, Measurement, Options
+    from outrider.evaluation.local_models import PromptText
+    from outrider.evaluation.target_text import Report
+
+# As `outrider.evaluation.alpha.DRAFTERS`, which cannot be imported without torch.
+DRAFTERS = ("model", "unigram", "bigram", "ngram", "lookup")
+_COUNTING = {"unigram", "bigram"}
+_WORK = {
+    "loading": "Loading the models",
+    "counting": "Counting n-grams",
+    "writing": "The target writes",
+    "measuring": "Measuring",
+}
+_FILE = click.Path(exists=True, dir_okay=False, path_type=Path)
+
+
+class Leniences(click.ParamType[tuple[float, ...]]):
+    """Numbers above 0 and at most 1, separated by commas."""
+
+    name = "L[,...]"
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> tuple[float, ...]:
+        if isinstance(value, tuple):
+            return value
+        numbers = []
+        for part in str(value).split(","):
+            try:
+                numbers.append(float(part))
+            except ValueError:
+                self.fail(f"{part!r} is not a number; give one or several, for example 1,0.5,0.1", param, ctx)
+            if not 0 < numbers[-1] <= 1:
+                self.fail(f"{part} is not above 0 and at most 1 (1: exact)", param, ctx)
+        return tuple(dict.fromkeys(numbers))
+
+
+@click.command("alpha", short_help="Measure the chance that a drafted token is accepted.")
+@click.option("--target", metavar="DIR_OR_ID", help="Target: a folder or a hub id. Default: the demo's.")
+@click.option(
+    "--draft", metavar="DIR_OR_ID", help="Draft of the drafter model. Default: the demo's, if --target is not given."
+)
+@click.option(
+    "--drafter",
+    "drafters",
+    type=click.Choice(DRAFTERS),
+    multiple=True,
+    help="Source of drafted tokens. unigram and bigram are ngram with n-grams of 1 and 2 tokens. The drafter staged "
+    "has the α of model. Repeatable. Default: model.",
+)
+@click.option(
+    "--prompts-file",
+    metavar="FILE",
+    type=_FILE,
+    help="Prompts: a JSON object a line, with the field text or messages. Default: the demo's.",
+)
+@click.option(
+    "--tokens",
+    type=click.IntRange(min=1),
+    default=10_000,
+    show_default=True,
+    help="About how many tokens the target writes.",
+)
+@click.option(
+    "--text-tokens",
+    metavar="INTEGER",
+    type=click.IntRange(min=1),
+    help="Maximum tokens of one text. Default: so many that each prompt is used once, but 64 to 512.",
+)
+@click.option(
+    "--temperature",
+    type=click.FloatRange(0, 100),
+    default=1.0,
+    show_default=True,
+    help="Divides the target's logits, and the draft's; 0: the most probable token.",
+)
+@click.option(
+    "--top-k", type=click.IntRange(min=0), default=0, show_default=True, help="Keep the K most probable tokens; 0: all."
+)
+@click.option(
+    "--top-p",
+    type=click.FloatRange(0, 1, min_open=True),
+    default=1.0,
+    show_default=True,
+    help="Keep the most probable tokens whose probabilities sum to this.",
+)
+@click.option(
+    "--min-p",
+    type=click.FloatRange(0, 1),
+    default=0.0,
+    show_default=True,
+    help="Drop tokens less probable than this share of the most probable one.",
+)
+@click.option(
+    "--draft-temperature",
+    metavar="FLOAT",
+    type=click.FloatRange(0, 100),
+    help="Temperature of the draft, above --temperature 0. Default: --temperature.",
+)
+@click.option(
+    "--lenience",
+    "leniences",
+    type=Leniences(),
+    default="1",
+    show_default=True,
+    help="Lenience of the acceptance rule: 1 is exact; with L no token is sampled more than 1/L times as often.",
+)
+@click.option("--ngram-corpus", metavar="FILE", type=_FILE, help="Text file whose n-grams are counted.")
+@click.option(
+    "--ngram-documents",
+    type=click.Choice(("file", "line")),
+    default="file",
+    show_default=True,
+    help="Unit of --ngram-corpus; no n-gram crosses two.",
+)
+@click.option(
+    "--ngram-order",
+    type=click.IntRange(1, 8),
+    default=4,
+    show_default=True,
+    help="Tokens of the longest n-grams of ngram.",
+)
+@click.option(
+    "--ngram-entries", type=click.IntRange(min=1), default=1 << 20, show_default=True, help="Maximum n-grams to keep."
+)
+@click.option(
+    "--lookup-min-match",
+    type=click.IntRange(1, 64),
+    default=2,
+    show_default=True,
+    help="Shortest match, in tokens, after which lookup copies.",
+)
+@click.option(
+    "--keep-mass",
+    type=click.FloatRange(0, 1, min_open=True),
+    default=0.99,
+    show_default=True,
+    help="Probability mass to keep of the draft's distribution.",
+)
+@click.option(
+    "--max-support",
+    type=click.IntRange(1, 256),
+    default=256,
+    show_default=True,
+    help="Maximum tokens to keep of the draft's distribution.",
+)
+@click.option(
+    "--seed", type=click.IntRange(0, 2**63 - 1), default=0, show_default=True, help="Seed of the target's texts."
+)
+@click.option(
+    "--device", type=DeviceName(), default="auto", show_default=True, help="Device of both models: cpu, cuda, cuda:1."
+)
+@click.option(
+    "--dtype",
+    type=click.Choice(("auto", "float32", "bfloat16", "float16")),
+    default="auto",
+    show_default=True,
+    help="Dtype of both models; auto: that of the checkpoint, if the device is fast at it.",
+)
+@click.option("--threads", metavar="INTEGER", type=click.IntRange(min=1), help="CPU threads. Default: all processors.")
+@click.option("--trust-remote-code", is_flag=True, help="Run Python code that comes with a checkpoint.")
+@click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
+def alpha_command(
+    target: str | None, draft: str | None, prompts_file: Path | None, as_json: bool, **values: Any
+) -> None:
+    """Measure α, the chance that a drafted token is accepted, without services.
+
+    The target continues the prompts. At each position of its text both distributions are computed as the services
+    compute them; α is the mean of Σ min(p, q). The intervals are of 95 %. With several drafters and leniences, one text
+    serves all.
+
+    \b
+    outrider alpha
+    outrider alpha --temperature 0 --lenience 1,0.5,0.3,0.1
+    outrider alpha --target DIR_OR_ID --draft DIR_OR_ID --prompts-file prompts.jsonl --top-k 40
+    """  # noqa: D301  # click reads the backspace: no rewrapping of the paragraph
+    drafters = tuple(dict.fromkeys(values.pop("drafters"))) or ("model",)
+    if draft is None and "model" in drafters:
+        if target is not None:
+            raise click.UsageError("--target is given, so give --draft too, or a --drafter that needs no draft model")
+        draft = demo_model("draft")
+    target = target or demo_model("target")
+    for name in drafters:
+        if name in _COUNTING and values["ngram_corpus"] is None:
+            raise click.UsageError(f"--drafter {name} has no text to count: give --ngram-corpus FILE")
+    values["ngram_by_line"] = values.pop("ngram_documents") == "line"
+    with needs_extra("service"):
+        from outrider.evaluation import alpha
+        from outrider.evaluation.target_text import MeasurementError
+    try:
+        prompts = tuple(cast("list[PromptText]", read_prompts(prompts_file or _demo_prompts())))
+        options = alpha.Options(target=target, draft=draft, drafters=drafters, prompts=prompts, **values)
+        with _progress() as report:
+            found = alpha.run(options, report)
+    except (MeasurementError, CheckpointError) as error:
+        raise Failure(str(error)) from error
+    if as_json:
+        write_json(document(options, found))
+    else:
+        draw(Console(highlight=False), options, found)
+
+
+def _demo_prompts() -> Path:
+    path = MODELS / "prompts.jsonl"
+    if not path.is_file():
+        raise Failure(f"the demo's prompts are not at {path}; give --prompts-file FILE")
+    return path
+
+
+@contextmanager
+def _progress() -> Iterator[Report]:
+    """A bar on stderr for each kind of work, if that is a terminal."""
+    columns = (
+        TextColumn("{task.description}"),
+        BarColumn(),
+        TextColumn("{task.fields[count]}"),
+        TimeRemainingColumn(elapsed_when_finished=True),
+    )
+    console = Console(stderr=True)
+    with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as bars:
+        tasks: dict[str, TaskID] = {}
+
+        def report(work: str, done: int, total: int) -> None:
+            if work not in tasks:
+                for task in tasks.values():
+                    bars.update(task, visible=False)
+                tasks[work] = bars.add_task(_WORK[work], total=total or None, count="")
+            bars.update(tasks[work], completed=done, count=f"{done:,} of {total:,} tokens" if total else "")
+
+        yield report
+
+
+def document(options: Options, found: Measurement) -> dict[str, Any]:
+    """The measurement as one JSON object: the settings, without the prompts, and what was found."""
+    settings = {name: value for name, value in asdict(options).items() if name not in ("prompts", "drafters")}
+    corpus = {"ngram_corpus": options.ngram_corpus and str(options.ngram_corpus)}
+    return settings | corpus | {"requested_tokens": options.tokens} | asdict(found)
+
+
+def draw(out: Console, options: Options, found: Measurement) -> None:
+    """Draws a row for each drafter and a column for each lenience."""
+    is_partial = any(each.drafted_share < 1 for each in found.estimates)
+    is_lenient = options.leniences != (1.0,)
+    table = Table(box=box.SIMPLE_HEAD, pad_edge=False, show_edge=False)
+    table.add_column("drafter", no_wrap=True)
+    for lenience in options.leniences:
+        table.add_column(f"α, l = {lenience:g}" if is_lenient else "α", no_wrap=True)
+    if is_partial:
+        table.add_column("drafted", justify="right", no_wrap=True)
+    for drafter in options.drafters:
+        own = [each for each in found.estimates if each.drafter == drafter]
+        table.add_row(drafter, *map(_cell, own), *([f"{own[0].drafted_share:.0%}"] if is_partial else []))
+    out.print(table)
+    out.print()
+    lines = [
+        f"{found.tokens:,} tokens of the target in {found.texts} texts after {found.prompts} prompts; "
+        f"{_sampling(options)}; {found.dtype} on {found.device}."
+    ]
+    if any(each.interval for each in found.estimates):
+        count = found.texts if found.observation == "text" else found.prompts
+        lines.append(f"±: 95 %, with {count} {found.observation}s as independent observations.")
+    if is_lenient:
+        lines.append("l: lenience; below 1 the text is lossy.")
+    if is_partial:
+        lines.append("drafted: the share of positions at which the drafter proposes a token; α is over these.")
+    if found.tokens < options.tokens:
+        lines.append(
+            f"{options.tokens:,} tokens were requested, but at temperature 0 each prompt gives one text: give more "
+            "prompts, or a larger --text-tokens."
+        )
+    for line in lines:
+        out.print(line, soft_wrap=True)
+
+
+def _cell(each: Estimate) -> str:
+    if each.positions == 0:
+        return "–"
+    return f"{each.alpha:.3f}" + ("" if each.margin is None else f" ±{each.margin:.3f}")
+
+
+def _sampling(options: Options) -> str:
+    parts = [f"temperature {options.temperature:g}"]
+    if options.temperature > 0:
+        parts += [f"top-k {options.top_k}"] if options.top_k else []
+        parts += [f"top-p {options.top_p:g}"] if options.top_p < 1 else []
+        parts += [f"min-p {options.min_p:g}"] if options.min_p else []
+        parts += [] if options.draft_temperature is None else [f"draft temperature {options.draft_temperature:g}"]
+    return ", ".join(parts)

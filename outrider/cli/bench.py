@@ -1,0 +1,261 @@
+"""`outrider bench`: measures a pair of services that run already, and writes a report."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import shlex
+import sys
+from collections.abc import Iterable
+from dataclasses import replace
+from datetime import UTC, datetime
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import click
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
+from outrider.cli.demo import warn_of_busy_processors
+from outrider.cli.options import DRAFTERS, Address, Numbers, calling_options, connected
+from outrider.cli.output import Failure, fails_in_one_line, write_json
+from outrider.client import AsyncClient, Drafter, Prompt
+from outrider.environment import installed_version
+from outrider.evaluation.deployment import PROMPTS, Json, Run, Settings, measure, summarise
+from outrider.rpc.channel import is_local
+from protos.outrider.v1 import draft_service_pb2 as pb
+
+# In place of the defaults, with --quick.
+_QUICK: Json = {"gammas": (2, 6), "streams": (1, 4), "texts": 2, "max_new_tokens": 48}
+
+
+@click.command("bench", short_help="Measure a pair of services that run already.")
+@click.option(
+    "--draft",
+    type=Address(several=True),
+    default="127.0.0.1:50051",
+    show_default=True,
+    help="Address of the draft service.",
+)
+@click.option("--gammas", type=Numbers(int, least=1), help="Fixed gammas, beside the default policy. Default: 2,4,8.")
+@click.option(
+    "--drafters",
+    metavar="NAME[,...]",
+    help="Drafters; the first one drafts with each gamma, the others with the middle one. Default: all of the service "
+    "but random, its default first.",
+)
+@click.option("--temperatures", type=Numbers(float, least=0), help="Temperatures of the texts. Default: 0,1.")
+@click.option("--streams", type=Numbers(int, least=1), help="How many texts at once. Default: 1,4,16.")
+@click.option("--texts", type=click.IntRange(min=1), help="Texts of each stream in each repeat. Default: 4.")
+@click.option("--max-new-tokens", type=click.IntRange(min=2), help="Tokens of each text. Default: 64.")
+@click.option("--repeats", type=click.IntRange(min=1), help="How often each figure is measured. Default: 3.")
+@click.option("--stop-at-eos", is_flag=True, help="Let texts end at the model's end-of-sequence tokens.")
+@click.option(
+    "--prompts-file",
+    metavar="FILE",
+    type=click.Path(exists=True, dir_okay=False, path_type=Path),
+    help="Prompts: a JSON object a line, with the field text or messages. Default: built-in ones.",
+)
+@click.option("--quick", is_flag=True, help="Fewer and shorter texts: less than two minutes for small models.")
+@click.option(
+    "--output",
+    metavar="DIR",
+    type=click.Path(file_okay=False, path_type=Path),
+    default=Path("bench-report"),
+    show_default=True,
+    help="Folder of report.html and report.json; made if it is missing.",
+)
+@click.option("--json", "as_json", is_flag=True, help="Print the figures as one JSON object in place of the table.")
+@click.option(
+    "--timeout",
+    metavar="SECONDS",
+    type=click.FloatRange(min=0, min_open=True),
+    default=300.0,
+    show_default=True,
+    help="Time after which a text fails.",
+)
+@calling_options
+@fails_in_one_line
+def bench_command(
+    draft: str,
+    drafters: str | None,
+    prompts_file: Path | None,
+    quick: bool,
+    output: Path,
+    as_json: bool,
+    timeout: float,
+    **values: Any,
+) -> None:
+    """Measure a draft service with its target: the target alone, fixed gammas, the default policy, each drafter.
+
+    The command is a client like any other. It prints a table, and writes a report with pictures and a JSON file. Use
+    services without other load: they share their time with other clients.
+
+    \b
+    outrider bench --quick
+    outrider bench --draft 127.0.0.1:50051 --streams 1,4,16,64 --prompts-file mine.jsonl --output report
+    """  # noqa: D301  # click reads the backspace: no rewrapping of the paragraph
+    if find_spec("matplotlib") is None:
+        raise Failure("matplotlib is not installed, and the report needs it: pip install '.[bench]'")
+    prompts = PROMPTS if prompts_file is None else read_prompts(prompts_file)
+    names = None if drafters is None else _drafters(drafters)
+    asked = {name: values.pop(name) for name in list(values) if name in Settings.__dataclass_fields__}
+    settings = Settings(
+        prompts, **{**(_QUICK if quick else {}), **{name: value for name, value in asked.items() if value}}
+    )
+    try:
+        output.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise Failure(f"--output {output}: {error.strerror or error}") from error
+    document: Json = {
+        "command": shlex.join(["outrider", *sys.argv[1:]]),
+        "address": draft,
+        "time": datetime.now(UTC).strftime("%Y-%m-%d %H:%M UTC"),
+        "version": installed_version(),
+    }
+    models, settings, runs = asyncio.run(_measured(draft, timeout, values, settings, names))
+    document |= {"models": models, "settings": _settings(settings, prompts_file), "cells": summarise(runs, settings)}
+    _write(document, output, as_json)
+
+
+async def _measured(
+    address: str, timeout: float, calling: Json, settings: Settings, drafters: list[Drafter] | None
+) -> tuple[Json, Settings, list[Run]]:
+    client = connected(address, timeout, _PATIENCE_S, calling, kind=AsyncClient)
+    async with client:
+        found = await client.get_model()
+        settings = replace(settings, drafters=_chosen(found, drafters))
+        _check(found, settings)
+        if all(map(is_local, address.split(","))):
+            warn_of_busy_processors()
+        err = Console(stderr=True)
+        with Progress(
+            TextColumn("{task.description}"),
+            BarColumn(),
+            MofNCompleteColumn(),
+            TimeRemainingColumn(),
+            console=err,
+            transient=True,
+            disable=not err.is_terminal,
+        ) as progress:
+            task = progress.add_task("", total=settings.num_texts)
+            runs = await measure(
+                client, settings, lambda cell, texts: progress.update(task, description=cell, advance=texts)
+            )
+    return {"target": _model(found.target), "draft": _model(found.model)}, settings, runs
+
+
+# A service that is not there is an error soon; one that is full for a moment is not.
+_PATIENCE_S = 5.0
+
+
+def _model(info: Any) -> Json:
+    return {name: getattr(info, name) for name in ("name", "dtype", "device", "weights_fingerprint")}
+
+
+def _drafters(text: str) -> list[Drafter]:
+    names = [name.strip() for name in text.split(",")]
+    for name in names:
+        if name not in DRAFTERS or name == Drafter.NONE:
+            offered = ", ".join(each for each in DRAFTERS if each != Drafter.NONE)
+            raise click.UsageError(f"--drafters: {name!r} is not one of {offered}")
+    return [Drafter(name) for name in dict.fromkeys(names)]
+
+
+def _chosen(found: pb.DraftServiceGetModelResponse, asked: Iterable[Drafter] | None) -> tuple[Drafter, ...]:
+    """The drafters to measure.
+
+    Raises:
+        Failure: the service does not offer them, or none at all.
+    """
+    offered = [Drafter.of(number) for number in found.drafters]
+    if asked is not None:
+        for each in asked:
+            if each not in offered:
+                raise Failure(f"--drafters: the service does not offer {each}; it offers {', '.join(offered)}")
+        return tuple(asked)
+    default = Drafter.of(found.default_drafter)
+    chosen = [each for each in dict.fromkeys([default, *offered]) if each not in (Drafter.NONE, Drafter.RANDOM)]
+    if not chosen:
+        raise Failure(
+            "the service offers no drafter to compare with the target alone; start it with --drafter model or lookup"
+        )
+    return tuple(chosen)
+
+
+def _check(found: pb.DraftServiceGetModelResponse, settings: Settings) -> None:
+    """Refuses settings with which no text can be written. Warns of streams that will wait.
+
+    Raises:
+        Failure: the service has no target, or a value exceeds its limits.
+    """
+    if not found.HasField("target") or not found.target.name:
+        raise Failure("the draft service reports no target; start it with --verifier HOST:PORT")
+    limits = [info.limits for info in (found.model, found.target)]
+    most = min((each.max_gamma for each in limits if each.max_gamma), default=0)
+    if most and max(settings.gammas) > most:
+        raise Failure(f"--gammas has {max(settings.gammas)}; the most of these services is {most} (--max-gamma)")
+    running = min((each.max_sequences for each in limits if each.max_sequences), default=0)
+    if running and max(settings.streams) > running:
+        click.echo(
+            f"outrider: --streams has {max(settings.streams)}, and the services run {running} at once "
+            "(--max-sequences): the others wait in the queue, and their waits count",
+            err=True,
+        )
+
+
+def read_prompts(path: Path) -> list[Prompt]:
+    """Reads prompts, one JSON object a line: its `text`, or a conversation in `messages`.
+
+    Raises:
+        Failure: the file cannot be read, or a line holds neither.
+    """
+    prompts: list[Prompt] = []
+    try:
+        lines = path.read_text(encoding="utf-8").splitlines()
+    except (OSError, UnicodeDecodeError) as error:
+        raise Failure(f"--prompts-file {path}: {error}") from error
+    for number, line in enumerate(lines, start=1):
+        if line.strip():
+            prompts.append(_prompt(line, f"--prompts-file {path}: line {number}"))
+    if not prompts:
+        raise Failure(f"--prompts-file {path} has no prompts")
+    return prompts
+
+
+def _prompt(line: str, where: str) -> Prompt:
+    try:
+        entry = json.loads(line)
+    except ValueError as error:
+        raise Failure(f'{where} is not JSON: {error}; write for example {{"text": "def mean(values):"}}') from error
+    value = None
+    if isinstance(entry, dict):
+        value = entry.get("text") or entry.get("messages")
+    if not isinstance(value, str | list):
+        raise Failure(f"{where} has neither text nor messages")
+    return value
+
+
+def _settings(settings: Settings, prompts_file: Path | None) -> Json:
+    shown: Json = {name: getattr(settings, name) for name in Settings.__dataclass_fields__ if name != "prompts"}
+    return shown | {
+        "prompts": None if prompts_file is None else prompts_file.name,
+        "drafters": [each.value for each in settings.drafters],
+    }
+
+
+def _write(document: Json, output: Path, as_json: bool) -> None:
+    from outrider.evaluation import deployment_report  # imports matplotlib
+
+    text = json.dumps(document, ensure_ascii=False, indent=1)
+    (output / "report.json").write_text(text + "\n", encoding="utf-8")
+    (output / "report.html").write_text(deployment_report.html(document), encoding="utf-8")
+    if as_json:
+        write_json(document)
+        return
+    click.echo(deployment_report.table(document).markdown())
+    click.echo()
+    for sentence in deployment_report.conclusions(document):
+        click.echo(sentence)
+    click.echo(f"Report: {output / 'report.html'}")

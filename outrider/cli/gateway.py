@@ -1,0 +1,203 @@
+"""`outrider gateway`: an OpenAI-compatible front of draft services that run already."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from outrider.cli.options import Address, calling_options, connected
+from outrider.cli.output import Failure, needs_extra
+from outrider.cli.processes import terminated_as_interrupted
+from outrider.client import AsyncClient
+
+if TYPE_CHECKING:
+    from outrider.http.server import HttpServer
+
+_FILE = click.Path(exists=True, dir_okay=False, path_type=Path)
+
+# Of calls that generate nothing; a text has --http-timeout.
+_ASK_S = 60.0
+
+# Of the front; see `make_server`.
+_OPTIONS = (
+    click.option("--http-tls-cert", metavar="FILE", type=_FILE, help="Certificate of the front (PEM); turns TLS on."),
+    click.option("--http-tls-key", metavar="FILE", type=_FILE, help="Private key of --http-tls-cert (PEM)."),
+    click.option(
+        "--http-key-file",
+        metavar="FILE",
+        type=_FILE,
+        help="File of API keys, one a line; every HTTP request must carry one, but for /health and /metrics.",
+    ),
+    click.option(
+        "--http-plaintext",
+        is_flag=True,
+        help="Allow plaintext, and no keys, at addresses that other machines reach.",
+    ),
+    click.option(
+        "--http-allowed-host",
+        metavar="NAME",
+        multiple=True,
+        help="Name that HTTP clients may call the front by, beside localhost and addresses; *.NAME: all names under "
+        "it; *: all. Repeatable.",
+    ),
+    click.option(
+        "--http-cors-origin",
+        metavar="ORIGIN",
+        multiple=True,
+        help="Origin of web pages whose scripts may call the front, for example https://example.org. Repeatable. "
+        "Default: none.",
+    ),
+    click.option(
+        "--http-client-rate",
+        metavar="N",
+        type=click.FloatRange(min=0, min_open=True),
+        help="Texts a second that one HTTP client may start in the long run. Default: no limit.",
+    ),
+    click.option(
+        "--http-client-burst",
+        metavar="N",
+        type=click.IntRange(min=1),
+        help="Texts that one HTTP client may start at once after a pause. Default: those of one second.",
+    ),
+    click.option(
+        "--http-max-client-sequences",
+        metavar="N",
+        type=click.IntRange(min=1),
+        help="Maximum texts in progress of one HTTP client. Default: no limit.",
+    ),
+    click.option(
+        "--http-max-samples",
+        metavar="N",
+        type=click.IntRange(min=1),
+        default=256,
+        show_default=True,
+        help="Maximum texts of one HTTP request: prompts times n.",
+    ),
+    click.option(
+        "--http-max-body-bytes",
+        metavar="BYTES",
+        type=click.IntRange(min=1024),
+        default=16 * 1024 * 1024,
+        show_default=True,
+        help="Maximum size of an HTTP request's body; of a transcription's it is 25 MiB.",
+    ),
+    click.option(
+        "--http-timeout",
+        metavar="SECONDS",
+        type=click.FloatRange(min=0, min_open=True),
+        default=600.0,
+        show_default=True,
+        help="Time after which an HTTP request fails.",
+    ),
+    click.option(
+        "--http-playground/--no-http-playground",
+        default=True,
+        show_default=True,
+        help="Serve the playground at /. Without keys, everyone who reaches the front can use it.",
+    ),
+    click.option(
+        "--http-model", metavar="NAME", help="Name of the model for HTTP clients. Default: that of the target."
+    ),
+)
+
+
+def http_options(command: Any) -> Any:
+    """Adds the options of the front, without `--http` itself."""
+    for option in reversed(_OPTIONS):
+        command = option(command)
+    return command
+
+
+def make_server(address: str, values: dict[str, Any], connect: Callable[[], AsyncClient]) -> HttpServer:
+    """The front, bound to its address; takes the values of `http_options` out of `values`.
+
+    Raises:
+        UsageError: they contradict each other, or a file has the wrong content.
+        Failure: the address is taken, or the extra `http` is not installed.
+    """
+    given = {name: values.pop(name) for name in list(values) if name.startswith("http_")}
+    with needs_extra("http"):
+        from outrider.http.server import HttpServer, ServerSettings
+    settings = ServerSettings(
+        address,
+        tls_cert=given["http_tls_cert"],
+        tls_key=given["http_tls_key"],
+        key_file=given["http_key_file"],
+        plaintext=given["http_plaintext"],
+        client_rate=given["http_client_rate"],
+        client_burst=given["http_client_burst"],
+        max_client_sequences=given["http_max_client_sequences"],
+        allowed_hosts=given["http_allowed_host"],
+        cors_origins=given["http_cors_origin"],
+        model=given["http_model"],
+        max_samples=given["http_max_samples"],
+        timeout=given["http_timeout"],
+        max_body_bytes=given["http_max_body_bytes"],
+        playground=given["http_playground"],
+    )
+    try:
+        return HttpServer(settings, connect)
+    except ValueError as error:
+        raise click.UsageError(str(error)) from error
+    except OSError as error:
+        raise Failure(f"cannot listen at {address}: {error.strerror or error}; choose another address") from error
+
+
+@click.command("gateway", short_help="An OpenAI-compatible front of draft services.")
+@click.option(
+    "--draft",
+    type=Address(several=True),
+    default="127.0.0.1:50051",
+    show_default=True,
+    help="Address of the draft service; with several, texts continue at another one if one fails.",
+)
+@click.option(
+    "--http",
+    "http",
+    type=Address(),
+    default="127.0.0.1:8000",
+    show_default=True,
+    help="Address of the front.",
+)
+@click.option(
+    "--patience",
+    metavar="SECONDS",
+    type=click.FloatRange(min=0),
+    default=5.0,
+    show_default=True,
+    help="How long to retry while no draft service accepts a request.",
+)
+@calling_options
+@http_options
+def gateway_command(draft: str, http: str, patience: float, **values: Any) -> None:
+    """Serve OpenAI's HTTP API in front of the draft services at --draft, until a signal.
+
+    /v1/models, /v1/completions, /v1/chat/completions, /v1/audio/transcriptions, /tokenize, /detokenize,
+    /tokenizer_info, /health, /version and /metrics. On Ctrl-C or SIGTERM answers in progress may end within 30 s. Needs
+    the extra `http`.
+
+    --tls, --tls-ca, --tls-cert, --tls-key, --tls-name, --token-file and --plaintext are about the calls of draft
+    services; the options that begin with --http are about HTTP clients. Beyond this machine the front demands TLS and
+    keys, or --http-plaintext.
+
+    \b
+    outrider gateway --draft 127.0.0.1:50051 --http 127.0.0.1:8000
+    """  # noqa: D301  # click reads the backspace: no rewrapping of the paragraph
+    logging.basicConfig(format="%(asctime)s %(levelname)s %(name)s: %(message)s", level=logging.WARNING)
+    calling = {name: value for name, value in values.items() if not name.startswith("http_")}
+
+    def connect() -> AsyncClient:
+        return connected(draft, _ASK_S, patience, dict(calling), AsyncClient)
+
+    server = make_server(http, values, connect)
+    try:
+        with terminated_as_interrupted():
+            click.echo(f"Serving OpenAI's API at {server.url}/v1", err=True)
+            server.run()
+    except KeyboardInterrupt:
+        pass
+    click.echo("Stopped.", err=True)

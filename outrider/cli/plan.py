@@ -1,0 +1,384 @@
+"""`outrider plan`: the best γ of a pair, its speed-up and operations, and where drafting does not pay."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import asdict, replace
+from functools import partial
+from itertools import accumulate
+from operator import mul
+from pathlib import Path
+from typing import Any
+
+import click
+from click.core import ParameterSource
+from rich import box
+from rich.console import Console
+from rich.progress import Progress
+from rich.table import Table
+
+from outrider.cli.bench import read_prompts
+from outrider.cli.demo import warn_of_busy_processors
+from outrider.cli.options import DRAFTERS, Address, calling_options, connected, request_of, temperature_option
+from outrider.cli.output import Failure, fails_in_one_line, write_json
+from outrider.client import Prompt
+from outrider.evaluation.deployment import PROMPTS
+from outrider.evaluation.plan import (
+    MAX_GAMMA,
+    Measurement,
+    MeasurementError,
+    Pair,
+    Plan,
+    make_plan,
+    measure,
+)
+from outrider.rpc.channel import is_local
+
+MOST_PROMPTS = 8
+"""Of a file, evenly spread over it, in a measurement."""
+
+
+class Finite(click.FloatRange):
+    """A range without infinity and NaN, which click takes for numbers."""
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> float:
+        number = float(super().convert(value, param, ctx))
+        if not math.isfinite(number):
+            self.fail(f"{number} is not finite", param, ctx)
+        return number
+
+
+class Alphas(click.ParamType[tuple[float, ...]]):
+    """One α, or several by position, separated by commas."""
+
+    name = "A[,A...]"
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
+        try:
+            alphas = tuple(map(float, str(value).split(",")))
+        except ValueError:
+            self.fail(f"{value!r} is not a number in [0, 1], or several separated by commas", param, ctx)
+        if not all(0 <= alpha <= 1 for alpha in alphas):
+            self.fail(f"{value!r} is outside [0, 1]", param, ctx)
+        return alphas
+
+
+class Steps(click.ParamType[tuple[float, bool]]):
+    """A time in target steps (0.1) or in milliseconds (2.5ms): the number, and whether it is of milliseconds."""
+
+    name = "TIME"
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> tuple[float, bool]:
+        text = str(value)
+        try:
+            number = float(text.removesuffix("ms"))
+        except ValueError:
+            number = -1.0
+        if not 0 <= number < float("inf"):
+            self.fail(
+                f"{value!r} is not a time of at least 0, in target steps (0.1) or milliseconds (2.5ms)", param, ctx
+            )
+        return number, text.endswith("ms")
+
+
+@click.command("plan", short_help="The best gamma of a pair, and where drafting does not pay.")
+@click.option("--alpha", type=Alphas(), help="Chance that a drafted token is accepted; several: by position.")
+@click.option("--c", type=Steps(), help="Time of a draft step, in target steps, or with ms: 2ms.")
+@click.option("--round-trip", type=Steps(), help="Time of a round outside draft and target, as --c. Default: 0.")
+@click.option("--target-step", metavar="MS", type=Finite(min=0, min_open=True), help="Time of a target step, in ms.")
+@click.option(
+    "--token-cost",
+    metavar="STEPS",
+    type=Finite(min=0),
+    help="Growth of the target's pass with each further token, in target steps. Default: 0.",
+)
+@click.option(
+    "--c-hat",
+    metavar="RATIO",
+    type=Finite(min=0),
+    help="Operations of the draft per token, over the target's. Default: --c.",
+)
+@click.option(
+    "--hit-rate", metavar="SHARE", type=Finite(0, 1), help="Share of drafting that the outcome cache saves. Default: 0."
+)
+@click.option("--parallel", is_flag=True, help="One draft step drafts all tokens.")
+@click.option("--max-gamma", type=click.IntRange(1, 64), help=f"Largest gamma. Default: {MAX_GAMMA}.")
+@click.option(
+    "--draft",
+    type=Address(several=True),
+    help="Measure the pair of this draft service; values above replace measured ones.",
+)
+@click.option(
+    "--prompts-file",
+    metavar="FILE",
+    type=click.Path(exists=True, dir_okay=False, path_type=Path),
+    help="With --draft: prompts, a JSON object a line, with the field text or messages. Default: built-in ones.",
+)
+@click.option(
+    "--max-new-tokens",
+    type=click.IntRange(16),
+    default=64,
+    show_default=True,
+    help="With --draft: tokens of each text.",
+)
+@temperature_option("1")
+@click.option("--top-k", type=int, help="With --draft: keep the K most probable tokens. Default: 0, all.")
+@click.option("--top-p", type=float, help="With --draft: keep the most probable tokens of this mass. Default: 1.")
+@click.option(
+    "--drafter", type=click.Choice(DRAFTERS), help="With --draft: source of proposed tokens. Default: the service's."
+)
+@click.option(
+    "--timeout",
+    metavar="SECONDS",
+    type=float,
+    default=300.0,
+    show_default=True,
+    help="With --draft: time after which a call fails.",
+)
+@calling_options
+@click.option(
+    "--picture",
+    metavar="FILE",
+    type=click.Path(dir_okay=False, path_type=Path),
+    help="Draw the paper's figures with this pair in them: .png or .svg.",
+)
+@click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
+@fails_in_one_line
+def plan_command(draft: str | None, picture: Path | None, as_json: bool, **values: Any) -> None:
+    """Find the best gamma of a pair, its speed-up, and where drafting does not pay.
+
+    The pair is given by --alpha and --c, or measured with --draft: a few texts, by the target alone and with two
+    gammas. A target step is the time in which the target alone writes a token. Use an idle machine.
+
+    \b
+    outrider plan --alpha 0.8 --c 0.05 --round-trip 0.1
+    outrider plan --alpha 0.8 --c 2ms --round-trip 1.5ms --target-step 25
+    outrider plan --draft 127.0.0.1:50051 --temperature 0 --picture plan.png
+    """  # noqa: D301  # click reads the backspace: no rewrapping of the paragraph
+    given = {name: values.pop(name) for name in _GIVEN}
+    draw = None if picture is None else _drawing(picture)
+    if draft is None:
+        _refuse_options_of_a_measurement()
+        measurement = None
+    else:
+        measurement = _measured(draft, given["max_gamma"], values)
+    plan = make_plan(_pair(given, None if measurement is None else measurement.pair))
+    if as_json:
+        write_json(_document(plan, measurement))
+    else:
+        _print(Console(highlight=False), plan, measurement)
+    if draw is not None:
+        try:
+            draw(plan)
+        except OSError as error:
+            raise Failure(f"--picture: {error}") from error
+
+
+# -------------------------------------------------------------------------------------------------------------- pairs
+
+_GIVEN = (
+    "alpha", "c", "round_trip", "target_step", "token_cost", "c_hat", "hit_rate", "parallel", "max_gamma",
+)  # fmt: skip
+
+
+def _refuse_options_of_a_measurement() -> None:
+    context = click.get_current_context()
+    for option in context.command.params:
+        is_given = context.get_parameter_source(str(option.name)) is not ParameterSource.DEFAULT
+        if is_given and option.name not in (*_GIVEN, "draft", "picture", "as_json"):
+            raise click.UsageError(f"{option.opts[0]} needs --draft")
+
+
+def _pair(given: Mapping[str, Any], measured: Pair | None) -> Pair:
+    """The measured pair with the given values in the place of its own, or a pair of the given values alone.
+
+    Raises:
+        UsageError: a value is missing.
+    """
+    step_ms = given["target_step"]
+    if measured is not None and measured.step_ms is not None:
+        pair = measured
+        if step_ms is not None:  # another target: its draft and the network take the same milliseconds
+            share = measured.step_ms / step_ms
+            pair = replace(pair, c=pair.c * share, round_trip=pair.round_trip * share)
+    elif given["alpha"] is None or given["c"] is None:
+        raise click.UsageError("give --alpha and --c, or --draft HOST:PORT to measure them")
+    else:
+        pair = Pair(0.0, 0.0)
+    step_ms = pair.step_ms if step_ms is None else step_ms
+    changes = {name: given[name] for name in ("token_cost", "c_hat", "hit_rate", "max_gamma")}
+    changes |= {name: _steps(name, given[name], step_ms) for name in ("c", "round_trip")}
+    changes |= {"parallel": given["parallel"], "step_ms": step_ms}
+    if given["alpha"] is not None:
+        changes |= _alphas(given["alpha"])
+    return replace(pair, **{name: value for name, value in changes.items() if value is not None})
+
+
+def _alphas(alphas: Sequence[float]) -> dict[str, Any]:
+    """One α, or α by position and its mean: each position has the weight with which it is judged."""
+    if len(alphas) == 1:
+        return {"alpha": alphas[0], "by_position": ()}
+    judged = [1.0, *accumulate(alphas[:-1], mul)]
+    mean = sum(map(mul, judged, alphas)) / sum(judged)
+    return {"alpha": mean, "by_position": tuple(alphas)}
+
+
+def _steps(name: str, time: tuple[float, bool] | None, step_ms: float | None) -> float | None:
+    if time is None:
+        return None
+    number, is_ms = time
+    if not is_ms:
+        return number
+    if step_ms is None:
+        raise click.UsageError(
+            f"--{name.replace('_', '-')} is {number:g} ms; give --target-step MS too, or the time in target steps"
+        )
+    return number / step_ms
+
+
+def _measured(draft: str, max_gamma: int | None, values: dict[str, Any]) -> Measurement:
+    file = values.pop("prompts_file")
+    prompts: Sequence[Prompt] = PROMPTS if file is None else read_prompts(file)
+    prompts = prompts[:: -(-len(prompts) // MOST_PROMPTS)]
+    if all(map(is_local, draft.split(","))):
+        warn_of_busy_processors()
+    err = Console(stderr=True)
+    with (
+        connected(draft, values.pop("timeout"), None, values) as client,
+        Progress(console=err, transient=True, disable=not err.is_terminal) as progress,
+    ):
+        limit = client.get_model().model.limits.max_gamma
+        if max_gamma is not None and max_gamma > limit:
+            raise Failure(f"--max-gamma is {max_gamma}; the draft service allows at most {limit}")
+        bar = progress.add_task("Measuring")
+        options = request_of(values | {"ignore_eos": True})
+        try:
+            return measure(
+                partial(client.complete, **options),
+                prompts,
+                max_gamma=max_gamma or min(limit, MAX_GAMMA),
+                report=lambda done, of: progress.update(bar, completed=done, total=of),
+            )
+        except MeasurementError as error:
+            raise Failure(str(error)) from error
+
+
+# ------------------------------------------------------------------------------------------------------------- output
+
+
+def _drawing(path: Path) -> Callable[[Plan], None]:
+    """Draws a plan.
+
+    Raises:
+        UsageError: it cannot be drawn at this path.
+        Failure: matplotlib is missing.
+    """
+    if path.suffix not in (".png", ".svg"):
+        raise click.UsageError(f"--picture is {path.name!r}; its name must end in .png or .svg")
+    if not path.absolute().parent.is_dir():
+        raise click.UsageError(f"--picture: there is no folder {path.parent}")
+    try:
+        from outrider.evaluation.figures import draw_plan
+    except ImportError as error:
+        raise Failure(f"--picture needs {error.name}: pip install '.[bench]'") from error
+    return partial(draw_plan, path)
+
+
+def _document(plan: Plan, measurement: Measurement | None) -> dict[str, Any]:
+    document = asdict(plan)
+    document["fastest"] = asdict(plan.fastest)
+    rates = plan.tokens_per_second
+    document["tokens_per_second"] = None if rates is None else dict(zip(("pair", "target_alone"), rates, strict=True))
+    if measurement is not None:
+        document["measured"] = asdict(measurement)
+    return document
+
+
+# Of a plan with more: these, the best γ and the measured ones.
+_SHOWN_GAMMAS = (*range(1, MAX_GAMMA + 1), 24, 32, 48, 64)
+
+
+def _print(out: Console, plan: Plan, measurement: Measurement | None) -> None:
+    speed_ups = {} if measurement is None else measurement.speed_ups
+    if measurement is not None:
+        out.print(_lines(_of_measurement(measurement)))
+        out.print()
+    table = _columns("γ", "tokens a round", "speed-up", "operations", *(["measured speed-up"] if speed_ups else []))
+    for row in plan.rows:
+        if row.gamma in (*_SHOWN_GAMMAS, plan.fastest.gamma, *speed_ups):
+            cells = [str(row.gamma), *(f"{value:.2f}" for value in (row.tokens, row.speed_up, row.operations))]
+            if row.gamma in speed_ups:
+                cells.append(f"{speed_ups[row.gamma]:.2f}")
+            table.add_row(*cells, style="bold" if row.gamma == plan.gamma else "")
+    out.print(table)
+    out.print()
+    out.print(_lines(_of_plan(plan)))
+    if plan.of_streams:
+        out.print()
+        table = _columns("streams in each pass", "best γ", "speed-up over the target alone with as many")
+        for each in plan.of_streams:
+            table.add_row(str(each.streams), str(each.gamma), f"{each.speed_up:.2f}")
+            if not each.gamma:
+                break  # with more streams it pays less
+        out.print(table)
+
+
+def _columns(*names: str) -> Table:
+    table = Table(box=box.SIMPLE_HEAD, pad_edge=False, show_edge=False)
+    for name in names:
+        table.add_column(name, justify="right")
+    return table
+
+
+def _lines(lines: Iterable[tuple[str, str]]) -> Table:
+    table = Table.grid(padding=(0, 2))
+    table.add_column(no_wrap=True)
+    table.add_column()
+    for line in lines:
+        table.add_row(*line)
+    return table
+
+
+def _of_measurement(measurement: Measurement) -> Iterator[tuple[str, str]]:
+    pair = measurement.pair
+    step = pair.step_ms or 0.0
+    yield "α", f"{pair.alpha:.3f}, the mean of {measurement.judged} judged tokens"
+    yield "by position", " ".join(f"{alpha:.2f}" for alpha in pair.by_position[: max(measurement.speed_ups)])
+    yield "target step", f"{step:.2f} ms"
+    yield "draft step", f"{pair.c * step:.2f} ms: c = {pair.c:.3f}"
+    yield "rest of a round", f"{pair.round_trip * step:.2f} ms: R = {pair.round_trip:.3f} target steps"
+    yield "target pass", f"{pair.token_cost:.1%} of a step longer with each further token"
+    yield "outcome cache", f"saves {pair.hit_rate:.0%} of drafting"
+
+
+def _of_plan(plan: Plan) -> Iterator[tuple[str, str]]:
+    fastest, rates = plan.fastest, plan.tokens_per_second
+    speed = f"{fastest.speed_up:.2f} times as fast as the target alone"
+    if rates is not None:
+        speed += f" ({rates[0]:.0f} tokens/s, not {rates[1]:.0f})"
+    if plan.gamma:
+        yield "best γ", f"{plan.gamma}: {speed}"
+    else:
+        yield "best γ", f"0: drafting does not pay; γ = {fastest.gamma} is {speed}"
+    operations = f"{fastest.operations:.2f} times those of the target alone"
+    yield "operations", operations + (", if ĉ = c (--c-hat)" if plan.pair.c_hat is None else "")
+    if plan.lower_bound is not None and plan.oracle is not None:
+        hindsight = f"{plan.oracle:.2f} with the best γ of each round in hindsight"
+        yield "limits", f"{plan.lower_bound:.2f} with γ = 1; {hindsight}"
+    busy = f"busy {plan.target_share:.0%} of the time with one stream (its draft {plan.draft_share:.0%})"
+    yield "one target", f"{busy}; without batching it feeds {plan.drafts:.1f} drafts of one stream each"
+    yield "drafting pays", "; ".join(_where_it_pays(plan))
+
+
+def _where_it_pays(plan: Plan) -> Iterator[str]:
+    if plan.least_alpha is not None:
+        yield f"above α = {plan.least_alpha:.2f}{' at all positions' if plan.pair.by_position else ''}"
+    else:
+        yield "at no α"
+    if plan.most_round_trip < 0:
+        yield "at no round trip"
+    else:
+        step = plan.pair.step_ms
+        ms = "" if step is None else f" ({plan.most_round_trip * step:.1f} ms)"
+        yield f"below R = {plan.most_round_trip:.2f} target steps{ms}"

@@ -1,0 +1,181 @@
+"""`outrider trace`: the timeline of one request, with speculation and without."""
+
+from __future__ import annotations
+
+import json
+import shlex
+import sys
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import click
+from rich import box
+from rich.console import Console
+from rich.table import Table
+
+from outrider.cli.demo import warn_of_busy_processors
+from outrider.cli.options import Address, calling_options, connected, request_of, sampling_options, temperature_option
+from outrider.cli.output import Failure, completion_document, fails_in_one_line, warn_of_loss, write_json
+from outrider.client import AcceptanceRule
+from outrider.environment import installed_version
+from outrider.evaluation.trace import Traced, TraceError, chrome_trace, draw, record
+from outrider.rpc.channel import is_local
+
+# A service that is not there is an error soon; one that is full for a moment is not.
+_PATIENCE_S = 5.0
+_PICTURES = (".png", ".svg")
+_FILE = click.Path(dir_okay=False, path_type=Path)
+
+
+@click.command("trace", short_help="The timeline of one request, with speculation and without.")
+@click.argument("prompt")
+@click.option(
+    "--draft", type=Address(), default="127.0.0.1:50051", show_default=True, help="Address of the draft service."
+)
+@click.option(
+    "--output",
+    metavar="FILE",
+    type=_FILE,
+    default=Path("trace.json"),
+    show_default=True,
+    help="Trace to write, for Perfetto (ui.perfetto.dev) or chrome://tracing.",
+)
+@click.option("--picture", metavar="FILE", type=_FILE, help="Picture to write too; its name ends in .svg or .png.")
+@click.option(
+    "--max-new-tokens", type=click.IntRange(min=1), default=64, show_default=True, help="Maximum tokens of the text."
+)
+@click.option(
+    "--timeout",
+    metavar="SECONDS",
+    type=click.FloatRange(min=0, min_open=True),
+    default=300.0,
+    show_default=True,
+    help="Time after which a text fails.",
+)
+@click.option("--json", "as_json", is_flag=True, help="Print one JSON object in place of the table.")
+@calling_options
+@temperature_option("0")
+@sampling_options
+@fails_in_one_line
+def trace_command(
+    prompt: str, draft: str, output: Path, picture: Path | None, timeout: float, as_json: bool, **values: Any
+) -> None:
+    """Continue PROMPT twice, with speculation and by the target alone, and write where the time went; `-` reads the
+    prompt from standard input.
+
+    Rows are drafting, the wire between the services, the verifier's queue, target passes and verification. The times
+    are the services' own, on one clock. Above temperature 0 a seed is drawn if neither --seed nor --rule is given, so
+    that both texts are the same.
+
+    \b
+    outrider trace --picture trace.svg "def mean(values):"
+    outrider trace --draft 10.0.0.7:50051 --gamma 7 --output mine.json - < prompt.txt
+    """  # noqa: D301  # click reads the backspace: no rewrapping of the paragraph
+    if values["gamma"] == 0:
+        raise click.UsageError("--gamma is 0: the target alone, which trace measures in any case; give at least 1")
+    _check_files(output, picture)
+    text = sys.stdin.read() if prompt == "-" else prompt
+    with connected(draft, timeout, _PATIENCE_S, values) as client:
+        options = request_of(values)
+        options.setdefault("temperature", 0.0)
+        if is_local(draft):
+            warn_of_busy_processors()
+        with Console(stderr=True).status("Writing the text with speculation and by the target alone"):
+            try:
+                runs = record(client.complete, text, options)
+            except TraceError as error:
+                raise Failure(str(error)) from error
+    about = {
+        "command": shlex.join(["outrider", *sys.argv[1:]]),
+        "outrider": installed_version(),
+        "clock": "half of each round's time on the wire counts before the queue, half after verification",
+    }
+    _write(output, json.dumps(chrome_trace(runs, about), ensure_ascii=False))
+    if picture is not None:
+        _draw(picture, runs)
+    if as_json:
+        write_json({"prompt": text, "runs": [_document(run) for run in runs]})
+    else:
+        warn_of_loss(runs[0].completion.started)
+        same = options["temperature"] == 0 or runs[0].completion.rule is AcceptanceRule.COUPLED
+        _print(Console(highlight=False), runs, same=same)
+        click.echo(f"Trace: {output}; open it at https://ui.perfetto.dev or in chrome://tracing")
+        if picture is not None:
+            click.echo(f"Picture: {picture}")
+
+
+# -------------------------------------------------------------------------------------------------------------- files
+
+
+def _check_files(output: Path, picture: Path | None) -> None:
+    """Refuses files that cannot be written, before any text is.
+
+    Raises:
+        UsageError: of a name.
+        Failure: matplotlib is missing.
+    """
+    for flag, path in (("--output", output), ("--picture", picture)):
+        if path is not None and not path.absolute().parent.is_dir():
+            raise click.UsageError(f"{flag} is {path}: there is no folder {path.parent}; make it first")
+    if picture is None:
+        return
+    if picture.suffix not in _PICTURES:
+        raise click.UsageError(f"--picture is {picture}: its name must end in {' or '.join(_PICTURES)}")
+    if find_spec("matplotlib") is None:
+        raise Failure("matplotlib is not installed, and --picture needs it: pip install '.[bench]'")
+
+
+def _write(path: Path, text: str) -> None:
+    try:
+        path.write_text(text + "\n", encoding="utf-8")
+    except OSError as error:
+        raise Failure(f"--output is {path}: {error.strerror or error}") from error
+
+
+def _draw(path: Path, runs: tuple[Traced, ...]) -> None:
+    try:
+        draw(path, runs)
+    except OSError as error:
+        raise Failure(f"--picture is {path}: {error.strerror or error}") from error
+
+
+# ------------------------------------------------------------------------------------------------------------- output
+
+
+def _document(run: Traced) -> dict[str, Any]:
+    completion = run.completion
+    return {
+        "name": run.name,
+        "seconds": run.seconds,
+        "tokens_per_second": run.tokens_per_second,
+        "phases_us": run.phases_us,
+        **completion_document(completion),
+    }
+
+
+def _print(out: Console, runs: tuple[Traced, ...], *, same: bool) -> None:
+    """Prints the sums of both runs. `same` is whether their texts are promised to be."""
+    table = Table(box=box.SIMPLE_HEAD, pad_edge=False, show_edge=False)
+    table.add_column("", no_wrap=True)
+    for run in runs:
+        table.add_column(run.name, justify="right", no_wrap=True)
+    for row in runs[0].phases_us:
+        table.add_row(f"{row} (ms)", *(f"{run.phases_us[row] / 1e3:.1f}" for run in runs))
+    table.add_row("whole request (ms)", *(f"{run.seconds * 1e3:.1f}" for run in runs))
+    table.add_row("tokens", *(str(run.completion.usage.completion_tokens) for run in runs))
+    table.add_row("target passes", *(str(run.completion.statistics.num_rounds) for run in runs))
+    table.add_row("tokens/s", *(f"{run.tokens_per_second:.1f}" for run in runs))
+    out.print(table)
+    out.print()
+    drafted, alone = (run.completion for run in runs)
+    if not drafted.statistics.num_drafts:
+        out.print("Nothing was drafted: drafting did not pay, or the service has no drafter; --gamma 4 fixes gamma.")
+    if drafted.token_ids == alone.token_ids:
+        out.print("Both texts are the same.")
+    elif same:
+        out.print("The texts differ: two tokens were almost equally probable, and rounding decided.")
+    else:
+        out.print(
+            f"The texts differ: under the rule {drafted.rule} they depend on gamma; leave out --rule for one text."
+        )

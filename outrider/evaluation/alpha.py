@@ -1,0 +1,391 @@
+"""α, the chance that a drafted token is accepted: the mean of Σ min(p, q̂) over text of the target [L Cor. 3.6].
+
+The target continues prompts. Then it reads its texts again, and so does each drafter: p and q̂ at every position are
+computed as the services compute them, q̂ truncated and rounded (`kernels.sparse`).
+
+With lenience l the services accept a drafted token x if u · l · q̂(x) < p(x), that is with probability
+min(1, p(x) / (l · q̂(x))). Over x from q̂ this is Σ min(p/l, q̂) [L A.5]. At temperature 0 they accept the most probable
+token, and with l < 1 each x with p(x) ≥ l · max p, where p is the softmax of the logits.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from kernels.sampling import SamplingParams, probabilities
+from kernels.sparse import SparseConfig, SparseDistribution
+from outrider.evaluation.drafters import Drafter, LookupDrafter, ModelDrafter, NGramDrafter, point_mass
+from outrider.evaluation.local_models import PromptText, build_runner, encode_prompts, load, load_tokenizer_of
+from outrider.evaluation.target_text import (
+    SEQUENCES,
+    MeasurementError,
+    Prompt,
+    Report,
+    Text,
+    block_rows,
+    read_logits,
+    text_length,
+    write,
+)
+from outrider.runtime.device import check_environment
+from outrider.runtime.loader import LoadedModel, ModelSource
+from outrider.runtime.model_runner import ModelRunner
+from outrider.runtime.ngram import NGramCounts, read_documents
+from outrider.runtime.tokenizer import Tokenizer
+from outrider.service.model_info import vocabulary_end
+
+FEW_PROMPTS = 8
+"""With fewer prompts an interval treats each text as one observation, and holds for these prompts only."""
+
+DRAFTERS = ("model", "unigram", "bigram", "ngram", "lookup")
+"""Drafters that can be measured without a service."""
+
+COUNTING = frozenset({"unigram", "bigram", "ngram"})
+"""Of them, those that count n-grams."""
+
+
+# ------------------------------------------------------------------------------------------------------------------ β
+
+
+def acceptance(
+    z: Tensor,
+    drafted: Sequence[SparseDistribution | None],
+    params: SamplingParams,
+    leniences: Sequence[float],
+    p: np.ndarray | None = None,
+) -> np.ndarray:
+    """Return β: the chance that a token of q̂ is accepted, float64 `[n, len(leniences)]`; NaN where nothing is drafted.
+
+    Σ min(p/l, q̂) [L 3.5, A.5]. At temperature 0: Σ of q̂ over the acceptable tokens, which are the most probable one,
+    or with l < 1 all x with p(x) ≥ l · max p [L A.5].
+
+    Args:
+        z: logits of the target, `[n, V]`.
+        drafted: q̂ of each row.
+        params: how the target's logits become p.
+        leniences: each in (0, 1].
+        p: `probabilities(z, params)`, if known.
+    """
+    known = [point_mass(0) if q is None else q for q in drafted]
+    rows = np.repeat(np.arange(len(known)), [len(q.ids) for q in known])
+    ids = np.concatenate([q.ids for q in known]).astype(np.int64)
+    q_hat = np.concatenate([q.weights / q.total for q in known])
+    beta = np.empty((len(known), len(leniences)))
+    if params.is_greedy:
+        logits = z.float().cpu().numpy()
+        best = logits.argmax(-1)
+        top = logits[np.arange(len(known)), best].astype(np.float64)
+        ratio = np.exp(logits[rows, ids] - top[rows])  # p(x) / max p
+    else:
+        mass = (probabilities(z, params).cpu().numpy() if p is None else p)[rows, ids].astype(np.float64)
+    for column, lenience in enumerate(leniences):
+        if not params.is_greedy:
+            each = np.minimum(mass / lenience, q_hat)
+        else:
+            each = q_hat * (ids == best[rows] if lenience == 1 else ratio >= lenience)
+        beta[:, column] = np.bincount(rows, each, minlength=len(known))
+    beta[[q is None for q in drafted]] = math.nan
+    return beta
+
+
+def measure(
+    target: ModelRunner,
+    drafters: Mapping[str, Drafter],
+    texts: Sequence[Text],
+    params: SamplingParams,
+    leniences: Sequence[float],
+    *,
+    report: Report = lambda *_: None,
+) -> dict[str, list[np.ndarray]]:
+    """Return β of each drafter at the positions that the target wrote: for each text `[written, len(leniences)]`.
+
+    `params` are the target's.
+
+    Raises:
+        MeasurementError: logits of a model are NaN or infinite.
+    """
+    rows = block_rows(target.loaded.vocab_size)
+    total, done = sum(text.written for text in texts), 0
+    found: dict[str, list[np.ndarray]] = {name: [] for name in drafters}
+    for text in texts:
+        parts: dict[str, list[np.ndarray]] = {name: [] for name in drafters}
+        each = [drafter.read(text, rows) for drafter in drafters.values()]
+        for z, *drafted in zip(read_logits(target, text, rows, "the target"), *each, strict=True):
+            if not len(z):
+                continue
+            p = None if params.is_greedy else probabilities(z, params).cpu().numpy()
+            for name, q in zip(drafters, drafted, strict=True):
+                parts[name].append(acceptance(z, q, params, leniences, p))
+        for name, betas in parts.items():
+            found[name].append(np.concatenate(betas))
+        done += text.written
+        report("measuring", done, total)
+    return found
+
+
+# ------------------------------------------------------------------------------------------------------------------ α
+
+
+@dataclass(frozen=True, slots=True)
+class Estimate:
+    """α of a drafter at a lenience.
+
+    Attributes:
+        drafter: its name.
+        lenience: l; 1 is exact.
+        alpha: the mean of β over positions with a drafted token; NaN if there is none.
+        standard_error: of it; None for one observation.
+        margin: half of the 95 % interval; None for one observation.
+        interval: of 95 %, within 0 and 1; None for one observation.
+        positions: with a drafted token.
+        drafted_share: the share of all positions that these are.
+    """
+
+    drafter: str
+    lenience: float
+    alpha: float
+    standard_error: float | None
+    margin: float | None
+    interval: tuple[float, float] | None
+    positions: int
+    drafted_share: float
+
+
+def clusters_of(texts: Sequence[Text]) -> tuple[str, list[int]]:
+    """What counts as one observation, "prompt" or "text", and the number of each text's observation."""
+    prompts = [text.index for text in texts]
+    return ("text", list(range(len(texts)))) if len(set(prompts)) < FEW_PROMPTS else ("prompt", prompts)
+
+
+def estimate(drafter: str, lenience: float, betas: Sequence[np.ndarray], clusters: Sequence[int]) -> Estimate:
+    """Return α with its interval from β of each text, `[n]`, and the cluster of each text.
+
+    α is a ratio of totals, S/N. With S_g and N_g of each of G clusters, its variance is about
+    G/(G - 1) · Σ (S_g - α N_g)² / N², and (α̂ - α)/error is about Student's t with G - 1 degrees of freedom.
+    """
+    drafted = [each[~np.isnan(each)] for each in betas]
+    sums = np.bincount(clusters, [each.sum() for each in drafted])
+    counts = np.bincount(clusters, [len(each) for each in drafted])
+    sums, counts = sums[counts > 0], counts[counts > 0]
+    N, G = int(counts.sum()), len(counts)
+    alpha = float(sums.sum() / N) if N else math.nan
+    share = N / max(1, sum(map(len, betas)))
+    if G < 2:
+        return Estimate(drafter, lenience, alpha, None, None, None, N, share)
+    error = math.sqrt(G / (G - 1) * float(np.square(sums - alpha * counts).sum())) / N
+    margin = student_quantile(G - 1) * error
+    interval = (max(0.0, alpha - margin), min(1.0, alpha + margin))
+    return Estimate(drafter, lenience, alpha, error, margin, interval, N, share)
+
+
+def student_quantile(degrees: int) -> float:
+    """Return the 97.5 % quantile of Student's t; the error is below 0.2 %.
+
+    The first terms of the expansion in 1/degrees (Abramowitz and Stegun, 26.7.5); exact for 1 and 2 degrees.
+    """
+    if degrees == 1:
+        return math.tan(0.475 * math.pi)
+    if degrees == 2:
+        return 0.95 * math.sqrt(2 / (1 - 0.95**2))
+    z, n = 1.959963985, degrees
+    return (
+        z
+        + (z**3 + z) / (4 * n)
+        + (5 * z**5 + 16 * z**3 + 3 * z) / (96 * n**2)
+        + (3 * z**7 + 19 * z**5 + 17 * z**3 - 15 * z) / (384 * n**3)
+        + (79 * z**9 + 776 * z**7 + 1482 * z**5 - 1920 * z**3 - 945 * z) / (92160 * n**4)
+    )
+
+
+# ---------------------------------------------------------------------------------------------------------- the whole
+
+
+@dataclass(frozen=True, slots=True)
+class Options:
+    """What to measure.
+
+    Attributes:
+        target: a folder, or a hub id.
+        draft: the same; only the drafter `model` needs it.
+        drafters: of `DRAFTERS`.
+        prompts: texts or conversations to continue.
+        tokens: about how many tokens the target writes.
+        text_tokens: the most tokens of one text; None chooses.
+        temperature: as in `SamplingParams`, and the next three.
+        draft_temperature: replaces the temperature for the draft, above temperature 0; None does not.
+        leniences: each in (0, 1].
+        keep_mass: as in `SparseConfig`, and the next one.
+        ngram_corpus: text file whose n-grams are counted; None counts only the prompt and the text itself.
+        ngram_by_line: no n-gram crosses two lines.
+        ngram_order: tokens of the longest n-grams of the drafter `ngram`.
+        ngram_entries: the most n-grams to keep.
+        lookup_min_match: tokens of the shortest match of the drafter `lookup`.
+        seed: of the texts.
+        device: as in `ModelSource`, and the next ones.
+        threads: of the CPU; None is torch's default.
+    """
+
+    target: str
+    draft: str | None
+    drafters: tuple[str, ...]
+    prompts: tuple[PromptText, ...]
+    tokens: int = 10_000
+    text_tokens: int | None = None
+    temperature: float = 1.0
+    top_k: int = 0
+    top_p: float = 1.0
+    min_p: float = 0.0
+    draft_temperature: float | None = None
+    leniences: tuple[float, ...] = (1.0,)
+    keep_mass: float = 0.99
+    max_support: int = 256
+    ngram_corpus: Path | None = None
+    ngram_by_line: bool = False
+    ngram_order: int = 4
+    ngram_entries: int = 1 << 20
+    lookup_min_match: int = 2
+    seed: int = 0
+    device: str = "auto"
+    dtype: str = "auto"
+    trust_remote_code: bool = False
+    threads: int | None = None
+
+    @property
+    def params(self) -> SamplingParams:
+        """How the target's logits become p."""
+        return SamplingParams(self.temperature, self.top_k, self.top_p, self.min_p)
+
+    @property
+    def draft_params(self) -> SamplingParams:
+        """How the draft's logits become q: like the target's, but above temperature 0 with the draft's temperature."""
+        if self.draft_temperature is None or self.params.is_greedy:
+            return self.params
+        return replace(self.params, temperature=self.draft_temperature)
+
+    def source(self, name: str) -> ModelSource:
+        """Where a model comes from, and how it runs."""
+        return ModelSource(name, dtype=self.dtype, device=self.device, trust_remote_code=self.trust_remote_code)
+
+
+@dataclass(frozen=True, slots=True)
+class Measurement:
+    """α of each drafter at each lenience.
+
+    Attributes:
+        tokens: that the target wrote.
+        texts: how many.
+        prompts: how many different ones they continue.
+        text_tokens: the most tokens of one text.
+        observation: what intervals treat as one observation: "prompt" or "text".
+        dtype: of the target.
+        device: of both models.
+        estimates: by drafter, then by lenience.
+    """
+
+    tokens: int
+    texts: int
+    prompts: int
+    text_tokens: int
+    observation: str
+    dtype: str
+    device: str
+    estimates: list[Estimate]
+
+
+def run(options: Options, report: Report = lambda *_: None) -> Measurement:
+    """Loads the models, lets the target write, and measures α.
+
+    Raises:
+        CheckpointError: a model cannot be loaded or run.
+        MeasurementError: the models are no pair, or a prompt or the corpus cannot be used.
+    """
+    check_environment()
+    if options.threads is not None:
+        torch.set_num_threads(options.threads)
+    draft_source = options.source(options.draft) if options.draft and "model" in options.drafters else None
+    report("loading", 0, 0)
+    source = options.source(options.target)
+    tokenizer = load_tokenizer_of(source, draft_source)
+    loaded = load(source, "--target")
+    prompts = encode_prompts(options.prompts, tokenizer, loaded)
+    draft_model = None if draft_source is None else load(draft_source, "--draft")
+    length = _text_tokens(options, prompts, loaded, draft_model)
+    room = length + max(len(prompt.tokens) for prompt in prompts)
+    target = build_runner(loaded, min(SEQUENCES, -(-options.tokens // length)), room)
+    vocab_size = min(vocabulary_end(tokenizer), loaded.vocab_size)
+    draft = None if draft_model is None else build_runner(draft_model, 1, room)
+    if COUNTING.intersection(options.drafters):
+        report("counting", 0, 0)
+    documents = _documents(options, tokenizer)
+    drafters = {name: _drafter(name, options, draft, documents, vocab_size) for name in options.drafters}
+    texts = write(
+        target, prompts, options.params, tokens=options.tokens, length=length, seed=options.seed, report=report
+    )
+    betas = measure(target, drafters, texts, options.params, options.leniences, report=report)
+    observation, clusters = clusters_of(texts)
+    return Measurement(
+        tokens=sum(text.written for text in texts),
+        texts=len(texts),
+        prompts=len({text.index for text in texts}),
+        text_tokens=length,
+        observation=observation,
+        dtype=str(loaded.dtype).removeprefix("torch."),
+        device=str(loaded.device),
+        estimates=[
+            estimate(name, lenience, [each[:, column] for each in betas[name]], clusters)
+            for name in options.drafters
+            for column, lenience in enumerate(options.leniences)
+        ],
+    )
+
+
+def _text_tokens(options: Options, prompts: Sequence[Prompt], target: LoadedModel, draft: LoadedModel | None) -> int:
+    if draft is not None and (draft.encoder is None) != (target.encoder is None):
+        raise MeasurementError("--draft and --target differ: one has an encoder, and the other has none")
+    models = [target] if draft is None else [target, draft]
+    smallest = min(models, key=lambda each: each.context_length)
+    prompt = max(len(prompt.tokens) for prompt in prompts)
+    longest = smallest.context_length - prompt
+    given = options.text_tokens
+    if longest < 1 or (given or 1) > longest:
+        raise MeasurementError(
+            f"--text-tokens is {given or 1}, and the longest prompt has {prompt} tokens; {smallest.name} has "
+            f"{smallest.context_length} positions: use shorter prompts or shorter texts"
+        )
+    return given or text_length(prompts, options.tokens, longest)
+
+
+def _documents(options: Options, tokenizer: Tokenizer) -> list[list[int]]:
+    """The tokens of the corpus, if a drafter counts it."""
+    if options.ngram_corpus is None or not COUNTING.intersection(options.drafters):
+        return []
+    try:
+        return [tokenizer.encode(text) for text in read_documents(options.ngram_corpus, by_line=options.ngram_by_line)]
+    except (OSError, ValueError) as error:
+        raise MeasurementError(f"--ngram-corpus: cannot read '{options.ngram_corpus}' as UTF-8: {error}") from error
+
+
+def _drafter(
+    name: str, options: Options, draft: ModelRunner | None, documents: Sequence[Sequence[int]], vocab_size: int
+) -> Drafter:
+    params, sparse = options.draft_params, SparseConfig(options.keep_mass, options.max_support)
+    match name:
+        case "model":
+            if draft is None:
+                raise MeasurementError("--drafter model needs --draft")
+            return ModelDrafter(draft, vocab_size, params, sparse)
+        case "lookup":
+            return LookupDrafter(options.lookup_min_match)
+        case _:
+            order = {"unigram": 1, "bigram": 2}.get(name, options.ngram_order)
+            counts = NGramCounts(order, vocab_size, options.ngram_entries)
+            for document in documents:
+                counts.add(document)
+            return NGramDrafter(counts, params, sparse)

@@ -1,0 +1,241 @@
+"""Checks that a deployment is exact: that its text is distributed as its target's.
+
+Two kinds of evidence:
+
+- Equality. At temperature 0, and under the rule `coupled` with one seed, text does not depend on the draft, γ, load, or
+  a resume: it is compared with the text of the target alone, and each token with the scores of a local copy.
+- Statistics. Sampled tokens under each exact rule are compared with the target's distributions: the next token, and
+  three tokens in a row (`token_fit`); alone, under load, and across a resume.
+
+A difference between tokens whose scores differ by no more than rounding is a near-tie, not an error. All statistical
+tests together raise a false alarm in one run of 10,000 (Holm).
+"""
+
+from __future__ import annotations
+
+import time
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import TypeAlias
+
+import numpy as np
+
+from outrider.client import AsyncClient
+from outrider.evaluation.check_requests import Plan, Requester, Step, Text, requests
+from outrider.evaluation.reference import Copy, DecodeReference, LocalTarget, Prefix, Reference, scores
+from outrider.evaluation.token_fit import next_tokens, three_tokens
+from outrider.evaluation.verdict import (
+    ALONE,
+    BY_ID,
+    BY_PROBABILITY,
+    EVERY,
+    LOAD,
+    LOCAL_TARGET,
+    NEXT,
+    NO_DRAFT,
+    RESUMED,
+    TARGET_ALONE,
+    Equality,
+    Report,
+    Sampled,
+    judged,
+)
+from outrider.runtime.errors import CheckpointError
+from protos.outrider.v1 import draft_service_pb2, model_pb2
+
+ROUNDING = {"float32": 5e-4, "float16": 0.03, "bfloat16": 0.2}
+"""Difference of two logits that may be due to rounding, in nats: about six standard deviations between passes of
+different widths."""
+
+
+class CheckError(Exception):
+    """The check cannot run. The text is one line."""
+
+
+async def check(client: AsyncClient, plan: Plan, copy: Copy | None, step: Step) -> Report:
+    """Check the deployment behind a client.
+
+    Args:
+        client: of a draft service.
+        plan: what to ask for.
+        copy: a local copy of the target; None: the deployment without a draft is the reference.
+        step: progress.
+
+    Raises:
+        CheckError: the plan does not fit the deployment, or the copy cannot be used.
+        OutriderError: a request failed.
+    """
+    began = time.perf_counter()
+    pair = await client.get_model()
+    plan = _fitted(plan, pair)
+    rounding = plan.rounding if plan.rounding is not None else ROUNDING[pair.target.dtype]
+    requester = await Requester.of(client, plan, pair.target)
+    local = None
+    if copy is not None:
+        try:
+            local = LocalTarget(copy, pair.target, requester.ids, max(plan.tokens, plan.equal_tokens), rounding)
+        except CheckpointError as error:
+            raise CheckError(str(error)) from error
+    asks = requests(plan, pair.target)
+    texts = await requester.texts(ALONE, [ask for ask in asks if ask.where == ALONE], 1, step)
+    texts += await requester.texts(LOAD, [ask for ask in asks if ask.where != ALONE], plan.at_once, step)
+    drafted, accepted = _drafted(texts)
+    sampled = [text for text in texts if text.ask.params is not None]
+    reference = local or DecodeReference(client, requester.prompts, plan.at_once, rounding)
+    return Report(
+        draft=pair.model.name,
+        target=pair.target.name,
+        dtype=pair.target.dtype,
+        reference=TARGET_ALONE if local is None else LOCAL_TARGET,
+        reference_dtype="" if local is None else local.dtype,
+        rounding=rounding,
+        drafted=drafted,
+        accepted=accepted,
+        num_resumed=sum(text.is_resumed for text in texts),
+        equalities=_equalities([text for text in texts if text.ask.params is None], local, rounding),
+        tests=await _statistics(sampled, reference, rounding, plan, step),
+        seconds=time.perf_counter() - began,
+    )
+
+
+def _drafted(texts: Sequence[Text]) -> tuple[dict[str, int], dict[str, int]]:
+    """The drafted and the accepted tokens by rule."""
+    drafted, accepted = Counter[str](), Counter[str]()
+    for text in texts:
+        if text.ask.name != NO_DRAFT:
+            drafted[text.ask.name] += text.drafted
+            accepted[text.ask.name] += text.accepted
+    for rule, number in drafted.items():
+        if not number:
+            raise CheckError(
+                f"nothing was drafted under {rule}: there is no speculation to check; give another --drafter"
+            )
+    return dict(drafted), dict(accepted)
+
+
+def _fitted(plan: Plan, pair: draft_service_pb2.DraftServiceGetModelResponse) -> Plan:
+    target, most = pair.target, pair.model.limits.max_gamma
+    if target.encoder.kind == model_pb2.ENCODER_KIND_SPEECH:
+        raise CheckError(f"the target {target.name} takes speech; the check writes text prompts only")
+    if plan.rounding is None and target.dtype not in ROUNDING:
+        raise CheckError(
+            f"the target's dtype is {target.dtype}, whose rounding is not known; give it as --rounding, in nats, or "
+            f"start both services in {', '.join(ROUNDING)}"
+        )
+    gammas = tuple(dict.fromkeys(None if gamma is None else min(gamma, most) for gamma in plan.gammas))
+    if not any(gammas):
+        raise CheckError(f"gamma is at most {most}: there is no speculation to check")
+    return replace(plan, gammas=gammas)
+
+
+# ----------------------------------------------------------------------------------------------------------- equality
+
+
+def _equalities(texts: Sequence[Text], local: LocalTarget | None, rounding: float) -> list[Equality]:
+    found = []
+    for kind in dict.fromkeys(text.ask.name for text in texts):
+        own = [text for text in texts if text.ask.name == kind]
+        alone = {text.ask.prompt: text for text in own if text.logprobs}
+        for where in (ALONE, LOAD, RESUMED):
+            others = [text for text in own if text.ask.where == where and not text.logprobs]
+            results = [compared(alone[text.ask.prompt], text, rounding) for text in others]
+            found.append(_summed(kind, TARGET_ALONE, where, results))
+        if local is not None:
+            distinct = {(text.ask.prompt, text.tokens): text for text in own}
+            found.append(
+                _summed(kind, LOCAL_TARGET, EVERY, [_scored(each, local, rounding) for each in distinct.values()])
+            )
+    return found
+
+
+Compared: TypeAlias = tuple[int, int, list[str]]
+"""Compared tokens, near-ties, and differences in words."""
+
+
+def compared(alone: Text, text: Text, rounding: float) -> Compared:
+    """Compare a text with that of the target alone, up to their first difference, by the log-probabilities of `alone`.
+
+    A token without a reported one has at most that of the last one that is reported.
+    """
+    pairs = enumerate(zip(alone.tokens, text.tokens, strict=True))
+    at = next((i for i, (own, other) in pairs if own != other), None)
+    if at is None:
+        return len(text.tokens), 0, []
+    entry = alone.logprobs[at]
+    known = {each.token_id: each.raw for each in (*entry.top, entry.token)}
+    own, other = alone.tokens[at], text.tokens[at]
+    is_known = other in known
+    known.setdefault(other, min(known.values()))
+    scored = scores(known, text.ask.options.get("seed"), alone.begin + at)
+    gap = scored[own] - scored[other]
+    if is_known:
+        gap = abs(gap)
+    if gap <= rounding:
+        return at + 1, 1, []
+    return at + 1, 0, [_example(text, at, own, gap)]
+
+
+def _scored(text: Text, local: LocalTarget, rounding: float) -> Compared:
+    gaps = local.gaps(text.ask.prompt, text.tokens, text.ask.options.get("seed"))
+    wrong = [_example(text, at, None, gap) for at, gap in enumerate(gaps) if gap > rounding]
+    return len(gaps), sum(0 < gap <= rounding for gap in gaps), wrong
+
+
+def _example(text: Text, at: int, expected: int | None, gap: float) -> str:
+    instead = "" if expected is None else f", the target alone wrote {expected}"
+    gamma = text.ask.options.get("gamma", "default")
+    return (
+        f"prompt {text.ask.prompt + 1}, gamma {gamma}, {text.ask.where}: token {at + 1} is {text.tokens[at]}{instead}; "
+        f"its score is {gap:.2g} nats off"
+    )
+
+
+def _summed(kind: str, reference: str, where: str, results: Sequence[Compared]) -> Equality:
+    wrong = [example for _, _, examples in results for example in examples]
+    return Equality(
+        kind,
+        reference,
+        where,
+        texts=len(results),
+        tokens=sum(tokens for tokens, _, _ in results),
+        near_ties=sum(ties for _, ties, _ in results),
+        differences=len(wrong),
+        example=wrong[0] if wrong else "",
+    )
+
+
+# --------------------------------------------------------------------------------------------------------- statistics
+
+
+async def _statistics(
+    texts: Sequence[Text], reference: Reference, rounding: float, plan: Plan, step: Step
+) -> list[Sampled]:
+    wanted = {prefix for text in texts for prefix in _prefixes(text)}
+    step("reference", 0, len(wanted))
+    found = await reference.distributions(wanted, lambda done: step("reference", done, len(wanted)))
+    groups: dict[tuple[str, str], list[Text]] = {}
+    for text in texts:
+        groups.setdefault((text.ask.name, text.ask.where), []).append(text)
+        if text.ask.name != NO_DRAFT:
+            groups.setdefault((EVERY, EVERY), []).append(text)
+    generator = np.random.default_rng(plan.seed)
+    allowed = (rounding / 6) ** 2  # Σ (p' - p)²/p where logits have errors of this standard deviation
+    tests = []
+    for (rule, where), own in sorted(groups.items()):
+        counts: dict[Prefix, Counter[int]] = {}
+        for text in own:
+            for prefix, token in zip(_prefixes(text), text.tokens, strict=True):
+                counts.setdefault(prefix, Counter())[token] += 1
+        tokens = sum(each.total() for each in counts.values())
+        tests.append(Sampled(NEXT, rule, where, tokens, next_tokens(counts, found, allowed)))
+        placed = [[(found[p], t) for p, t in zip(_prefixes(text), text.tokens, strict=True)] for text in own]
+        for name, by_id in ((BY_PROBABILITY, False), (BY_ID, True)):
+            fit = three_tokens(placed, generator, allowed, by_id=by_id)
+            tests.append(Sampled(name, rule, where, tokens, fit))
+    return judged(tests, allowed)
+
+
+def _prefixes(text: Text) -> list[Prefix]:
+    assert text.ask.params is not None
+    return [(text.ask.prompt, text.tokens[:at], text.ask.params) for at in range(len(text.tokens))]

@@ -1,0 +1,176 @@
+"""Pearson's χ², and the sample size that detects a given bias.
+
+Cells depend on the distribution alone, not on counts: those that expect fewer than five counts are merged, with the
+least of the others where that is not enough. A count where there is no mass gives a p-value of 0.
+
+Power. Let the counts follow p' with total variation δ from p, over the same cells. The statistic is then about
+noncentral χ² with λ = N Σ (p' - p)²/p, and Cauchy-Schwarz gives Σ (p' - p)²/p ≥ (Σ |p' - p|)² = 4δ², with equality
+for the bias hardest to see: p' = p(1 ± 2δ). So N = λ/(4δ²), with the λ at which a χ² of these degrees of freedom
+passes its critical value with the required power, is enough for every bias of that size. For a table of several
+distributions, each met n_s times, δ is the mean over s with weights n_s, and Jensen gives the same bound.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, TypeAlias
+
+import numpy as np
+from numpy.typing import NDArray
+
+LEAST_EXPECTED = 5.0
+_SMALL = 1e-14
+
+Array: TypeAlias = NDArray[Any]
+
+
+@dataclass(frozen=True, slots=True)
+class Fit:
+    """How well `n` counts fit a distribution."""
+
+    statistic: float
+    df: int
+    p_value: float
+    n: int
+
+    def __str__(self) -> str:
+        return f"χ² = {self.statistic:.1f} at df {self.df}, p = {self.p_value:.2g}, N = {self.n:,}"
+
+
+def goodness_of_fit(counts: Array, distribution: Array, allowed: float = 0.0) -> Fit:
+    """Test counts against a distribution over the same cells, both `[C]`. See `table_fit`."""
+    return table_fit(np.asarray(counts)[None], np.asarray(distribution)[None], allowed)
+
+
+def table_fit(counts: Array, distributions: Array, allowed: float = 0.0) -> Fit:
+    """Test counts `[S, C]` against a distribution for each row `[S, C]`, given how often each row was met.
+
+    Holds for the transitions of a Markov chain as it does for independent rows. Rows with too few counts for two cells
+    are left out of the degrees of freedom and of `n`.
+
+    Args:
+        counts: of each cell.
+        distributions: the expected ones.
+        allowed: the mean distance Σ (p' - p)²/p of the true distributions from these that is no misfit. The statistic
+            is then noncentral, with λ of at most N times this: merging cells makes the distance smaller.
+    """
+    statistic, df, n = 0.0, 0, 0
+    for observed, distribution in zip(np.asarray(counts), np.asarray(distributions, dtype=np.float64), strict=True):
+        if observed[distribution <= 0].any():
+            statistic = math.inf
+        seen, expected = _merged(observed, distribution)
+        statistic += float(((seen - expected) ** 2 / expected).sum())
+        if len(expected) > 1:
+            df += len(expected) - 1
+            n += int(observed.sum())
+    return Fit(statistic, df, noncentral_sf(statistic, df, n * allowed) if df else float(statistic < math.inf), n)
+
+
+def noncentrality(df: int, level: float, power: float, allowed: float = 0.0) -> float:
+    """Return the λ at which χ² of `df` degrees of freedom passes the critical value of `level` with `power`.
+
+    The critical value is that of noncentral χ² with λ = `allowed`.
+    """
+    critical = _root(lambda x: noncentral_sf(x, df, allowed) - level)
+    return _root(lambda x: power - noncentral_sf(critical, df, x))
+
+
+def sample_size(df: int, distance: float, *, level: float, power: float) -> int:
+    """Return the number of counts that detects any bias of total variation `distance`."""
+    return math.ceil(noncentrality(df, level, power) / (4 * distance**2))
+
+
+def detectable(df: int, n: int, *, level: float, power: float, allowed: float = 0.0) -> float:
+    """Return the total variation that `n` counts detect; `allowed` is as in `table_fit`. See `sample_size`."""
+    return math.sqrt(noncentrality(df, level, power, n * allowed) / (4 * n))
+
+
+def hardest_bias(p: Array, distance: float) -> Array:
+    """Return the bias of this total variation that is hardest to detect: half the mass scaled up, half down."""
+    up = np.zeros(len(p), dtype=bool)
+    for cell in np.argsort(-p):
+        up[cell] = p[up].sum() + p[cell] <= 0.5
+    return np.where(up, p * (1 + distance / p[up].sum()), p * (1 - distance / p[~up].sum()))
+
+
+# ------------------------------------------------------------------------------------------------------ distributions
+
+
+def chi2_sf(x: float, df: int) -> float:
+    """Return the chance that χ² of `df` degrees of freedom exceeds `x`: Γ(a, z)/Γ(a) with a = df/2, z = x/2.
+
+    A series below its mean, a continued fraction above it (Abramowitz and Stegun, 6.5.29 and 6.5.31).
+    """
+    a, z = df / 2, x / 2
+    if z <= 0:
+        return 1.0
+    if z == math.inf:
+        return 0.0
+    density = math.exp(a * math.log(z) - z - math.lgamma(a))
+    if z < a + 1:
+        term = total = 1 / a
+        n = a
+        while term > total * _SMALL:
+            n += 1
+            term *= z / n
+            total += term
+        return 1.0 - density * total
+    b = z + 1 - a
+    c, d = math.inf, 1 / b
+    fraction, ratio, n = d, 0.0, 0
+    while abs(ratio - 1) > _SMALL:
+        n += 1
+        factor = n * (a - n)
+        b += 2
+        d = 1 / (b + factor * d)
+        c = b + factor / c
+        ratio = c * d
+        fraction *= ratio
+    return density * fraction
+
+
+def noncentral_sf(x: float, df: int, noncentrality: float) -> float:
+    """Return the chance that noncentral χ² exceeds `x`: a mixture of χ² of df + 2j with Poisson weights, mean λ/2."""
+    mean = noncentrality / 2
+    if mean == 0 or x == math.inf:
+        return chi2_sf(x, df)
+    width = 9 * math.sqrt(mean) + 20
+    terms = range(max(0, int(mean - width)), int(mean + width))
+    return math.fsum(math.exp(j * math.log(mean) - mean - math.lgamma(j + 1)) * chi2_sf(x, df + 2 * j) for j in terms)
+
+
+def _root(decreasing: Callable[[float], float]) -> float:
+    """Return where a function that falls with x ≥ 0 is zero; 0 if it begins below."""
+    low, high = 0.0, 1.0
+    while decreasing(high) > 0:
+        low, high = high, 2 * high
+    while high - low > 1e-9 * high:
+        middle = (low + high) / 2
+        low, high = (middle, high) if decreasing(middle) > 0 else (low, middle)
+    return high
+
+
+# -------------------------------------------------------------------------------------------------------------- cells
+
+
+def _merged(observed: Array, distribution: Array) -> tuple[Array, Array]:
+    inside = distribution > 0
+    total = int(observed.sum())
+    expected = distribution[inside] / distribution[inside].sum() * total
+    if total == 0:
+        return np.zeros(0), np.zeros(0)
+    groups = _groups(expected)
+    return np.bincount(groups, observed[inside]), np.bincount(groups, expected)
+
+
+def _groups(expected: Array) -> Array:
+    """Return the group of each cell: its own, or that of all cells that expect too few counts."""
+    order = np.argsort(expected, kind="stable")
+    small = int((expected < LEAST_EXPECTED).sum())
+    while 0 < small < len(expected) and expected[order[:small]].sum() < LEAST_EXPECTED:
+        small += 1
+    groups = np.zeros(len(expected), dtype=np.int64)
+    groups[order[small:]] = np.arange(len(expected) - small) + (small > 0)
+    return groups

@@ -1,0 +1,248 @@
+"""The output of `outrider bench`: a short table, sentences, and a page with pictures.
+
+Pictures need the extra `bench`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from functools import partial
+from itertools import groupby
+from typing import Any
+
+from matplotlib.axes import Axes
+
+from outrider.evaluation.deployment import ALONE, POLICY, ROUND, Json
+from outrider.evaluation.pictures import (
+    BLUE,
+    COLOURS,
+    GREEN,
+    GREY,
+    LIGHT,
+    ORANGE,
+    SAND,
+    VIOLET,
+    Destination,
+    bars,
+    level,
+    line,
+    picture,
+    svg,
+)
+from outrider.evaluation.report import Part, Picture, Points, Section, Table, page
+
+_LABELS = {"forward": "pass", "verify": "verification", "other": "rest"}
+_COLOURS_OF_ROUND = dict(zip(ROUND, (ORANGE, SAND, LIGHT, BLUE, GREEN, GREY), strict=True))
+
+
+def table(document: Json) -> Table:
+    """Return a row for each cell."""
+    head = ("T", "streams", "", "tokens/s", "ratio", "TTFT ms", "ms a token", "predicted", "α", "γ", "tokens a round")
+    rows = [
+        (
+            f"{cell['temperature']:g}",
+            str(cell["streams"]),
+            cell["arm"],
+            _middle(cell["tokens_per_second"], 1),
+            _range(cell["ratio"]),
+            _middle(cell["ttft_ms"], 1),
+            _middle(cell["tpot_ms"], 2),
+            _number(cell["predicted_tpot_ms"], 2),
+            _number(cell["alpha"], 3),
+            _number(cell["gamma"] or None, 1),
+            _number(cell["tokens_per_round"], 2),
+        )
+        for cell in document["cells"]
+    ]
+    return Table(head, rows, keys=3)
+
+
+def conclusions(document: Json) -> list[str]:
+    """Return a sentence for each temperature and number of streams."""
+    found = []
+    for (temperature, streams), cells in _groups(document):
+        measured = {cell["arm"]: cell for cell in cells if cell["ratio"] is not None}
+        where = f"T = {temperature:g}, {_streams(streams)}"
+        drafting = [cell for name, cell in measured.items() if name != ALONE]
+        if not drafting:
+            found.append(f"{where}: nothing was measured; {sum(cell['refused'] for cell in cells)} texts were refused.")
+            continue
+        best = max(drafting, key=lambda cell: float(cell["ratio"]["median"]))
+        ratio = best["ratio"]
+        said = f"{best['arm']} is fastest, {_range(ratio)} times the target alone"
+        if ratio["low"] < 1 < ratio["high"]:
+            said = f"no clear difference; {best['arm']} has {_range(ratio)} times the tokens/s of the target alone"
+        elif ratio["median"] <= 1:
+            said = f"the target alone is fastest; {best['arm']} has {_range(ratio)} times its tokens/s"
+        if POLICY in measured and best["arm"] != POLICY:
+            said += f"; the default policy ({measured[POLICY]['policy']}) has {_range(measured[POLICY]['ratio'])}"
+        found.append(f"{where}: {said}.")
+    return found
+
+
+def html(document: Json) -> str:
+    """Return the report: a page that loads nothing."""
+    models, settings = document["models"], document["settings"]
+    lead: list[Part] = [
+        f"Target `{models['target']['name']}` ({models['target']['dtype']} on {models['target']['device']}), draft "
+        f"`{models['draft']['name'] or 'none'}`"
+        + (f" ({models['draft']['dtype']} on {models['draft']['device']})" if models["draft"]["name"] else "")
+        + f". Draft service at `{document['address']}`, {document['time']}, Outrider {document['version']}.",
+        Points(conclusions(document)),
+        f"In brackets: the lowest and the highest of {settings['repeats']} repeats.",
+    ]
+    return page(
+        "Benchmark of a deployment",
+        lead,
+        [
+            Section(
+                "Speed",
+                [
+                    Picture(
+                        svg(partial(_draw_speed, document=document)),
+                        "Top: tokens/s over those of the target alone in the same repeat. Middle: time per token after "
+                        "the first piece; diamonds: predicted. Bottom: time to the first token. Lines: lowest and "
+                        "highest repeat.",
+                    ),
+                    table(document),
+                ],
+            ),
+            Section(
+                "Where the time of a round goes",
+                [
+                    Picture(
+                        svg(partial(_draw_rounds, document=document)),
+                        "Mean round of one stream, without the first of each text, which reads the prompt. A round of "
+                        "the target alone is one token.",
+                    ),
+                    _table_of_rounds(document),
+                ],
+            ),
+            Section("How it was measured", [Points(_method(document))]),
+        ],
+    )
+
+
+def _method(document: Json) -> list[str]:
+    settings = document["settings"]
+    prompts = "built-in prompts" if settings["prompts"] is None else f"prompts of `{settings['prompts']}`"
+    return [
+        f"Command: `{document['command']}`.",
+        f"Each stream asked for its next text when one had ended: {settings['texts']} texts in each repeat, of "
+        f"{settings['max_new_tokens']} tokens{' at most' if settings['stop_at_eos'] else ''}, after {prompts}. All "
+        "arms took turns in each repeat. A first run of each arm does not count.",
+        "No prompt was in a prefix cache: each request had a `cache_salt` of its own.",
+        "Times are by the clock of this client; parts of a round are measured by the services. Their sums are those of "
+        "one stream: wire is the way between the services with its serialisation; queue is waiting for the pass; rest "
+        "is other work of the draft service.",
+        "Predicted: the mean time of a round over (1 − α^(γ+1)) / (1 − α) tokens [Leviathan et al., theorem 3.8, with "
+        "the network]. It takes each token's chance of acceptance to be α. Under the rule `block` more are accepted, "
+        "and texts are faster than predicted.",
+        "γ is the mean of drafted tokens in a round; the last round of a text is short.",
+    ]
+
+
+def _table_of_rounds(document: Json) -> Table:
+    rows = [
+        (
+            f"{cell['temperature']:g}",
+            str(cell["streams"]),
+            cell["arm"],
+            *(f"{cell['round_us'][part]:.0f}" for part in ROUND),
+            f"{sum(cell['round_us'].values()):.0f}",
+        )
+        for cell in document["cells"]
+        if cell["round_us"] is not None
+    ]
+    return Table(("T", "streams", "µs of a round", *map(_label, ROUND), "sum"), rows, keys=3)
+
+
+# ----------------------------------------------------------------------------------------------------------- pictures
+
+
+def _draw_speed(to: Destination, document: Json) -> None:
+    by_temperature = [(key, list(cells)) for key, cells in groupby(document["cells"], lambda cell: cell["temperature"])]
+    names = list(dict.fromkeys(cell["arm"] for cell in document["cells"]))
+    colours = dict(zip(names, (GREY, *(each for each in COLOURS if each != GREY), VIOLET), strict=False))
+    rows = {"ratio": "tokens/s, over the target alone", "tpot_ms": "ms per token", "ttft_ms": "ms to the first token"}
+    width = max(4.6, 0.13 * len(document["cells"]) / len(by_temperature) + 1.2)
+    with picture(to, len(rows), len(by_temperature), size=(width, 2.5)) as panels:
+        for column, (temperature, cells) in enumerate(by_temperature):
+            groups = list(dict.fromkeys(cell["streams"] for cell in cells))
+            for panel, (figure, label) in zip(panels[:, column], rows.items(), strict=True):
+                _draw_bars(panel, cells, groups, names, figure, colours)
+                panel.set_ylabel(label, fontsize=8)
+                if figure == "ratio":
+                    level(panel)
+                    panel.set_title(f"T = {temperature:g}", fontsize=10)
+
+
+def _draw_bars(
+    panel: Axes, cells: list[Json], groups: list[int], names: list[str], figure: str, colours: dict[str, str]
+) -> None:
+    at = {(cell["streams"], cell["arm"]): cell for cell in cells}
+    series = {
+        name: [
+            None if (found := at[group, name][figure]) is None else (found["median"], found["low"], found["high"])
+            for group in groups
+        ]
+        for name in names
+    }
+    bars(panel, [_streams(group) for group in groups], series, colours=colours)
+    if figure == "tpot_ms":
+        width = 0.86 / len(names)
+        marks = [
+            (group + (nth - (len(names) - 1) / 2) * width, at[streams, name]["predicted_tpot_ms"])
+            for group, streams in enumerate(groups)
+            for nth, name in enumerate(names)
+        ]
+        line(panel, marks, linestyle="none", marker="D", markersize=4, color="black", markerfacecolor="white")
+
+
+def _draw_rounds(to: Destination, document: Json) -> None:
+    groups = list(_groups(document))
+    temperatures = list(dict.fromkeys(temperature for (temperature, _), _ in groups))
+    columns = len(groups) // len(temperatures)
+    names = list(dict.fromkeys(cell["arm"] for cell in document["cells"]))
+    with picture(to, len(temperatures), columns, size=(4.0, 0.8 + 0.26 * len(names))) as panels:
+        for panel, ((temperature, streams), cells) in zip(panels.flat, groups, strict=True):
+            known = [cell for cell in cells if cell["round_us"] is not None]
+            left = [0.0] * len(known)
+            for part in ROUND:
+                values = [cell["round_us"][part] / 1e3 for cell in known]
+                panel.barh(
+                    range(len(known)), values, left=left, height=0.7, color=_COLOURS_OF_ROUND[part], label=_label(part)
+                )
+                left = [before + value for before, value in zip(left, values, strict=True)]
+            panel.set_yticks(range(len(known)), [cell["arm"] for cell in known])
+            panel.invert_yaxis()
+            panel.set_title(f"T = {temperature:g}, {_streams(streams)}", fontsize=9)
+            panel.set_xlabel("ms of a round", fontsize=8)
+
+
+# --------------------------------------------------------------------------------------------------------------- text
+
+
+def _groups(document: Json) -> Iterable[tuple[tuple[float, int], list[Json]]]:
+    for where, cells in groupby(document["cells"], lambda cell: (cell["temperature"], cell["streams"])):
+        yield where, list(cells)
+
+
+def _label(part: str) -> str:
+    return _LABELS.get(part, part)
+
+
+def _streams(number: int) -> str:
+    return "1 stream" if number == 1 else f"{number} streams"
+
+
+def _number(value: float | None, digits: int) -> str:
+    return "–" if value is None else f"{value:.{digits}f}"
+
+
+def _middle(spread: Any, digits: int) -> str:
+    return "–" if spread is None else f"{spread['median']:.{digits}f}"
+
+
+def _range(spread: Any) -> str:
+    return "–" if spread is None else f"{spread['median']:.2f} ({spread['low']:.2f}–{spread['high']:.2f})"

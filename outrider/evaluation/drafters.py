@@ -1,0 +1,95 @@
+"""Drafters in this process: q̂ at each position of a text, as the draft service computes it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from kernels.sampling import SamplingParams, probabilities
+from kernels.sparse import SparseConfig, SparseDistribution, truncate
+from outrider.evaluation.target_text import Text, blocks, read_logits
+from outrider.runtime.lookup import TextIndex
+from outrider.runtime.model_runner import ModelRunner
+from outrider.runtime.ngram import NGramCounts, back_off
+
+
+class Drafter(Protocol):
+    """A drafter. Its `params` are those of the draft."""
+
+    def read(self, text: Text, rows: int) -> Iterator[Sequence[SparseDistribution | None]]:
+        """Yields q̂ at the positions of each block of `text`; None where it drafts nothing."""
+
+
+@dataclass(frozen=True, slots=True)
+class ModelDrafter:
+    """A draft model. Ids from `vocab_size`, the target's, on are padding, and never drafted."""
+
+    runner: ModelRunner
+    vocab_size: int
+    params: SamplingParams
+    sparse: SparseConfig
+
+    def read(self, text: Text, rows: int) -> Iterator[Sequence[SparseDistribution | None]]:
+        """See `Drafter`."""
+        for z in read_logits(self.runner, text, rows, "the draft"):
+            yield draft_distributions(z[:, : self.vocab_size], self.params, self.sparse)
+
+
+@dataclass(frozen=True, slots=True)
+class NGramDrafter:
+    """Counts of a corpus, and of the text itself."""
+
+    corpus: NGramCounts
+    params: SamplingParams
+    sparse: SparseConfig
+
+    def read(self, text: Text, rows: int) -> Iterator[Sequence[SparseDistribution | None]]:
+        """See `Drafter`."""
+        own = NGramCounts(self.corpus.order, len(self.corpus.singles), self.corpus.bound)
+        for block in blocks(text, rows):
+            drafted: list[SparseDistribution | None] = []
+            for position in range(block.start, block.end):
+                before = text.tokens[max(0, position + 1 - own.order) : position + 1]
+                own.add(before, len(before) - 1)
+                if position - block.start >= block.first:
+                    p = back_off([self.corpus, own], before)
+                    assert p is not None  # `own` has counted a token
+                    z = torch.from_numpy(np.log(p)).to(torch.float32).unsqueeze(0)
+                    drafted += draft_distributions(z, self.params, self.sparse)
+            yield drafted
+
+
+@dataclass(frozen=True, slots=True)
+class LookupDrafter:
+    """Copies the token after the longest earlier occurrence of the end of the text, of `min_match` tokens or more."""
+
+    min_match: int
+
+    def read(self, text: Text, rows: int) -> Iterator[Sequence[SparseDistribution | None]]:
+        """See `Drafter`."""
+        index = TextIndex(self.min_match)
+        for block in blocks(text, rows):
+            drafted: list[SparseDistribution | None] = []
+            for position in range(block.start, block.end):
+                index.read(text.tokens[position : position + 1])
+                if position - block.start >= block.first:
+                    copied = index.copy(1)
+                    drafted.append(point_mass(copied[0]) if copied else None)
+            yield drafted
+
+
+def draft_distributions(z: Tensor, params: SamplingParams, sparse: SparseConfig) -> list[SparseDistribution]:
+    """Return q̂ of each row of a draft's logits `[n, V]`, as `kernels.sampling.sample` draws from it."""
+    if params.is_greedy:
+        return [point_mass(token) for token in z.float().argmax(-1).tolist()]
+    return [truncate(row, sparse) for row in probabilities(z, params).cpu().numpy()]
+
+
+def point_mass(token: int) -> SparseDistribution:
+    """A distribution with one token."""
+    return SparseDistribution(np.array([token], np.int64), np.ones(1, np.uint16), 1)

@@ -1,0 +1,342 @@
+"""Plans a pair: the best γ, its speed-up and operations, and where drafting does not pay.
+
+The formulas are those of `outrider.theory`; their inputs are given, or measured at a running pair.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from itertools import pairwise
+from statistics import linear_regression
+from typing import Any
+
+from outrider import theory
+from outrider.client import Completion, Prompt
+from outrider.evaluation.streams import phase_seconds
+
+MAX_GAMMA = 16
+"""Default of the largest γ considered: that of both services."""
+
+STREAMS = (1, 2, 4, 8, 16, 32, 64)
+"""Numbers of streams that a plan considers."""
+
+
+@dataclass(frozen=True, slots=True)
+class Pair:
+    """The input of a plan. Times are in target steps: the time in which the target alone writes a token.
+
+    Attributes:
+        alpha: α [L 3.1].
+        c: time of a draft step [L Def. 3.7].
+        round_trip: R, time of a round outside draft and target.
+        token_cost: growth of the target's forward pass with each further token in it; 0 in the paper.
+        c_hat: ĉ, operations of the draft per token [L Def. 3.10]; None: c.
+        hit_rate: share of drafting that the outcome cache saves.
+        parallel: one draft step drafts all γ tokens.
+        max_gamma: the largest γ considered.
+        step_ms: a target step in milliseconds; None: unknown.
+        by_position: α of each position, given that all positions before it are accepted; empty: α at all of them.
+    """
+
+    alpha: float
+    c: float
+    round_trip: float = 0.0
+    token_cost: float = 0.0
+    c_hat: float | None = None
+    hit_rate: float = 0.0
+    parallel: bool = False
+    max_gamma: int = MAX_GAMMA
+    step_ms: float | None = None
+    by_position: tuple[float, ...] = ()
+
+    @property
+    def ways(self) -> dict[str, Any]:
+        """The last arguments of the theory's functions."""
+        return {"verify_cost": self.verify_cost, "hit_rate": self.hit_rate, "parallel": self.parallel}
+
+    def verify_cost(self, tokens: int) -> float:
+        """Time of the target's forward pass over so many tokens."""
+        return 1 + self.token_cost * (tokens - 1)
+
+    @property
+    def alphas(self) -> theory.Alpha:
+        """α by position if it is known, else α."""
+        return self.by_position or self.alpha
+
+    def improvement(self, gamma: int, alpha: float | None = None) -> float:
+        """Speed-up of this γ, over the target alone; with one other α if given."""
+        chosen = self.alphas if alpha is None else alpha
+        return theory.improvement(chosen, gamma, self.c, self.round_trip, **self.ways)
+
+    def operations(self, gamma: int, alpha: float | None = None) -> float:
+        """Operations per token of this γ, over the target alone; with one other α if given."""
+        c_hat = self.c if self.c_hat is None else self.c_hat
+        return theory.operations(self.alphas if alpha is None else alpha, gamma, c_hat, parallel=self.parallel)
+
+    def best_gamma(self, alpha: float | None = None) -> int:
+        """The fastest γ; 0 if the target alone is faster; with one other α if given."""
+        chosen = self.alphas if alpha is None else alpha
+        return theory.best_gamma(chosen, self.c, self.round_trip, max_gamma=self.max_gamma, **self.ways)
+
+    def of_streams(self, streams: int) -> Pair:
+        """The pair with so many streams in each pass, in steps of the target alone with as many.
+
+        A draft step is assumed to take no longer.
+        """
+        step = self.verify_cost(streams)
+        return replace(
+            self, c=self.c / step, round_trip=self.round_trip / step, token_cost=self.token_cost * streams / step
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """One γ: expected tokens of a round, speed-up and operations over the target alone."""
+
+    gamma: int
+    tokens: float
+    speed_up: float
+    operations: float
+
+
+@dataclass(frozen=True, slots=True)
+class OfStreams:
+    """The best γ of so many streams in each pass, and its speed-up; γ = 0: the target alone is faster."""
+
+    streams: int
+    gamma: int
+    speed_up: float
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """The plan of a pair.
+
+    Attributes:
+        gamma: the best γ; 0: drafting does not pay.
+        rows: each γ from 1.
+        lower_bound: speed-up of γ = 1 [L Cor. 3.9]; None with a parallel draft.
+        oracle: that of the best γ of each round in hindsight [L 3.5]; None with a parallel draft.
+        target_share: share of a round of one stream, with the fastest γ, in which the target works.
+        draft_share: that in which the draft works.
+        drafts: drafts that one target feeds, each with one stream, if no pass holds two streams.
+        least_alpha: the α of all positions below which drafting is slower; None: no α pays.
+        most_round_trip: the R above which drafting is slower; below 0: it never pays.
+        of_streams: several streams in each pass; empty if a pass does not grow with its tokens.
+    """
+
+    pair: Pair
+    gamma: int
+    rows: tuple[Row, ...]
+    lower_bound: float | None
+    oracle: float | None
+    target_share: float
+    draft_share: float
+    drafts: float
+    least_alpha: float | None
+    most_round_trip: float
+    of_streams: tuple[OfStreams, ...]
+
+    @property
+    def fastest(self) -> Row:
+        """The row of the best γ; where drafting does not pay, of the γ that loses least."""
+        return max(self.rows, key=lambda row: row.speed_up)
+
+    @property
+    def tokens_per_second(self) -> tuple[float, float] | None:
+        """Of one stream: with the fastest γ, and of the target alone; None without the time of a step."""
+        step = self.pair.step_ms
+        return None if step is None else (1e3 * self.fastest.speed_up / step, 1e3 / step)
+
+
+def make_plan(pair: Pair) -> Plan:
+    """Return the plan of a pair.
+
+    Raises:
+        ValueError: a value is out of range; the text names it.
+    """
+    rows = tuple(
+        Row(gamma, theory.expected_tokens(pair.alphas, gamma), pair.improvement(gamma), pair.operations(gamma))
+        for gamma in range(1, pair.max_gamma + 1)
+    )
+    fastest = max(rows, key=lambda row: row.speed_up).gamma
+    whole = theory.round_time(fastest, pair.c, pair.round_trip, **pair.ways)
+    verify = pair.verify_cost(fastest + 1)
+    limits = {"max_gamma": pair.max_gamma, **pair.ways}
+    bound = limit = None
+    if not pair.parallel:
+        first = pair.by_position[0] if pair.by_position else pair.alpha
+        bound = theory.lower_bound(first, pair.c, pair.round_trip, pair.verify_cost(2))
+        # The α with as many tokens in a round as γ of any size, or the largest, has.
+        endless = 1 - 1 / rows[-1].tokens if pair.by_position else pair.alpha
+        limit = theory.oracle(endless, (1 - pair.hit_rate) * pair.c + pair.token_cost, pair.round_trip)
+    return Plan(
+        pair=pair,
+        gamma=pair.best_gamma(),
+        rows=rows,
+        lower_bound=bound,
+        oracle=limit,
+        target_share=verify / whole,
+        draft_share=(whole - verify - pair.round_trip) / whole,
+        drafts=whole / verify,
+        least_alpha=theory.break_even_alpha(pair.c, pair.round_trip, **limits),
+        most_round_trip=theory.break_even_round_trip(pair.alphas, pair.c, **limits),
+        of_streams=tuple(_of_streams(pair, streams) for streams in STREAMS) if pair.token_cost else (),
+    )
+
+
+def _of_streams(pair: Pair, streams: int) -> OfStreams:
+    several = pair.of_streams(streams)
+    gamma = several.best_gamma()
+    return OfStreams(streams, gamma, several.improvement(gamma) if gamma else 1.0)
+
+
+# ---------------------------------------------------------------------------------------------------------- measuring
+
+MEASURED_GAMMAS = (2, 8)
+"""γ of the measured texts, beside the target alone."""
+
+# Positions beyond the measured ones accept as often as this many measured ones before them.
+_LAST_POSITIONS = 4
+
+
+class MeasurementError(Exception):
+    """The pair cannot be measured. The text is one line."""
+
+
+@dataclass(frozen=True, slots=True)
+class Measurement:
+    """A pair as measured, one text at a time.
+
+    Attributes:
+        judged: drafted tokens that the target judged: α is their mean.
+        speed_ups: tokens per second over those of the target alone, by γ.
+    """
+
+    pair: Pair
+    judged: int
+    speed_ups: Mapping[int, float]
+
+
+def measure(
+    complete: Callable[..., Completion],
+    prompts: Sequence[Prompt],
+    *,
+    max_gamma: int = MAX_GAMMA,
+    report: Callable[[int, int], None] = lambda done, of: None,
+) -> Measurement:
+    """Measure a running pair: each prompt with the target alone and with each of some γ, in turns.
+
+    Args:
+        complete: asks the draft service for a text; it takes a prompt and `gamma`.
+        prompts: texts to continue.
+        max_gamma: the largest γ of a proposal.
+        report: called with the number of texts done, and of all.
+
+    Raises:
+        MeasurementError: the texts are too short, or the service drafts nothing.
+    """
+    by_gamma = {gamma: _Sums() for gamma in sorted({0, *(min(gamma, max_gamma) for gamma in MEASURED_GAMMAS)})}
+    count = len(by_gamma) * (1 + len(prompts))
+    for nth, prompt in enumerate([prompts[0], *prompts]):
+        for place, (gamma, sums) in enumerate(by_gamma.items(), 1):
+            completion = complete(prompt, gamma=gamma)
+            if nth:  # the first turn warms up
+                sums.add(completion)
+            report(nth * len(by_gamma) + place, count)
+    if not all(sums.rounds for sums in by_gamma.values()):
+        raise MeasurementError("the texts ended after their first round; ask for longer ones")
+    alone = by_gamma.pop(0)
+    if not any(sums.drafted for sums in by_gamma.values()):
+        raise MeasurementError("the draft service drafted nothing; its drafter may be none: name another one")
+    return _measurement(alone, by_gamma, max_gamma)
+
+
+@dataclass(slots=True)
+class _Sums:
+    """Sums over the texts of one γ, without the first round of each, which reads the prompt; times in seconds."""
+
+    rounds: int = 0
+    tokens: float = 0.0
+    drafted: float = 0.0
+    judged: int = 0
+    accepted: float = 0.0  # expected: Σ β
+    time: float = 0.0
+    drafting: float = 0.0
+    saved: float = 0.0  # of drafting, by the outcome cache
+    at_verifier: float = 0.0
+    drafted_at: dict[int, int] = field(default_factory=dict)
+    accepted_at: dict[int, int] = field(default_factory=dict)
+
+    def add(self, completion: Completion) -> None:
+        times, statistics = completion.timings, completion.statistics
+        whole, first = phase_seconds(times), phase_seconds(times.first_round)
+        later = {phase: whole[phase] - first[phase] for phase in whole}
+        rounds = statistics.num_rounds - 1
+        share = rounds / statistics.num_rounds
+        self.rounds += rounds
+        self.tokens += share * completion.usage.completion_tokens
+        self.drafted += share * statistics.num_draft_tokens
+        accepted_whole = sum(statistics.num_accepted_tokens_per_pos[-1:])  # proposals without a rejected token
+        judged = statistics.num_drafts + statistics.num_accepted_tokens - accepted_whole
+        self.judged += judged
+        for position, drafted in enumerate(statistics.num_draft_tokens_per_pos):
+            self.drafted_at[position] = self.drafted_at.get(position, 0) + drafted
+        for position, accepted in enumerate(statistics.num_accepted_tokens_per_pos):
+            self.accepted_at[position] = self.accepted_at.get(position, 0) + accepted
+        self.accepted += judged * statistics.alpha
+        self.time += (times.total_us - times.time_to_first_token_us - times.failover_us) / 1e6
+        self.drafting += later["draft"]
+        self.saved += times.saved_us / 1e6
+        self.at_verifier += later["queue"] + later["forward"] + later["verify"]
+
+
+def _measurement(alone: _Sums, by_gamma: Mapping[int, _Sums], max_gamma: int) -> Measurement:
+    step = alone.time / alone.rounds
+    all_sums = list(by_gamma.values())
+    drafting, saved = sum(sums.drafting for sums in all_sums), sum(sums.saved for sums in all_sums)
+    drafted = sum(sums.drafted for sums in all_sums)
+    drafts = [(sums.drafted / sums.rounds, (sums.drafting + sums.saved) / sums.rounds) for sums in all_sums]
+    passes = [(sums.drafted / sums.rounds, sums.at_verifier / sums.rounds) for sums in (alone, *all_sums)]
+    judged = sum(sums.judged for sums in all_sums)
+    pair = Pair(
+        alpha=min(1.0, sum(sums.accepted for sums in all_sums) / judged),
+        c=(_slope(drafts) or (drafting + saved) / drafted) / step,
+        token_cost=(_slope(passes) or 0.0) / step,
+        hit_rate=saved / (drafting + saved) if saved else 0.0,
+        max_gamma=max_gamma,
+        step_ms=step * 1e3,
+        by_position=_by_position(all_sums, max_gamma),
+    )
+    # R is the rest of the measured rounds, after c and the passes: the network, and the other work of both services.
+    known = sum(
+        sums.rounds + pair.token_cost * sums.drafted + (1 - pair.hit_rate) * pair.c * sums.drafted for sums in all_sums
+    )
+    rest = sum(sums.time for sums in all_sums) / step - known
+    return Measurement(
+        pair=replace(pair, round_trip=max(0.0, rest / sum(sums.rounds for sums in all_sums))),
+        judged=judged,
+        speed_ups={gamma: step * sums.tokens / sums.time for gamma, sums in by_gamma.items()},
+    )
+
+
+def _by_position(all_sums: Sequence[_Sums], max_gamma: int) -> tuple[float, ...]:
+    """α of positions 1..max_gamma. They differ: where many tokens are accepted the text is easy."""
+    reached = [1.0]  # share of proposals of which all tokens up to a position are accepted
+    while drafted := sum(sums.drafted_at.get(len(reached) - 1, 0) for sums in all_sums):
+        accepted = sum(sums.accepted_at.get(len(reached) - 1, 0) for sums in all_sums)
+        reached.append(min(reached[-1], accepted / drafted))
+    alphas = [after / before if before else 0.0 for before, after in pairwise(reached)][:max_gamma]
+    last = min(len(alphas), _LAST_POSITIONS)
+    before, after = reached[len(alphas) - last], reached[len(alphas)]
+    beyond = (after / before) ** (1 / last) if before else 0.0
+    return (*alphas, *[beyond] * (max_gamma - len(alphas)))
+
+
+def _slope(points: Sequence[tuple[float, float]]) -> float | None:
+    """Of the line through (drafted tokens, time) of a round, at least 0; None of rounds that are too much alike."""
+    widths, times = zip(*points, strict=True)
+    if max(widths) - min(widths) < 1:
+        return None
+    return max(0.0, linear_regression(widths, times).slope)

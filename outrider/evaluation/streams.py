@@ -1,0 +1,139 @@
+"""Texts from a draft service, many at once: when each token came, and where the time went.
+
+In a closed loop each stream asks for its next text when one has ended. In an open loop requests are sent at set times.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from outrider.client import AsyncClient, Chunk, Finished, Overloaded, Prompt, Statistics, Timings
+from outrider.client.events import RoundTimings
+
+PHASES = ("draft", "wire", "queue", "forward", "verify")
+"""Where the time of a round goes, as the services measure it; `wire` is the rest of the way to a verdict."""
+
+
+def phase_seconds(times: Timings | RoundTimings) -> dict[str, float]:
+    """Seconds of each of `PHASES`, of all rounds of a text or of one."""
+    at_verifier = times.queue_us + times.forward_us + times.verify_us
+    microseconds = (times.draft_us, times.verdict_us - at_verifier, times.queue_us, times.forward_us, times.verify_us)
+    return {phase: each / 1e6 for phase, each in zip(PHASES, microseconds, strict=True)}
+
+
+@dataclass(frozen=True, slots=True)
+class Served:
+    """One text as its client saw it. Times are seconds since the run began.
+
+    Attributes:
+        due: when it was to be requested.
+        stamps: when each piece came, and its tokens, which come at once.
+        refused: the service was full; there is no text.
+        finished: the last event; None if refused, or if another server wrote the text.
+    """
+
+    due: float
+    stamps: tuple[tuple[float, int], ...] = ()
+    refused: bool = False
+    finished: Finished | None = None
+
+    @property
+    def tokens(self) -> int:
+        return sum(count for _, count in self.stamps)
+
+    @property
+    def end(self) -> float:
+        return self.stamps[-1][0] if self.stamps else self.due
+
+    @property
+    def statistics(self) -> Statistics | None:
+        return None if self.finished is None else self.finished.statistics
+
+    @property
+    def rounds(self) -> int:
+        """Passes of the target over it."""
+        return len(self.stamps) if self.statistics is None else self.statistics.num_rounds
+
+    @property
+    def proposals(self) -> int:
+        """Rounds with a drafted token."""
+        return 0 if self.statistics is None else self.statistics.num_drafts
+
+    @property
+    def drafted(self) -> int:
+        """Tokens proposed in them."""
+        return 0 if self.statistics is None else self.statistics.num_draft_tokens
+
+    @property
+    def alpha(self) -> float | None:
+        """Mean chance of acceptance over the judged tokens; None if nothing was drafted."""
+        return self.statistics.alpha if self.statistics is not None and self.drafted else None
+
+
+Request = tuple[Prompt, Mapping[str, Any]]
+"""A prompt, and the options of the client."""
+
+
+async def serve(
+    client: AsyncClient,
+    requests: Sequence[Request],
+    streams: int,
+    due: Sequence[float] | None = None,
+    *,
+    report: Callable[[], None] = lambda: None,
+) -> list[Served]:
+    """Write all texts, so many at once, and return them in the order of the requests.
+
+    Args:
+        client: of the draft service.
+        requests: one for each text.
+        streams: of the closed loop; for an open loop, as many as there are requests.
+        due: seconds from the start, in ascending order, before which a request is not sent.
+        report: called after each text.
+
+    Raises:
+        OutriderError: a request failed, other than by a full service without retries.
+    """
+    served: dict[int, Served] = {}
+    left = deque(enumerate(requests))
+    began = time.perf_counter()
+
+    async def stream() -> None:
+        while left:
+            number, request = left.popleft()
+            at = time.perf_counter() - began
+            if due is not None:
+                await asyncio.sleep(due[number] - at)
+                at = due[number]
+            served[number] = await _write(client, request, began, at)
+            report()
+
+    tasks = [asyncio.create_task(stream()) for _ in range(streams)]
+    try:
+        await asyncio.gather(*tasks)  # the first error is raised as it is, not in a group
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+    return [served[number] for number in range(len(requests))]
+
+
+async def _write(client: AsyncClient, request: Request, began: float, due: float) -> Served:
+    prompt, options = request
+    stamps: list[tuple[float, int]] = []
+    finished: Finished | None = None
+    given: Any = options
+    try:
+        async for event in client.generate(prompt, **given):
+            if isinstance(event, Chunk) and event.token_ids:
+                stamps.append((time.perf_counter() - began, len(event.token_ids)))
+            elif isinstance(event, Finished):
+                finished = event
+    except Overloaded:
+        return Served(due, refused=True)
+    return Served(due, tuple(stamps), finished=finished)

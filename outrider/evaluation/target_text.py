@@ -1,0 +1,223 @@
+"""Texts that a target writes after prompts, and the logits of a model at their positions.
+
+Many texts are written at once. Texts are read in blocks, so that few rows of logits exist at any time.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import cycle, islice
+
+import torch
+from torch import Tensor
+
+from kernels.sampling import SamplingParams, bad_rows, probabilities
+from outrider.runtime.batch import Chunk
+from outrider.runtime.model_runner import ModelRunner
+
+SEQUENCES = 64
+"""Texts that are written at once."""
+
+BATCH_TOKENS = 512
+"""The most tokens of a forward pass."""
+
+_LOGITS = 1 << 24  # the most logits of a block: 64 MiB in float32
+
+Report = Callable[[str, int, int], None]
+"""Called with the work, the tokens done, and all tokens; 0 and 0 if these are not known."""
+
+
+class MeasurementError(Exception):
+    """It cannot be measured. The text is one line."""
+
+
+@dataclass(frozen=True, slots=True)
+class Prompt:
+    """What the target continues.
+
+    Attributes:
+        tokens: of the decoder, at least one.
+        encoder_input: token ids `[S]` of an encoder; None without an encoder.
+    """
+
+    tokens: Sequence[int]
+    encoder_input: Tensor | None = None
+
+
+@dataclass(slots=True)
+class Text:
+    """A text of the target.
+
+    Attributes:
+        index: of its prompt.
+        prompt: see `Prompt`.
+        tokens: prompt and continuation.
+    """
+
+    index: int
+    prompt: Prompt
+    tokens: list[int]
+
+    @property
+    def begin(self) -> int:
+        """The first position that the target wrote."""
+        return len(self.prompt.tokens)
+
+    @property
+    def written(self) -> int:
+        """Tokens that the target wrote."""
+        return len(self.tokens) - self.begin
+
+
+# ------------------------------------------------------------------------------------------------------------ writing
+
+
+def text_length(prompts: Sequence[Prompt], tokens: int, longest: int) -> int:
+    """Tokens of each text: so many that each prompt is used once, but 64 to 512, and at most `longest`."""
+    return min(longest, 512, max(64, -(-tokens // len(prompts))))
+
+
+def write(
+    target: ModelRunner,
+    prompts: Sequence[Prompt],
+    params: SamplingParams,
+    *,
+    tokens: int,
+    length: int,
+    seed: int,
+    report: Report = lambda *_: None,
+) -> list[Text]:
+    """Has the target write about `tokens` tokens: texts of `length` tokens, or up to an end-of-sequence token.
+
+    Prompts come in random order, again and again. At temperature 0 each is used once: its text is always the same.
+
+    Raises:
+        MeasurementError: the target's logits are NaN or infinite.
+    """
+    generator = torch.Generator().manual_seed(seed)
+    order = torch.randperm(len(prompts), generator=generator).tolist()
+    turns = iter(order) if params.is_greedy else cycle(order)
+    texts: list[Text] = []
+    written = 0
+    while written < tokens:
+        count = min(SEQUENCES, -(-(tokens - written) // length))
+        batch = [Text(i, prompts[i], list(prompts[i].tokens)) for i in islice(turns, count)]
+        if not batch:
+            break
+        for done in _write_batch(target, batch, params, length, generator):
+            report("writing", min(tokens, written + done), tokens)
+        written += sum(text.written for text in batch)
+        texts += batch
+    return texts
+
+
+def _write_batch(
+    target: ModelRunner, texts: Sequence[Text], params: SamplingParams, length: int, generator: torch.Generator
+) -> Iterator[int]:
+    """Writes the texts together. Yields after each step how many tokens are written."""
+    pool, ends = target.pool, set(target.loaded.eos_token_ids)
+    live = {_slot(target, text.prompt): text for text in texts}
+    try:
+        while live:
+            chunks = list(_next_chunks(target, live))
+            z = target.logits(chunks)
+            drawing = [chunk.slot for chunk in chunks if chunk.logits_from < len(chunk.tokens)]
+            for slot, token in zip(drawing, _draw(z, params, generator), strict=True):
+                live[slot].tokens.append(token)
+                if token in ends or live[slot].written == length:
+                    del live[slot]
+                    pool.free(slot)
+            yield sum(text.written for text in texts)
+    finally:
+        for slot in live:
+            pool.free(slot)
+
+
+def _next_chunks(target: ModelRunner, live: Mapping[int, Text]) -> Iterator[Chunk]:
+    """The tokens that each text has yet to run, `BATCH_TOKENS` at most together."""
+    room = BATCH_TOKENS
+    for slot, text in live.items():
+        start = target.pool.length(slot)
+        piece = text.tokens[start : start + room]
+        if not piece:
+            return
+        is_last = start + len(piece) == len(text.tokens)
+        room -= len(piece)
+        yield Chunk(slot, piece, start, len(piece) - is_last)
+
+
+def _slot(runner: ModelRunner, prompt: Prompt) -> int:
+    slot = runner.pool.allocate()
+    if prompt.encoder_input is not None:
+        runner.encode(slot, prompt.encoder_input)
+    return slot
+
+
+def _draw(z: Tensor, params: SamplingParams, generator: torch.Generator) -> list[int]:
+    # z: [n, V]
+    if not len(z):
+        return []
+    _refuse_bad(z, "the target")
+    p = probabilities(z, params).cpu()
+    drawn = p.argmax(-1) if params.is_greedy else torch.multinomial(p, 1, generator=generator)[:, 0]
+    tokens: list[int] = drawn.tolist()
+    return tokens
+
+
+def _refuse_bad(z: Tensor, name: str) -> None:
+    if bad_rows(z).any():
+        raise MeasurementError(f"{name} gives logits that are NaN or infinite; try --dtype float32")
+
+
+# ------------------------------------------------------------------------------------------------------------ reading
+
+
+@dataclass(frozen=True, slots=True)
+class Block:
+    """Positions of a text that are read together.
+
+    Attributes:
+        start: of the tokens that run.
+        end: of them.
+        first: the first of them, from `start` on, after which a token is predicted.
+    """
+
+    start: int
+    end: int
+    first: int
+
+
+def block_rows(vocab_size: int) -> int:
+    """The rows of a block."""
+    return max(16, min(BATCH_TOKENS, _LOGITS // vocab_size))
+
+
+def blocks(text: Text, rows: int) -> Iterator[Block]:
+    """Cuts a text into blocks of at most `rows` positions."""
+    last = len(text.tokens) - 1
+    for start in range(0, last, rows):
+        end = min(start + rows, last)
+        yield Block(start, end, min(max(text.begin - 1 - start, 0), end - start))
+
+
+def read_logits(runner: ModelRunner, text: Text, rows: int, name: str) -> Iterator[Tensor]:
+    """Yields the logits `[n, V]` after the tokens of each block, from `first` on, in float32.
+
+    Args:
+        runner: the model.
+        text: to read.
+        rows: of a block.
+        name: of the model, for the error.
+
+    Raises:
+        MeasurementError: logits are NaN or infinite.
+    """
+    slot = _slot(runner, text.prompt)
+    try:
+        for block in blocks(text, rows):
+            z = runner.logits([Chunk(slot, text.tokens[block.start : block.end], block.start, block.first)])
+            _refuse_bad(z, name)
+            yield z
+    finally:
+        runner.pool.free(slot)

@@ -1,0 +1,133 @@
+"""`outrider alpha` on a tiny pair: what it prints, and what it refuses."""
+
+import json
+from pathlib import Path
+
+import pytest
+from click.testing import CliRunner, Result
+
+from outrider.cli import main
+from outrider.cli.alpha import DRAFTERS
+from outrider.evaluation import alpha
+from tests.cluster import MODELS
+from tests.exactness import pairs
+
+PROMPTS = ["abcde", "fghij", "klmno", "pqrst", "uvwab", "acegi", "bdfhj", "mnopq", "stuvw", "kjihg"]
+
+
+@pytest.fixture(scope="module")
+def pair(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("pair")
+    target = pairs.write_target(folder / "target", seed=1)
+    pairs.write_draft(folder / "draft", target, "flattened")
+    (folder / "prompts.jsonl").write_text("\n".join(json.dumps({"text": text}) for text in PROMPTS) + "\n\n")
+    (folder / "corpus.txt").write_text("abcabdacbabc\nabcdefabc\n" * 20)
+    return folder
+
+
+def run(
+    pair: Path, *arguments: str, target: str = "target", draft: str = "draft", prompts: str = "prompts.jsonl"
+) -> Result:
+    models = ["--target", str(pair / "target"), *(["--draft", str(pair / draft)] if draft else [])]
+    given = [*models, "--prompts-file", str(pair / prompts), "--dtype", "float32", "--device", "cpu", "--tokens", "200"]
+    return CliRunner().invoke(main, ["alpha", *given, *arguments])
+
+
+def test_one_text_serves_all_drafters_and_leniences(pair: Path) -> None:
+    every = [word for name in DRAFTERS for word in ("--drafter", name)]
+    corpus = ("--ngram-corpus", str(pair / "corpus.txt"), "--ngram-documents", "line")
+    done = run(pair, *every, *corpus, "--lenience", "1,.5,.1", "--text-tokens", "20", "--json")
+    assert done.exit_code == 0, done.output
+    found = json.loads(done.stdout)
+    assert {name: found[name] for name in ("temperature", "top_k", "seed", "dtype", "observation")} == {
+        "temperature": 1.0,
+        "top_k": 0,
+        "seed": 0,
+        "dtype": "float32",
+        "observation": "prompt",
+    }
+    assert 200 <= found["tokens"] < 220
+    alphas = {(each["drafter"], each["lenience"]): each["alpha"] for each in found["estimates"]}
+    assert list(alphas) == [(name, lenience) for name in DRAFTERS for lenience in (1.0, 0.5, 0.1)]
+    for name in DRAFTERS:
+        assert 0 < alphas[name, 1.0] < alphas[name, 0.5] < alphas[name, 0.1] <= 1
+    assert alphas["model", 1.0] > alphas["unigram", 1.0]
+    for each in found["estimates"]:
+        assert each["interval"][0] < each["alpha"] < each["interval"][1]
+        assert (each["drafted_share"] < 1) == (each["drafter"] == "lookup")
+
+
+def test_the_table_says_what_it_shows(pair: Path) -> None:
+    done = run(pair, "--drafter", "model", "--drafter", "lookup", "--lenience", "1,0.5", "--top-k", "8")
+    assert done.exit_code == 0, done.output
+    head, _, model, lookup, *_ = done.stdout.splitlines()
+    assert head.split() == ["drafter", "α,", "l", "=", "1", "α,", "l", "=", "0.5", "drafted"]
+    assert model.split()[0] == "model"
+    assert model.split()[-1] == "100%"
+    assert lookup.split()[0] == "lookup"
+    assert "temperature 1, top-k 8; float32 on cpu." in done.stdout
+    assert "±: 95 %, with" in done.stdout
+
+
+def test_the_greedy_text_of_a_prompt_is_used_once(pair: Path) -> None:
+    done = run(pair, "--temperature", "0", "--tokens", "5000", "--text-tokens", "12")
+    assert done.exit_code == 0, done.output
+    assert "in 10 texts after 10 prompts; temperature 0" in done.stdout
+    assert "5,000 tokens were requested, but at temperature 0 each prompt gives one text" in done.stdout
+
+
+def test_the_options_are_those_of_the_measurement() -> None:
+    offered = {str(option.name) for option in main.commands["alpha"].params}
+    own = {"as_json", "ngram_documents", "prompts_file"}
+    assert offered - own == alpha.Options.__annotations__.keys() - {"ngram_by_line", "prompts"}
+    assert alpha.DRAFTERS == DRAFTERS
+    defaults = {option.name: option.default for option in main.commands["alpha"].params}
+    for name in ("tokens", "keep_mass", "max_support", "ngram_order", "ngram_entries", "lookup_min_match", "seed"):
+        assert defaults[name] == getattr(alpha.Options("", "", (), ()), name)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "code", "message"),
+    [
+        (["--lenience", "0"], 2, "'--lenience': 0 is not above 0 and at most 1"),
+        (["--lenience", "1,1.5"], 2, "'--lenience': 1.5 is not above 0 and at most 1"),
+        (["--lenience", "half"], 2, "'--lenience': 'half' is not a number"),
+        (["--drafter", "staged"], 2, "'staged' is not one of 'model', 'unigram', 'bigram', 'ngram', 'lookup'"),
+        (["--drafter", "bigram"], 2, "--drafter bigram has no text to count: give --ngram-corpus FILE"),
+        (["--ngram-corpus", "no/such.txt"], 2, "File 'no/such.txt' does not exist"),
+        (["--prompts-file", "no/such.jsonl"], 2, "File 'no/such.jsonl' does not exist"),
+        (["--top-p", "0"], 2, "'--top-p': 0.0 is not in the range 0<x<=1"),
+        (["--text-tokens", "5000"], 1, "--text-tokens is 5000, and the longest prompt has 5 tokens"),
+        (["--draft", "no/such/model"], 1, "there is no folder 'no/such/model'; give a folder, or a hub id"),
+        (["--draft", str(MODELS / "draft")], 1, "--draft and --target differ in their vocabularies"),
+    ],
+)
+def test_bad_input_is_one_line(pair: Path, arguments: list[str], code: int, message: str) -> None:
+    refused = run(pair, *arguments)
+    assert (refused.exit_code, refused.stdout) == (code, "")
+    assert message in refused.stderr.splitlines()[-1]
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        ('{"text": "abc"}\n\n{"prompt": "abc"}\n', "line 3 has neither text nor messages"),
+        ("\n", "has no prompts"),
+        ('{"messages": [{"role": "user"}]}', "a message of prompt 1 has no role or no content"),
+        ('{"messages": [{"role": "user", "content": "abc"}]}', "prompt 1: the tokenizer has no chat template"),
+    ],
+)
+def test_bad_prompts_are_one_line(pair: Path, content: str, message: str) -> None:
+    (pair / "bad.jsonl").write_text(content)
+    refused = run(pair, prompts="bad.jsonl")
+    assert (refused.exit_code, refused.stdout) == (1, "")
+    (line,) = refused.stderr.splitlines()
+    assert line.startswith("outrider: --prompts-file")
+    assert message in line
+
+
+def test_a_target_needs_a_draft_of_its_own(pair: Path) -> None:
+    refused = run(pair, draft="")
+    assert refused.exit_code == 2
+    assert "--target is given, so give --draft too" in refused.stderr
+    assert run(pair, "--drafter", "lookup", "--tokens", "20", draft="").exit_code == 0

@@ -1,0 +1,132 @@
+"""`outrider plan` of given values and of a running pair: table, JSON, picture and refusals."""
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from click.testing import CliRunner, Result
+
+from outrider.cli import demo, main
+from outrider.theory import best_gamma, improvement
+from tests.cluster import MODELS
+
+GIVEN = ["--alpha", "0.8", "--c", "0.1"]
+
+
+def _plan(*arguments: str) -> Result:
+    return CliRunner().invoke(main, ["plan", *arguments], prog_name="outrider")
+
+
+def _document(*arguments: str) -> Any:
+    done = _plan(*arguments, "--json")
+    assert (done.exit_code, done.stderr) == (0, "")
+    return json.loads(done.stdout)
+
+
+def test_a_plan_of_given_values_is_printed() -> None:
+    done = _plan(*GIVEN, "--round-trip", "0.2", "--target-step", "25", "--token-cost", "0.01")
+    gamma = best_gamma(0.8, 0.1, 0.2, lambda tokens: 1 + 0.01 * (tokens - 1))
+    speed_up = improvement(0.8, gamma, 0.1, 0.2, 1 + 0.01 * gamma)
+    assert (done.exit_code, done.stderr) == (0, "")
+    assert f"{gamma}: {speed_up:.2f} times as fast as the target alone" in done.stdout
+    for words in ("drafts of one stream each", "drafting pays", "above α = ", "below R = ", "streams in each pass"):
+        assert words in done.stdout
+
+
+def test_a_plan_says_where_drafting_does_not_pay() -> None:
+    done = _plan("--alpha", "0.3", "--c", "0.5")
+    assert done.exit_code == 0
+    assert "0: drafting does not pay; γ = 1 is 0.87 times as fast" in done.stdout
+    assert "at no round trip" in done.stdout
+
+
+def test_milliseconds_and_target_steps_are_the_same_plan() -> None:
+    steps = _document(*GIVEN, "--round-trip", "0.2", "--target-step", "25")
+    assert steps == _document("--alpha", "0.8", "--c", "2.5ms", "--round-trip", "5ms", "--target-step", "25")
+    assert steps["tokens_per_second"]["target_alone"] == 40
+    assert steps["pair"]["c"] == 0.1
+    assert steps["gamma"] == steps["fastest"]["gamma"] == best_gamma(0.8, 0.1, 0.2)
+
+
+def test_several_alphas_are_by_position() -> None:
+    """Their mean has the weights with which the positions are judged: 1, 0.9 and 0.72."""
+    pair = _document("--alpha", "0.9,0.8,0.5", "--c", "0.1", "--parallel")["pair"]
+    assert pair["by_position"] == [0.9, 0.8, 0.5]
+    assert pair["alpha"] == pytest.approx((0.9 + 0.9 * 0.8 + 0.72 * 0.5) / (1 + 0.9 + 0.72))
+
+
+@pytest.mark.parametrize("suffix", ["png", "svg"])
+def test_the_picture_is_drawn(tmp_path: Path, suffix: str) -> None:
+    path = tmp_path / f"plan.{suffix}"
+    assert _plan(*GIVEN, "--picture", str(path)).exit_code == 0
+    assert path.read_bytes().startswith(b"\x89PNG" if suffix == "png" else b"<?xml")
+
+
+def test_without_matplotlib_only_the_picture_fails(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in [
+        name for name in sys.modules if name.startswith(("outrider.evaluation.fig", "outrider.evaluation.pic"))
+    ]:
+        monkeypatch.delitem(sys.modules, name)
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    done = _plan(*GIVEN, "--picture", str(tmp_path / "plan.png"))
+    assert (done.exit_code, done.stdout) == (1, "")
+    assert done.stderr == "outrider: --picture needs matplotlib: pip install '.[bench]'\n"
+    assert _plan(*GIVEN).exit_code == 0
+
+
+def test_a_running_pair_is_measured(draft_address: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A given value replaces the measured one; with a slower target, draft and network keep their milliseconds."""
+    monkeypatch.setattr(demo, "busy_processors", lambda: 0.0)
+    arguments = ["--draft", draft_address, "--max-new-tokens", "16", "--temperature", "0"]
+    arguments += ["--prompts-file", str(MODELS / "prompts.jsonl")]
+    found = _document(*arguments, "--target-step", "1000", "--c-hat", "0.01")
+    pair, measured = found["pair"], found["measured"]
+    assert measured["speed_ups"].keys() == {"2", "8"}
+    assert pair["alpha"] == measured["pair"]["alpha"] > 0.5
+    assert (pair["step_ms"], pair["c_hat"]) == (1000, 0.01)
+    assert pair["c"] * 1000 == pytest.approx(measured["pair"]["c"] * measured["pair"]["step_ms"])
+    assert pair["round_trip"] * 1000 == pytest.approx(measured["pair"]["round_trip"] * measured["pair"]["step_ms"])
+    assert found["gamma"] > 1  # beside a second of the target a draft step is nothing
+    table = _plan(*arguments, "--top-k", "40").stdout
+    assert "measured speed-up" in table
+    assert "judged tokens" in table
+
+
+def test_a_pair_that_drafts_nothing_cannot_be_measured(draft_address: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(demo, "busy_processors", lambda: 0.0)
+    done = _plan("--draft", draft_address, "--drafter", "none", "--max-new-tokens", "16")
+    assert (done.exit_code, done.stdout) == (1, "")
+    assert done.stderr.startswith("outrider: the draft service drafted nothing")
+    done = _plan("--draft", draft_address, "--max-gamma", "64")
+    assert done.stderr == "outrider: --max-gamma is 64; the draft service allows at most 16\n"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "code", "message"),
+    [
+        ([], 2, "give --alpha and --c, or --draft HOST:PORT to measure them"),
+        (["--alpha", "0.8"], 2, "give --alpha and --c"),
+        (["--alpha", "1.2", "--c", "0"], 2, "'--alpha': '1.2' is outside [0, 1]"),
+        (["--alpha", "0.8,x", "--c", "0"], 2, "'--alpha': '0.8,x' is not a number in [0, 1]"),
+        (["--alpha", "0.8", "--c", "-1"], 2, "'--c': '-1' is not a time of at least 0"),
+        (["--alpha", "0.8", "--c", "2ms"], 2, "--c is 2 ms; give --target-step MS too"),
+        ([*GIVEN, "--round-trip", "nan"], 2, "'--round-trip': 'nan' is not a time"),
+        ([*GIVEN, "--token-cost", "inf"], 2, "'--token-cost': inf is not finite"),
+        ([*GIVEN, "--hit-rate", "2"], 2, "'--hit-rate': 2.0 is not in the range 0<=x<=1"),
+        ([*GIVEN, "--max-gamma", "65"], 2, "'--max-gamma': 65 is not in the range 1<=x<=64"),
+        ([*GIVEN, "--temperature", "0"], 2, "--temperature needs --draft"),
+        ([*GIVEN, "--tls"], 2, "--tls needs --draft"),
+        ([*GIVEN, "--picture", "plan.pdf"], 2, "--picture is 'plan.pdf'; its name must end in .png or .svg"),
+        ([*GIVEN, "--picture", "/nowhere/plan.png"], 2, "--picture: there is no folder /nowhere"),
+        (["--draft", "nowhere"], 2, "'--draft': 'nowhere' is not HOST:PORT"),
+        (["--draft", "127.0.0.1:1", "--prompts-file", "/dev/null"], 1, "--prompts-file /dev/null has no prompts"),
+        (["--draft", "127.0.0.1:1", "--timeout", "0.5"], 1, "UNAVAILABLE: nothing listens at 127.0.0.1:1"),
+    ],
+)
+def test_what_is_wrong_is_said_in_one_line(arguments: list[str], code: int, message: str) -> None:
+    done = _plan(*arguments)
+    assert (done.exit_code, done.stdout) == (code, "")
+    *_, last = done.stderr.splitlines()
+    assert message in last

@@ -1,0 +1,205 @@
+"""`outrider check` passes an exact deployment, and finds services that were broken on purpose.
+
+The pair is that of `tests/exactness`: 24 tokens, random weights, float32, so that texts of a seed repeat. Every fault
+leaves text that looks right. All requests have seeds, so that each run is the same.
+
+Power: over all sampled texts of `PLAN` (some 2,300 triples of tokens) a total variation of 0.1 is found with 95 %, at
+a level of one false alarm in 10,000 for all 39 tests together.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from click.testing import CliRunner, Result
+
+from kernels.rng import gumbel
+from kernels.sampling import SamplingParams
+from outrider.cli import main
+from outrider.client import AsyncClient, Client, Options, PositionLogprobs, TokenLogprob
+from outrider.evaluation.check import ROUNDING, check, compared
+from outrider.evaluation.check_requests import Ask, Plan, Text
+from outrider.evaluation.reference import Copy, LocalTarget
+from outrider.evaluation.verdict import (
+    ALONE,
+    BY_ID,
+    BY_PROBABILITY,
+    EVERY,
+    LOAD,
+    LOCAL_TARGET,
+    NO_DRAFT,
+    RESUMED,
+    TARGET_ALONE,
+    Report,
+)
+from tests.cluster import Cluster
+from tests.exactness.services import PairServices
+
+NARROW = SamplingParams(top_k=6, top_p=0.8)
+FEW = Plan(
+    load=8, alone=4, resumed=4, tokens=6, equal=2, equal_tokens=20, prompts=("abc", "hello"), gammas=(1, 4),
+    settings=(SamplingParams(),),
+)  # fmt: skip
+PLAN = replace(FEW, load=60, alone=6, resumed=12, tokens=30)
+
+
+@pytest.fixture(scope="module")
+def pair(tmp_path_factory: pytest.TempPathFactory) -> Iterator[PairServices]:
+    with Cluster() as cluster:
+        yield PairServices(cluster, tmp_path_factory.mktemp("pair"), seed=1, markov=False)
+
+
+def checked(pair: PairServices, address: str, plan: Plan, *, local: bool = True) -> Report:
+    async def run() -> Report:
+        async with AsyncClient(address) as client:
+            copy = Copy(str(pair.target), device="cpu") if local else None
+            return await check(client, plan, copy, lambda stage, done, total: None)
+
+    return asyncio.run(run())
+
+
+def command(pair: PairServices, tmp_path: Path, *arguments: str) -> Result:
+    prompts = tmp_path / "prompts.jsonl"
+    prompts.write_text("".join(json.dumps({"text": text}) + "\n" for text in FEW.prompts))
+    address = pair.draft().address
+    given = ["--draft", address, "--prompts-file", str(prompts), "--gammas", "1,4", *arguments]
+    return CliRunner().invoke(main, ["check", *given])
+
+
+def test_an_exact_deployment_passes(pair: PairServices) -> None:
+    report = checked(pair, pair.draft().address, PLAN)
+    assert not report.is_biased
+    assert report.finds is not None
+    assert report.finds <= 0.1
+    assert {each.where for each in report.tests} == {ALONE, LOAD, RESUMED, EVERY}
+    assert {each.rule for each in report.tests} == {"tokenwise", "block", "coupled", NO_DRAFT, EVERY}
+    assert {(each.kind, each.reference) for each in report.equalities} == {
+        (kind, reference) for kind in ("greedy", "coupled") for reference in (TARGET_ALONE, LOCAL_TARGET)
+    }
+    assert all(each.tokens >= 40 and not each.near_ties for each in report.equalities)
+    assert report.num_resumed >= 50
+    assert set(report.drafted) == {"greedy", "tokenwise", "block", "coupled"}
+    for rule, drafted in report.drafted.items():  # the most probable token of draft and target is the same
+        assert 0 < report.accepted[rule] < drafted or (rule == "greedy" and report.accepted[rule] == drafted)
+    assert report.verdict[0] == "No bias found."
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("fault", "in_verifier", "plan", "test"),
+    [
+        ("untruncated_q", False, replace(PLAN, settings=(NARROW,)), BY_PROBABILITY),
+        ("negative_residual", True, PLAN, BY_PROBABILITY),
+        ("draws_again_after_a_resume", True, replace(FEW, load=16, alone=8, resumed=96), BY_ID),
+    ],
+)
+def test_a_biased_service_is_found(fault: str, in_verifier: bool, plan: Plan, test: str, pair: PairServices) -> None:
+    with pair.with_fault(fault, in_verifier=in_verifier) as service:
+        report = checked(pair, service.address, plan)
+    assert not report.wrong_texts
+    assert test in {each.test for each in report.misfits}
+    assert report.misfits[0].fit.p_value < 1e-9
+    assert report.verdict[0].startswith("Biased")
+    is_of_resumes = fault == "draws_again_after_a_resume"
+    assert any("cut and resumed" in sentence for sentence in report.verdict) == is_of_resumes
+    assert any("Speculation is at fault" in sentence for sentence in report.verdict) != is_of_resumes
+
+
+@pytest.mark.parametrize("local", [True, False], ids=["local target", "decode"])
+def test_text_of_a_seed_that_depends_on_the_draft_is_found(local: bool, pair: PairServices) -> None:
+    with pair.with_fault("noise_of_the_round", in_verifier=True) as service:
+        report = checked(pair, service.address, FEW, local=local)
+    references = {TARGET_ALONE, LOCAL_TARGET} if local else {TARGET_ALONE}
+    assert {(each.kind, each.reference) for each in report.wrong_texts} == {("coupled", each) for each in references}
+    assert all(each.differences for each in report.equalities if each.kind == "coupled")
+    assert any("speculation only" in sentence for sentence in report.verdict) != local
+
+
+PROMPTS = ("abc", "b", "ca", "fed", "gg", "hij", "kl", "mnop")
+
+
+def test_a_copy_in_another_dtype_differs_by_rounding_alone(pair: PairServices) -> None:
+    """Texts of 300 tokens at temperature 0: near-ties in bfloat16, none in float32. A changed token is no near-tie."""
+    with Client(pair.draft().address) as client:
+        target = client.get_model().target
+        texts = [client.complete(word, max_new_tokens=300, temperature=0, ignore_eos=True) for word in PROMPTS]
+    prompts, gaps = [text.started.prompt_token_ids for text in texts], {}
+    for dtype in ("float32", "bfloat16"):
+        copy = Copy(str(pair.target), dtype=dtype, device="cpu")
+        local = LocalTarget(copy, target, prompts, 300, ROUNDING[dtype])
+        gaps[dtype] = max(max(local.gaps(nth, text.token_ids, None)) for nth, text in enumerate(texts))
+    changed = [*texts[0].token_ids[:9], (texts[0].token_ids[9] + 1) % target.vocab_size]
+    assert gaps["float32"] <= ROUNDING["float32"] < gaps["bfloat16"] <= ROUNDING["bfloat16"]
+    assert local.gaps(0, changed, None)[9] > ROUNDING["bfloat16"]
+
+
+def answer(*tokens: int, seed: int | None = None) -> Text:
+    options = Options() if seed is None else Options(seed=seed)
+    # Tokens 1 and 2 are 0.1 nats apart; all but the first three have less than the last of these.
+    top = tuple(TokenLogprob(token, raw, raw) for token, raw in ((1, -1.0), (2, -1.1), (3, -3.0)))
+    return Text(Ask("greedy", 0, LOAD, options), tokens, 1, logprobs=(PositionLogprobs(top[0], top),) * len(tokens))
+
+
+@pytest.mark.parametrize(
+    ("text", "tokens", "near_ties", "differences"),
+    [
+        (answer(1, 1, 1), 3, 0, 0),
+        (answer(1, 2, 7), 2, 1, 0),  # texts are compared up to the first difference
+        (answer(1, 3, 1), 2, 0, 1),
+        (answer(9, 1, 1), 1, 0, 1),  # token 9 is not among the reported ones
+    ],
+)
+def test_a_difference_within_rounding_is_a_near_tie(text: Text, tokens: int, near_ties: int, differences: int) -> None:
+    found = compared(answer(1, 1, 1), text, 0.2)
+    assert (found[0], found[1], len(found[2])) == (tokens, near_ties, differences)
+
+
+def test_an_unreported_token_may_be_a_near_tie_by_its_noise() -> None:
+    """Under `coupled` with this seed, token 9 has so much noise that it may have won with a log-probability of -3."""
+    noise = gumbel(2, [1], 10)[0]
+    assert noise[9] - 3.0 > noise[1] - 1.0 - 0.2
+    assert compared(answer(1, 1, 1, seed=2), answer(9, 1, 1, seed=2), 0.2)[:2] == (1, 1)
+
+
+def test_the_command_without_a_local_target(pair: PairServices, tmp_path: Path) -> None:
+    done = command(pair, tmp_path, "--texts", "24", "--tokens", "3", "--json")
+    assert done.exit_code == 0, done.output
+    document: dict[str, Any] = json.loads(done.stdout)
+    assert document["is_biased"] is False
+    assert document["reference"] == TARGET_ALONE
+    assert len(document["tests"]) == 39
+    assert document["finds"] > 0
+
+
+def test_a_biased_deployment_is_exit_code_1(pair: PairServices, tmp_path: Path) -> None:
+    """Of a rounding below that of float32 any difference from the local copy in bfloat16 counts."""
+    target = ("--target", str(pair.target), "--device", "cpu", "--dtype", "bfloat16")
+    done = command(pair, tmp_path, *target, "--texts", "12", "--tokens", "3", "--rounding", "1e-9")
+    assert done.exit_code == 1, done.output
+    assert "Biased: the text of this deployment is not distributed as its target's." in done.stdout
+    assert "Traceback" not in done.output
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (("--target", "DRAFT"), "give the checkpoint that the verifier loads"),
+        (("--target", "/nowhere"), "/nowhere"),
+        (("--drafter", "none"), "nothing was drafted"),
+        (("--draft", "127.0.0.1:1", "--timeout", "1"), "127.0.0.1:1"),
+    ],
+)
+def test_a_check_that_cannot_run_is_exit_code_2(
+    arguments: tuple[str, ...], message: str, pair: PairServices, tmp_path: Path
+) -> None:
+    folder = str(pair.drafts["uniform"])
+    done = command(pair, tmp_path, "--texts", "4", *(folder if each == "DRAFT" else each for each in arguments))
+    assert done.exit_code == 2, done.output
+    assert message in done.stderr
+    assert len(done.stderr.strip().splitlines()) == 1

@@ -1,0 +1,126 @@
+"""Figures of a deployment: computed by hand from known texts, and the closed loop against a real pair."""
+
+import itertools
+
+import pytest
+
+from outrider.client import AsyncClient, Drafter, Finished, OutriderError
+from outrider.evaluation.deployment import ALONE, POLICY, Run, Settings, predicted_seconds, summarise
+from outrider.evaluation.streams import Request, Served, serve
+from protos.outrider.v1 import draft_service_pb2 as pb
+
+TINY = Settings(prompts=["x"], gammas=(2,), temperatures=(0.0,), streams=(1,), repeats=2)
+
+
+def _finished(rounds: int, drafted: int, accepted: int, alpha: float) -> Finished:
+    """A text whose first round took 100 ms, and each later one 10: 2 of drafting, 1 on the wire, 1 of queue, 4 of pass,
+    1 of verification, 1 of other work.
+    """
+    later = rounds - 1
+    first = pb.RoundTimings(draft_us=20_000, verdict_us=75_000, queue_us=5_000, forward_us=50_000, verify_us=10_000)
+    return Finished.of(
+        pb.GenerateFinished(
+            statistics=pb.SpeculationStatistics(
+                num_rounds=rounds,
+                num_drafts=rounds if drafted else 0,
+                num_draft_tokens=drafted,
+                num_accepted_tokens=accepted,
+                alpha=alpha,
+                drafter=pb.DRAFTER_MODEL,
+                policy=pb.SPECULATION_POLICY_FIXED,
+            ),
+            timings=pb.GenerateTimings(
+                time_to_first_token_us=100_000,
+                total_us=100_000 + later * 10_000,
+                draft_us=first.draft_us + later * 2_000,
+                verdict_us=first.verdict_us + later * 7_000,
+                queue_us=first.queue_us + later * 1_000,
+                forward_us=first.forward_us + later * 4_000,
+                verify_us=first.verify_us + later * 1_000,
+                first_round=first,
+            ),
+        )
+    )
+
+
+def _run(arm: str, repeat: int, *served: Served) -> Run:
+    return Run(0.0, 1, arm, repeat, list(served))
+
+
+def test_figures_of_a_cell_are_those_of_its_texts() -> None:
+    drafted = [
+        Served(0.0, ((0.1, 3), (0.2, 3), (0.3, 3)), finished=_finished(3, 6, 6, 1.0)),
+        Served(0.3, ((0.5, 1), (0.9, 2)), finished=_finished(2, 2, 1, 0.6)),
+    ]
+    runs = [
+        _run(ALONE, 0, Served(0.0, ((0.5, 1), (1.0, 1)), finished=_finished(2, 0, 0, 0.0))),
+        _run("γ = 2", 0, *drafted),
+        _run(ALONE, 1, Served(0.0, ((0.25, 1), (0.5, 1)), finished=_finished(2, 0, 0, 0.0))),
+        _run("γ = 2", 1, *drafted),
+    ]
+    alone, fixed, policy = summarise(runs, TINY)
+    assert [each["arm"] for each in (alone, fixed, policy)] == [ALONE, "γ = 2", POLICY]
+    assert alone["tokens_per_second"] == {"median": 3.0, "low": 2.0, "high": 4.0}
+    assert alone["ratio"] == {"median": 1.0, "low": 1.0, "high": 1.0}
+    assert (alone["alpha"], alone["gamma"], alone["drafter"]) == (None, 0.0, "none")
+    assert alone["predicted_tpot_ms"] == pytest.approx(10.0)
+    assert fixed["tokens_per_second"]["median"] == pytest.approx(12 / 0.9)
+    assert fixed["ratio"]["low"] == pytest.approx(12 / 0.9 / 4)
+    assert fixed["ratio"]["high"] == pytest.approx(12 / 0.9 / 2)
+    assert fixed["ttft_ms"]["median"] == pytest.approx((100 + 200) / 2)
+    assert fixed["tpot_ms"]["median"] == pytest.approx((200 / 6 + 400 / 2) / 2), "without the first piece"
+    assert fixed["alpha"] == pytest.approx((6 * 1.0 + 2 * 0.6) / 8)
+    assert fixed["gamma"] == pytest.approx(8 / 5)
+    assert fixed["tokens_per_round"] == pytest.approx(12 / 5)
+    assert fixed["round_us"] == pytest.approx(
+        {"draft": 2e3, "wire": 1e3, "queue": 1e3, "forward": 4e3, "verify": 1e3, "other": 1e3}
+    ), "without the first round"
+    assert fixed["predicted_tpot_ms"] == pytest.approx(1e3 * predicted_seconds(0.9, 1.6, 0.01))
+    assert policy["tokens_per_second"] is None
+
+
+def test_refused_texts_count_for_nothing_else() -> None:
+    runs = [_run(arm, 0, Served(0.0, refused=True)) for arm in (ALONE, "γ = 2", POLICY)]
+    for cell in summarise(runs, TINY):
+        assert (cell["refused"], cell["texts"]) == (1, 0)
+        assert cell["ratio"] is cell["ttft_ms"] is cell["round_us"] is cell["predicted_tpot_ms"] is None
+
+
+@pytest.mark.parametrize(("gamma", "tokens"), [(0.0, 1.0), (2.0, 1.75), (1.5, 1.625)])
+def test_predictions_follow_the_theorem(gamma: float, tokens: float) -> None:
+    """E(γ, ½) is 1, 1.5, 1.75; a mean between two γ is interpolated."""
+    assert predicted_seconds(0.5, gamma, 0.02) == pytest.approx(0.02 / tokens)
+
+
+def test_drafters_after_the_first_share_one_gamma() -> None:
+    settings = Settings(prompts=["x"], gammas=(2, 8, 4), drafters=(Drafter.MODEL, Drafter.LOOKUP))
+    names = {arm.name: arm.options for arm in settings.arms()}
+    assert list(names) == [ALONE, "γ = 2", "γ = 8", "γ = 4", POLICY, "lookup, γ = 4"]
+    assert names["lookup, γ = 4"] == {"gamma": 4, "drafter": Drafter.LOOKUP}
+    assert settings.num_texts == 6 * 2 * (1 + 4 + 16) * (1 + 3 * 4)
+
+
+async def test_a_closed_loop_keeps_its_streams_busy(draft_address: str) -> None:
+    requests: list[Request] = [
+        ("def add(a, b):", {"max_new_tokens": 4 + nth, "temperature": 0.0, "ignore_eos": True}) for nth in range(6)
+    ]
+    reported = itertools.count()
+    async with AsyncClient(draft_address, timeout=60) as client:
+        served = await serve(client, requests, 2, report=lambda: [next(reported)].clear())
+    assert next(reported) == 6
+    assert [each.tokens for each in served] == [4, 5, 6, 7, 8, 9]
+    for each in served:
+        assert each.finished is not None
+        assert each.finished.timings.total_us < 1e6 * (each.end - each.due) + 50_000
+        assert each.finished.timings.time_to_first_token_us < 1e6 * (each.stamps[0][0] - each.due)
+    ends = sorted(each.end for each in served)
+    for due in sorted(each.due for each in served)[2:]:
+        assert any(end <= due for end in ends[:-1]), "a stream waits for the end of its text"
+    assert sum(each.due < ends[0] for each in served) == 2
+
+
+async def test_the_first_error_ends_all_streams(draft_address: str) -> None:
+    requests: list[Request] = [("x", {"max_new_tokens": 64}), ("x", {"top_p": 0.0}), ("x", {"max_new_tokens": 64})]
+    async with AsyncClient(draft_address, timeout=60) as client:
+        with pytest.raises(OutriderError, match="top_p"):
+            await serve(client, requests, 2)
