@@ -1,0 +1,452 @@
+"""The routes of the front, as an ASGI application."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+import uuid
+from collections.abc import AsyncGenerator, Awaitable, Callable, Coroutine, Sequence
+from contextlib import aclosing
+from dataclasses import dataclass, field
+from typing import Any, TypeVar
+
+from starlette.applications import Starlette
+from starlette.exceptions import HTTPException
+from starlette.middleware import Middleware
+from starlette.middleware.cors import CORSMiddleware
+from starlette.requests import ClientDisconnect, Request
+from starlette.responses import Response
+from starlette.routing import Route
+from starlette.types import Receive, Scope, Send
+
+from outrider.client import AsyncClient, Message, OutriderError
+from outrider.environment import installed_version
+from outrider.http import playground
+from outrider.http.answers import DONE, ChatForm, CompletionForm, Form, tokens_of, usage_field
+from outrider.http.errors import ApiError, of_service
+from outrider.http.generation import Call, Generation, Part
+from outrider.http.pair import Pair
+from outrider.http.requests import (
+    ChatRequest,
+    CompletionRequest,
+    DetokenizeRequest,
+    TokenizeRequest,
+    conversation,
+    parse,
+    read_json,
+)
+from outrider.http.security import Guard, GuardSettings, RequestCounts, Requests
+from outrider.http.transcription import transcribe
+from outrider.rpc.auth import count_sequences
+from outrider.rpc.errors import RequestError
+
+_logger = logging.getLogger("outrider.http")
+
+T = TypeVar("T")
+Endpoint = Callable[[Request], Awaitable[Response]]
+
+_HEALTH_S = 2.0
+
+
+@dataclass(frozen=True)
+class AppSettings:
+    """How the front answers.
+
+    Attributes:
+        model: its name for callers; None: that of the target.
+        max_samples: prompts times `n` of one request.
+        timeout: seconds of one request.
+        guard: who may call, and how much a request may hold.
+        cors_origins: origins of pages whose scripts may call; none: no page of another origin.
+        playground: serve the playground at `/`.
+    """
+
+    model: str | None = None
+    max_samples: int = 256
+    timeout: float = 600.0
+    guard: GuardSettings = field(default_factory=GuardSettings)
+    cors_origins: Sequence[str] = ()
+    playground: bool = True
+
+
+def create_app(client: AsyncClient, settings: AppSettings) -> Starlette:
+    """The application in front of `client`, which its caller closes."""
+    front = Front(client, settings)
+    routes = [
+        Route("/metrics", front.metrics),
+        Route("/health", front.health),
+        Route("/version", front.version),
+        Route("/v1/models", front.models),
+        Route("/v1/models/{model:path}", front.model),
+        Route("/v1/completions", front.completions, methods=["POST"]),
+        Route("/v1/chat/completions", front.chat, methods=["POST"]),
+        Route("/v1/audio/transcriptions", front.transcriptions, methods=["POST"]),
+        Route("/tokenize", front.tokenize, methods=["POST"]),
+        Route("/detokenize", front.detokenize, methods=["POST"]),
+        Route("/tokenizer_info", front.tokenizer_info),
+    ]
+    if settings.playground:
+        routes += [Route(path, playground.page) for path in playground.FILES]
+        routes.append(Route(playground.GENERATE, front.playground, methods=["POST"]))
+    front.counts = RequestCounts([route.path for route in routes])
+    middleware = [Middleware(Requests, counts=front.counts)]
+    if settings.cors_origins:
+        cors = Middleware(
+            CORSMiddleware,
+            allow_origins=settings.cors_origins,
+            allow_methods=["GET", "POST"],
+            allow_headers=["authorization", "content-type"],
+        )
+        middleware.append(cors)  # before the keys: a preflight request carries none
+    middleware.append(Middleware(Guard, settings=settings.guard))
+    handlers: dict[Any, Any] = {
+        ApiError: _api_error,
+        ClientGone: _client_gone,
+        ClientDisconnect: _client_gone,  # while its body was read
+        OutriderError: front.service_error,
+        RequestError: _request_error,
+        HTTPException: _http_error,
+        Exception: _unexpected_error,
+    }
+    return Starlette(routes=routes, middleware=middleware, exception_handlers=handlers)
+
+
+class Front:
+    """The endpoints.
+
+    Attributes:
+        counts: of requests, once the routes are known.
+    """
+
+    counts: RequestCounts
+
+    def __init__(self, client: AsyncClient, settings: AppSettings) -> None:
+        self._pair = Pair(client, settings.model)
+        self._settings = settings
+
+    # -------------------------------------------------------------------------------------------------------- text
+
+    async def completions(self, request: Request) -> Response:
+        """POST /v1/completions."""
+        body = parse(CompletionRequest, read_json(await request.body()))
+        body.check()
+        await self._check_model(body.model)
+        prompts = body.prompts()
+        self._check_samples(body.n, len(prompts))
+        options = body.options()
+        options["max_new_tokens"] = max(1, body.max_tokens)
+        if body.echo and body.logprobs is not None:
+            options["prompt_logprobs"] = body.logprobs
+        form = CompletionForm(_new_id(), self._pair.name, self._pair.known.target.weights_fingerprint)
+        calls = [
+            Call(prompt, options | seed, body.echo, not body.max_tokens, is_repeat=i > 0)
+            for prompt in prompts
+            for i, seed in enumerate(body.seeds())
+        ]
+        return await self._answer(request, body, form, calls, {"max_new_tokens": "max_tokens", "text": "prompt"})
+
+    async def chat(self, request: Request) -> Response:
+        """POST /v1/chat/completions."""
+        body = parse(ChatRequest, read_json(await request.body()))
+        body.check()
+        messages = body.conversation()
+        await self._check_model(body.model)
+        self._check_samples(body.n, 1)
+        form = ChatForm(_new_id(), self._pair.name, self._pair.known.target.weights_fingerprint)
+        options = body.options()
+        prompt: Sequence[Message] | Sequence[int] = messages
+        limit = "max_tokens" if body.max_completion_tokens is None else "max_completion_tokens"
+        names = {"max_new_tokens": limit, "logprobs.top_n": "top_logprobs", "chat": "messages"}
+        if body.most_tokens is not None:
+            options["max_new_tokens"] = body.most_tokens
+        else:
+            # Until the end of the context, as OpenAI has it: that needs the length of the prompt.
+            try:
+                prompt = (await self._pair.client.tokenize(messages)).token_ids
+            except OutriderError as error:
+                raise of_service(error, names=names, models=self._pair.paths) from error
+            options["max_new_tokens"] = max(1, self._pair.most_tokens - len(prompt))
+        calls = [Call(prompt, options | seed, is_repeat=i > 0) for i, seed in enumerate(body.seeds())]
+        return await self._answer(request, body, form, calls, names)
+
+    async def _answer(
+        self,
+        request: Request,
+        body: CompletionRequest | ChatRequest,
+        form: Form,
+        calls: Sequence[Call],
+        names: dict[str, str],
+    ) -> Response:
+        for number, call in enumerate(calls):
+            call.options["request_id"] = form.id if len(calls) == 1 else f"{form.id}-{number}"
+        generation = Generation(self._pair, calls, self._settings.timeout)
+        has_logprobs = body.top_logprobs_asked is not None
+        headers = {"x-request-id": form.id}
+        try:
+            if not body.stream:
+                choices = await _unless_gone(request.receive, generation.whole())
+                texts = await self._texts([part for parts in choices for part in parts]) if has_logprobs else {}
+                whole = form.whole(choices, generation.tally, texts, has_logprobs=has_logprobs)
+                return Response(whole, media_type="application/json", headers=headers)
+            events = self._events(body, form, generation, has_logprobs=has_logprobs)
+            # The status is known once the first text is there.
+            first = await _unless_gone(request.receive, anext(events, b""))
+        except OutriderError as error:
+            raise of_service(error, names=names, models=self._pair.paths) from error
+        return _Stream(first, events, headers, lambda error: of_service(error, names=names, models=self._pair.paths))
+
+    async def _events(
+        self, body: CompletionRequest | ChatRequest, form: Form, generation: Generation, *, has_logprobs: bool
+    ) -> AsyncGenerator[bytes, None]:
+        """The events of an answer, each with all that came at once."""
+        always, begun, tally = body.wants_usage_always, set[int](), generation.tally
+        usage = ',"usage":null' if body.wants_usage else ""
+        async with aclosing(generation.parts()) as parts:
+            async for index, text, entries, finished in parts:
+                out = ""
+                if index not in begun:
+                    begun.add(index)
+                    if choice := form.begin(index):
+                        out = form.event(choice, usage_field(tally) if always else usage)
+                if always:
+                    usage = usage_field(tally)
+                if text or entries:
+                    logprobs = "null"
+                    if has_logprobs:
+                        texts = await self._pair.texts_of(tokens_of(entries))
+                        logprobs = json.dumps(form.logprobs(index, text, entries, texts))
+                    out += form.event(form.part(index, text, logprobs), usage)
+                if finished is not None:
+                    out += form.event(form.end(index, finished), usage)
+                yield out.encode()
+        if body.wants_usage:
+            yield form.event("", usage_field(tally, with_metrics=True)).encode()
+        yield DONE
+
+    async def _texts(self, parts: Sequence[Part]) -> dict[int, str]:
+        return await self._pair.texts_of(tokens_of([entry for part in parts for entry in part.entries]))
+
+    async def transcriptions(self, request: Request) -> Response:
+        """POST /v1/audio/transcriptions."""
+        await self._check_model(None)
+        return await transcribe(request, self._pair, self._settings.timeout, self._check_model, _unless_gone)
+
+    async def playground(self, request: Request) -> Response:
+        """POST /playground/generate."""
+        body = parse(playground.PlaygroundRequest, read_json(await request.body()))
+        await self._check_model(None)
+        names = {"max_new_tokens": "max_tokens", "text": "prompt"}
+        events = playground.events(self._pair, body, self._settings.timeout)
+        try:
+            first = await _unless_gone(request.receive, anext(events, b""))
+        except OutriderError as error:
+            raise of_service(error, names=names, models=self._pair.paths) from error
+        return _Stream(first, events, {}, lambda error: of_service(error, names=names, models=self._pair.paths))
+
+    # ------------------------------------------------------------------------------------------------------ tokens
+
+    async def tokenize(self, request: Request) -> Response:
+        """POST /tokenize, as vLLM has it."""
+        body = parse(TokenizeRequest, read_json(await request.body()))
+        await self._check_model(body.model)
+        if (body.prompt is None) == (body.messages is None):
+            raise ApiError(400, "give exactly one of prompt and messages", param="prompt", code="invalid_value")
+        prompt: str | Sequence[Message] = body.prompt if body.prompt is not None else conversation(body.messages or [])
+        more = {} if body.add_special_tokens is None else {"add_special_tokens": body.add_special_tokens}
+        found = await self._pair.client.tokenize(prompt, **more)
+        return _json(
+            {
+                "count": len(found.token_ids),
+                "max_model_len": self._pair.most_tokens,
+                "tokens": list(found.token_ids),
+                "token_strs": list(found.token_texts) if body.return_token_strs else None,
+            }
+        )
+
+    async def detokenize(self, request: Request) -> Response:
+        """POST /detokenize, as vLLM has it."""
+        body = parse(DetokenizeRequest, read_json(await request.body()))
+        await self._check_model(body.model)
+        return _json({"prompt": await self._pair.text_of(body.tokens)})
+
+    async def tokenizer_info(self, request: Request) -> Response:
+        """GET /tokenizer_info, as vLLM has it: the fields of a tokenizer's configuration."""
+        found = await self._pair.client.tokenizer()
+        info: dict[str, Any] = {"tokenizer_class": found.tokenizer_class}
+        if found.chat_template:
+            info["chat_template"] = found.chat_template
+        for token in found.special_tokens:
+            if token.name == "additional_special_tokens":
+                info.setdefault(token.name, []).append(token.text)
+            else:
+                info[token.name] = token.text
+        return _json(info)
+
+    # ------------------------------------------------------------------------------------------------ the front itself
+
+    async def models(self, request: Request) -> Response:
+        """GET /v1/models."""
+        await self._pair.describe()
+        return _json({"object": "list", "data": [self._card()]})
+
+    async def model(self, request: Request) -> Response:
+        """GET /v1/models/MODEL."""
+        await self._check_model(request.path_params["model"])
+        return _json(self._card())
+
+    async def health(self, request: Request) -> Response:
+        """GET /health: whether a draft service answers."""
+        if await self._pair.is_available(_HEALTH_S):
+            return _json({"status": "ok"})
+        raise ApiError(503, "no draft service is available; try again later", headers={"retry-after": "1"})
+
+    async def metrics(self, request: Request) -> Response:
+        """GET /metrics: the requests of this front."""
+        return Response(self.counts.text(), media_type="text/plain; version=0.0.4")
+
+    async def version(self, request: Request) -> Response:
+        """GET /version."""
+        return _json({"version": installed_version()})
+
+    def _card(self) -> dict[str, Any]:
+        return {
+            "id": self._pair.name,
+            "object": "model",
+            "created": self._pair.since,
+            "owned_by": "outrider",
+            "root": self._pair.name,
+            "parent": None,
+            "max_model_len": self._pair.most_tokens,
+        }
+
+    async def _check_model(self, name: str | None) -> None:
+        await self._pair.describe()
+        if name is not None and name != self._pair.name:
+            message = f"there is no model {name!r}; this server has {self._pair.name!r}"
+            raise ApiError(404, message, param="model", code="model_not_found")
+
+    def _check_samples(self, n: int, prompts: int) -> None:
+        most = self._settings.max_samples
+        if n * prompts > most:
+            text = f"n is {n} and prompt has {prompts} prompts: {n * prompts} texts; at most {most} in one request"
+            raise ApiError(400, text, param="n" if n > most else "prompt", code="invalid_value")
+        count_sequences("n", n * prompts)
+
+    async def service_error(self, request: Request, error: Exception) -> Response:
+        """The answer to an error of a call without a handler of its own."""
+        assert isinstance(error, OutriderError)
+        names = {"/tokenize": {"text": "prompt"}, "/detokenize": {"token_ids": "tokens"}}.get(request.url.path)
+        return await _api_error(request, of_service(error, names=names, models=self._pair.paths))
+
+
+# ---------------------------------------------------------------------------------------------------------- streams
+
+
+class ClientGone(Exception):
+    """The client has closed the connection."""
+
+
+async def _gone(receive: Receive) -> None:
+    while (await receive())["type"] != "http.disconnect":  # the body has been read
+        pass
+
+
+async def _unless_gone(receive: Receive, work: Coroutine[Any, Any, T] | Awaitable[T]) -> T:
+    """The result of `work`, which is cancelled if the client closes the connection first.
+
+    Raises:
+        ClientGone: it did.
+    """
+    task: asyncio.Future[T] = asyncio.ensure_future(work)
+    gone = asyncio.ensure_future(_gone(receive))
+    try:
+        await asyncio.wait((task, gone), return_when=asyncio.FIRST_COMPLETED)
+        if task.done():
+            return task.result()
+        raise ClientGone
+    finally:
+        task.cancel()
+        gone.cancel()
+        await asyncio.gather(task, gone, return_exceptions=True)
+
+
+class _Stream(Response):
+    """An answer as server-sent events. Closes its generator, whatever ends it."""
+
+    media_type = "text/event-stream"
+
+    def __init__(
+        self,
+        first: bytes,
+        events: AsyncGenerator[bytes, None],
+        headers: dict[str, str],
+        explain: Callable[[OutriderError], ApiError],
+    ) -> None:
+        self.status_code = 200
+        self.background = None
+        # A proxy that collects what it passes on would undo the streaming.
+        self.init_headers(headers | {"cache-control": "no-cache", "x-accel-buffering": "no"})
+        self._first = first
+        self._events = events
+        self._explain = explain
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
+        try:
+            await _unless_gone(receive, self._write(send))
+        except ClientGone:
+            pass
+        finally:
+            await self._events.aclose()
+
+    async def _write(self, send: Send) -> None:
+        await send({"type": "http.response.body", "body": self._first, "more_body": True})
+        try:
+            async for event in self._events:
+                await send({"type": "http.response.body", "body": event, "more_body": True})
+        except OutriderError as error:
+            # Without [DONE]: the text has not ended.
+            body = b"data: " + self._explain(error).body() + b"\n\n"
+            await send({"type": "http.response.body", "body": body, "more_body": True})
+        await send({"type": "http.response.body", "body": b""})
+
+
+# ---------------------------------------------------------------------------------------------------------- handlers
+
+
+async def _api_error(request: Request, error: Exception) -> Response:
+    assert isinstance(error, ApiError)
+    return Response(error.body(), error.status, headers=error.headers, media_type="application/json")
+
+
+async def _request_error(request: Request, error: Exception) -> Response:
+    """An error of this process: of the limits of a client."""
+    from outrider.client.errors import typed
+
+    assert isinstance(error, RequestError)
+    return await _api_error(request, of_service(typed(error)))
+
+
+async def _http_error(request: Request, error: Exception) -> Response:
+    """Of the router: no such route, or no such method there."""
+    assert isinstance(error, HTTPException)
+    text = f"{request.method} {request.url.path}: {error.detail}"
+    code = {404: "not_found", 405: "method_not_allowed"}.get(error.status_code)
+    return await _api_error(request, ApiError(error.status_code, text, code=code, headers=error.headers))
+
+
+async def _client_gone(request: Request, error: Exception) -> Response:
+    return Response(status_code=499)  # for the count; no client is left to read it
+
+
+async def _unexpected_error(request: Request, error: Exception) -> Response:
+    return await _api_error(request, ApiError(500, "internal error; the server's log has the cause"))
+
+
+def _json(value: Any) -> Response:
+    return Response(json.dumps(value), media_type="application/json")
+
+
+def _new_id() -> str:
+    return uuid.uuid4().hex

@@ -1,0 +1,175 @@
+"""Errors in OpenAI's form: {"error": {"message", "type", "param", "code"}}, with the HTTP status of a gRPC status.
+
+What a caller can change is passed on, in the names of HTTP fields. Of all other failures the caller learns the kind;
+addresses, paths and causes go to the log.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import math
+import re
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import grpc
+
+from outrider.client import OutriderError
+
+_logger = logging.getLogger("outrider.http")
+
+# Seconds, where no service named any.
+RETRY_AFTER_S = 1
+
+_TYPES = {
+    400: "invalid_request_error",
+    401: "authentication_error",
+    403: "permission_error",
+    404: "not_found_error",
+    429: "rate_limit_error",
+}
+
+
+class ApiError(Exception):
+    """A request failed. `param` is the field, `code` a name for programs."""
+
+    def __init__(
+        self,
+        status: int,
+        message: str,
+        *,
+        param: str | None = None,
+        code: str | None = None,
+        headers: Mapping[str, str] | None = None,
+    ) -> None:
+        super().__init__(message)
+        self.status = status
+        self.message = message
+        self.param = param
+        self.code = code
+        self.headers = dict(headers or {})
+
+    def body(self) -> bytes:
+        """The JSON body of the answer, and the data of an event in a stream."""
+        kind = _TYPES.get(self.status, "invalid_request_error" if self.status < 500 else "server_error")
+        error = {"message": self.message, "type": kind, "param": self.param, "code": self.code}
+        return json.dumps({"error": error}).encode()
+
+
+def unsupported(param: str, message: str) -> ApiError:
+    """A field or a value that this server does not have."""
+    return ApiError(400, message, param=param, code="unsupported_parameter")
+
+
+def invalid(param: str | None, message: str) -> ApiError:
+    """A value out of its range."""
+    return ApiError(400, message, param=param, code="invalid_value")
+
+
+# ------------------------------------------------------------------------------------------------------- of services
+
+# Statuses whose message is for the operator, with the text for the caller.
+_HIDDEN = {
+    grpc.StatusCode.UNAVAILABLE: (503, "no draft service is available; try again later"),
+    grpc.StatusCode.DEADLINE_EXCEEDED: (504, "the request took longer than the server's time limit; ask for less"),
+    grpc.StatusCode.UNIMPLEMENTED: (501, "the draft service does not have this call; it is of an older version"),
+    grpc.StatusCode.UNAUTHENTICATED: (502, "the draft service refused this server's credentials"),
+    grpc.StatusCode.PERMISSION_DENIED: (502, "the draft service refused this server's credentials"),
+}
+# Fields of the contract under the names of HTTP, in messages and as `param`.
+_NAMES = {
+    r"sampling\.(\w+)": r"\1",
+    r"speculation\.(\w+)": r"\1",
+    r"chat\.messages": "messages",
+    r"token_ids\.ids": "prompt",
+    r"min_new_tokens": "min_tokens",
+}
+
+
+def of_service(
+    error: OutriderError, *, names: Mapping[str, str] | None = None, models: Mapping[str, str] | None = None
+) -> ApiError:
+    """The error of a call as HTTP has it.
+
+    Args:
+        error: of the client.
+        names: further fields of the contract, with their names in this request.
+        models: names of models that may be paths, with those to show instead.
+    """
+    code = error.code
+    if code in _HIDDEN or code not in _SHOWN:
+        status, message = _HIDDEN.get(code, (500, "internal error; the server's log has the cause"))
+        _logger.warning("a request failed with %d: %s", status, error)
+        headers = {"retry-after": _seconds(error.retry_after)} if status == 503 else {}
+        return ApiError(status, message, code=_code(error), headers=headers)
+    # A name that is a common word is a field at the beginning alone.
+    own = {re.escape(name) if re.search(r"[._]", name) else f"^{name}": shown for name, shown in (names or {}).items()}
+    table = _NAMES | own
+    message = _renamed(error.message, table)
+    for path, shown in (models or {}).items():
+        message = message.replace(path, shown)
+    if code is grpc.StatusCode.RESOURCE_EXHAUSTED and error.is_transient:
+        # The client has added its tries, with the addresses of services.
+        message = message.partition("; tries at ")[0]
+        return ApiError(429, message, code="rate_limit_exceeded", headers={"retry-after": _seconds(error.retry_after)})
+    if error.reason == "PAIR_MISMATCH":
+        _logger.warning("a request failed with 503: %s", error)
+        return ApiError(503, "draft and target do not match at the moment; try again later", code=_code(error))
+    param = None if error.field is None else _renamed(error.field, table).partition("[")[0]
+    return ApiError(400, message, param=param, code=_code(error))
+
+
+_SHOWN = (
+    grpc.StatusCode.INVALID_ARGUMENT,
+    grpc.StatusCode.FAILED_PRECONDITION,
+    grpc.StatusCode.RESOURCE_EXHAUSTED,
+    grpc.StatusCode.OUT_OF_RANGE,
+)
+
+
+def _renamed(text: str, table: Mapping[str, str]) -> str:
+    for pattern, shown in table.items():
+        text = re.sub(rf"(?<![\w.]){pattern}(?!\w)", shown, text)
+    return text
+
+
+def _code(error: OutriderError) -> str:
+    return error.code.name.lower() if error.reason == "UNSPECIFIED" else error.reason.lower()
+
+
+def _seconds(retry_after: float | None) -> str:
+    return str(max(RETRY_AFTER_S, math.ceil(retry_after or 0)))
+
+
+# ----------------------------------------------------------------------------------------------- of pydantic's errors
+
+
+def of_validation(problems: Sequence[Mapping[str, Any]], near: Mapping[str, str]) -> ApiError:
+    """The first problem of a body. `near` has the nearest known field of each unknown one."""
+    problem = problems[0]
+    param = _path(problem["loc"])
+    match problem["type"]:
+        case "missing":
+            return ApiError(400, f"{param} is missing; it is required", param=param, code="missing_required_parameter")
+        case "extra_forbidden":
+            hint = f"; did you mean {near[param]}?" if param in near else ""
+            return unsupported(param, f"there is no field {param}{hint}")
+        case "value_error":  # of our own, with the value
+            return invalid(param, str(problem["msg"]).removeprefix("Value error, "))
+    expected = str(problem["msg"]).removeprefix("Input should ")
+    value = json.dumps(problem["input"], default=str)
+    return invalid(param, f"{param} is {value if len(value) <= 60 else value[:59] + '…'}; it must {expected}")
+
+
+def _path(location: Sequence[int | str]) -> str:
+    """`messages[0].content`; without the names of a union's branches, which pydantic adds."""
+    path = ""
+    for part in location:
+        if isinstance(part, int):
+            path += f"[{part}]"
+        elif not path:
+            path = part
+        elif part.isidentifier() and part not in ("str", "int", "float", "list", "bool", "dict"):
+            path += f".{part}"
+    return path

@@ -1,0 +1,266 @@
+"""Calls of one request as the parts of its answer: text and log-probabilities of each choice, as they come.
+
+Each choice is a call of its own, since a call with one sample continues at another service if its own is lost.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import AsyncGenerator, Sequence
+from contextlib import aclosing
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple, TypeAlias
+
+from outrider.client import (
+    AsyncClient,
+    Chunk,
+    Event,
+    Finished,
+    Message,
+    PositionLogprobs,
+    PromptLogprobs,
+    Started,
+    Statistics,
+)
+from outrider.http.pair import Pair
+
+Entry: TypeAlias = "tuple[int, PositionLogprobs | None]"
+"""A token with its log-probabilities; the first token of a prompt has none."""
+
+
+@dataclass(slots=True)
+class Call:
+    """One choice of an answer.
+
+    Attributes:
+        options: of `AsyncClient.generate`.
+        echo: begin with the prompt.
+        without_output: generate one token, the fewest that a service can, and drop it.
+        is_repeat: another choice has the same prompt, and counts its tokens.
+    """
+
+    prompt: str | Sequence[int] | Sequence[Message]
+    options: dict[str, Any]
+    echo: bool = False
+    without_output: bool = False
+    is_repeat: bool = False
+
+    @property
+    def wants_logprobs(self) -> bool:
+        return "logprobs" in self.options
+
+
+class Part(NamedTuple):
+    """More of one choice. Its last part has `finished`."""
+
+    choice: int
+    text: str
+    entries: Sequence[Entry]
+    finished: Finished | None
+
+
+@dataclass(slots=True)
+class Tally:
+    """Tokens of a request: those of its usage, and those of its speculation."""
+
+    prompt_tokens: int = 0
+    cached_tokens: int = 0
+    completion_tokens: int = 0
+    drafts: int = 0
+    drafted: int = 0
+    accepted: int = 0
+    accepted_at: list[int] = field(default_factory=list)
+    longest: int = 0
+
+    def usage(self) -> dict[str, Any]:
+        """As OpenAI has it. A drafted token counts as a prediction."""
+        return {
+            "prompt_tokens": self.prompt_tokens,
+            "completion_tokens": self.completion_tokens,
+            "total_tokens": self.prompt_tokens + self.completion_tokens,
+            "prompt_tokens_details": {"cached_tokens": self.cached_tokens},
+            "completion_tokens_details": {
+                "accepted_prediction_tokens": self.accepted,
+                "rejected_prediction_tokens": self.drafted - self.accepted,
+            },
+        }
+
+    def metrics(self) -> dict[str, Any] | None:
+        """As vLLM reports speculation for each request, and AIPerf reads it; None if nothing was drafted."""
+        if not self.drafts:
+            return None
+        reached = [self.drafts, *self.accepted_at, 0]
+        histogram = [reached[i] - reached[i + 1] for i in range(len(reached) - 1)]
+        while len(histogram) > 1 and not histogram[-1]:
+            histogram.pop()
+        found = {
+            "mean_acceptance_length": 1 + self.accepted / self.drafts,
+            "draft_acceptance_rate": self.accepted / max(1, self.drafted),
+            "acceptance_histogram": histogram,
+            "num_spec_steps": self.drafts,
+            "num_accepted_draft_tokens": self.accepted,
+            "num_draft_tokens": self.drafted,
+            "num_spec_tokens": self.longest,
+        }
+        return {"speculative_decoding": found}
+
+    def add(self, statistics: Statistics) -> None:
+        """Adds those of one sample."""
+        self.drafts += statistics.num_drafts
+        self.drafted += statistics.num_draft_tokens
+        self.accepted += statistics.num_accepted_tokens
+        at = statistics.num_accepted_tokens_per_pos
+        self.accepted_at += [0] * (len(at) - len(self.accepted_at))
+        for position, count in enumerate(at):
+            self.accepted_at[position] += count
+        self.longest = max(self.longest, len(statistics.num_draft_tokens_per_pos))
+
+
+class Generation:
+    """The calls of one request.
+
+    Attributes:
+        tally: so far.
+    """
+
+    def __init__(self, pair: Pair, calls: Sequence[Call], timeout: float) -> None:
+        """`timeout` is in seconds, for all calls together."""
+        self.tally = Tally()
+        self._pair = pair
+        self._calls = calls
+        self._end = time.monotonic() + timeout
+
+    async def whole(self) -> list[list[Part]]:
+        """All parts of each choice.
+
+        Raises:
+            OutriderError: a call failed.
+        """
+        found: list[list[Part]] = [[] for _ in self._calls]
+        async with aclosing(self.parts()) as parts:
+            async for part in parts:
+                found[part.choice].append(part)
+        return found
+
+    async def parts(self) -> AsyncGenerator[Part, None]:
+        """Parts of all choices as they come. Closing it cancels the calls.
+
+        Raises:
+            OutriderError: a call failed.
+        """
+        choices = [_Choice(self._pair, call, self.tally) for call in self._calls]
+        async with aclosing(self._events()) as events:
+            async for number, event in events:
+                if (part := choices[number].take(event)) is None:
+                    continue
+                text, entries = part
+                if choices[number].echoes:
+                    text, entries = await choices[number].echo(text, entries)
+                finished = event if isinstance(event, Finished) else None
+                if text or entries or finished is not None:
+                    yield Part(number, text, entries, finished)
+
+    async def _events(self) -> AsyncGenerator[tuple[int, Event], None]:
+        if len(self._calls) == 1:
+            async with aclosing(self._begin(self._calls[0])) as events:
+                async for event in events:
+                    yield 0, event
+            return
+        arrived: asyncio.Queue[tuple[int, Event | Exception | None]] = asyncio.Queue(maxsize=len(self._calls))
+        gate = asyncio.Semaphore(self._pair.most_calls)
+
+        async def feed(number: int, call: Call) -> None:
+            try:
+                async with gate, aclosing(self._begin(call)) as events:
+                    async for event in events:
+                        await arrived.put((number, event))
+                await arrived.put((number, None))
+            except Exception as error:
+                await arrived.put((number, error))
+
+        tasks = [asyncio.create_task(feed(number, call)) for number, call in enumerate(self._calls)]
+        try:
+            left = len(tasks)
+            while left:
+                number, found = await arrived.get()
+                if isinstance(found, Exception):
+                    raise found
+                if found is None:
+                    left -= 1
+                else:
+                    yield number, found
+        finally:
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
+
+    def _begin(self, call: Call) -> AsyncGenerator[Event, None]:
+        client: AsyncClient = self._pair.client
+        left = max(0.001, self._end - time.monotonic())
+        return client.generate(call.prompt, timeout=left, **call.options)
+
+
+class _Choice:
+    """One choice under way.
+
+    Attributes:
+        echoes: the prompt is yet to come before its text.
+    """
+
+    def __init__(self, pair: Pair, call: Call, tally: Tally) -> None:
+        self.echoes = call.echo
+        self._pair = pair
+        self._call = call
+        self._tally = tally
+        self._ids: Sequence[int] = ()  # of the prompt
+        self._prompt: list[Entry] = []
+        self._waiting: list[Entry] = []  # of tokens that a stop string may still cut
+
+    def take(self, event: Event) -> tuple[str, Sequence[Entry]] | None:
+        """The text and the entries that the event completes; None: it has none of this choice's output."""
+        match event:
+            case Chunk():
+                return self._take_chunk(event)
+            case Finished():
+                return "", self._end(event)
+            case PromptLogprobs():
+                self._prompt += zip(self._ids[event.first_position :], event.logprobs, strict=False)
+            case Started():
+                self._ids = event.prompt_token_ids
+                self._prompt = [(self._ids[0], None)] if self._ids else []
+                self._tally.prompt_tokens += 0 if self._call.is_repeat else len(self._ids)
+        return None
+
+    async def echo(self, text: str, entries: Sequence[Entry]) -> tuple[str, Sequence[Entry]]:
+        """The first part, with the prompt before it."""
+        self.echoes = False
+        prompt = self._call.prompt
+        before = prompt if isinstance(prompt, str) else await self._pair.text_of(self._ids)
+        return before + text, [*self._prompt, *entries] if self._call.wants_logprobs else ()
+
+    def _take_chunk(self, chunk: Chunk) -> tuple[str, Sequence[Entry]]:
+        if self._call.without_output:
+            return "", ()
+        self._tally.completion_tokens += len(chunk.token_ids)
+        if not self._call.wants_logprobs:
+            return chunk.text, ()
+        self._waiting += zip(chunk.token_ids, chunk.logprobs, strict=False)
+        return chunk.text, self._release(chunk.held_tokens)
+
+    def _end(self, end: Finished) -> Sequence[Entry]:
+        tally = self._tally
+        tally.add(end.statistics)
+        if not self._call.is_repeat:
+            # Of an encoder–decoder model only the end counts the input of the encoder.
+            tally.prompt_tokens += end.usage.prompt_tokens - len(self._ids)
+            tally.cached_tokens += end.usage.cached_tokens
+        if not self._call.without_output:
+            tally.completion_tokens -= end.cut_tokens
+        return self._release(end.cut_tokens)
+
+    def _release(self, kept: int) -> Sequence[Entry]:
+        """The entries of all waiting tokens but the last `kept`."""
+        count = max(0, len(self._waiting) - kept)
+        released, self._waiting = self._waiting[:count], self._waiting[count:]
+        return released

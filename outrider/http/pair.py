@@ -1,0 +1,122 @@
+"""What the front knows of the pair behind it: its description, its name, and the texts of its tokens."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Iterable, Sequence
+
+from outrider.client import AsyncClient, OutriderError
+from outrider.environment import served_name
+from protos.outrider.v1 import draft_service_pb2 as pb
+
+# A pair may be replaced by another one, behind the same address.
+KNOWN_FOR_S = 30.0
+# Probes may come often.
+_AVAILABLE_FOR_S = 0.5
+# Texts are fetched in pieces: services limit the tokens of a call.
+_PIECE = 1024
+
+
+class Pair:
+    """The pair of one client's services. For one event loop."""
+
+    def __init__(self, client: AsyncClient, name: str | None = None) -> None:
+        """`name` is the model's name for callers. Default: that of the target."""
+        self.client = client
+        self.since = int(time.time())
+        self._name = name
+        self._found: pb.DraftServiceGetModelResponse | None = None
+        self._when = -KNOWN_FOR_S  # a service described itself
+        self._asking: asyncio.Task[None] | None = None
+        self._texts: dict[int, str] = {}
+
+    @property
+    def known(self) -> pb.DraftServiceGetModelResponse:
+        """The description, once `describe` has returned."""
+        assert self._found is not None
+        return self._found
+
+    async def describe(self) -> pb.DraftServiceGetModelResponse:
+        """The description of draft and target, `KNOWN_FOR_S` old, or older while no service answers.
+
+        Raises:
+            OutriderError: no service has answered yet.
+        """
+        if time.monotonic() - self._when >= KNOWN_FOR_S:
+            try:
+                await self._renew()
+            except OutriderError:
+                if self._found is None:
+                    raise
+        return self.known
+
+    async def is_available(self, within: float) -> bool:
+        """Whether a draft service answers within so many seconds, or has just done so."""
+        if time.monotonic() - self._when < _AVAILABLE_FOR_S:
+            return True
+        try:
+            async with asyncio.timeout(within):
+                await self._renew()
+        except (OutriderError, TimeoutError):
+            return False
+        return True
+
+    async def _renew(self) -> None:
+        """Asks for the description, once for all that wait."""
+        if self._asking is None:
+            self._asking = asyncio.create_task(self._ask())
+        await asyncio.shield(self._asking)
+
+    async def _ask(self) -> None:
+        try:
+            found = await self.client.get_model()
+        finally:
+            self._asking = None
+        if self._found is not None and self._found.target.vocabulary_fingerprint != found.target.vocabulary_fingerprint:
+            self._texts = {}
+        self._found, self._when = found, time.monotonic()
+
+    @property
+    def name(self) -> str:
+        """The model's name for callers."""
+        return self._name or served_name(self.known.target.name)
+
+    @property
+    def paths(self) -> dict[str, str]:
+        """Names of models that a message of a service may hold, with those to show instead."""
+        if self._found is None:
+            return {}
+        names = {each.name: served_name(each.name) for each in (self._found.target, self._found.model) if each.name}
+        return {name: shown for name, shown in names.items() if name != shown}
+
+    @property
+    def most_tokens(self) -> int:
+        """Of one sequence: prompt and output."""
+        return self.known.model.limits.max_sequence_tokens
+
+    @property
+    def most_calls(self) -> int:
+        """Calls of one request that make sense at the same time."""
+        return max(1, self.known.model.limits.max_sequences)
+
+    async def text_of(self, ids: Sequence[int]) -> str:
+        """The text of tokens, without special ones.
+
+        Raises:
+            OutriderError: the service refuses the tokens, or does not answer.
+        """
+        return (await self.client.detokenize(ids)).text
+
+    async def texts_of(self, ids: Iterable[int]) -> dict[int, str]:
+        """The text of each token by itself: a table of at least these. Texts are fetched once.
+
+        Raises:
+            OutriderError: the service refuses a token, or does not answer.
+        """
+        missing = sorted({token for token in ids if token not in self._texts})
+        for start in range(0, len(missing), _PIECE):
+            piece = missing[start : start + _PIECE]
+            found = await self.client.detokenize(piece)
+            self._texts.update(zip(piece, found.token_texts, strict=True))
+        return self._texts

@@ -1,0 +1,223 @@
+"""Who may call the front, and how much a request may hold: an ASGI middleware around all routes.
+
+In this order: the Host header, the key, the client's rate, the size of the body while it is read, and its time.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import ipaddress
+import logging
+import time
+from collections import Counter
+from collections.abc import Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
+
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from outrider.client.errors import typed
+from outrider.http import playground
+from outrider.http.errors import ApiError, of_service
+from outrider.rpc.auth import ClientLimits, Tokens
+from outrider.rpc.errors import RequestError
+
+_logger = logging.getLogger("outrider.http")
+
+AUDIO_BYTES = 25 * 1024 * 1024
+"""Largest file of a transcription, as OpenAI has it."""
+# Of a form beside its file.
+_FORM_BYTES = 64 * 1024
+
+# Anyone may ask these: probes and Prometheus carry no key.
+_PUBLIC = ("/health", "/metrics", *playground.FILES)
+# These start sequences, and count in the limits of a client.
+_GENERATING = ("/v1/completions", "/v1/chat/completions", "/v1/audio/transcriptions", playground.GENERATE)
+_TRANSCRIPTIONS = "/v1/audio/transcriptions"
+# Between two log lines about refused requests: a client that retries in a loop must not fill the disk.
+_SECONDS_PER_LINE = 1.0
+
+
+@dataclass(frozen=True)
+class GuardSettings:
+    """Who may call, and how much a request may hold.
+
+    Attributes:
+        keys: None: no key is asked for.
+        limits: of each client, by its key, else its address; None: no limit.
+        allowed_hosts: names that a Host header may have, beside addresses and localhost; `*.NAME` stands for the names
+            under it, `*` for all.
+        max_body_bytes: of a body other than a transcription's.
+        body_timeout: seconds until a body must have arrived.
+    """
+
+    keys: Tokens | None = None
+    limits: ClientLimits | None = None
+    allowed_hosts: Sequence[str] = ()
+    max_body_bytes: int = 16 * 1024 * 1024
+    body_timeout: float = 60.0
+
+
+class Guard:
+    """The middleware."""
+
+    def __init__(self, app: ASGIApp, settings: GuardSettings) -> None:
+        self._app = app
+        self._settings = settings
+        self._next_line = 0.0
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            return await self._app(scope, receive, send)
+        path = scope["path"]
+        with ExitStack() as inside:
+            try:
+                self._check_host(_header(scope, b"host"))
+                if path not in _PUBLIC:
+                    client = self._client(scope)
+                    if path in _GENERATING and self._settings.limits is not None:
+                        inside.enter_context(self._settings.limits.enter(client))
+                receive = self._bounded(scope, receive)
+            except ApiError as error:
+                return await self._refuse(scope, send, error)
+            except RequestError as error:
+                return await self._refuse(scope, send, of_service(typed(error)))
+            await self._app(scope, receive, send)
+
+    def _check_host(self, header: str) -> None:
+        """A page whose name was pointed at this machine's address cannot change the Host header of its requests."""
+        host = header.rsplit(":", 1)[0] if header.rpartition("]")[2].count(":") else header
+        host = host.strip("[]").lower().rstrip(".")
+        if host == "localhost" or _is_address(host):
+            return
+        for allowed in self._settings.allowed_hosts:
+            if allowed in ("*", host) or (allowed.startswith("*.") and host.endswith(allowed[1:])):
+                return
+        raise ApiError(421, "the Host header is not one of this server's names (--http-allowed-host)", code="host")
+
+    def _client(self, scope: Scope) -> str:
+        """The caller's name in the limits."""
+        address = (scope.get("client") or ("", 0))[0]
+        if self._settings.keys is None:
+            return f"address {address}"
+        given = [value for name, value in scope["headers"] if name == b"authorization"]
+        try:
+            return self._settings.keys.check([("authorization", value) for value in given])
+        except RequestError:
+            text = "the key is not one of this server's" if given else "there is no key"
+            text = f"{text}; send one as 'Authorization: Bearer KEY'"
+            headers = {"www-authenticate": "Bearer"}
+            raise ApiError(401, text, code="invalid_api_key", headers=headers) from None
+
+    def _bounded(self, scope: Scope, receive: Receive) -> Receive:
+        """Counts the body while it is read, and gives it a time."""
+        path = scope["path"]
+        most = AUDIO_BYTES + _FORM_BYTES if path == _TRANSCRIPTIONS else self._settings.max_body_bytes
+        length = _header(scope, b"content-length")
+        if length.isdigit() and int(length) > most:
+            raise _too_large(most, length)
+        seconds, size, is_whole = self._settings.body_timeout, 0, False
+        end = asyncio.get_running_loop().time() + seconds
+
+        async def bounded() -> Message:
+            nonlocal size, is_whole
+            if is_whole:
+                return await receive()
+            try:
+                async with asyncio.timeout_at(end):
+                    message = await receive()
+            except TimeoutError:
+                text = f"the body did not arrive within {seconds:g} s"
+                raise ApiError(408, text, code="timeout", headers={"connection": "close"}) from None
+            size += len(message.get("body", b""))
+            is_whole = not message.get("more_body", False)
+            if size > most:
+                raise _too_large(most, f"more than {most}")
+            return message
+
+        return bounded
+
+    async def _refuse(self, scope: Scope, send: Send, error: ApiError) -> None:
+        now = time.monotonic()
+        if now >= self._next_line:
+            self._next_line = now + _SECONDS_PER_LINE
+            address = (scope.get("client") or ("", 0))[0]
+            _logger.warning("a request from %s was refused: %d: %s", address, error.status, error.message)
+        # The body was not read: the connection cannot be used again.
+        fields = {"content-type": "application/json", "connection": "close"} | error.headers
+        body = error.body()
+        headers = [(name.encode(), value.encode()) for name, value in fields.items()]
+        headers.append((b"content-length", str(len(body)).encode()))
+        await send({"type": "http.response.start", "status": error.status, "headers": headers})
+        await send({"type": "http.response.body", "body": body})
+
+
+class Requests:
+    """Counts requests, for /metrics. The outermost middleware, so that refused ones count as well."""
+
+    def __init__(self, app: ASGIApp, counts: RequestCounts) -> None:
+        self._app = app
+        self._counts = counts
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            return await self._app(scope, receive, send)
+        status = 499  # the client closed the connection before the answer began
+
+        async def noting(message: Message) -> None:
+            nonlocal status
+            if message["type"] == "http.response.start":
+                status = message["status"]
+            await send(message)
+
+        self._counts.running += 1
+        try:
+            await self._app(scope, receive, noting)
+        finally:
+            self._counts.running -= 1
+            self._counts.ended[scope["path"] if scope["path"] in self._counts.paths else "other", status] += 1
+
+
+class RequestCounts:
+    """Numbers of requests by path and status.
+
+    Attributes:
+        paths: the paths that are counted by name; others could be any.
+    """
+
+    def __init__(self, paths: Sequence[str]) -> None:
+        self.paths = frozenset(paths)
+        self.running = 0
+        self.ended: Counter[tuple[str, int]] = Counter()
+
+    def text(self) -> str:
+        """In the text format of Prometheus."""
+        lines = [
+            "# HELP outrider_http_requests_running HTTP requests in progress.",
+            "# TYPE outrider_http_requests_running gauge",
+            f"outrider_http_requests_running {self.running}",
+            "# HELP outrider_http_requests_total HTTP requests by path and status; 499: the client has gone.",
+            "# TYPE outrider_http_requests_total counter",
+        ]
+        for (path, status), count in sorted(self.ended.items()):
+            lines.append(f'outrider_http_requests_total{{path="{path}",status="{status}"}} {count}')
+        return "\n".join(lines) + "\n"
+
+
+def _too_large(most: int, given: str) -> ApiError:
+    text = f"the body has {given} bytes; at most {most}"
+    return ApiError(413, text, code="request_too_large", headers={"connection": "close"})
+
+
+def _header(scope: Scope, name: bytes) -> str:
+    """The value of a header that may come once; empty: it is missing, or there are several."""
+    found = [value for key, value in scope["headers"] if key == name]
+    return found[0].decode("latin-1") if len(found) == 1 else ""
+
+
+def _is_address(host: str) -> bool:
+    try:
+        ipaddress.ip_address(host.partition("%")[0])
+    except ValueError:
+        return False
+    return True

@@ -1,0 +1,331 @@
+"""The server of the front: uvicorn with our limits for connections, in the process of the command."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import socket
+import ssl
+import threading
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import uvicorn
+
+from outrider.client import AsyncClient
+from outrider.http.app import AppSettings, create_app
+from outrider.http.security import GuardSettings
+from outrider.rpc.auth import ClientLimits, Tokens
+from outrider.rpc.channel import check_plaintext, is_local
+from outrider.rpc.tls import FileProblem, Watched
+
+if TYPE_CHECKING:
+    from uvicorn.protocols.http.h11_impl import H11Protocol as Protocol
+else:
+    try:
+        from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol as Protocol
+    except ImportError:  # the slower parser is always there
+        from uvicorn.protocols.http.h11_impl import H11Protocol as Protocol
+
+_logger = logging.getLogger("outrider.http")
+
+MAX_HEAD_BYTES = 64 * 1024
+MAX_CONNECTIONS = 4096
+SEND_BUFFER_BYTES = 256 * 1024
+_CHECK_S = 1.0
+_BACKLOG = 1024
+
+
+@dataclass(frozen=True)
+class ServerSettings:
+    """How the front listens, and what it allows.
+
+    Attributes:
+        address: `HOST:PORT`; port 0: a free one.
+        tls_cert: PEM file of the certificate and its chain; None: plaintext.
+        tls_key: PEM file of its private key.
+        key_file: file of the keys that clients send, one a line; None: no key is asked for.
+        plaintext: allow plaintext at addresses that are not loopback.
+        client_rate: sequences a second that one client may start; None: no limit.
+        client_burst: sequences that one client may start at once; None: those of one second.
+        max_client_sequences: of one client in progress; None: no limit.
+        allowed_hosts: see `GuardSettings`.
+        cors_origins: see `AppSettings`.
+        model: see `AppSettings`.
+        max_samples: see `AppSettings`.
+        timeout: see `AppSettings`.
+        max_body_bytes: see `GuardSettings`.
+        playground: see `AppSettings`.
+        idle_timeout: seconds that a connection may be without a whole request.
+        slow_client_timeout: seconds that an answer may wait for its reader.
+        grace: seconds that answers may take to end after a signal.
+    """
+
+    address: str
+    tls_cert: Path | None = None
+    tls_key: Path | None = None
+    key_file: Path | None = None
+    plaintext: bool = False
+    client_rate: float | None = None
+    client_burst: int | None = None
+    max_client_sequences: int | None = None
+    allowed_hosts: Sequence[str] = ()
+    cors_origins: Sequence[str] = ()
+    model: str | None = None
+    max_samples: int = 256
+    timeout: float = 600.0
+    max_body_bytes: int = 16 * 1024 * 1024
+    playground: bool = True
+    idle_timeout: float = 30.0
+    slow_client_timeout: float = 30.0
+    grace: float = 30.0
+
+
+class HttpServer:
+    """A front that listens. The socket is bound at once, so that an address in use is found before anything starts.
+
+    Args:
+        settings: checked here.
+        connect: makes the client, inside the event loop; the server closes it.
+
+    Raises:
+        ValueError: the settings contradict each other, a file has the wrong content, or plaintext or a server without
+            keys would be reachable from other machines.
+        OSError: the address cannot be bound.
+    """
+
+    def __init__(self, settings: ServerSettings, connect: Callable[[], AsyncClient]) -> None:
+        self._settings = settings
+        self._connect = connect
+        self._certificate = _certificate(settings)
+        self._app_settings = _app_settings(settings)
+        self._socket = _bind(settings.address)
+        self._server: uvicorn.Server | None = None
+        self._is_stopped = False
+
+    @property
+    def url(self) -> str:
+        """Where it listens, with the real port."""
+        host, port = self._socket.getsockname()[:2]
+        scheme = "http" if self._certificate is None else "https"
+        return f"{scheme}://{f'[{host}]' if ':' in host else host}:{port}"
+
+    def run(self) -> None:
+        """Serves until a signal, or until `stop`. In the main thread it handles SIGTERM and SIGINT."""
+        with asyncio.Runner(loop_factory=_loop_factory()) as runner:
+            runner.run(self.serve())
+
+    async def serve(self) -> None:
+        """`run`, inside an event loop."""
+        settings = self._settings
+        async with self._connect() as client:
+            config = uvicorn.Config(
+                create_app(client, self._app_settings),
+                http=_Connection,
+                ws="none",
+                lifespan="off",
+                log_config=None,
+                access_log=False,
+                server_header=False,
+                proxy_headers=False,
+                backlog=_BACKLOG,
+                timeout_keep_alive=max(1, round(settings.idle_timeout)),
+                timeout_graceful_shutdown=max(1, round(settings.grace)),
+            )
+            config.load()
+            if self._certificate is not None:
+                config.ssl = self._certificate.context
+            self._server = uvicorn.Server(config)
+            self._server.should_exit = self._is_stopped
+            watching = asyncio.create_task(self._watch(self._server))
+            try:
+                await self._server.serve(sockets=[self._socket])
+            finally:
+                watching.cancel()
+                with suppress(asyncio.CancelledError):
+                    await watching
+
+    def stop(self) -> None:
+        """Ends `run`, from any thread, once the answers in progress have ended or their grace is over."""
+        self._is_stopped = True
+        if self._server is not None:
+            self._server.should_exit = True
+
+    async def _watch(self, server: uvicorn.Server) -> None:
+        """Closes connections that take too long, and takes in new certificates."""
+        settings, loop = self._settings, asyncio.get_running_loop()
+        while True:
+            await asyncio.sleep(min(_CHECK_S, settings.idle_timeout / 4, settings.slow_client_timeout / 4))
+            for connection in list(server.server_state.connections):
+                if isinstance(connection, _Connection):
+                    connection.check(loop.time(), settings.idle_timeout, settings.slow_client_timeout)
+            if self._certificate is not None:
+                self._certificate.renew()
+
+
+class BackgroundServer:
+    """An `HttpServer` in a thread of its own. As a context manager it stops at the end."""
+
+    def __init__(self, server: HttpServer) -> None:
+        self._server = server
+        self._thread = threading.Thread(target=server.run, name="outrider-http", daemon=True)
+
+    def __enter__(self) -> HttpServer:
+        self._thread.start()
+        return self._server
+
+    def __exit__(self, *error: object) -> None:
+        self._server.stop()
+        self._thread.join()
+
+
+# ------------------------------------------------------------------------------------------------------- connections
+
+
+class _Connection(Protocol):
+    """A connection with limits: for the time until a request's head has arrived, for its size, and for a reader that
+    does not read. uvicorn has a time for idle connections alone.
+    """
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self._quiet_since = self.loop.time()
+        self._stuck_since: float | None = None
+        self._head_bytes = 0
+
+    @property
+    def _is_idle(self) -> bool:
+        """Whether no request is in progress."""
+        cycle: Any = self.cycle  # None before the first request
+        return cycle is None or cycle.response_complete
+
+    def connection_made(self, transport: Any) -> None:
+        super().connection_made(transport)
+        if len(self.connections) > MAX_CONNECTIONS:
+            transport.abort()
+
+    def data_received(self, data: bytes) -> None:
+        # A body may come in the piece that ends the head: only pieces that did not end it count.
+        if self._head_bytes > MAX_HEAD_BYTES:
+            self.transport.abort()
+            return
+        super().data_received(data)
+        self._head_bytes = self._head_bytes + len(data) if self._is_idle else 0
+
+    def on_response_complete(self) -> None:
+        super().on_response_complete()
+        self._quiet_since, self._head_bytes = self.loop.time(), 0
+
+    def pause_writing(self) -> None:
+        super().pause_writing()
+        self._stuck_since = self.loop.time()
+
+    def resume_writing(self) -> None:
+        super().resume_writing()
+        self._stuck_since = None
+
+    def check(self, now: float, idle_timeout: float, slow_client_timeout: float) -> None:
+        """Closes the connection if it has taken too long."""
+        is_quiet = self._is_idle and now - self._quiet_since > idle_timeout
+        is_stuck = self._stuck_since is not None and now - self._stuck_since > slow_client_timeout
+        if is_stuck and not is_quiet:
+            _logger.warning("a client has read nothing for %g s; its connection is closed", slow_client_timeout)
+        if is_quiet or is_stuck:
+            self.transport.abort()
+
+
+# ---------------------------------------------------------------------------------------------------------- settings
+
+
+class _Certificate:
+    """The TLS context of a listener, whose files are read again when they change."""
+
+    def __init__(self, cert: Path, key: Path) -> None:
+        self.context = _context(cert, key)
+        self._files = cert, key
+        self._watched = Watched([cert, key], lambda: _context(cert, key))  # fails if they do not match
+        self._version = 0
+
+    def renew(self) -> None:
+        """Uses the files as they are now, for new connections."""
+        version, _ = self._watched.look()
+        if version != self._version:
+            self._version = version
+            with suppress(OSError):  # replaced again this moment: the next check sees it
+                self.context.load_cert_chain(*self._files)
+
+
+def _context(cert: Path, key: Path) -> ssl.SSLContext:
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    try:
+        # An empty passphrase: without one OpenSSL would ask for it at the terminal.
+        context.load_cert_chain(cert, key, password="")
+    except ssl.SSLError:
+        raise FileProblem(f"{cert} and {key}: not a PEM certificate and its private key without a passphrase") from None
+    context.set_alpn_protocols(["http/1.1"])
+    return context
+
+
+def _certificate(settings: ServerSettings) -> _Certificate | None:
+    cert, key = settings.tls_cert, settings.tls_key
+    if (cert is None) != (key is None):
+        given, missing = ("cert", "key") if key is None else ("key", "cert")
+        raise ValueError(f"--http-tls-{given} needs --http-tls-{missing}")
+    return (
+        None if cert is None or key is None else _from_files("--http-tls-cert, --http-tls-key", _Certificate, cert, key)
+    )
+
+
+def _app_settings(settings: ServerSettings) -> AppSettings:
+    is_plain, path = settings.tls_cert is None, settings.key_file
+    if is_plain and not settings.plaintext:
+        try:
+            check_plaintext(settings.address, "give --http-tls-cert and --http-tls-key, or --http-plaintext")
+        except ValueError as error:
+            raise ValueError(f"--http {error}") from None
+    if path is None and not settings.plaintext and not is_local(settings.address):
+        raise ValueError(
+            f"--http {settings.address} is not a loopback address, and without keys anyone may call: give "
+            "--http-key-file, or --http-plaintext if the network is trusted"
+        )
+    keys = None if path is None else _from_files("--http-key-file", Tokens, path)
+    limits = None
+    if settings.client_rate is not None or settings.max_client_sequences is not None:
+        limits = ClientLimits(
+            rate=settings.client_rate, burst=settings.client_burst, max_sequences=settings.max_client_sequences
+        )
+    elif settings.client_burst is not None:
+        raise ValueError("--http-client-burst needs --http-client-rate")
+    guard = GuardSettings(keys, limits, settings.allowed_hosts, settings.max_body_bytes)
+    return AppSettings(
+        settings.model, settings.max_samples, settings.timeout, guard, settings.cors_origins, settings.playground
+    )
+
+
+def _from_files(flag: str, make: Callable[..., Any], *paths: Path) -> Any:
+    try:
+        return make(*paths)
+    except FileProblem as problem:
+        raise ValueError(f"{flag}: {problem}") from problem
+    except OSError as error:
+        raise ValueError(f"{flag}: {error.filename or paths[0]}: {error.strerror or error}") from error
+
+
+def _bind(address: str) -> socket.socket:
+    host, _, port = address.rpartition(":")
+    family = socket.AF_INET6 if host.startswith("[") else socket.AF_INET
+    listener = socket.create_server((host.strip("[]"), int(port)), family=family, backlog=_BACKLOG)
+    # Connections inherit it. By default the kernel would keep megabytes for each client that does not read.
+    listener.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, SEND_BUFFER_BYTES)
+    return listener
+
+
+def _loop_factory() -> Callable[[], asyncio.AbstractEventLoop] | None:
+    try:
+        import uvloop
+    except ImportError:  # not on every platform
+        return None
+    return uvloop.new_event_loop

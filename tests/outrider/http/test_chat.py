@@ -1,0 +1,121 @@
+"""/v1/chat/completions, the routes about tokens, and those about the front, over a real socket."""
+
+import httpx
+import pytest
+
+from outrider.client import Client
+from tests.outrider.http.conftest import TEMPLATE, Post, near, plain, stream
+
+QUESTION = "write a function"
+PROMPT = f"# user: {QUESTION}\n# assistant:"
+
+
+def test_a_conversation_goes_through_the_models_template(chat: Post, ours: Client) -> None:
+    messages = [{"role": "user", "content": QUESTION}]
+    wanted = ours.complete(messages, temperature=0, max_new_tokens=24)
+    assert wanted.text == ours.complete(PROMPT, temperature=0, max_new_tokens=24).text
+    for limit in ("max_tokens", "max_completion_tokens"):
+        answer = chat(QUESTION, temperature=0, **{limit: 24})
+        (choice,) = answer["choices"]
+        assert choice["message"] == {"role": "assistant", "content": wanted.text, "refusal": None}
+        assert choice["finish_reason"] == "length"
+        assert answer["id"].startswith("chatcmpl-")
+        assert answer["object"] == "chat.completion"
+    parts = [{"type": "text", "text": "write"}, {"type": "text", "text": "a function"}]
+    assert chat(parts, max_tokens=1)["usage"]["prompt_tokens"] > 0
+
+
+def test_without_a_limit_the_text_may_fill_the_context(chat: Post, ours: Client) -> None:
+    context = ours.get_model().model.limits.max_sequence_tokens
+    answer = chat(QUESTION, temperature=0, stop="\n")
+    assert answer["choices"][0]["finish_reason"] == "stop"
+    per_repeat = len(ours.tokenize("x " * 100).token_ids) / 100
+    answer = chat("x " * int((context - 30) / per_repeat), seed=1, ignore_eos=True)
+    assert answer["usage"]["total_tokens"] == context
+
+
+def test_a_stream_begins_with_the_role_and_ends_with_the_reason(http: httpx.Client, chat: Post) -> None:
+    fields = {"messages": [{"role": "user", "content": QUESTION}], "seed": 5, "max_tokens": 32, "n": 2}
+    wanted = chat(QUESTION, seed=5, max_tokens=32, n=2)
+    texts, reasons, begun = ["", ""], [None, None], set()
+    for event in stream(http, "/v1/chat/completions", **fields):
+        assert event["object"] == "chat.completion.chunk"
+        (choice,) = event["choices"]
+        index, delta = choice["index"], choice["delta"]
+        assert (delta.get("role") == "assistant") == (index not in begun)
+        begun.add(index)
+        assert reasons[index] is None
+        texts[index] += delta.get("content", "")
+        reasons[index] = choice["finish_reason"]
+    assert texts == [choice["message"]["content"] for choice in wanted["choices"]]
+    assert reasons == [choice["finish_reason"] for choice in wanted["choices"]]
+
+
+def test_logprobs_name_each_token_with_its_bytes(http: httpx.Client, chat: Post, ours: Client) -> None:
+    wanted = ours.complete(PROMPT, temperature=0, max_new_tokens=16, logprobs=2).samples[0].logprobs
+    choice = chat(QUESTION, temperature=0, max_tokens=16, logprobs=True, top_logprobs=2)["choices"][0]
+    found = choice["logprobs"]["content"]
+    assert [each["logprob"] for each in found] == near([each.token.raw for each in wanted])
+    for one, other in zip(found, wanted, strict=True):
+        assert [top["logprob"] for top in one["top_logprobs"]] == near([top.raw for top in other.top])
+    assert "".join(each["token"] for each in found) == choice["message"]["content"]
+    assert all(bytes(each["bytes"]).decode() == each["token"] for each in found)
+    fields = {"messages": [{"role": "user", "content": QUESTION}], "temperature": 0, "max_tokens": 16}
+    parts = stream(http, "/v1/chat/completions", **fields, logprobs=True, top_logprobs=2)
+    logprobs = [part["choices"][0]["logprobs"] for part in parts]
+    streamed = [entry for each in logprobs if each for entry in each["content"]]
+    assert [each["token"] for each in streamed] == [each["token"] for each in found]
+    assert [each["logprob"] for each in streamed] == near([each["logprob"] for each in found])
+
+
+def test_a_model_without_a_template_refuses_a_conversation(draft_address: str) -> None:
+    from tests.outrider.http.conftest import running_front
+
+    with running_front(draft_address) as url:
+        answer = plain.post(f"{url}/v1/chat/completions", json={"messages": [{"role": "user", "content": "x"}]})
+    assert answer.status_code == 400
+    assert answer.json()["error"]["code"] == "no_chat_template"
+
+
+# ------------------------------------------------------------------------------------------------------------ tokens
+
+
+def test_tokens_of_a_text_and_back(http: httpx.Client, ours: Client) -> None:
+    text = "def f(x):\n    return 'é…'\n"
+    found = http.post("/tokenize", json={"prompt": text, "return_token_strs": True}).json()
+    assert found["tokens"] == list(ours.tokenize(text).token_ids)
+    assert (found["count"], len(found["token_strs"])) == (len(found["tokens"]), len(found["tokens"]))
+    assert found["max_model_len"] == ours.get_model().model.limits.max_sequence_tokens
+    assert http.post("/detokenize", json={"tokens": found["tokens"]}).json() == {"prompt": text}
+    chat = http.post("/tokenize", json={"messages": [{"role": "user", "content": QUESTION}]}).json()
+    assert chat["tokens"] == list(ours.tokenize(PROMPT).token_ids)
+    assert chat["token_strs"] is None
+
+
+def test_the_tokenizers_configuration(http: httpx.Client) -> None:
+    found = http.get("/tokenizer_info").json()
+    assert found["tokenizer_class"]
+    assert found["chat_template"] == TEMPLATE
+    assert found["eos_token"] == "<|endoftext|>"
+
+
+# --------------------------------------------------------------------------------------------------------- the front
+
+
+def test_models_health_version_and_metrics(http: httpx.Client) -> None:
+    (card,) = http.get("/v1/models").json()["data"]
+    assert card["id"] == "target"
+    assert http.get("/v1/models/target").json() == card
+    assert http.get("/v1/models/other/name").json()["error"]["code"] == "model_not_found"
+    assert http.get("/health").status_code == 200
+    assert set(http.get("/version").json()) == {"version"}
+    text = http.get("/metrics").text
+    assert 'outrider_http_requests_total{path="/v1/models",status="200"} ' in text
+    assert "outrider_http_requests_running " in text
+
+
+@pytest.mark.parametrize(("method", "path", "status"), [("GET", "/v1/completions", 405), ("GET", "/nothing", 404)])
+def test_wrong_routes_answer_in_openais_form(http: httpx.Client, method: str, path: str, status: int) -> None:
+    answer = http.request(method, path)
+    assert answer.status_code == status
+    assert set(answer.json()["error"]) == {"message", "type", "param", "code"}

@@ -1,0 +1,71 @@
+"""`outrider gateway` as a user runs it. docs/how-to/openai.md runs `outrider serve --http`."""
+
+import re
+import signal
+import sys
+from pathlib import Path
+
+import httpx
+import pytest
+from click.testing import CliRunner
+
+from outrider.cli import main
+from tests.commands import Command
+
+
+def _url(command: Command, pattern: str) -> str:
+    assert command.process.stderr is not None
+    for line in command.process.stderr:
+        if found := re.search(pattern, line):
+            return found[1]
+    raise AssertionError(f"ended with {command.ended()}")
+
+
+def test_a_gateway_answers_until_sigterm(draft_address: str, tmp_path: Path) -> None:
+    keys = tmp_path / "keys"
+    keys.write_text("a-key-of-some-length\n")
+    flags = ("--draft", draft_address, "--http", "127.0.0.1:0", "--http-key-file", str(keys), "--http-model", "mine")
+    command = Command("outrider.cli", "gateway", *flags)
+    url = _url(command, r"at (http://\S+)/v1")
+    headers = {"authorization": "Bearer a-key-of-some-length"}
+    body = {"model": "mine", "prompt": "x", "max_tokens": 100, "ignore_eos": True, "stream": True}
+    with httpx.stream("POST", f"{url}/v1/completions", json=body, headers=headers, timeout=60) as response:
+        assert response.status_code == 200
+        lines = response.iter_lines()
+        next(lines)
+        command.process.send_signal(signal.SIGTERM)
+        assert "data: [DONE]" in list(lines), "the answer in progress ends"
+    code, out, err = command.ended()
+    assert (code, out, err) == (0, "", "Stopped.\n")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "code", "words"),
+    [
+        (("--http", "0.0.0.0:0"), 2, "--http 0.0.0.0:0 is not a loopback address"),
+        (("--http", "127.0.0.1:0", "--http-tls-key", __file__), 2, "--http-tls-key needs --http-tls-cert"),
+        (("--http", "127.0.0.1:0", "--http-key-file", __file__), 2, "is not a token"),
+        (("--http", "nowhere"), 2, "is not HOST:PORT"),
+        (("--http", "203.0.113.1:1", "--http-plaintext"), 1, "cannot listen at 203.0.113.1:1"),
+    ],
+)
+def test_wrong_options_end_the_command_in_one_line(arguments: tuple[str, ...], code: int, words: str) -> None:
+    done = CliRunner().invoke(main, ["gateway", *arguments])
+    assert done.exit_code == code
+    assert words in done.stderr
+
+
+def test_serve_with_tls_asks_for_a_gateway() -> None:
+    pair = ("--target", "x", "--draft", "x", "--http", "127.0.0.1:0", "--tls-cert", __file__, "--tls-key", __file__)
+    done = CliRunner().invoke(main, ["serve", *pair])
+    assert done.exit_code == 2
+    assert "outrider gateway" in done.stderr
+
+
+def test_the_front_needs_its_extra(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in [name for name in sys.modules if name.startswith("outrider.http")]:
+        monkeypatch.delitem(sys.modules, name)
+    monkeypatch.setitem(sys.modules, "uvicorn", None)
+    done = CliRunner().invoke(main, ["gateway", "--http", "127.0.0.1:0"])
+    assert done.exit_code == 1
+    assert "pip install '.[http]'" in done.stderr

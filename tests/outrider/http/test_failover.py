@@ -1,0 +1,108 @@
+"""A draft service is killed, or refuses, while the front answers."""
+
+import time
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import httpx
+import pytest
+
+from outrider.cli.processes import Pair
+from outrider.client import Client
+from tests.cluster import Cluster, Service, wait_healthy
+from tests.outrider.http.conftest import events, plain, running_front, stream
+from tests.proxy import Proxy, Way
+
+FIELDS = {"prompt": "def area(radius):\n", "seed": 11, "max_tokens": 80, "ignore_eos": True}
+
+
+def test_a_killed_draft_service_is_not_seen(demo_pair: Pair, chat_folder: Path, ours: Client) -> None:
+    wanted = ours.complete("def area(radius):\n", seed=11, max_new_tokens=80, ignore_eos=True)
+    with Cluster() as cluster:
+        drafts = [cluster.draft(demo_pair.verifier, model=chat_folder) for _ in range(2)]
+        wait_healthy(*drafts)
+        addresses = ",".join(draft.address for draft in drafts)
+        with running_front(addresses, patience=0.5) as url, httpx.Client(base_url=url) as http:
+            with http.stream("POST", "/v1/completions", json=FIELDS | {"stream": True}, timeout=60) as response:
+                assert response.status_code == 200
+                texts, killed = [], None
+                for event in events(response):
+                    texts.append(event["choices"][0]["text"])
+                    if killed is None and len(texts) == 5:
+                        killed = next(d for d in drafts if d.count("outrider_num_requests_running") == 1)
+                        killed.kill()
+            assert "".join(texts) == wanted.text
+            assert killed is not None
+            assert http.get("/health").status_code == 200
+            (left,) = [draft for draft in drafts if draft is not killed]
+            with http.stream("POST", "/v1/completions", json=FIELDS | {"stream": True}, timeout=60) as response:
+                lines = []
+                for line in response.iter_lines():
+                    lines.append(line)
+                    if len(lines) == 3:
+                        left.kill()
+            shown = [line for line in lines if line]
+            assert shown[-1].startswith('data: {"error"'), "a text that cannot continue"
+            assert "data: [DONE]" not in shown
+            assert left.address not in shown[-1]
+            assert http.get("/health").status_code == 503
+            assert http.get("/v1/models").status_code == 200  # known still
+
+
+def test_a_full_service_is_429_and_a_slow_one_504(demo_pair: Pair, chat_folder: Path) -> None:
+    with Cluster() as cluster:
+        draft = cluster.draft(demo_pair.verifier, model=chat_folder, flags="--max-sequences 1 --max-waiting 0")
+        wait_healthy(draft)
+        with (
+            running_front(draft.address, patience=0.0, timeout=1.5) as url,
+            httpx.Client(base_url=url, timeout=60) as http,
+        ):
+            long = FIELDS | {"max_tokens": 900}
+            with http.stream("POST", "/v1/completions", json=long | {"stream": True}) as held:
+                assert held.status_code == 200
+                answer = http.post("/v1/completions", json=FIELDS)
+                assert (answer.status_code, answer.json()["error"]["type"]) == (429, "rate_limit_error")
+                assert int(answer.headers["retry-after"]) >= 1
+                assert draft.address not in answer.text
+                held.read()
+                assert b'"error"' in held.content
+            answer = http.post("/v1/completions", json=long)
+            assert answer.status_code == 504
+            assert answer.json()["error"]["type"] == "server_error"
+            assert stream(http, "/v1/completions", prompt="x", max_tokens=1)
+
+
+@pytest.mark.parametrize("path", ["/v1/models", "/v1/completions", "/health"])
+def test_without_a_service_the_front_says_so(path: str) -> None:
+    with running_front("127.0.0.1:1", patience=0.1) as url:
+        answer = plain.get(url + path) if path != "/v1/completions" else httpx.post(url + path, json={"prompt": "x"})
+    assert answer.status_code == 503
+    assert answer.headers["retry-after"] == "1"
+    assert "127.0.0.1" not in answer.text
+
+
+@pytest.mark.parametrize("streamed", [False, True], ids=["whole", "stream"])
+def test_several_choices_continue_too(chat_draft: Service, ours: Client, *, streamed: bool) -> None:
+    """The connections are cut in the middle."""
+    wanted = ours.complete("def area(radius):\n", seed=11, max_new_tokens=80, ignore_eos=True, n=2)
+    with Proxy(chat_draft.address) as one, Proxy(chat_draft.address) as other:
+        for proxy in (one, other):
+            proxy.cut_after(1800, Way.DOWN)
+        with running_front(f"{one.address},{other.address}") as url, httpx.Client(base_url=url, timeout=60) as http:
+            texts = ["", ""]
+            if streamed:
+                for event in stream(http, "/v1/completions", **FIELDS, n=2):
+                    texts[event["choices"][0]["index"]] += event["choices"][0]["text"]
+            else:
+                answer = http.post("/v1/completions", json=FIELDS | {"n": 2}).json()
+                texts = [choice["text"] for choice in answer["choices"]]
+                assert answer["usage"]["completion_tokens"] == 160
+    assert texts == [sample.text for sample in wanted.samples]
+
+
+def test_requests_do_not_wait_for_each_other_while_no_service_answers() -> None:
+    began = time.monotonic()
+    with running_front("127.0.0.1:1", patience=1.0) as url, ThreadPoolExecutor(8) as pool:
+        answers = list(pool.map(lambda _: plain.get(f"{url}/v1/models"), range(8)))
+    assert {answer.status_code for answer in answers} == {503}
+    assert time.monotonic() - began < 6.0, "one after the other they would take eight seconds"

@@ -1,0 +1,116 @@
+"""/v1/audio/transcriptions of a pair of speech models, with OpenAI's own client too."""
+
+import tempfile
+from collections.abc import Iterator
+from typing import Any
+
+import openai
+import pytest
+
+from outrider.client import Client
+from tests.cluster import Cluster, wait_healthy
+from tests.outrider.http.conftest import plain, running_front
+from tests.project.tree import ROOT
+
+SPEECH = ROOT / "models" / "speech"
+CLIP, LONG = SPEECH / "clips" / "en-1.wav", SPEECH / "clips" / "en-long.wav"
+PATH = "/v1/audio/transcriptions"
+
+
+@pytest.fixture(scope="module")
+def speech() -> Iterator[tuple[str, Client]]:
+    """The URL of a front, and our own client of its draft service."""
+    with Cluster() as cluster:
+        verifier = cluster.verifier(model=SPEECH / "target")
+        draft = cluster.draft(verifier, model=SPEECH / "draft")
+        wait_healthy(verifier, draft)
+        with running_front(draft.address) as url, Client(draft.address) as client:
+            yield url, client
+
+
+def test_the_text_is_that_of_our_own_client(speech: tuple[str, Client]) -> None:
+    url, ours = speech
+    wanted = ours.transcribe(CLIP, language="en").wait()
+    with openai.OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0) as sdk, CLIP.open("rb") as file:
+        found = sdk.audio.transcriptions.create(model="target", file=file, language="en")
+    assert found.text == wanted.text
+    answer = plain.post(url + PATH, files={"file": CLIP.read_bytes()}, data={"response_format": "text"}, timeout=60)
+    assert answer.text == wanted.text + "\n"
+
+
+def test_long_audio_has_segments_with_times(speech: tuple[str, Client]) -> None:
+    url, ours = speech
+    wanted = ours.transcribe(LONG, timestamps=True).wait()
+    data = {"response_format": "verbose_json", "timestamp_granularities[]": "segment"}
+    found = plain.post(url + PATH, files={"file": LONG.read_bytes()}, data=data, timeout=60).json()
+    assert found["text"] == wanted.text
+    assert found["duration"] == wanted.duration
+    assert [(each["start"], each["end"], each["text"]) for each in found["segments"]] == [
+        (each.start, each.end, each.text) for each in wanted.segments
+    ]
+    subtitles = plain.post(url + PATH, files={"file": CLIP.read_bytes()}, data={"response_format": "srt"}, timeout=60)
+    assert subtitles.text.startswith("1\n00:00:")
+    assert subtitles.text.count(" --> ") >= 1
+
+
+@pytest.mark.parametrize(
+    ("data", "content", "status", "param"),
+    [
+        ({}, None, 400, "file"),
+        ({}, b"RIFF", 400, "file"),
+        ({}, b"", 400, "file"),
+        ({"model": "whisper-1"}, b"RIFF", 404, "model"),
+        ({"language": "xx"}, CLIP, 400, "language"),
+        ({"prompt": "hello"}, CLIP, 400, "prompt"),
+        ({"stream": "true"}, CLIP, 400, "stream"),
+        ({"response_format": "xml"}, CLIP, 400, "response_format"),
+        ({"temperature": "hot"}, CLIP, 400, "temperature"),
+        ({"timestamp_granularities[]": "word"}, CLIP, 400, "timestamp_granularities"),
+        ({"unknown": "1"}, CLIP, 400, "unknown"),
+        ({}, bytes(26 * 1024 * 1024), 413, None),
+    ],
+)
+def test_a_wrong_form_is_refused_by_name(
+    speech: tuple[str, Client], data: dict[str, str], content: object, status: int, param: str | None
+) -> None:
+    raw = CLIP.read_bytes() if content is CLIP else content
+    files: Any = {"file": ("x.wav", raw)} if raw is not None else {"model": (None, b"target")}
+    answer = plain.post(speech[0] + PATH, files=files, data=data, timeout=60)
+    error = answer.json()["error"]
+    assert (answer.status_code, error["param"]) == (status, param), error
+    assert str(ROOT) not in error["message"]
+
+
+def test_a_pair_of_speech_refuses_text(speech: tuple[str, Client]) -> None:
+    answer = plain.post(f"{speech[0]}/v1/completions", json={"prompt": "x"})
+    assert (answer.status_code, answer.json()["error"]["param"]) == (400, "prompt")
+    assert str(ROOT) not in answer.text
+
+
+@pytest.mark.parametrize(
+    ("kind", "content"),
+    [
+        ("application/json", b"{}"),
+        ("multipart/form-data", b"x"),
+        ("multipart/form-data; boundary=x", b"no form"),
+        (
+            "multipart/form-data; boundary=x",
+            b'--x\r\nContent-Disposition: form-data; name="file"; filename="a"\r\n\r\nabc',
+        ),
+    ],
+    ids=["json", "no boundary", "no form", "cut"],
+)
+def test_a_body_that_is_no_form_is_refused(speech: tuple[str, Client], kind: str, content: bytes) -> None:
+    answer = plain.post(speech[0] + PATH, content=content, headers={"content-type": kind})
+    assert answer.status_code == 400
+    assert set(answer.json()["error"]) == {"message", "type", "param", "code"}
+
+
+def test_a_large_file_stays_in_memory(speech: tuple[str, Client], monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*arguments: Any, **options: Any) -> Any:
+        raise PermissionError("there is no disk")
+
+    monkeypatch.setattr(tempfile, "TemporaryFile", refuse)
+    answer = plain.post(speech[0] + PATH, files={"file": bytes(2 << 20)})
+    assert answer.status_code == 400
+    assert "cannot decode" in answer.json()["error"]["message"]
