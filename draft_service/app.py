@@ -14,7 +14,7 @@ from draft_service.drafters.engine import DraftEngine
 from draft_service.drafters.guard import PROBE, PROBE_GAMMA
 from draft_service.drafters.staged import Staging
 from draft_service.failover import FailoverBudget, FailureKind, Verifiers
-from draft_service.metrics import FailoverMetrics, show_drafters, show_held, show_verifiers
+from draft_service.metrics import FailoverMetrics, show_drafters, show_held, show_verifiers, show_vllm
 from draft_service.replicas import Replicas
 from draft_service.request import supports_rule_by_logits
 from draft_service.service import SERVICE_NAME, DraftService, Pair
@@ -22,6 +22,7 @@ from draft_service.settings import DraftSettings
 from draft_service.speculation import GammaController
 from kernels.sparse import SparseConfig
 from kernels.verify import implementation_for
+from outrider.environment import served_name
 from outrider.rpc.errors import internal
 from outrider.rpc.tls import TLS, ChannelTLS
 from outrider.runtime.checkpoint import vocabulary_size
@@ -42,6 +43,7 @@ from outrider.service.loading import (
     load_tokenizer_alone,
     sequence_tokens,
 )
+from outrider.service.metrics import VllmMetrics
 from outrider.service.model_info import describe, describe_tokenizer
 from outrider.service.sampling import DEFAULT_RULE, OFFERED_RULES, RULE_TO_WIRE
 from outrider.service.settings import SettingsError, certificate_and_key, check_plaintext, from_files
@@ -64,12 +66,15 @@ FEATURES = (
     "logprobs",
     "n",
     "penalties",
+    "prompt_logprobs",
     "propose",
+    "report_probabilities",
     "resume",
     "round_reports",
     "speculation_policies",
     "stop_strings",
     "time_limit",
+    "tokenizer",
 )
 
 
@@ -79,12 +84,16 @@ class DraftApp(Service):
     name = SERVICE_NAME
 
     def __init__(self, settings: DraftSettings, loader: Loader = load) -> None:
-        """Raises `SettingsError` if the TLS settings for verifiers are incomplete or contradict each other."""
+        """Raises `SettingsError` if TLS settings for verifiers are incomplete or contradict each other, or if the stubs
+        of vLLM's contract are missing.
+        """
         super().__init__()
         self._settings = settings
         self._loader = loader
         self._tls = verifier_tls(settings)
         self._servicer = DraftService(settings, self.metrics, self.tracing)
+        self._vllm = vllm_engine(settings, self._servicer) if settings.vllm_grpc else None
+        self.also = () if self._vllm is None else (self._vllm.name,)
         self._replicas: Replicas | None = None
         self.engine: DraftEngine | None = None
 
@@ -93,6 +102,8 @@ class DraftApp(Service):
 
     def register(self, server: grpc.aio.Server) -> None:
         add_DraftServiceServicer_to_server(self._servicer, server)
+        if self._vllm is not None:
+            self._vllm.register(server)
 
     async def load(self, warm: Warm) -> None:
         settings = self._settings
@@ -119,11 +130,12 @@ class DraftApp(Service):
         draft = model_info(loaded, tokenizer, settings)
         target = await self._replicas.match(draft)
         limit_by(draft, target)
+        compare_encoders(draft.encoder, target.encoder)
         if (short := short_of(settings, target.limits.max_sequence_tokens)) > 0:
             _log.warning(
-                "max_message_bytes too small",
+                "--max-message-bytes is too small",
                 bytes_short=short,
-                effect="the longest prompts of the target are refused",
+                effect="the longest prompts that the target takes are refused",
                 action="raise --max-message-bytes",
             )
         sparse = SparseConfig(keep_mass=settings.keep_mass, max_support=draft.limits.max_support)
@@ -136,6 +148,9 @@ class DraftApp(Service):
             drafters |= model_drafters(settings, self.engine, drafters, target)
             await warm_up(drafters[Kind.MODEL], self.engine, probe)
         show_held(self.metrics, self._servicer.limit, None if built is None else built.model_runner.pool)
+        if settings.vllm_metrics:
+            shown = VllmMetrics(self.metrics, served_name(target.name))
+            show_vllm(shown, self._servicer.metrics, self._servicer.limit, self._replicas)
         if not supports_rule_by_logits(drafters):
             remove_lossy_rules(draft)
         self.metrics.describe(
@@ -275,6 +290,22 @@ def limit_by(draft: model_pb2.ModelInfo, target: model_pb2.ModelInfo) -> None:
     draft.default_rule = target.default_rule
 
 
+def compare_encoders(draft: model_pb2.EncoderInfo, target: model_pb2.EncoderInfo) -> None:
+    """Logs a warning if the draft's encoder takes shorter inputs than the target's. Without a draft model, `draft` is
+    empty.
+    """
+    speech = draft.kind == model_pb2.ENCODER_KIND_SPEECH
+    longest = (draft.frames, target.frames) if speech else (draft.max_positions, target.max_positions)
+    if 0 < longest[0] < longest[1]:
+        _log.warning(
+            "the draft's encoder takes shorter inputs than the target's",
+            unit="frames of 10 ms" if speech else "tokens",
+            draft=longest[0],
+            target=longest[1],
+            effect="longer inputs are written by the target without a draft",
+        )
+
+
 def remove_lossy_rules(draft: model_pb2.ModelInfo) -> None:
     """Removes the rules that need logits of a draft model."""
     draft.rules[:] = [rule for rule in draft.rules if rule not in draft.lossy_rules]
@@ -294,11 +325,28 @@ def verifier_tls(settings: DraftSettings) -> ChannelTLS | None:
     if ca is None:
         for flag, given in (("--verifier-tls-cert", cert), ("--verifier-tls-name", name)):
             if given is not None:
-                raise SettingsError(f"{flag} needs --verifier-tls-ca")
+                raise SettingsError(f"{flag} needs --verifier-tls-ca, which turns TLS to verifiers on")
         for address in settings.verifier:
             check_plaintext("--verifier", address, settings.plaintext, "give --verifier-tls-ca")
         return None
-    return from_files("--verifier-tls-ca, -cert or -key", lambda: ChannelTLS(TLS(ca, cert, key, name)))
+    return from_files(
+        "--verifier-tls-ca, --verifier-tls-cert or --verifier-tls-key", lambda: ChannelTLS(TLS(ca, cert, key, name))
+    )
+
+
+def vllm_engine(settings: DraftSettings, servicer: DraftService) -> Any:
+    """The servicer of vLLM's contract.
+
+    Raises:
+        SettingsError: the package with its stubs is missing, too old, or does not fit the installed gRPC.
+    """
+    try:
+        from draft_service.vllm_service import VllmEngine
+    except Exception as error:  # besides ImportError: of generated code, about versions
+        raise SettingsError(
+            f"--vllm-grpc needs the package smg-grpc-proto (pip install 'outrider[vllm]'): {error}"
+        ) from error
+    return VllmEngine(servicer, settings)
 
 
 # The limit of our verifiers: this service needs it before a verifier has answered.

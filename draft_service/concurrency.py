@@ -10,7 +10,7 @@ from collections import deque
 from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import contextmanager, suppress
 
-from outrider.rpc.errors import RequestError, draining, idle, overloaded, yielded
+from outrider.rpc.errors import RequestError, counted, draining, idle, overloaded, yielded
 from outrider.rpc.timeouts import InactivityTimer, Pace
 from outrider.service.best_effort import Component
 
@@ -59,12 +59,12 @@ class Claim:
         """Bounds each wait for the client to `seconds`, or to `contended_idle_timeout` while calls are queued."""
         return InactivityTimer(seconds, short=self._limit.contended_idle_timeout, gives_way=self._may_preempt)
 
-    def idle(self, behaviour: str, timer: InactivityTimer) -> RequestError:
-        """The error for a client that was idle for too long; `behaviour` describes how, for the message."""
+    def idle(self, behaviour: str, flag: str, timer: InactivityTimer) -> RequestError:
+        """The error for a client that was idle for too long; `behaviour` says how, `flag` is the limit's."""
         seconds = f"{timer.waited:.3g}"
         if not self.is_preempted:
-            return idle(f"{behaviour} for {seconds} s", seconds=seconds)
-        text = f"{behaviour} for {seconds} s while other calls wait in the queue"
+            return idle(f"{behaviour} for {seconds} s ({flag})", seconds=seconds)
+        text = f"{behaviour} for {seconds} s while other calls wait in the queue (--contended-idle-timeout)"
         return yielded(text, retry_after=self._limit.retry_after(), seconds=seconds)
 
     def _may_preempt(self) -> bool:
@@ -142,8 +142,8 @@ class ConcurrencyLimit:
         if (self._queue or self.running + count > self.maximum) and waiting + count > most:
             seconds = self.retry_after()
             raise overloaded(
-                f"the queue is full: sequences in it {waiting}, of this call {count}, limit {most}; try again in "
-                f"about {seconds:.2g} s, or raise --max-waiting",
+                f"the queue is full: {counted(waiting, 'sequence')} in it, {count} more in this call, and at most "
+                f"{most}; try again in about {seconds:.2g} s, or raise --max-waiting",
                 retry_after=seconds,
                 given=count,
                 waiting=waiting,

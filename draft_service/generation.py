@@ -14,7 +14,7 @@ from draft_service.request import Generation
 from draft_service.sequence import STATISTICS, Sequence
 from draft_service.speculation import SequenceGamma
 from outrider.service.wire import encode_distribution
-from protos.outrider.v1 import sampling_pb2, speculation_pb2, verifier_service_pb2
+from protos.outrider.v1 import draft_service_pb2, sampling_pb2, speculation_pb2, verifier_service_pb2
 
 _log = structlog.get_logger()
 
@@ -25,7 +25,11 @@ OnOpen = Callable[[verifier_service_pb2.Opened | None], None]
 
 
 class Sample:
-    """One sample of a request."""
+    """One sample of a request.
+
+    Attributes:
+        on_scored: called when no more log-probabilities of the prompt will come; perhaps several times.
+    """
 
     def __init__(
         self,
@@ -43,7 +47,10 @@ class Sample:
         self._emitter = emitter
         self._gamma = gamma
         self._watch = watch
+        self.on_scored: Callable[[], None] = lambda: None
+        self.sequence.on_prompt_logprobs = self._send_prompt_logprobs
         self._drafting: Drafting | None = None
+        self._draft_start = 0.0  # of the last draft, by `time.perf_counter()`
 
     async def run(self, verifiers: Verifiers, drafter: Drafter, *, timeout: float | None, on_open: OnOpen) -> None:
         """Writes the sample. Both services have freed the sequence when this returns or raises.
@@ -56,6 +63,12 @@ class Sample:
         Raises:
             RequestError: the verifier refused the sequence or failed, and no other verifier took it.
         """
+        try:
+            await self._run(verifiers, drafter, timeout=timeout, on_open=on_open)
+        finally:
+            self.on_scored()
+
+    async def _run(self, verifiers: Verifiers, drafter: Drafter, *, timeout: float | None, on_open: OnOpen) -> None:
         request, sequence = self._request, self.sequence
         if request.committed:
             sequence.finish_reason = self._has_ended()
@@ -116,15 +129,24 @@ class Sample:
         opened = await target.open()
         self._emitter.cached_tokens = opened.cached_tokens
         on_open(opened)
+        if not self.sequence.needs_prompt_logprobs:
+            self.on_scored()
         while not self.sequence.finish_reason:
             await self._send_round(target, draft)
             await self._emit()  # while the target runs: earlier, it would delay the draft
             while self.sequence.round.owed and not self.sequence.finish_reason:
                 verdict = await self._next_verdict(target)
-                self._emitter.take(verdict, self.sequence.round.draft_tokens)
+                self._emitter.take(verdict, self.sequence.round.draft_tokens, self._times(verdict))
                 draft = None if self.sequence.round.owed or self.sequence.finish_reason else self._begin_draft()
                 if draft is None or self.sequence.timings.first_token is None:
                     await self._emit()
+
+    async def _send_prompt_logprobs(self, part: sampling_pb2.PromptLogprobs) -> None:
+        self._emitter.send_prompt_logprobs(part)
+        if not self.sequence.needs_prompt_logprobs:
+            self.on_scored()
+        if await self._emitter.wait_for_client():
+            self._gamma.disturbed()
 
     async def _emit(self) -> None:
         """Sends committed tokens and text, and waits if the client has too many responses unread."""
@@ -144,6 +166,7 @@ class Sample:
             return None
         # A verdict adds a token of the target, so one less than are left.
         gamma = self._gamma.next(min(self._drafting.capacity(), self.sequence.left - 1))
+        self._draft_start = time.perf_counter()
         return self._drafting.propose(gamma) if gamma else None
 
     async def _send_round(self, target: FailoverStream, draft: Awaitable[Draft] | None) -> None:
@@ -156,7 +179,13 @@ class Sample:
         else:
             distributions = [encode_distribution(each) for each in drafted.distributions]
             gamma = self._gamma.gamma
-            sequence.propose(drafted.token_ids, distributions, gamma=gamma, draft_seconds=drafted.seconds)
+            sequence.propose(
+                drafted.token_ids,
+                distributions,
+                gamma=gamma,
+                draft_seconds=drafted.seconds,
+                draft_start=self._draft_start,
+            )
         sequence.round.sent = sent
         await target.send()
         if drafted is not None:
@@ -194,7 +223,8 @@ class Sample:
     def _account(self, verdict: speculation_pb2.Verdict, *, pause: float) -> None:
         """Updates γ, counts and metrics. `pause` is the part of the wait without a verifier. Nothing here raises."""
         round_, now = self.sequence.round, time.perf_counter()
-        waited, round_.sent = now - round_.sent - pause, now  # the wait for the next verdict of a Decode starts here
+        round_.waited = waited = now - round_.sent - pause
+        round_.sent = now  # the wait for the next verdict of a Decode starts here
         self._gamma.judged(verdict)
         self._count(verdict, waited)
         self._watch.judged(
@@ -204,6 +234,11 @@ class Sample:
             draft=round_.draft_seconds,
             waited=waited,
         )
+
+    def _times(self, verdict: speculation_pb2.Verdict) -> draft_service_pb2.RoundReport | None:
+        if not self._request.report_rounds:
+            return None
+        return STATISTICS.run(lambda: self.sequence.round_times(verdict), None)
 
     @STATISTICS.quiet
     def _count(self, verdict: speculation_pb2.Verdict, waited: float) -> None:

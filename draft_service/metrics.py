@@ -11,10 +11,10 @@ from draft_service.concurrency import ConcurrencyLimit
 from draft_service.drafters.base import RUN_A_MODEL, Kind
 from draft_service.drafters.guard import Cost, GuardedDrafter
 from draft_service.drafters.staged import StagedCounts, Staging
-from draft_service.replicas import STATUSES, Replicas, State
+from draft_service.replicas import LOAD_SECONDS, STATUSES, Replicas, State
 from outrider.runtime.kv_cache import KVPool
 from outrider.service.best_effort import Component
-from outrider.service.metrics import Metrics
+from outrider.service.metrics import Metrics, VllmMetrics
 from outrider.service.tracing import CallTrace
 from protos.outrider.v1 import speculation_pb2
 
@@ -29,6 +29,28 @@ _WHOLE = (10e-3, 20e-3, 50e-3, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0, 20.0, 50.0, 1
 PHASES = ("draft", "wire", "queue", "forward", "verify")
 """Of a round: drafting; the network, with waits on both event loops; the queue at the verifier; the forward pass;
 acceptance and sampling. The last three are fields of `VerdictTimings`."""
+
+
+class _Speculation:
+    """Counters of verdicts, by vLLM's definitions: proposals of at least one token, and their tokens."""
+
+    def __init__(self) -> None:
+        def counter(name: str, text: str, *labels: str) -> Counter:
+            return Counter(f"spec_decode_num_{name}", text, labels, registry=None)
+
+        self.drafts = counter("drafts", "Proposals of at least one token that a verifier judged.")
+        self.draft_tokens = counter("draft_tokens", "Drafted tokens in judged proposals.")
+        self.accepted = counter("accepted_tokens", "Drafted tokens that were accepted.")
+        self.accepted_at = counter(
+            "accepted_tokens_per_pos", "Accepted tokens by position in the proposal, from 0.", "position"
+        )
+
+    def judged(self, drafted: int, accepted: int) -> None:
+        self.drafts.inc()
+        self.draft_tokens.inc(drafted)
+        self.accepted.inc(accepted)
+        for position in range(accepted):
+            self.accepted_at.labels(str(position)).inc()
 
 
 class RequestMetrics:
@@ -75,6 +97,7 @@ class RequestMetrics:
             "Samples in progress without a verdict yet: they wait for a verifier, in its queue, or for their prompt.",
             registry=metrics.registry,
         )
+        self._speculation: _Speculation | None = None
 
     def queued(self, seconds: float) -> None:
         self._queued.observe(seconds)
@@ -100,6 +123,21 @@ class RequestMetrics:
     def waits(self, change: int) -> None:
         """Changes the number of samples that wait for their first verdict."""
         self._waiting.inc(change)
+
+    def show_vllm(self, shown: VllmMetrics) -> None:
+        """Shows the histograms, and from now on the counters of verdicts, under vLLM's names too."""
+        self._speculation = counts = _Speculation()
+        shown.add("time_to_first_token_seconds", self._first)
+        shown.add("inter_token_latency_seconds", self._between)
+        shown.add("spec_decode_num_drafts", counts.drafts)
+        shown.add("spec_decode_num_draft_tokens", counts.draft_tokens)
+        shown.add("spec_decode_num_accepted_tokens", counts.accepted)
+        shown.add("spec_decode_num_accepted_tokens_per_pos", counts.accepted_at, "position")
+
+    def speculated(self, drafted: int, accepted: int) -> None:
+        """Records a judged proposal of `drafted` tokens."""
+        if drafted and self._speculation is not None:
+            self._speculation.judged(drafted, accepted)
 
     def judged(self, draft: float | None, *others: float) -> None:
         """Records the seconds of a round in each of `PHASES`; `draft` is None for a `Decode`."""
@@ -160,6 +198,7 @@ class SampleWatch:
         queue, forward, verify = timings.queue_us / 1e6, timings.forward_us / 1e6, timings.verify_us / 1e6
         wire = max(0.0, waited - queue - forward - verify)
         self._metrics.judged(draft, wire, queue, forward, verify)
+        self._metrics.speculated(drafted, verdict.accepted)
         if self._trace.is_recorded:
             now = time.perf_counter()
             self._trace.span(
@@ -201,6 +240,39 @@ def show_held(metrics: Metrics, limit: ConcurrencyLimit, pool: KVPool | None) ->
             "Blocks of the KV cache that sequences hold; the others are free.",
             lambda: pool.used_blocks,
         )
+
+
+def verifiers_load(replicas: Replicas) -> speculation_pb2.VerifierLoad:
+    """The load of ready verifiers by their last verdicts: `waiting` in sum, `kv_usage` on average; 0 without a recent
+    verdict. Any thread may call it.
+    """
+    now = time.monotonic()
+    ready = [replica for replica in replicas.all() if replica.status == "ready"]
+    loads = [replica.reported for replica in ready if now - replica.reported_at < LOAD_SECONDS]
+    return speculation_pb2.VerifierLoad(
+        waiting=sum(load.waiting for load in loads),
+        kv_usage=sum(load.kv_usage for load in loads) / max(1, len(loads)),
+    )
+
+
+def show_vllm(shown: VllmMetrics, requests: RequestMetrics, limit: ConcurrencyLimit, replicas: Replicas) -> None:
+    """Shows requests, speculation and load under vLLM's names too.
+
+    A router of requests reads the load of the pods that it chooses from. Most of a draft service's load is at its
+    verifiers, so their queues and their KV cache count here.
+    """
+    requests.show_vllm(shown)
+    shown.gauge("num_requests_running", "Samples and Propose streams in progress.", lambda: limit.running)
+    shown.gauge(
+        "num_requests_waiting",
+        "Samples and Propose streams in the queue of this service, and sequences in those of its verifiers.",
+        lambda: limit.waiting + verifiers_load(replicas).waiting,
+    )
+    shown.gauge(
+        "kv_cache_usage_perc",
+        "Share of the verifiers' KV cache that sequences hold, as last reported; 0 if unknown, 1 is all of it.",
+        lambda: verifiers_load(replicas).kv_usage,
+    )
 
 
 def show_drafters(metrics: Metrics, drafters: Mapping[Kind, GuardedDrafter], staging: Staging | None) -> None:

@@ -306,7 +306,8 @@ class Emitter:
         self._last = committed[-1] if committed else None
         self._show_token = show_token
         self._one_by_one = one_by_one
-        self._verdicts: list[tuple[speculation_pb2.Verdict, Sequence[int]]] = []  # not turned into text yet
+        # Not turned into text yet, with their drafted tokens and the times of their rounds.
+        self._verdicts: list[tuple[speculation_pb2.Verdict, Sequence[int], draft_service_pb2.RoundReport | None]] = []
         self._tokens: list[_Token] = []
         self._rounds: list[draft_service_pb2.RoundReport] = []
 
@@ -328,15 +329,24 @@ class Emitter:
                 return True
         return False
 
-    def take(self, verdict: speculation_pb2.Verdict, drafted: Sequence[int]) -> None:
-        """Adds a verdict. Cheap: `send` or `finish` turns it into text."""
-        self._verdicts.append((verdict, drafted))
+    def take(
+        self,
+        verdict: speculation_pb2.Verdict,
+        drafted: Sequence[int],
+        times: draft_service_pb2.RoundReport | None = None,
+    ) -> None:
+        """Adds a verdict. Cheap: `send` or `finish` turns it into text. `times` are for the report of the round."""
+        self._verdicts.append((verdict, drafted, times))
 
     def send(self, timings: Timings) -> bool:
         """Sends tokens and text. Returns whether a stop string ended the text; then the rest is dropped."""
         self._read_verdicts()
         self._send(self._text.release(), timings)
         return self._text.stopped_by is not None
+
+    def send_prompt_logprobs(self, part: sampling_pb2.PromptLogprobs) -> None:
+        """Sends log-probabilities of the prompt."""
+        self._responses.send(draft_service_pb2.GenerateResponse(prompt_logprobs=part))
 
     async def wait_for_client(self) -> bool:
         """See `Responses`."""
@@ -369,14 +379,22 @@ class Emitter:
         return reason
 
     def _read_verdicts(self) -> None:
-        for verdict, drafted in self._verdicts:
+        for verdict, drafted, times in self._verdicts:
             if self._text.stopped_by is None:
-                self._read(verdict, drafted)
+                self._read(verdict, drafted, times)
         self._verdicts.clear()
 
-    def _read(self, verdict: speculation_pb2.Verdict, drafted: Sequence[int]) -> None:
+    def _read(
+        self,
+        verdict: speculation_pb2.Verdict,
+        drafted: Sequence[int],
+        times: draft_service_pb2.RoundReport | None,
+    ) -> None:
         if self._show_token is not None:
-            self._rounds.append(self._report(verdict, drafted, self._show_token))
+            report = self._report(verdict, drafted, self._show_token)
+            if times is not None:
+                report.MergeFrom(times)
+            self._rounds.append(report)
         own = _CORRECTION if verdict.accepted < len(drafted) else _TARGET
         silent = len(verdict.token_ids) - (verdict.finish_reason == sampling_pb2.FINISH_REASON_STOP_TOKEN)
         for i, token in enumerate(verdict.token_ids):

@@ -62,18 +62,25 @@ def check_emission(
     emission = message.emission
     if not emission.frame_bytes and not emission.HasField("pace"):
         raise invalid_field("emission", "emission is empty; set frame_bytes, pace or both")
-    if message.speculation.report_rounds:
+    for field in ("report_rounds", "report_probabilities"):
+        if getattr(message.speculation, field):
+            raise invalid_field(
+                f"speculation.{field}",
+                f"speculation.{field} and emission are both set; unset one of them: the reports show the token counts "
+                "that emission hides",
+            )
+    if message.HasField("prompt_logprobs"):
         raise invalid_field(
-            "speculation.report_rounds",
-            "speculation.report_rounds and emission are both set; unset one of them: the reports show the token counts "
-            "that emission hides",
+            "prompt_logprobs",
+            "prompt_logprobs and emission are both set; unset one of them: messages about the prompt have no fixed "
+            "size",
         )
     least = least_frame_bytes(message, max_gamma=max_gamma, top_logprobs=top_logprobs)
     if emission.frame_bytes and not least <= emission.frame_bytes <= MAX_FRAME_BYTES:
         raise invalid_field(
             "emission.frame_bytes",
-            f"emission.frame_bytes is {emission.frame_bytes}; {least} to {MAX_FRAME_BYTES}, where {least} is the size "
-            "of the largest response to this request",
+            f"emission.frame_bytes is {emission.frame_bytes}; {least} to {MAX_FRAME_BYTES}: the largest response to "
+            f"this request has {least} bytes",
             given=emission.frame_bytes,
             minimum=least,
             maximum=MAX_FRAME_BYTES,
@@ -82,7 +89,7 @@ def check_emission(
     if pace is not None and not MIN_PACE_S <= pace <= MAX_PACE_S:
         raise invalid_field(
             "emission.pace",
-            f"emission.pace is {pace:g} s; {MIN_PACE_S:g} to {MAX_PACE_S:g} s",
+            f"emission.pace is {pace:g} s; it must lie in [{MIN_PACE_S:g}, {MAX_PACE_S:g}] s",
             given=pace,
             minimum=MIN_PACE_S,
             maximum=MAX_PACE_S,
@@ -109,6 +116,7 @@ def _counts(top_logprobs: int | None) -> dict[str, int]:
         "origins": 1,
         "token_texts": 0,
         "rounds": 0,
+        "prompt_logprobs": 0,
         "logprobs": 0 if top_logprobs is None else 1,
         "top": top_logprobs or 0,
     }
@@ -148,6 +156,8 @@ def round_sizes(
         "sequence_id": name_bytes,
         "token_ids": gamma + 1,
         "beta": gamma,
+        "target_probabilities": gamma if message.speculation.report_probabilities else 0,
+        "prompt_logprobs": 0,
         "logprobs": 0 if top_logprobs is None else gamma + 1,
         "top": top_logprobs or 0,
         "rules": len(target.rules),

@@ -3,7 +3,7 @@
 For an encoder–decoder model it is the input of the encoder, and the request has a second prompt, of the decoder.
 """
 
-from outrider.rpc.errors import RequestError, failed_precondition, invalid_field
+from outrider.rpc.errors import RequestError, counted, failed_precondition, invalid_field
 from outrider.runtime.tokenizer import Tokenizer
 from outrider.service.decoder_prompt import DecoderPrompts
 from outrider.service.encoder_input import check_features, check_kind, check_length, check_size, check_values
@@ -42,8 +42,8 @@ def check_prompt(
     if len(decoder_prompt) >= (longest := draft.limits.max_sequence_tokens):
         raise invalid_field(
             "decoder_prompt_token_ids",
-            f"decoder_prompt_token_ids has {len(decoder_prompt)} tokens; it and the output together have at most "
-            f"{longest}",
+            f"decoder_prompt_token_ids has {counted(len(decoder_prompt), 'token')}; at most {longest - 1}, so that it "
+            f"and the output have at most {longest} (--max-sequence-tokens): shorten it",
             given=len(decoder_prompt),
             maximum=longest - 1,
         )
@@ -60,7 +60,9 @@ def _check_without_encoder(message: draft_service_pb2.GenerateRequest) -> None:
     names += ["decoder_prompt_token_ids"] if message.decoder_prompt_token_ids else []
     names += ["transcription"] if message.HasField("transcription") else []
     if names:
-        raise invalid_field(names[0], f"{names[0]} is set; the model has no encoder")
+        raise invalid_field(
+            names[0], f"{names[0]} is set; the model has no encoder: unset it, and set text, token_ids or chat"
+        )
 
 
 def _encoder_input(
@@ -73,7 +75,7 @@ def _encoder_input(
     """The input of the encoder, with the checks of everything but its values."""
     encoder, kind = target.encoder, message.WhichOneof("prompt")
     if kind == "chat":
-        raise invalid_field("chat", "chat is set; the model has an encoder, which takes no conversation")
+        raise refuse_chat()
     if kind in ("text", "token_ids"):
         check_kind(kind, encoder, is_text=True)
         most = encoder.max_positions
@@ -110,7 +112,8 @@ def _check_message_size(
         raise invalid_field(
             field,
             f"{field} has {given} bytes; at most {most}: a message to the verifier has at most "
-            f"{limits.max_message_bytes} bytes, of which {rest} are for the rest of the request",
+            f"{limits.max_message_bytes} bytes, and the rest of the request needs {rest} of them; shorten it, or raise "
+            "--max-message-bytes of both services",
             given=given,
             maximum=most,
             max_message_bytes=limits.max_message_bytes,
@@ -124,7 +127,7 @@ def _decoder_prompt(
     if not message.HasField("transcription"):
         return check_token_ids(field, given or target.encoder.decoder_prompt_token_ids, target.vocab_size)
     if target.encoder.kind != model_pb2.ENCODER_KIND_SPEECH:
-        raise invalid_field("transcription", "transcription is set; the model's encoder takes text")
+        raise invalid_field("transcription", "transcription is set; the model's encoder takes text: unset it")
     if given:
         raise invalid_field(field, f"{field} and transcription are both set; unset one of them")
     if prompts is None:
@@ -143,11 +146,17 @@ def check_prompt_length(field: str, tokens: int, most: int | None) -> None:
     """
     if most is not None and tokens > most:
         raise invalid_field(
-            field, f"{field} has {tokens} tokens; at most {most} at this service", given=tokens, maximum=most
+            field,
+            f"{field} has {counted(tokens, 'token')}; at most {most}: shorten it, or raise --max-prompt-tokens of the "
+            "draft service",
+            given=tokens,
+            maximum=most,
         )
 
 
-def check_prompt_bytes(message: draft_service_pb2.GenerateRequest, tokenizer: Tokenizer, most: int) -> None:
+def check_prompt_bytes(
+    message: draft_service_pb2.GenerateRequest | draft_service_pb2.TokenizeRequest, tokenizer: Tokenizer, most: int
+) -> None:
     """Refuses a text that must have more than `most` tokens, before it is tokenised, which is slow.
 
     Raises:
@@ -165,8 +174,8 @@ def check_prompt_bytes(message: draft_service_pb2.GenerateRequest, tokenizer: To
     if given > most * longest:
         raise invalid_field(
             field,
-            f"{field} has {given} bytes; at most {most * longest}, since a prompt has at most {most} tokens of at most "
-            f"{longest} bytes",
+            f"{field} has {given} bytes; at most {most * longest}, since a prompt has at most {counted(most, 'token')} "
+            f"of at most {longest} bytes: shorten it",
             given=given,
             maximum=most * longest,
             tokens=most,
@@ -181,15 +190,26 @@ def _tokenise(message: draft_service_pb2.GenerateRequest, tokenizer: Tokenizer, 
         case "text":
             field, ids = "text", tokenizer.encode(message.text)
         case "chat":
-            field, ids = "chat", _apply_template(message.chat, tokenizer)
+            field, ids = "chat", apply_template(message.chat, tokenizer)
         case _:
-            raise invalid_field("prompt", "prompt is not set; set text, token_ids or chat")
+            raise invalid_field("prompt", "prompt is not set; set text, token_ids, chat, audio or features")
     if not ids:
         raise invalid_field(field, f"{field}: the prompt is empty; at least 1 token is needed", given=0)
     return ids
 
 
-def _apply_template(chat: draft_service_pb2.ChatPrompt, tokenizer: Tokenizer) -> list[int]:
+def refuse_chat() -> RequestError:
+    """The error of a conversation for a model with an encoder."""
+    return invalid_field("chat", "chat is set; a model with an encoder takes no conversation: set another prompt")
+
+
+def apply_template(chat: draft_service_pb2.ChatPrompt, tokenizer: Tokenizer) -> list[int]:
+    """The tokens of a conversation.
+
+    Raises:
+        RequestError: INVALID_ARGUMENT: it is empty, has a message without a role, or the template rejects it;
+            FAILED_PRECONDITION: there is no template.
+    """
     if not chat.messages:
         raise invalid_field("chat.messages", "chat.messages is empty; at least 1 message is needed", given=0)
     for i, each in enumerate(chat.messages):

@@ -81,7 +81,8 @@ class ProposeCall:
             async with asyncio.timeout(seconds):
                 message = await self._next()
         except TimeoutError:
-            raise idle(f"the client sent no message for {seconds:g} s", seconds=seconds) from None
+            text = f"the client sent no message for {seconds:g} s (--idle-timeout); the first one must be OpenDraft"
+            raise idle(text, seconds=seconds) from None
         if message is None:
             raise out_of_order("the stream ended without a message; the first one must be OpenDraft")
         if message.WhichOneof("kind") != "open":
@@ -108,7 +109,7 @@ class ProposeCall:
                     await self._write(queue_position=ahead)
         except TimeoutError:
             raise overloaded(
-                f"the stream waited in the queue for {seconds:g} s (--request-timeout)",
+                f"the stream waited in the queue for {seconds:g} s (--request-timeout); try again later",
                 retry_after=self._limit.retry_after(),
                 seconds=seconds,
             ) from None
@@ -128,7 +129,7 @@ class ProposeCall:
                 try:
                     message = await reading.wait_for(self._next())
                 except TimeoutError:
-                    raise claim.idle("the client sent no message", reading) from None
+                    raise claim.idle("the client sent no message", "--idle-timeout", reading) from None
                 if message is None:
                     return
                 advance = self._check(message)
@@ -141,20 +142,22 @@ class ProposeCall:
                 try:
                     await writing.wait_for(self._write(proposal=progress.proposal(draft)))
                 except TimeoutError:
-                    raise claim.idle("the client read no proposals", writing) from None
+                    raise claim.idle("the client read no proposals", "--slow-client-timeout", writing) from None
 
     def _check(self, message: draft_service_pb2.ProposeRequest) -> draft_service_pb2.Advance:
         if message.sequence_id != self._sequence_id:
             raise invalid_field(
-                "sequence_id", f"sequence_id is {message.sequence_id!r}; this stream's is {self._sequence_id!r}"
+                "sequence_id",
+                f"sequence_id is {message.sequence_id!r}; it must be that of the stream's OpenDraft, "
+                f"{self._sequence_id!r}",
             )
         match message.WhichOneof("kind"):
             case "advance":
                 return message.advance
             case "open":
-                raise out_of_order("a second OpenDraft was sent on the stream; one stream is one sequence")
+                raise out_of_order("a second OpenDraft was sent; open a stream for each sequence")
             case _:
-                raise invalid_field("kind", "kind is not set; a message is an OpenDraft or an Advance")
+                raise invalid_field("kind", "kind is not set; it must be open or advance")
 
     async def _next(self) -> draft_service_pb2.ProposeRequest | None:
         message = cast("Any", await self._context.read())
@@ -188,12 +191,11 @@ class _Progress:
             RequestError: INVALID_ARGUMENT.
         """
         if advance.round <= self._round:
-            raise out_of_order(
-                f"advance.round is {advance.round} after round {self._round}; round numbers start at 1 and must grow"
-            )
+            raise out_of_order(f"advance.round is {advance.round}; it must be above {self._round}, the last round")
         if advance.base_length != self._length:
             raise wrong_base(
-                f"advance.base_length is {advance.base_length}; the sequence has {self._length} tokens",
+                f"advance.base_length is {advance.base_length}; it must be the number of tokens of prompt and "
+                f"committed output before this message, {self._length}",
                 field="advance.base_length",
                 given=advance.base_length,
                 expected=self._length,
@@ -202,15 +204,16 @@ class _Progress:
         if self._round and not committed:
             raise invalid_field(
                 "advance.committed_token_ids",
-                f"advance.committed_token_ids is empty in round {advance.round}; a verdict commits at least 1 token",
+                f"advance.committed_token_ids is empty in round {advance.round}; it must have the tokens that the last "
+                "verdict committed, at least 1",
                 given=0,
             )
         check_gamma("advance.gamma", advance.gamma, limits)
         if self._length + len(committed) > limits.max_sequence_tokens:
             raise invalid_field(
                 "advance.committed_token_ids",
-                f"advance.committed_token_ids makes the sequence {self._length + len(committed)} tokens long; "
-                f"at most {limits.max_sequence_tokens}",
+                f"advance.committed_token_ids makes the sequence {self._length + len(committed)} tokens long; at most "
+                f"{limits.max_sequence_tokens} (--max-sequence-tokens): end it",
                 given=self._length + len(committed),
                 maximum=limits.max_sequence_tokens,
             )
@@ -244,7 +247,7 @@ def check_open(
     sampling = check_target_sampling(message.sampling, pair.target)
     drafter = check_drafter("drafter", message.drafter, sampling, offered=pair.drafters.keys(), default=pair.default)
     if sampling.seed is None:
-        raise invalid_field("sampling.seed", "sampling.seed is not set; OpenDraft requires it")
+        raise invalid_field("sampling.seed", "sampling.seed is not set; give the seed of OpenSequence")
     prompt = check_token_ids("prompt_token_ids", message.prompt_token_ids, vocab_size)
     if not prompt:
         raise invalid_field("prompt_token_ids", "prompt_token_ids is empty; at least 1 token is needed", given=0)
@@ -253,8 +256,8 @@ def check_open(
     if len(prompt) + len(committed) > most:
         raise invalid_field(
             "prompt_token_ids",
-            f"prompt_token_ids and committed_token_ids have {len(prompt)} and {len(committed)} tokens; "
-            f"together at most {most}",
+            f"prompt_token_ids and committed_token_ids have {len(prompt) + len(committed)} tokens; at most {most} "
+            "(--max-sequence-tokens): shorten the prompt",
             given=len(prompt) + len(committed),
             maximum=most,
         )

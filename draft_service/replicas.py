@@ -13,9 +13,9 @@ import grpc
 import structlog
 
 from draft_service.sequence import Sequence
-from draft_service.verify_stream import VerifyStream, translate
+from draft_service.verify_stream import VerifyStream, translate, unreadable
 from outrider.rpc.channel import Lookup, RenewedChannel, Resolver, look_up
-from outrider.rpc.errors import RequestError, internal, unavailable
+from outrider.rpc.errors import RequestError, internal
 from outrider.rpc.tls import ChannelTLS
 from outrider.service import tracing
 from outrider.service.model_info import check_pair, check_target
@@ -137,6 +137,7 @@ class Replica:
         last_failure: the last error of a sequence there.
         busy_until: `time.monotonic()` until which it is full, by the `retry_after` of its first refusal.
         num_open: sequences of this service there.
+        reported: its load with the last verdict, which came at `reported_at` by `time.monotonic()`.
     """
 
     def __init__(
@@ -166,7 +167,8 @@ class Replica:
             address, VerifierServiceStub, max_message_bytes=max_message_bytes, tls=tls, name=name
         )
         self._others = 0  # sequences of other services there, last reported
-        self._load_time = 0.0  # of the last report
+        self.reported = speculation_pb2.VerifierLoad()
+        self.reported_at = 0.0
 
     @property
     def status(self) -> str:
@@ -186,8 +188,7 @@ class Replica:
 
     def load(self) -> int:
         """Sequences there: of this service now, of others as last reported."""
-        others = self._others if time.monotonic() - self._load_time < LOAD_SECONDS else 0
-        return self.num_open + others
+        return self.num_open + (self._others if time.monotonic() - self.reported_at < LOAD_SECONDS else 0)
 
     async def get_model(self) -> model_pb2.ModelInfo:
         """Calls GetModel.
@@ -201,7 +202,7 @@ class Replica:
         except grpc.RpcError as error:
             raise translate(error, self.address) from None
         if answer is None:
-            raise unavailable("NO_VERIFIER", f"could not parse the response of the verifier at {self.address}")
+            raise unreadable(self.address)
         model: model_pb2.ModelInfo = answer.model
         return model
 
@@ -243,7 +244,7 @@ class Lease:
     def succeeded(self, load: speculation_pb2.VerifierLoad) -> None:
         """Records a verdict, with the replica's load."""
         self.replica._others = max(0, load.running + load.waiting - self.replica.num_open)
-        self.replica._load_time = time.monotonic()
+        self.replica.reported, self.replica.reported_at = load, time.monotonic()
         if self.stream.draining:
             self.failed("the verifier is draining")
         elif self.replica.breaker.succeeded(self._epoch):
@@ -485,7 +486,7 @@ async def _answer(replica: Replica) -> model_pb2.ModelInfo | RequestError:
         return error
     except Exception as error:  # otherwise the task that probes it would end for good
         _log.exception("GetModel failed", verifier=replica.address)
-        return internal("INTERNAL", f"GetModel at {replica.address} failed: {error}")
+        return internal("INTERNAL", f"the call GetModel at {replica.address} failed: {error}")
 
 
 def _problem(draft: model_pb2.ModelInfo, answer: model_pb2.ModelInfo | RequestError) -> RequestError | None:

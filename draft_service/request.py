@@ -10,10 +10,9 @@ from draft_service.drafters.base import HAVE_LOGITS, Kind
 from draft_service.privacy import Emission, RoundSizes
 from draft_service.speculation import PolicyKind
 from outrider.rpc.errors import invalid_field
+from outrider.seeds import derive_seed
 from outrider.service.sampling import Sampling, check_temperature
 from protos.outrider.v1 import draft_service_pb2, input_pb2, sampling_pb2
-
-_MASK64 = 2**64 - 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,6 +28,7 @@ class Generation:
         seed: of the first sample.
         stop_token_ids: of the request, without the model's own.
         top_logprobs: None without log-probabilities.
+        top_prompt_logprobs: the same for tokens of the prompt.
         time_limit: in seconds; None without one.
         policy: chooses γ.
         gamma: the largest γ, and with `fixed` the only one; 0 is `Decode` alone.
@@ -38,6 +38,7 @@ class Generation:
         draft_temperature: None is the target's.
         outcome_cache: whether the drafter may draft while a verdict is on its way.
         seed_is_fresh: this service has just drawn the seed.
+        report_probabilities: add p and q of drafted tokens to the reports of rounds.
         emission: sizes and pace of the responses; None without such limits.
         round_sizes: sizes of the messages to and from the verifier.
         encoder_input: the input of the encoder, as the verifier gets it; None for a model without encoder.
@@ -75,6 +76,8 @@ class Generation:
     round_sizes: RoundSizes
     encoder_input: input_pb2.EncoderInput | None = field(default=None, repr=False)
     draft_encoder_input: Tensor | None = field(default=None, repr=False, compare=False)
+    top_prompt_logprobs: int | None = None
+    report_probabilities: bool = False
 
     @property
     def prompt_tokens(self) -> int:
@@ -84,19 +87,6 @@ class Generation:
     def seed_of(self, sample: int) -> int:
         """The seed of a sample."""
         return derive_seed(self.seed, sample)
-
-
-def derive_seed(seed: int, sample: int) -> int:
-    """The seed of a sample: the request's own for the first sample, and a number derived from it for the others.
-
-    Output number `sample` of SplitMix64 (Steele, Lea and Flood, 2014) begun at `seed`: distinct for distinct samples.
-    """
-    if sample == 0:
-        return seed
-    z = (seed + sample * 0x9E3779B97F4A7C15) & _MASK64
-    z = ((z ^ (z >> 30)) * 0xBF58476D1CE4E5B9) & _MASK64
-    z = ((z ^ (z >> 27)) * 0x94D049BB133111EB) & _MASK64
-    return z ^ (z >> 31)
 
 
 KIND_TO_WIRE = {
@@ -131,7 +121,8 @@ def _check_rule(kind: Kind, sampling: Sampling) -> None:
     if sampling.needs_logits and kind not in HAVE_LOGITS:
         raise invalid_field(
             "sampling.rule",
-            f"sampling.rule is sigmoid, which needs the logits of a draft model; the drafter {kind.value} has none",
+            f"sampling.rule is sigmoid, which needs the logits of a draft model, and the drafter {kind.value} has "
+            "none: name the drafter model, or another rule",
             given=sampling.rule.value,
             drafter=kind.value,
         )

@@ -1,6 +1,7 @@
 """A sequence at the draft service: its tokens, its current round, its counts and timings."""
 
 import time
+from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field, replace
 from typing import Protocol
 
@@ -8,7 +9,7 @@ from draft_service.drafters.base import CacheUse
 from draft_service.request import KIND_TO_WIRE, POLICY_TO_WIRE, Generation
 from outrider.service.best_effort import Component
 from outrider.service.sampling import RULE_TO_WIRE
-from outrider.service.wire import PrefixHash
+from outrider.service.wire import PrefixHash, draft_probability
 from protos.outrider.v1 import draft_service_pb2, sampling_pb2, speculation_pb2, verifier_service_pb2
 
 STATISTICS = Component("speculation_statistics")
@@ -153,6 +154,7 @@ class Timings:
     forward_us: int = 0
     verify_us: int = 0
     failovers: Failovers = field(default_factory=Failovers)
+    first_round: draft_service_pb2.RoundTimings | None = None
     _last_token: float = 0.0
 
     def add(self, waited: float, verdict: speculation_pb2.Verdict) -> None:
@@ -161,6 +163,8 @@ class Timings:
         self.queue_us += verdict.timings.queue_us
         self.forward_us += verdict.timings.forward_us
         self.verify_us += verdict.timings.verify_us
+        if self.first_round is None:
+            self.first_round = draft_service_pb2.RoundTimings(**self._phases())
 
     @STATISTICS.quiet
     def tokens_out(self, count: int) -> None:
@@ -179,14 +183,21 @@ class Timings:
         return draft_service_pb2.GenerateTimings(
             time_to_first_token_us=_micros(self.first_token or 0.0),
             total_us=_micros(time.perf_counter() - self.arrived),
-            draft_us=_micros(self.draft),
-            verdict_us=_micros(self.verdict),
-            queue_us=self.queue_us,
-            forward_us=self.forward_us,
-            verify_us=self.verify_us,
             saved_us=_micros(self.saved),
             failover_us=_micros(self.failovers.seconds),
+            first_round=self.first_round,
+            **self._phases(),
         )
+
+    def _phases(self) -> dict[str, int]:
+        """The times of all rounds so far, by their names in messages."""
+        return {
+            "draft_us": _micros(self.draft),
+            "verdict_us": _micros(self.verdict),
+            "queue_us": self.queue_us,
+            "forward_us": self.forward_us,
+            "verify_us": self.verify_us,
+        }
 
 
 def _micros(seconds: float) -> int:
@@ -205,7 +216,9 @@ class Round:
         distributions: encoded q̂ of each drafted token; empty under `coupled`.
         gamma: the chosen γ; the proposal may have fewer tokens.
         draft_seconds: time of drafting; None for a `Decode`.
-        sent: `time.perf_counter()` when it was sent, or when its last verdict came.
+        draft_start: `time.perf_counter()` when drafting began; None for a `Decode`.
+        sent: the same when it was sent, or when its last verdict came.
+        waited: seconds of the wait for its last verdict, without failovers.
     """
 
     number: int
@@ -215,7 +228,9 @@ class Round:
     distributions: list[speculation_pb2.TokenDistribution] = field(default_factory=list)
     gamma: int = 0
     draft_seconds: float | None = None
+    draft_start: float | None = None
     sent: float = 0.0
+    waited: float = 0.0
 
 
 class Sequence:
@@ -228,6 +243,8 @@ class Sequence:
         finish_reason: unspecified until the sequence ends.
         counts: of rounds and tokens.
         timings: times.
+        scored: position of the next token of the prompt whose log-probabilities are to be sent to the client.
+        on_prompt_logprobs: sends them, and waits for the client.
     """
 
     def __init__(
@@ -243,6 +260,8 @@ class Sequence:
         self.finish_reason: sampling_pb2.FinishReason = sampling_pb2.FINISH_REASON_UNSPECIFIED
         self.counts = SpeculationCounts(drafter=KIND_TO_WIRE[request.drafter], policy=POLICY_TO_WIRE[request.policy])
         self.timings = Timings(arrived, watch, failovers=self.counts.failovers)
+        self.scored = 1
+        self.on_prompt_logprobs: Callable[[sampling_pb2.PromptLogprobs], Awaitable[None]] | None = None
         self._hash = PrefixHash(self.tokens)
 
     @property
@@ -255,6 +274,12 @@ class Sequence:
         return self.request.max_new_tokens - (len(self.tokens) - self.prompt_length)
 
     @property
+    def needs_prompt_logprobs(self) -> bool:
+        """Whether log-probabilities of the prompt are still to come. Only the first sample reports them."""
+        wanted = self.request.top_prompt_logprobs is not None and self.index == 0
+        return wanted and self.scored < self.prompt_length
+
+    @property
     def prefix_hash(self) -> bytes:
         return self._hash.digest()
 
@@ -265,14 +290,33 @@ class Sequence:
         *,
         gamma: int = 0,
         draft_seconds: float = 0.0,
+        draft_start: float | None = None,
     ) -> None:
         """Begins a round with a proposal."""
         number = self.round.number + 1
-        self.round = Round(number, 1, False, draft_tokens, distributions, gamma, draft_seconds)
+        self.round = Round(number, 1, False, draft_tokens, distributions, gamma, draft_seconds, draft_start)
 
     def decode(self, tokens: int) -> None:
         """Begins a round in which the target writes so many tokens without a draft."""
         self.round = Round(self.round.number + 1, tokens, is_decode=True)
+
+    async def take_prompt_logprobs(self, part: sampling_pb2.PromptLogprobs) -> None:
+        """Sends the positions of a part that were not sent before: a new verifier begins again.
+
+        Raises:
+            ValueError: positions are missing before it, or it goes beyond the prompt.
+        """
+        first, end = part.first_position, part.first_position + len(part.logprobs)
+        if not 1 <= first <= self.scored or end > self.prompt_length:
+            raise ValueError(
+                f"log-probabilities of the prompt's positions {first} to {end - 1} came; the next one is {self.scored} "
+                f"of {self.prompt_length - 1}"
+            )
+        del part.logprobs[: self.scored - first]
+        if part.logprobs:
+            part.first_position, self.scored = self.scored, end
+            if self.on_prompt_logprobs is not None:
+                await self.on_prompt_logprobs(part)
 
     def commit(self, verdict: speculation_pb2.Verdict) -> None:
         """Appends the tokens of the round's next verdict."""
@@ -280,6 +324,32 @@ class Sequence:
         self._hash.extend(verdict.token_ids)
         self.round.owed -= 1
         self.finish_reason = verdict.finish_reason
+
+    def round_times(self, verdict: speculation_pb2.Verdict) -> draft_service_pb2.RoundReport:
+        """The part of the round's report with the times of its last verdict, and with probabilities if requested."""
+        round_, arrived = self.round, self.timings.arrived
+        sent = round_.sent - round_.waited
+        start = sent if round_.draft_start is None else round_.draft_start
+        return draft_service_pb2.RoundReport(
+            draft_start_us=_micros(start - arrived),
+            sent_us=_micros(sent - arrived),
+            timings=draft_service_pb2.RoundTimings(
+                draft_us=_micros(round_.draft_seconds or 0.0),
+                verdict_us=_micros(round_.waited),
+                queue_us=verdict.timings.queue_us,
+                forward_us=verdict.timings.forward_us,
+                verify_us=verdict.timings.verify_us,
+            ),
+            target_probabilities=verdict.target_probabilities,
+            draft_probabilities=self._draft_probabilities(),
+        )
+
+    def _draft_probabilities(self) -> list[float]:
+        """Q of each drafted token of the round, if it is reported; empty under `coupled`."""
+        round_ = self.round
+        if not self.request.report_probabilities or not round_.distributions:
+            return []
+        return [draft_probability(q, x) for x, q in zip(round_.draft_tokens, round_.distributions, strict=True)]
 
     def opening(self, *, reopened: bool = False, isolated: bool = False) -> verifier_service_pb2.OpenSequence:
         """The message that opens the sequence at a verifier, with the seed and the rule that the draft service chose.
@@ -293,6 +363,8 @@ class Sequence:
         needs = {
             "decode": True,
             "logprobs": request.top_logprobs is not None,
+            "prompt_logprobs": self.needs_prompt_logprobs,
+            "report_probabilities": request.report_probabilities,
             "penalties": not replace(rules, min_new_tokens=0, generation=None).is_identity,
             "resume": bool(committed),
             "fixed_rounds": bool(request.round_sizes.response),
@@ -316,9 +388,12 @@ class Sequence:
             reopened=reopened,
             isolated=isolated,
             encoder_input=request.encoder_input,
+            report_probabilities=request.report_probabilities,
         )
         opening.sampling.seed = self.seed
         opening.sampling.rule = RULE_TO_WIRE[request.sampling.rule]  # not the verifier's default
         if request.top_logprobs is not None:
             opening.logprobs.top_n = request.top_logprobs
+        if self.needs_prompt_logprobs and request.top_prompt_logprobs is not None:
+            opening.prompt_logprobs.top_n = request.top_prompt_logprobs
         return opening

@@ -23,6 +23,7 @@ from draft_service.propose_call import ProposeCall
 from draft_service.request import KIND_TO_WIRE, Generation
 from draft_service.settings import DraftSettings
 from draft_service.speculation import GammaController, PolicyKind
+from draft_service.tokenizer_calls import TokenizerThread, describe, detokenize, tokenize
 from draft_service.validation import check_generate
 from kernels.generation_rules import GenerationRules
 from outrider.rpc.auth import count_sequences
@@ -109,7 +110,7 @@ Context = grpc.aio.ServicerContext[draft_service_pb2.GenerateRequest, draft_serv
 # Longer prompts are tokenised on two threads, and large inputs of encoders checked. This many characters take about a
 # millisecond; some megabytes take seconds, and a hundred megabytes of memory.
 SHORT_PROMPT_CHARS = 4096
-_TOKENISING = ThreadPoolExecutor(2, thread_name_prefix="tokenise")
+TOKENISING = ThreadPoolExecutor(2, thread_name_prefix="tokenise")
 
 
 class GenerateCall:
@@ -136,6 +137,7 @@ class GenerateCall:
         self._samples: list[Sample] = []
         self._emitters: list[Emitter] = []
         self._started = False
+        self._prompt_scored = asyncio.Event()  # the first sample sends no more log-probabilities of the prompt
 
     async def run(self, message: draft_service_pb2.GenerateRequest) -> None:
         """Serves the call, frees everything it held, and writes one line to the log.
@@ -173,7 +175,7 @@ class GenerateCall:
                 try:
                     await timer.wait_for(write(self._context, response))
                 except TimeoutError:
-                    raise claim.idle("the client read no responses", timer) from None
+                    raise claim.idle("the client read no responses", "--slow-client-timeout", timer) from None
 
     async def _check(self, message: draft_service_pb2.GenerateRequest) -> Generation:
         check = partial(
@@ -196,7 +198,7 @@ class GenerateCall:
         chars = len(message.text) + sum(len(each.content) for each in message.chat.messages)
         if chars + len(message.audio.samples) + len(message.features.values) <= SHORT_PROMPT_CHARS:
             return check()
-        return await asyncio.get_running_loop().run_in_executor(_TOKENISING, check)
+        return await asyncio.get_running_loop().run_in_executor(TOKENISING, check)
 
     async def _produce(self, request: Generation, claim: Claim) -> None:
         """Writes all samples. The first error ends them all."""
@@ -225,7 +227,7 @@ class GenerateCall:
         except TimeoutError:
             if limit is None or limit > seconds:
                 raise overloaded(
-                    f"the request waited {seconds:.3g} s in the queue, until its deadline",
+                    f"the request waited in the queue for {seconds:.3g} s, until its deadline; try again later",
                     retry_after=self._limit.retry_after(),
                     seconds=f"{seconds:.3g}",
                 ) from None
@@ -238,9 +240,13 @@ class GenerateCall:
         return replace(request, draft_encoder_input=await inputs.checked_tensor(message))
 
     async def _write(self, request: Generation, index: int) -> None:
+        if index and request.top_prompt_logprobs is not None:
+            await self._prompt_scored.wait()  # they come before the first chunk
         emitter = self._emitter(request, index)
         watch = SampleWatch(self._metrics, self._trace, index)
         sample = Sample(request, index, emitter, self._pair.gamma.of(request), watch, arrived=self._arrived)
+        if index == 0:
+            sample.on_scored = self._prompt_scored.set
         self._emitters.append(emitter)
         self._samples.append(sample)
         await sample.run(
@@ -352,14 +358,15 @@ class DraftService(draft_service_pb2_grpc.DraftServiceServicer):
 
     def __init__(self, settings: DraftSettings, metrics: Metrics, tracing: Tracing) -> None:
         self._settings = settings
-        self._metrics = RequestMetrics(metrics)
+        self.metrics = RequestMetrics(metrics)
         self._tracing = tracing
         self.limit = ConcurrencyLimit(
             settings.max_sequences,
             max_waiting=settings.max_waiting,
             contended_idle_timeout=settings.contended_idle_timeout,
-            on_start=self._metrics.queued,
+            on_start=self.metrics.queued,
         )
+        self._tokenizer_thread = TokenizerThread()
         self._pair: Pair | None = None
 
     def attach(self, pair: Pair) -> None:
@@ -370,20 +377,32 @@ class DraftService(draft_service_pb2_grpc.DraftServiceServicer):
     async def Generate(  # type: ignore[override]  # the stubs expect a generator; this one writes to its context
         self, request: draft_service_pb2.GenerateRequest, context: Any
     ) -> None:
+        await self.generate(request, context)
+
+    async def generate(self, request: draft_service_pb2.GenerateRequest, context: Any) -> None:
+        """Serves a call of `Generate`, of this contract or of another one in front of it.
+
+        Args:
+            request: the request.
+            context: has `write`, `time_remaining` and `invocation_metadata` as a gRPC context.
+
+        Raises:
+            RequestError: the status of a call that fails.
+        """
         with self._tracing.call("Generate", context.invocation_metadata()) as trace:
-            call = GenerateCall(self._ready(), self.limit, self._settings, context, metrics=self._metrics, trace=trace)
+            call = GenerateCall(self.ready(), self.limit, self._settings, context, metrics=self.metrics, trace=trace)
             await call.run(request)
 
     @guarded
     async def Propose(self, request_iterator: Any, context: Any) -> None:  # type: ignore[override]
         with self._tracing.call("Propose", context.invocation_metadata()):
-            await ProposeCall(self._ready(), self.limit, self._settings, context).run()
+            await ProposeCall(self.ready(), self.limit, self._settings, context).run()
 
     @guarded
     async def GetModel(
         self, request: draft_service_pb2.DraftServiceGetModelRequest, context: Any
     ) -> draft_service_pb2.DraftServiceGetModelResponse:
-        pair = self._ready()
+        pair = self.ready()
         return draft_service_pb2.DraftServiceGetModelResponse(
             model=pair.draft,
             target=pair.target,
@@ -391,7 +410,42 @@ class DraftService(draft_service_pb2_grpc.DraftServiceServicer):
             default_drafter=KIND_TO_WIRE[pair.default],
         )
 
-    def _ready(self) -> Pair:
+    @guarded
+    async def Tokenize(
+        self, request: draft_service_pb2.TokenizeRequest, context: Any
+    ) -> draft_service_pb2.TokenizeResponse:
+        pair = self.ready()
+        work = partial(
+            tokenize,
+            request,
+            pair.tokenizer,
+            target=pair.target,
+            longest=pair.draft.limits.max_sequence_tokens,
+            max_prompt_tokens=self._settings.max_prompt_tokens,
+        )
+        return await self._tokenizer_thread.run(work)
+
+    @guarded
+    async def Detokenize(
+        self, request: draft_service_pb2.DetokenizeRequest, context: Any
+    ) -> draft_service_pb2.DetokenizeResponse:
+        pair = self.ready()
+        vocab_size, longest = pair.target.vocab_size, pair.draft.limits.max_sequence_tokens
+        work = partial(detokenize, request, pair.tokenizer, vocab_size=vocab_size, longest=longest)
+        return await self._tokenizer_thread.run(work)
+
+    @guarded
+    async def GetTokenizer(
+        self, request: draft_service_pb2.GetTokenizerRequest, context: Any
+    ) -> draft_service_pb2.GetTokenizerResponse:
+        return describe(self.ready().tokenizer)
+
+    def ready(self) -> Pair:
+        """The pair that it serves.
+
+        Raises:
+            RequestError: UNAVAILABLE: none is attached yet.
+        """
         if self._pair is None:
             raise unavailable(
                 "NO_VERIFIER",

@@ -45,13 +45,18 @@ class DraftSettings(ServiceSettings):
         description="source of proposed tokens for requests that name none; only model and staged load the "
         "weights of --model, not just its tokenizer",
     )
-    staged_by: Literal["lookup", "ngram"] = Field("lookup", description="source of the guesses of the drafter staged")
-    staged_guesses: int = Field(8, ge=1, le=256, description="maximum tokens that --staged-by guesses at once")
+    staged_by: Literal["lookup", "ngram"] = Field(
+        "lookup", description="with the drafter staged: source of the tokens that the draft model checks"
+    )
+    staged_guesses: int = Field(
+        8, ge=1, le=256, description="with the drafter staged: maximum tokens that --staged-by gives at once"
+    )
     draft_temperature: float | None = Field(
         None,
         ge=0,
         le=100,
-        description="temperature of the drafters model, staged and ngram; default: that of the request",
+        description="temperature of the drafters model, staged and ngram; 0, or 0.000001 to 100; default: the "
+        "request's",
     )
     draft_timeout: int = Field(
         10_000,
@@ -62,11 +67,11 @@ class DraftSettings(ServiceSettings):
         None, description="text file whose n-grams are counted at start-up; default: none"
     )
     ngram_documents: Literal["file", "line"] = Field(
-        "file", description="unit of --ngram-corpus: the whole file, or each line; no n-gram crosses two"
+        "file", description="whether --ngram-corpus is one text, or each of its lines; no n-gram crosses two texts"
     )
     ngram_order: int = Field(4, ge=1, le=8, description="tokens of the longest n-grams")
     ngram_entries: int = Field(
-        1 << 20, ge=1, description="maximum n-grams to keep of the corpus, and again of generated texts"
+        1 << 20, ge=1, description="maximum n-grams to keep of the corpus, and as many again of generated texts"
     )
     ngram_learn: bool = Field(
         False,
@@ -77,14 +82,14 @@ class DraftSettings(ServiceSettings):
     )
     outcome_cache: bool = Field(
         True,
-        description="with the drafter model: draft for the likely verdicts while a verdict is under way, as long "
-        "as this measurably gains",
+        description="with the drafter model: draft the likely continuations while the target verifies, as long as this "
+        "measurably gains",
     )
     speculation: Literal["fixed", "heuristic", "adaptive"] = Field(
         "adaptive",
         description="policy that chooses gamma, the tokens in each proposal, for requests that name none; fixed: "
-        "--gamma; heuristic: 2 more after a fully accepted proposal, else 1 less; adaptive: the most "
-        "tokens a second, by measurements",
+        "--gamma; heuristic: 2 more after a fully accepted proposal, else 1 less; adaptive: by "
+        "measurement, for the most tokens a second",
     )
     gamma: int = Field(
         5,
@@ -96,8 +101,8 @@ class DraftSettings(ServiceSettings):
     max_entropy: float | None = Field(
         None,
         ge=0,
-        description="end a proposal before a token whose draft probabilities have more entropy, in nats; default: "
-        "no bound",
+        description="end a proposal where the draft's next token has more entropy than this, in nats; default: no "
+        "bound",
     )
     max_gamma: int = Field(
         16, ge=1, le=256, description="maximum tokens in a proposal; the verifier's limit also holds"
@@ -106,7 +111,7 @@ class DraftSettings(ServiceSettings):
         0.99,
         gt=0,
         le=1,
-        description="probability mass to keep when the draft's distribution is truncated",
+        description="probability that a truncated draft distribution keeps",
     )
     max_support: int = Field(
         256,
@@ -126,7 +131,9 @@ class DraftSettings(ServiceSettings):
         gt=0,
         description="seconds that a verifier may be silent while it owes an answer; then the sequence moves to another",
     )
-    failover_timeout: float = Field(30.0, ge=0, description="seconds that a sequence without a verifier waits for one")
+    failover_timeout: float = Field(
+        30.0, ge=0, description="seconds that a sequence waits for another verifier after a loss"
+    )
     max_waiting: int = Field(
         256,
         ge=0,
@@ -134,12 +141,17 @@ class DraftSettings(ServiceSettings):
     )
     request_timeout: float = Field(600.0, gt=0, description="longest time for a request without a deadline, in seconds")
     idle_timeout: float = Field(60.0, gt=0, description="seconds without a message after which a Propose stream ends")
+    vllm_grpc: bool = Field(
+        False,
+        description="also serve vLLM's gRPC contract, vllm.grpc.engine.VllmEngine, at --listen; needs the package "
+        "smg-grpc-proto (extra vllm)",
+    )
     slow_client_timeout: float = Field(
         30.0, gt=0, description="seconds after which a call with 64 unread responses ends"
     )
     contended_idle_timeout: float = Field(
         5.0,
         gt=0,
-        description="seconds in place of --idle-timeout and --slow-client-timeout while others wait in the queue, "
-        "if shorter",
+        description="seconds of --idle-timeout and --slow-client-timeout while others wait in the queue, if that is "
+        "shorter",
     )

@@ -34,10 +34,8 @@ OWN_GAIN = 1.03
 KNOWN_ROUNDS = 8
 # A sequence uses `Decode`, while others draft, if that is this much faster for it.
 OWN_MARGIN = 1.2
-# The most tokens of one `Decode`. Then γ is chosen again.
-MOST_DECODED = 128
-# A probe: its γ, and its number of proposals.
-PROBE_GAMMA, PROBE_ROUNDS = 2, 3
+# The least and the most tokens of one `Decode`. Then γ is chosen again.
+LEAST_DECODED, MOST_DECODED = 8, 128
 
 
 class PolicyKind(StrEnum):
@@ -102,8 +100,8 @@ class Adaptive(Policy):
 
         γ = argmax  (1 + Σ_i Π_{j≤i} β_j) / cycle(γ),    γ = 0 .. ceiling
 
-    The factor B is common to all γ. `Decode` (γ = 0) teaches nothing about drafts, so from time to time one sequence
-    sends a probe: a few short proposals.
+    The factor B is common to all γ. `Decode` (γ = 0) teaches nothing about drafts, so after a pause drafting is tried
+    again: a few proposals of each sequence.
     """
 
     def __init__(self, gamma: int, *, ceiling: int, statistics: AcceptanceStatistics, costs: CostModel) -> None:
@@ -115,8 +113,6 @@ class Adaptive(Policy):
         self._gamma = min(gamma, ceiling)
         self._wanted = self._gamma  # γ of the current round, if the text had not to end
         self._has_begun = False
-        self._probes = 0  # proposals left of the probe
-        self._is_probe = False  # whether the current round is part of a probe
 
     def next(self, most: int) -> int:
         most = min(most, self._ceiling)
@@ -128,12 +124,13 @@ class Adaptive(Policy):
             gamma = min(max(gamma, self._gamma - STEP), self._gamma + STEP)
         self._gamma, self._has_begun = gamma, True
         if gamma == 0:
-            self.pause = MOST_DECODED
+            # All sequences end their `Decode` together, and draft together in the trial.
+            self.pause = min(max(LEAST_DECODED, round(self._statistics.pause or MOST_DECODED)), MOST_DECODED)
         self._wanted = gamma
         return min(gamma, most)
 
     def observe(self, round_: JudgedRound) -> None:
-        self._costs.add(round_, is_probe=self._is_probe)
+        self._costs.add(round_)
         self._statistics.add(round_, self._wanted)
         chances = round_.beta or [float(position < round_.accepted) for position in range(round_.judged)]
         for position, chance in enumerate(chances):
@@ -145,19 +142,10 @@ class Adaptive(Policy):
     def _choose(self) -> int:
         """The best γ, before the limit `STEP`."""
         statistics, costs = self._statistics, self._costs
-        self._is_probe = False
         if not costs.is_measured:  # only proposals can change that
-            return self._gamma or min(PROBE_GAMMA, self._ceiling)
-        if (best := statistics.choose(costs, self._ceiling)) and (gamma := self._own(best)):
-            self._probes = 0
-            return gamma
-        if not self._probes and statistics.take_probe(costs):
-            self._probes = PROBE_ROUNDS
-        if not self._probes:
-            return 0
-        self._probes -= 1
-        self._is_probe = True
-        return min(PROBE_GAMMA, self._ceiling)
+            return self._gamma or 1
+        best = statistics.choose(costs, self._ceiling)
+        return self._own(best) if best and not statistics.is_trial else best
 
     def _own(self, gamma: int) -> int:
         """The sequence's own γ: the common one (`gamma`), unless its own acceptance makes another clearly faster.
@@ -246,6 +234,7 @@ class SequenceGamma:
         self._histogram = histogram
         self._has_beta = has_beta
         self._drafted = 0
+        self._drafting = 0.0  # seconds, of the current proposal
         self._since: float | None = None  # the last verdict or the start; None if other work followed it
         self._last_gamma: int | None = None  # of the last verdict's round
 
@@ -269,6 +258,7 @@ class SequenceGamma:
         if draft is None:
             self.gamma = 0
         self._drafted = 0 if draft is None else len(draft.token_ids)
+        self._drafting = time.perf_counter() - self._since if self._since is not None else 0.0
         if draft is not None and self._last_gamma == 0:
             self._since = None  # the draft first runs the tokens of the `Decode`
 
@@ -289,6 +279,7 @@ class SequenceGamma:
                 beta=verdict.beta if self._has_beta else (),
                 seconds=seconds,
                 overhead=seconds - at_verifier if seconds is not None and is_usual else None,
+                drafting=self._drafting,
                 at_verifier=at_verifier,
                 step=_step_cost(load),
                 active=load.active,

@@ -4,28 +4,28 @@ import math
 from collections.abc import Sequence
 from copy import deepcopy
 from dataclasses import dataclass
+from statistics import median
 
 from outrider.service.cost_model import FORGETTING, CostLine, FittedCost
 
-# Drafting starts again where it writes this much faster than `Decode`. Measured times are not more exact than this.
-BEGIN_GAIN = 1.06
 # Without measured cycles of `Decode` at this number of sequences, drafting goes on only if the formula gives it this
 # much more text: on shared processors a step is slower beside drafts.
 UNTRIED_GAIN = 1.4
 # γ changes only for a gain above this share: the outcome cache has drafted for the previous γ.
 SAME = 0.01
-# Proposals of each active sequence before drafting may stop: the first rounds of a service are slow.
-FIRM_ROUNDS = 16
-# Tokens that each sequence writes with `Decode` between two probes.
-PAUSE = 512
-# Weight, in judged tokens, that the old statistics of a position keep when a probe begins.
-KEPT_FOR_A_PROBE = 12.0
+# Proposals before drafting may stop, also in a later trial: of all sequences, and of each one.
+FIRM_ROUNDS, FIRM_ROUNDS_OF_EACH = 32, 16
+# Tokens that each sequence writes with `Decode` after drafting stopped. The first pause only measures `Decode`. After
+# a longer one drafting is tried again. Each pause is `LONGER` times the last one.
+FIRST_PAUSE, LONGER, LONGEST_PAUSE = 32, 4, 2048
+# Weight, in judged tokens, that the old statistics of a position keep when drafting is tried again.
+KEPT_FOR_A_TRIAL = 16.0
 # Prior of a chance of acceptance, and its weight in judged tokens.
 PRIOR_CHANCE, PRIOR_WEIGHT = 0.8, 6.0
 # Judged tokens of a position that a mean covers: over all sequences, and of one sequence. Then the weight, in a
 # sequence's own tokens, of the mean over all sequences.
 REMEMBERED, REMEMBERED_OF_ONE, SHARED_WEIGHT = 512, 64, 24.0
-# Rounds before the first fit of overhead. The fastest of each γ count: the first rounds of a service are slow.
+# Rounds before overhead is known. It begins as a line through the medians of their round trips and drafting times.
 FIRST_ROUNDS = 16
 # A cycle counts as typical if its tokens and the mean tokens of a sequence in its step differ by at most this ratio;
 # for `Decode`, if this share of the active sequences is in the step.
@@ -38,7 +38,7 @@ RECENT = 1 / 32
 REMEMBERED_ACTIVE = 16
 # Cycles of each sequence that a mean covers; the weight of the formula, in cycles; and the longest cycle that counts,
 # as a multiple of the formula.
-REMEMBERED_CYCLES, FORMULA_WEIGHT, LARGEST_RATIO = 128, 4, 4.0
+REMEMBERED_CYCLES, FORMULA_WEIGHT, LARGEST_RATIO = 128, 4, 2.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,6 +59,7 @@ class JudgedRound:
         tokens: in the step of this verdict, over all sequences.
         sequences: in the step of this verdict.
         seconds: from the previous verdict, or from the start of the sequence, to this one. None as for `overhead`.
+        drafting: the part of `overhead` until the proposal was sent.
     """
 
     gamma: int
@@ -73,6 +74,7 @@ class JudgedRound:
     tokens: int = 1
     sequences: int = 1
     seconds: float | None = None
+    drafting: float = 0.0
 
 
 class Acceptance:
@@ -171,18 +173,21 @@ class _Measured:
     def __init__(self, size: int) -> None:
         """There are at most 2**`size` active sequences."""
         self._forgetting = FORGETTING / 2**size
-        self._first: list[tuple[int, float]] = []
+        self._first: list[tuple[float, float]] = []  # round trips, and times to draft a token
         self.overhead: FittedCost | None = None
         self.cycles = {True: _Cycles(), False: _Cycles()}
         self.rounds = 0
 
-    def add_overhead(self, drafted: int, seconds: float) -> None:
+    def add_overhead(self, drafted: int, seconds: float, drafting: float) -> None:
         if self.overhead is not None:
             self.overhead.add(drafted, seconds)
             return
-        self._first.append((drafted, seconds))
+        drafting = min(max(drafting, 0.0), seconds)
+        self._first.append((seconds - drafting, drafting / (drafted + 1)))  # it also reads the verdict
         if len(self._first) == FIRST_ROUNDS:
-            self.overhead = FittedCost(self._first, forgetting=self._forgetting)
+            trip, token = (median(values) for values in zip(*self._first, strict=True))
+            trials = [(n, max(trip + token * (n + 1), 1e-9)) for n in (1, FIRST_ROUNDS)]
+            self.overhead = FittedCost(trials, forgetting=self._forgetting)
 
     def ratio(self, drafts: bool) -> float:
         """Return x, or x₀, of `CostModel`."""
@@ -194,7 +199,7 @@ class CostModel:
 
         cycle(γ) = x · (overhead(γ) + step(n)),  cycle(0) = x₀ · step(B),  n = B·(γ + 1)
 
-    overhead(γ) is drafting and the round trip: a line fitted to measured rounds. Drafting during a verdict costs
+    overhead(γ) is drafting and the round trip: a line that follows measured rounds. Drafting during a verdict costs
     nothing there. step is the cost that the verifier publishes. The verifier delays a step for sequences that are about
     to answer, but no longer than the fixed cost of a step. If overhead is longer, one half of the sequences drafts
     while the other half is verified: cycle(γ) = x · max(2·step(n / 2), overhead(γ) + step(n / 2)).
@@ -216,25 +221,29 @@ class CostModel:
         self._by_size: dict[int, _Measured] = {}
         self._now = _Measured(0)  # at the current number of active sequences
         self._drafting = 1.0  # share of the last rounds that were proposals
-        self._decoded = 0  # tokens of all sequences written with `Decode` since the last probe
 
     @property
     def is_measured(self) -> bool:
-        """Whether overhead is fitted at the current number of active sequences."""
+        """Whether overhead is known at the current number of active sequences."""
         return self._now.overhead is not None
+
+    @property
+    def firm_rounds(self) -> float:
+        """Proposals of each sequence that are enough to decide against drafting."""
+        return max(FIRM_ROUNDS / self.active, FIRM_ROUNDS_OF_EACH)
 
     @property
     def is_firm(self) -> bool:
         """Whether there are enough proposals to decide against drafting."""
-        return self._now.rounds >= FIRM_ROUNDS * self.active
+        return self._now.rounds >= self.firm_rounds * self.active
 
     @property
     def has_decoded(self) -> bool:
         """Whether a cycle of `Decode` was measured at the current number of active sequences."""
         return self._now.cycles[False].ratio is not None
 
-    def add(self, round_: JudgedRound, *, is_probe: bool) -> None:
-        """Record a round. Only typical rounds are measured: no probes, and no `Decode` beside proposals."""
+    def add(self, round_: JudgedRound) -> None:
+        """Record a round. Only typical rounds are measured: no `Decode` beside proposals, for example."""
         active = max(1, round_.active)
         self._mean_active += (active - self._mean_active) / (REMEMBERED_ACTIVE * active if self._mean_active else 1)
         self.active = max(1, round(self._mean_active))
@@ -245,39 +254,28 @@ class CostModel:
         measured = self._now = self._by_size[self.size]
         drafts = round_.drafted > 0
         self._drafting += (drafts - self._drafting) / (4 * self.active)
-        self._decoded += not drafts
-        if is_probe or (self._drafting if drafts else 1 - self._drafting) < PURE:
+        if (self._drafting if drafts else 1 - self._drafting) < PURE:
             return
         cycles = measured.cycles[drafts]
         cycles.add_step(self._step, self.active)
         if drafts:
-            measured.rounds += 1
+            measured.rounds += self.is_measured
             is_typical = ALIKE < (round_.drafted + 1) * round_.sequences / round_.tokens < 1 / ALIKE
             if round_.overhead is None:
                 is_typical = True  # the first round: its step holds prompts
             elif math.isfinite(round_.overhead) and (is_typical or not self.is_measured):
-                measured.add_overhead(round_.drafted, max(round_.overhead, 1e-9))
+                measured.add_overhead(round_.drafted, max(round_.overhead, 1e-9), round_.drafting)
         else:
             is_typical = round_.sequences > ALIKE * self.active
         if self.is_measured and is_typical and round_.seconds is not None and 0 < round_.seconds < math.inf:
             cycles.add(round_.seconds, self._formula(round_.drafted), self.active)
 
-    def take_probe(self) -> bool:
-        """Whether a probe is due, after enough tokens of `Decode`. If so, the caller makes it."""
-        if self._decoded < PAUSE * self.active:
-            return False
-        self._decoded = 0
-        self._age()
-        return True
-
-    def _age(self) -> None:
-        """Give the old measurements of proposals less weight."""
-        drafts, alone = self._now.cycles[True], self._now.cycles[False]
+    def begin_trial(self) -> None:
+        """Give the old measurements of proposals little weight: drafting is tried again."""
+        drafts = self._now.cycles[True]
         drafts.step = None
-        if drafts.ratio and alone.ratio:
-            ratio = (drafts.ratio + alone.ratio) / 2
-            drafts.expected *= FORMULA_WEIGHT / REMEMBERED_CYCLES
-            drafts.measured = drafts.expected * ratio
+        drafts.measured *= FORMULA_WEIGHT / REMEMBERED_CYCLES
+        drafts.expected *= FORMULA_WEIGHT / REMEMBERED_CYCLES
 
     def cycle(self, gamma: float) -> float:
         """Return the seconds from one verdict to the next; γ = 0 is `Decode`."""
@@ -305,6 +303,32 @@ class CostModel:
         return max(seconds, 1e-9)
 
 
+@dataclass(slots=True)
+class _Choice:
+    """Whether drafting pays at one number of active sequences.
+
+    Attributes:
+        drafts: the choice.
+        left: rounds of each sequence until the next choice; below 0 they count on.
+        pause: `left` when drafting stopped the last time; 0 before that.
+    """
+
+    drafts: bool = True
+    left: float = 0.0
+    pause: float = 0.0
+
+    def stop(self) -> None:
+        """Stop drafting, for longer than the last time if it did not last."""
+        has_lasted = -self.left > self.pause
+        self.left = self.pause = FIRST_PAUSE if has_lasted else min(LONGER * self.pause, LONGEST_PAUSE)
+        self.drafts = False
+
+    def resume(self, trial: float) -> None:
+        """Draft again: for a trial of so many rounds of each sequence, or after the first pause only if it pays."""
+        self.left = 0.0 if self.pause == FIRST_PAUSE else trial
+        self.drafts = True
+
+
 class AcceptanceStatistics:
     """Statistics of the requests of one kind, and their common choice of γ.
 
@@ -316,7 +340,7 @@ class AcceptanceStatistics:
         drafted_share: running mean of drafted tokens over γ: the drafter, or the text's length limit, may end a
             proposal early.
         gamma: the best γ > 0 for all; 0 before the first choice.
-        pays: whether drafting is faster than `Decode`, by `CostModel.size`.
+        pause: tokens of `Decode` of each sequence before drafting is tried again.
     """
 
     def __init__(self) -> None:
@@ -324,8 +348,14 @@ class AcceptanceStatistics:
         self.rounds = 0
         self.drafted_share = 1.0
         self.gamma = 0
-        self.pays: dict[int, bool] = {}
-        self._has_news = False  # whether drafts were judged since the last choice
+        self.pause = 0.0
+        self._choices: dict[int, _Choice] = {}  # by `CostModel.size`
+        self._choice = _Choice()  # the current one
+
+    @property
+    def is_trial(self) -> bool:
+        """Whether drafting is being tried again, by all sequences."""
+        return self._choice.drafts and self._choice.left > 0
 
     def copy(self) -> "AcceptanceStatistics":
         """Return statistics that start from these, for one request."""
@@ -337,8 +367,9 @@ class AcceptanceStatistics:
         """Record a round, without its acceptance. `wanted` is its γ before the text's length limit cut it."""
         if round_.gamma:
             self.rounds += 1
-            self._has_news = True
             self.drafted_share += RECENT * (round_.drafted / max(wanted, round_.gamma) - self.drafted_share)
+        if (round_.gamma > 0) is self._choice.drafts:
+            self._choice.left -= 1 / max(1, round_.active)
 
     def choose(self, costs: CostModel, ceiling: int) -> int:
         """Return the best γ for all sequences; 0 if drafting does not pay."""
@@ -347,16 +378,13 @@ class AcceptanceStatistics:
         if not 0 < self.gamma <= ceiling or rates[best] > (1 + SAME) * rates[self.gamma]:
             self.gamma = best
         gain = rates[self.gamma] / rates[0]
-        pays = self.pays.get(costs.size, True)
-        if pays:
-            pays = not costs.is_firm or gain >= (1 if costs.has_decoded else UNTRIED_GAIN)
-        elif self._has_news:  # of a probe
-            pays = gain > BEGIN_GAIN
-        self.pays[costs.size], self._has_news = pays, False
-        return self.gamma if pays else 0
-
-    def take_probe(self, costs: CostModel) -> bool:
-        """Whether a probe is due. If so, the caller makes it."""
-        if is_due := costs.take_probe():
-            self.accepted.forget(KEPT_FOR_A_PROBE)
-        return is_due
+        choice = self._choice = self._choices.setdefault(costs.size, _Choice())
+        if choice.left <= 0 and not choice.drafts:
+            choice.resume(costs.firm_rounds)
+            if choice.left:
+                costs.begin_trial()
+                self.accepted.forget(KEPT_FOR_A_TRIAL)
+        if choice.left <= 0 and costs.is_firm and gain < (1 if costs.has_decoded else UNTRIED_GAIN):
+            choice.stop()
+        self.pause = 0.0 if choice.drafts else choice.left
+        return self.gamma if choice.drafts else 0

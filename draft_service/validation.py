@@ -4,6 +4,8 @@ import secrets
 from collections.abc import Collection, Sequence
 from dataclasses import replace
 
+import structlog
+
 from draft_service.drafters.base import RUN_A_MODEL, Kind
 from draft_service.privacy import check_emission, round_sizes
 from draft_service.prompt import check_prompt
@@ -11,22 +13,25 @@ from draft_service.request import Generation, check_draft_temperature, check_dra
 from draft_service.speculation import PolicyKind
 from kernels.generation_rules import GenerationRules
 from kernels.verify import Rule
-from outrider.rpc.errors import failed_precondition, invalid_field
+from outrider.rpc.errors import counted, failed_precondition, invalid_field
 from outrider.runtime.tokenizer import Tokenizer
 from outrider.service.decoder_prompt import DecoderPrompts
-from outrider.service.encoder_input import fits
+from outrider.service.encoder_input import misfit
 from outrider.service.model_info import check_features
 from outrider.service.sampling import (
     OFFERED_RULES,
     RULE_TO_WIRE,
     Sampling,
     check_logprobs,
+    check_prompt_logprobs,
     check_sampling,
     check_token_ids,
     promised_rule,
 )
 from outrider.service.wire import bytes_with_logits, most_logits
 from protos.outrider.v1 import draft_service_pb2, model_pb2, sampling_pb2
+
+_log = structlog.get_logger()
 
 MAX_NAME_CHARS = 128
 DEFAULT_NEW_TOKENS = 256
@@ -68,6 +73,9 @@ def check_generate(
     check_name("cache_salt", message.cache_salt)
     sampling = check_target_sampling(message.sampling, target, seed_decides=True)
     top_logprobs = check_logprobs(message.logprobs) if message.HasField("logprobs") else None
+    top_prompt_logprobs = None
+    if message.HasField("prompt_logprobs"):
+        top_prompt_logprobs = check_prompt_logprobs(message.prompt_logprobs, target)
     samples = _check_samples(message, limits)
     if sampling.seed is not None and not (sampling.params.is_greedy or sampling.rule is Rule.COUPLED):
         default_policy = (
@@ -100,10 +108,16 @@ def check_generate(
         prompts=prompts,
         max_prompt_tokens=max_prompt_tokens,
     )
-    if encoder_input is not None and drafter in RUN_A_MODEL and not fits(encoder_input, draft):
-        drafter, gamma = Kind.NONE, 0
     new = check_lengths(message, len(prompt), len(committed), longest)
     request_id = message.request_id or secrets.token_hex(8)
+    if encoder_input is not None and drafter in RUN_A_MODEL and (why := misfit(encoder_input, draft)):
+        _log.info(
+            "the draft's encoder does not take the input",
+            request_id=request_id,
+            reason=why,
+            effect="the target writes without a draft",
+        )
+        drafter, gamma = Kind.NONE, 0
     stops = stop_token_ids if message.ignore_eos else [*stop_token_ids, *target.eos_token_ids]
     return Generation(
         request_id=request_id,
@@ -130,6 +144,7 @@ def check_generate(
         ignore_eos=message.ignore_eos,
         samples=samples,
         top_logprobs=top_logprobs,
+        top_prompt_logprobs=top_prompt_logprobs,
         time_limit=time_limit,
         policy=policy,
         gamma=gamma,
@@ -148,7 +163,8 @@ def check_generate(
             else default_outcome_cache
         ),
         seed_is_fresh=sampling.seed is None,
-        report_rounds=message.speculation.report_rounds,
+        report_rounds=message.speculation.report_rounds or message.speculation.report_probabilities,
+        report_probabilities=message.speculation.report_probabilities,
         keep_special_tokens=message.keep_special_tokens,
         weights_fingerprint=message.weights_fingerprint,
         cache_salt=message.cache_salt,
@@ -194,7 +210,10 @@ def check_name(field: str, name: str, *, required: bool = False) -> None:
     if len(name) > MAX_NAME_CHARS or (required and not name):
         allowed = f"1 to {MAX_NAME_CHARS}" if required else f"at most {MAX_NAME_CHARS}"
         raise invalid_field(
-            field, f"{field} has {len(name)} characters; allowed: {allowed}", given=len(name), maximum=MAX_NAME_CHARS
+            field,
+            f"{field} has {counted(len(name), 'character')}; it must have {allowed}",
+            given=len(name),
+            maximum=MAX_NAME_CHARS,
         )
 
 
@@ -206,7 +225,11 @@ def check_gamma(field: str, gamma: int, limits: model_pb2.Limits) -> int:
     """
     if gamma > limits.max_gamma:
         raise invalid_field(
-            field, f"{field} is {gamma}; at most {limits.max_gamma}", given=gamma, maximum=limits.max_gamma
+            field,
+            f"{field} is {gamma}; at most {limits.max_gamma}: give less, or raise --max-gamma of the draft service and "
+            "of the verifier",
+            given=gamma,
+            maximum=limits.max_gamma,
         )
     return gamma
 
@@ -227,8 +250,9 @@ def check_message_size(field: str, gamma: int, draft: model_pb2.ModelInfo, targe
         most = most_logits(limit, target.vocab_size)
         raise invalid_field(
             field,
-            f"{field} is {gamma}; at most {most} under the rule sigmoid: a proposal of {gamma} tokens has up to "
-            f"{needed} bytes of logits, and a message at most {limit} bytes",
+            f"{field} is {gamma}; at most {most} under the rule sigmoid: a proposal of {counted(gamma, 'token')} has "
+            f"up to {needed} bytes of logits, and a message at most {limit} bytes; give less, or raise "
+            "--max-message-bytes of both services",
             given=gamma,
             maximum=most,
             message_bytes=needed,
@@ -245,8 +269,8 @@ def check_fingerprint(fingerprint: str, target: model_pb2.ModelInfo) -> None:
     if fingerprint and fingerprint != target.weights_fingerprint:
         raise failed_precondition(
             "PAIR_MISMATCH",
-            f"weights_fingerprint is {fingerprint[:16]}, and this target has {target.weights_fingerprint[:16]}; resume "
-            "at a service with the same weights, or begin a new text",
+            f"weights_fingerprint is {fingerprint[:16]}, and that of this target {target.weights_fingerprint[:16]}: "
+            "resume at a service with the same weights and the same generation config, or begin a new text",
             field="weights_fingerprint",
         )
 
@@ -259,7 +283,8 @@ def check_lengths(message: draft_service_pb2.GenerateRequest, prompt: int, commi
     if prompt >= longest:
         raise invalid_field(
             "prompt",
-            f"the prompt has {prompt} tokens; prompt and output together have at most {longest}",
+            f"the prompt has {counted(prompt, 'token')}; at most {longest - 1}, so that prompt and output have at most "
+            f"{longest} (--max-sequence-tokens): shorten the prompt",
             given=prompt,
             maximum=longest - 1,
         )
@@ -267,8 +292,8 @@ def check_lengths(message: draft_service_pb2.GenerateRequest, prompt: int, commi
     if not 1 <= new <= longest - prompt:
         raise invalid_field(
             "max_new_tokens",
-            f"max_new_tokens is {new}; 1 to {longest - prompt}: the prompt has {prompt} tokens, and prompt and output "
-            f"together have at most {longest}",
+            f"max_new_tokens is {new}; 1 to {longest - prompt}: the prompt has {counted(prompt, 'token')}, and prompt "
+            f"and output together have at most {longest} (--max-sequence-tokens)",
             given=new,
             prompt_tokens=prompt,
             maximum=longest - prompt,
@@ -276,14 +301,14 @@ def check_lengths(message: draft_service_pb2.GenerateRequest, prompt: int, commi
     if new < committed or (new == committed and not message.held_tokens):
         raise invalid_field(
             "max_new_tokens",
-            f"max_new_tokens is {new}; it must be more than the {committed} committed_token_ids",
+            f"max_new_tokens is {new}; it counts committed_token_ids, {committed}, and must be more",
             given=new,
             committed=committed,
         )
     if message.min_new_tokens > new:
         raise invalid_field(
             "min_new_tokens",
-            f"min_new_tokens is {message.min_new_tokens}; at most max_new_tokens, {new}",
+            f"min_new_tokens is {message.min_new_tokens}; at most {new}, which is max_new_tokens",
             given=message.min_new_tokens,
             maximum=new,
         )
@@ -295,7 +320,7 @@ def _check_held(message: draft_service_pb2.GenerateRequest) -> int:
     if held > committed:
         raise invalid_field(
             "held_tokens",
-            f"held_tokens is {held}; at most the {committed} committed_token_ids",
+            f"held_tokens is {held}; at most {committed}, the number of committed_token_ids",
             given=held,
             maximum=committed,
         )
@@ -306,12 +331,16 @@ def _check_samples(message: draft_service_pb2.GenerateRequest, limits: model_pb2
     samples = message.n if message.HasField("n") else 1
     if not 1 <= samples <= limits.max_samples:
         raise invalid_field(
-            "n", f"n is {samples}; 1 to {limits.max_samples}", given=samples, maximum=limits.max_samples
+            "n",
+            f"n is {samples}; 1 to {limits.max_samples}: ask for less, or raise --max-samples and --max-sequences of "
+            "the draft service",
+            given=samples,
+            maximum=limits.max_samples,
         )
     if samples > 1 and message.committed_token_ids:
         raise invalid_field(
             "committed_token_ids",
-            f"committed_token_ids is set and n is {samples}; a resumed request has n = 1",
+            f"n is {samples} and committed_token_ids is set; only one sample can be resumed: set n to 1",
             n=samples,
         )
     return samples
@@ -328,7 +357,7 @@ def _check_time_limit(message: draft_service_pb2.GenerateRequest) -> float | Non
         return None
     seconds = message.time_limit.seconds + message.time_limit.nanos / 1e9
     if seconds <= 0:
-        raise invalid_field("time_limit", f"time_limit is {seconds:g} s; it must be more than 0", given=seconds)
+        raise invalid_field("time_limit", f"time_limit is {seconds:g} s; it must be above 0, or unset", given=seconds)
     return seconds
 
 
@@ -338,7 +367,7 @@ def _check_stop_token_ids(
     given, most = len(message.stop_token_ids), limits.max_stop_token_ids
     if given > most:
         raise invalid_field(
-            "stop_token_ids", f"stop_token_ids has {given} ids; at most {most}", given=given, maximum=most
+            "stop_token_ids", f"stop_token_ids has {given} ids; at most {most}: give fewer", given=given, maximum=most
         )
     return check_token_ids("stop_token_ids", message.stop_token_ids, vocab_size)
 
@@ -347,7 +376,8 @@ def _check_stop(stop: Sequence[str], limits: model_pb2.Limits) -> tuple[str, ...
     if len(stop) > limits.max_stop_strings:
         raise invalid_field(
             "stop",
-            f"stop has {len(stop)} strings; at most {limits.max_stop_strings}",
+            f"stop has {counted(len(stop), 'string')}; at most {limits.max_stop_strings}: give fewer, or raise "
+            "--max-stop-strings of the draft service",
             given=len(stop),
             maximum=limits.max_stop_strings,
         )
@@ -355,7 +385,8 @@ def _check_stop(stop: Sequence[str], limits: model_pb2.Limits) -> tuple[str, ...
         if not 1 <= len(string) <= limits.max_stop_string_chars:
             raise invalid_field(
                 f"stop[{i}]",
-                f"stop[{i}] has {len(string)} characters; 1 to {limits.max_stop_string_chars}",
+                f"stop[{i}] has {counted(len(string), 'character')}; 1 to {limits.max_stop_string_chars}: shorten or "
+                "remove it, or raise --max-stop-string-chars of the draft service",
                 given=len(string),
                 maximum=limits.max_stop_string_chars,
             )

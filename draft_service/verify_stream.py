@@ -9,7 +9,7 @@ import structlog
 
 from draft_service.sequence import Round, Sequence
 from outrider.rpc import errors
-from outrider.rpc.errors import RequestError, failed_precondition, internal, unavailable
+from outrider.rpc.errors import RequestError, counted, failed_precondition, internal, unavailable
 from outrider.rpc.timeouts import Ending, InactivityTimer
 from outrider.service.wire import pad
 from protos.outrider.v1 import sampling_pb2, speculation_pb2, verifier_service_pb2
@@ -82,13 +82,15 @@ class VerifyStream:
         if self._opened.weights_fingerprint != self._fingerprint:  # another model since the pair was matched
             raise failed_precondition(
                 "PAIR_MISMATCH",
-                f"the verifier at {self._address} runs weights {self._opened.weights_fingerprint[:16]}; the draft "
-                f"service was started with {self._fingerprint[:16]}: restart the draft service",
+                f"the verifier at {self._address} has the weights fingerprint {self._opened.weights_fingerprint[:16]}, "
+                f"and had {self._fingerprint[:16]} when the draft service started: restart the draft service",
             )
         if self._opened.rule != rule:
             needed, taken = (sampling_pb2.AcceptanceRule.Name(each) for each in (rule, self._opened.rule))
             raise internal(
-                "INTERNAL", f"the verifier at {self._address} uses the rule {taken}; the request has {needed}"
+                "INTERNAL",
+                f"the verifier at {self._address} uses the rule {taken}, and the request {needed}; run the same "
+                "release of both services",
             )
         return self._opened
 
@@ -123,14 +125,20 @@ class VerifyStream:
             RequestError: the verifier refused the round, or failed.
         """
         while (response := await self._read()).WhichOneof("kind") != "verdict":
-            self._note(response)
+            if response.HasField("prompt_logprobs"):
+                await self._take_prompt_logprobs(response.prompt_logprobs)
+            else:
+                self._note(response)
         verdict, length = response.verdict, len(self._sequence.tokens)
         if verdict.status != speculation_pb2.VERDICT_STATUS_JUDGED or verdict.base_length != length:
             raise internal(
                 "INTERNAL",
                 f"the verdict on round {verdict.round} of the verifier at {self._address} has base_length "
-                f"{verdict.base_length}; the sequence has {length} tokens",
+                f"{verdict.base_length}, and the sequence has {counted(length, 'token')}; run the same release of both "
+                "services",
             )
+        if self._sequence.needs_prompt_logprobs:
+            raise self._incomplete(f"a verdict came before the log-probabilities of position {self._sequence.scored}")
         self._seen = verdict.round
         self._ended = bool(verdict.finish_reason)
         return verdict
@@ -151,6 +159,19 @@ class VerifyStream:
         self._timer.close()
         self._call.cancel()
 
+    async def _take_prompt_logprobs(self, part: sampling_pb2.PromptLogprobs) -> None:
+        try:
+            await self._sequence.take_prompt_logprobs(part)
+        except ValueError as error:
+            raise self._incomplete(str(error)) from None
+
+    def _incomplete(self, why: str) -> RequestError:
+        return internal(
+            "INTERNAL",
+            f"the verifier at {self._address} skipped log-probabilities of the prompt: {why}; run the same release of "
+            "both services",
+        )
+
     def _note(self, response: VerifyResponse) -> None:
         if response.WhichOneof("kind") == "opened":
             self._opened, self._may_run = response.opened, True
@@ -164,7 +185,7 @@ class VerifyStream:
         if response is grpc.aio.EOF:
             raise await self._failure()
         if response is None:
-            raise unavailable("NO_VERIFIER", f"could not parse the response of the verifier at {self._address}")
+            raise unreadable(self._address)
         message: VerifyResponse = response
         return message
 
@@ -192,7 +213,9 @@ class VerifyStream:
         """How the call ended."""
         status = await self._ending.status()
         if status.code() is grpc.StatusCode.OK:
-            return internal("INTERNAL", f"the verifier at {self._address} ended the stream before the sequence ended")
+            return internal(
+                "INTERNAL", f"the verifier at {self._address} ended the stream before the sequence; see its log"
+            )
         return translate(status, self._address)
 
 
@@ -204,6 +227,10 @@ _GONE = (
     grpc.StatusCode.UNKNOWN,
 )
 _NOT_ADMITTED = (grpc.StatusCode.UNAUTHENTICATED, grpc.StatusCode.PERMISSION_DENIED)
+_TLS_ADVICE: dict[errors.ConnectionFailure | None, str] = {
+    errors.ConnectionFailure.NO_TLS: "; give the verifier --tls-cert and --tls-key, or leave out --verifier-tls-ca",
+    errors.ConnectionFailure.CLOSED: " (--verifier-tls-ca, --verifier-tls-cert)",
+}
 _OF_A_ROUND = ("proposal", "decode", "sequence_id")
 
 
@@ -216,7 +243,8 @@ def translate(error: grpc.RpcError, address: str) -> RequestError:
     if refusal.reason == errors.UNSPECIFIED and refusal.code is grpc.StatusCode.UNIMPLEMENTED:
         return unavailable("NO_VERIFIER", f"the service at {address} is not a verifier; correct --verifier")
     if refusal.reason == errors.UNSPECIFIED and refusal.code in _GONE:
-        return unavailable("NO_VERIFIER", f"the verifier at {address} is unreachable: {refusal.message}")
+        advice = _TLS_ADVICE.get(refusal.connection, "")
+        return unavailable("NO_VERIFIER", f"the verifier at {address} is unreachable: {refusal.message}{advice}")
     if refusal.code in _NOT_ADMITTED:
         _log.warning(
             "verifier refused this service",
@@ -225,7 +253,7 @@ def translate(error: grpc.RpcError, address: str) -> RequestError:
             action="check --verifier-tls-cert here and --allow-client-san there",
         )
         return unavailable(
-            "NO_VERIFIER", f"the verifier at {address} refuses this draft service, whose log has the reason"
+            "NO_VERIFIER", f"the verifier at {address} refuses this draft service; the draft service's log says why"
         )
     field = refusal.metadata.get("field", "")
     of_a_round = refusal.reason in ("WRONG_BASE", "OUT_OF_ORDER") or field.startswith(_OF_A_ROUND)
@@ -233,3 +261,11 @@ def translate(error: grpc.RpcError, address: str) -> RequestError:
         _log.error("verifier refused a round", verifier=address, reason=refusal.reason, text=refusal.message)
         return internal("INTERNAL", "internal error; the service's log has the cause")
     return refusal
+
+
+def unreadable(address: str) -> RequestError:
+    """The error of a response that is no message of the contract."""
+    return unavailable(
+        "NO_VERIFIER",
+        f"cannot parse the response of the verifier at {address}: check that --verifier is a verifier of this release",
+    )

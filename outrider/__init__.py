@@ -1,4 +1,4 @@
-"""What both services and their clients share. This module imports none of it."""
+"""Shared by both services and their clients. This module imports nothing."""
 
 import os
 

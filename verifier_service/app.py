@@ -12,6 +12,7 @@ import structlog
 from kernels import paths
 from kernels.paths import PathUnavailable, VerifyPath, choose, try_out
 from kernels.verify import Rule
+from outrider.environment import served_name
 from outrider.rpc.errors import RequestError, internal
 from outrider.runtime.checkpoint import vocabulary_size
 from outrider.runtime.device import find_device
@@ -28,6 +29,7 @@ from outrider.service.loading import (
     load_tokenizer_alone,
     sequence_tokens,
 )
+from outrider.service.metrics import VllmMetrics
 from outrider.service.model_info import describe
 from outrider.service.sampling import DEFAULT_RULE, OFFERED_RULES
 from outrider.service.settings import SettingsError
@@ -96,6 +98,9 @@ class VerifierApp(Service):
         await warm_up(engine, model, inputs)
         engine.observer = observer  # from now on: the warm-up is not counted
         observer.watch(engine.model_runner.pool, engine.scheduler)
+        if self._settings.vllm_metrics:
+            shown = VllmMetrics(self.metrics, served_name(model.name))
+            observer.show_vllm(shown, engine.model_runner.pool, engine.scheduler)
         await warm()
         self._servicer.attach(engine, model, inputs)
 
@@ -310,6 +315,9 @@ async def _verdict(engine: VerifierEngine, replies: asyncio.Queue[Reply]) -> spe
         if isinstance(reply, RequestError):
             raise internal(reply.reason, f"the first step of the target failed: {reply.message}")
         if reply is None:
-            raise internal("INTERNAL", "the first step of the target failed: it ended without a verdict")
+            raise internal(
+                "INTERNAL",
+                "the first step of the target failed: it ended without a verdict; see the log above this line",
+            )
         if reply.WhichOneof("kind") == "verdict":
             return reply.verdict

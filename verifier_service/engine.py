@@ -13,7 +13,7 @@ from typing import Protocol, TypeVar
 import structlog
 
 from kernels.verify import Rule, VerifyResult
-from outrider.rpc.errors import RequestError, internal, unavailable, yielded
+from outrider.rpc.errors import RequestError, counted, internal, unavailable, yielded
 from outrider.runtime.block_pool import PoolCorrupted
 from outrider.runtime.engine import Engine
 from outrider.runtime.model_runner import Chunk, ModelRunner
@@ -24,7 +24,7 @@ from protos.outrider.v1 import model_pb2, speculation_pb2, verifier_service_pb2
 from verifier_service.request import Round
 from verifier_service.scheduler import IDLE_SECONDS, TURN_SECONDS, Plan, Scheduler, TargetWork
 from verifier_service.sequence import TargetSequence, is_sound, seconds_to_linger
-from verifier_service.target_runner import StepResult, TargetRunner
+from verifier_service.target_runner import Scoring, StepResult, TargetRunner
 
 
 @dataclass(frozen=True, slots=True)
@@ -215,12 +215,13 @@ class VerifierEngine(Engine[Message, TargetWork, StepResult]):
             return
         if sequence.slot is None:
             position = self.scheduler.waiting.index(sequence)
-            text = f"{self._model.limits.max_sequences} sequences run, the most at once; this one waits in the queue"
+            running = counted(self._model.limits.max_sequences, "sequence")
+            text = f"waiting in the queue: at most {running} at once (--max-sequences)"
         elif sequence.rounds:
-            position, text = 0, "the round waits for its step"
+            position, text = 0, "waiting for the next step of the target"
         elif sequence.awaits_turn:
             before = [each for each in self.scheduler.running if each.awaits_turn and each.arrival < sequence.arrival]
-            position, text = len(before), "the isolated sequence waits for its turn"
+            position, text = len(before), "waiting for a step alone, after a step with this sequence failed elsewhere"
         else:
             return
         sequence.notify(
@@ -262,7 +263,10 @@ class VerifierEngine(Engine[Message, TargetWork, StepResult]):
     def _begin_turn(self) -> None:
         """Begins the turn of the next isolated sequence: it may now send a round."""
         if (overdue := self.scheduler.overdue()) is not None:
-            text = f"the isolated sequence sent no round within {TURN_SECONDS:g} s of the start of its turn"
+            text = (
+                f"the sequence runs alone, after a step with it failed elsewhere, and sent no round within "
+                f"{TURN_SECONDS:g} s of its turn"
+            )
             overdue.end(yielded(text, retry_after=TURN_SECONDS))
         isolated = self.scheduler.next_isolated()
         if isolated is not None and isolated.opened is not None:
@@ -276,20 +280,28 @@ class VerifierEngine(Engine[Message, TargetWork, StepResult]):
             for item in work
             if item.encodes and (inputs := item.sequence.opening.encoder_input) is not None
         ]
-        return self.runner([item.chunk for item in work], proposals, encoder_inputs)
+        scorings = [Scoring(item.scored_tokens, item.sequence.opening.top_prompt_logprobs) for item in _scored(work)]
+        return self.runner([item.chunk for item in work], proposals, encoder_inputs, scorings)
 
     def fail(self, work: TargetWork, error: Exception, *, is_own: bool) -> None:
         if is_own:
             work.sequence.end(
-                internal("STEP_FAILED", "the target's step failed for this sequence, in a batch and alone")
+                internal(
+                    "STEP_FAILED",
+                    "the target's step failed for this sequence, in a batch and alone; see the verifier's log",
+                )
             )
         else:  # every sequence failed: the verifier is broken, so they move to another one
-            work.sequence.end(unavailable("NO_VERIFIER", "the target's step failed for every sequence in the batch"))
+            work.sequence.end(
+                unavailable("NO_VERIFIER", "the target's step failed for every sequence; see the verifier's log")
+            )
 
     # ------------------------------------------------------------------------------------------------------- process
 
     def process(self, work: Sequence[TargetWork], output: StepResult) -> None:
         step = Step(work, output)
+        for item, logprobs in zip(_scored(work), output.scores, strict=True):
+            _run_for(item.sequence, lambda: item.sequence.add_prompt_logprobs(logprobs))  # noqa: B023
         rounds = [(item.sequence, item.round) for item in work if item.round is not None]
         for (sequence, round_), result in zip(rounds, output.results, strict=True):
             judged = _run_for(sequence, lambda: self._commit(sequence, round_, result, step))  # noqa: B023
@@ -401,7 +413,9 @@ class Step:
         self.verify_seconds = output.verify_seconds
         self.judged: list[JudgedRound] = []
         self.has_rounds = bool(output.proposals)
-        self.is_of_rounds = self.has_rounds and all(item.chunk.logits_from == 0 and not item.encodes for item in work)
+        self.is_of_rounds = self.has_rounds and all(
+            item.round is not None and item.chunk.logits_from == 0 and not item.encodes for item in work
+        )
 
     @property
     def seconds(self) -> float:
@@ -417,6 +431,11 @@ class Step:
             pass_tokens=self.tokens,
             pass_sequences=self.sequences,
         )
+
+
+def _scored(work: Sequence[TargetWork]) -> list[TargetWork]:
+    """The pieces of prompts whose tokens are scored."""
+    return [item for item in work if item.scored_tokens]
 
 
 def _count_plan(observer: Observer, plan: Plan) -> None:

@@ -10,9 +10,9 @@ from prometheus_client import Counter, Gauge, Histogram
 
 from kernels.verify import Rule
 from outrider.rpc.errors import RequestError
-from outrider.runtime.kv_cache import KVPool
+from outrider.runtime.kv_cache import BLOCK_TOKENS, KVPool
 from outrider.service.best_effort import Component
-from outrider.service.metrics import Metrics
+from outrider.service.metrics import Metrics, VllmMetrics
 from verifier_service.scheduler import Scheduler
 
 STREAM_METRICS = Component("stream_metrics")
@@ -126,6 +126,24 @@ class SpeculationMetrics:
         )
         gauge("num_requests_running", "Sequences in progress.", lambda: len(scheduler.running))
         gauge("num_requests_waiting", "Sequences in the queue.", lambda: len(scheduler.waiting))
+
+    def show_vllm(self, shown: VllmMetrics, pool: KVPool, scheduler: Scheduler) -> None:
+        """Shows the metrics of load and speculation, and the size of the KV cache, under vLLM's names too."""
+        shown.gauge("num_requests_running", "Sequences in progress.", lambda: len(scheduler.running))
+        shown.gauge("num_requests_waiting", "Sequences in the queue.", lambda: len(scheduler.waiting))
+        shown.gauge(
+            "kv_cache_usage_perc",
+            "Share of the KV cache that sequences hold; 1 is all of it.",
+            lambda: pool.used_blocks / pool.blocks.count,
+        )
+        shown.add("spec_decode_num_drafts", self._drafts)
+        shown.add("spec_decode_num_draft_tokens", self._draft_tokens)
+        shown.add("spec_decode_num_accepted_tokens", self._accepted)
+        shown.add("spec_decode_num_accepted_tokens_per_pos", self._accepted_at, "position")
+        sizes = {"block_size": str(BLOCK_TOKENS), "num_gpu_blocks": str(pool.blocks.count)}
+        info = Gauge("cache_config_info", "Always 1; the labels are the KV cache's.", tuple(sizes), registry=None)
+        info.labels(**sizes).set(1)
+        shown.add("cache_config_info", info, *sizes)
 
     def verified(self, seconds: float) -> None:
         """See `Observer`."""

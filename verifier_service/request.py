@@ -14,7 +14,7 @@ from kernels.dense import EXCLUDED, DraftLogits
 from kernels.generation_rules import GenerationRules
 from kernels.sparse import SparseDistribution, validate
 from kernels.verify import Rule
-from outrider.rpc.errors import RequestError, failed_precondition, invalid_field
+from outrider.rpc.errors import RequestError, counted, failed_precondition, invalid_field
 from outrider.service.encoder_input import check_opening_input
 from outrider.service.model_info import check_features
 from outrider.service.sampling import (
@@ -22,13 +22,23 @@ from outrider.service.sampling import (
     OFFERED_RULES,
     Sampling,
     check_logprobs,
+    check_prompt_logprobs,
     check_sampling,
     check_token_ids,
 )
 from outrider.service.wire import HASH_BYTES, decode_logits, decode_sparse
 from protos.outrider.v1 import model_pb2, speculation_pb2, verifier_service_pb2
 
-FEATURES = ("decode", "encoder", "fixed_rounds", "logprobs", "penalties", "resume")
+FEATURES = (
+    "decode",
+    "encoder",
+    "fixed_rounds",
+    "logprobs",
+    "penalties",
+    "prompt_logprobs",
+    "report_probabilities",
+    "resume",
+)
 MAX_NAME_CHARS = 128
 MIN_RESPONSE_BYTES, MAX_RESPONSE_BYTES = 256, 1 << 20
 
@@ -54,6 +64,8 @@ class Opening:
     stop_token_ids: frozenset[int]
     max_new_tokens: int
     top_logprobs: int  # -1: none
+    top_prompt_logprobs: int = -1  # the same for tokens of the prompt
+    reports_probabilities: bool = False  # of drafted tokens
     response_bytes: int = 0  # each response is padded to a multiple of this; 0: no padding
     resumed: bool = False
     isolated: bool = False
@@ -101,13 +113,14 @@ def check_open(
     if message.weights_fingerprint and message.weights_fingerprint != model.weights_fingerprint:
         raise failed_precondition(
             "PAIR_MISMATCH",
-            f"weights_fingerprint is {message.weights_fingerprint[:16]}, and this target has "
-            f"{model.weights_fingerprint[:16]}; open the sequence at a verifier with the same weights",
+            f"weights_fingerprint is {message.weights_fingerprint[:16]}, and that of this target "
+            f"{model.weights_fingerprint[:16]}: open the sequence at a verifier with the same weights and the same "
+            "generation config",
             field="weights_fingerprint",
         )
     for name, text in (("request_id", message.request_id), ("cache_salt", message.cache_salt)):
         if len(text) > MAX_NAME_CHARS:
-            raise _beyond(name, len(text), MAX_NAME_CHARS, "characters")
+            raise _beyond(name, counted(len(text), "character"), len(text), MAX_NAME_CHARS)
     prompt = check_token_ids("prompt_token_ids", message.prompt_token_ids, model.vocab_size)
     if not prompt:
         raise invalid_field("prompt_token_ids", "prompt_token_ids is empty; at least 1 token is needed", given=0)
@@ -117,12 +130,12 @@ def check_open(
         message.sampling, vocab_size=model.vocab_size, rules=OFFERED_RULES, default_rule=DEFAULT_RULE
     )
     if sampling.seed is None:
-        raise invalid_field("sampling.seed", "sampling.seed is not set; OpenSequence requires it")
+        raise invalid_field("sampling.seed", "sampling.seed is not set; OpenSequence needs a seed")
     stops = _check_stops(message, model)
     if committed and committed[-1] in stops:
         raise invalid_field(
             "committed_token_ids",
-            f"committed_token_ids ends with the stop token {committed[-1]}; there is nothing left to generate",
+            f"committed_token_ids ends with the stop token {committed[-1]}, so the text has ended",
         )
     return Opening(
         request_id=message.request_id,
@@ -141,6 +154,8 @@ def check_open(
         stop_token_ids=stops,
         max_new_tokens=message.max_new_tokens,
         top_logprobs=check_logprobs(message.logprobs) if message.HasField("logprobs") else -1,
+        top_prompt_logprobs=_check_prompt_logprobs(message, model),
+        reports_probabilities=message.report_probabilities,
         response_bytes=_check_response_bytes(message.response_bytes),
         resumed=message.reopened or bool(committed),
         isolated=message.isolated,
@@ -162,14 +177,15 @@ def check_proposal(
     _check_round("proposal", message)
     gamma, limit = len(message.token_ids), model.limits.max_gamma
     if gamma > limit:
-        raise _beyond("proposal.token_ids", gamma, limit, "drafted tokens")
+        text = f"{counted(gamma, 'token')}; at most {limit} (--max-gamma)"
+        raise invalid_field("proposal.token_ids", f"proposal.token_ids has {text}", given=gamma, maximum=limit)
     tokens = tuple(check_token_ids("proposal.token_ids", message.token_ids, model.vocab_size))
     expected = 0 if rule is Rule.COUPLED else gamma
     if len(message.distributions) != expected:
         raise invalid_field(
             "proposal.distributions",
-            f"proposal.distributions has {len(message.distributions)} entries for {gamma} token_ids; "
-            f"the rule {rule.value} requires {expected}",
+            f"proposal.distributions has {counted(len(message.distributions), 'element')}; the rule {rule.value} needs "
+            f"{expected} for {counted(gamma, 'token')}",
             given=len(message.distributions),
             expected=expected,
         )
@@ -197,7 +213,7 @@ def check_decode(message: verifier_service_pb2.Decode) -> Round:
     """
     _check_round("decode", message)
     if message.num_tokens < 1:
-        raise invalid_field("decode.num_tokens", "decode.num_tokens is 0; at least 1", given=0)
+        raise invalid_field("decode.num_tokens", "decode.num_tokens is 0; it must be at least 1", given=0)
     return Round(
         number=message.round,
         base_length=message.base_length,
@@ -207,11 +223,17 @@ def check_decode(message: verifier_service_pb2.Decode) -> Round:
     )
 
 
+def _check_prompt_logprobs(message: verifier_service_pb2.OpenSequence, model: model_pb2.ModelInfo) -> int:
+    if not message.HasField("prompt_logprobs"):
+        return -1
+    return check_prompt_logprobs(message.prompt_logprobs, model)
+
+
 def _check_response_bytes(size: int) -> int:
     if size and not MIN_RESPONSE_BYTES <= size <= MAX_RESPONSE_BYTES:
         raise invalid_field(
             "response_bytes",
-            f"response_bytes is {size}; 0, or {MIN_RESPONSE_BYTES} to {MAX_RESPONSE_BYTES}",
+            f"response_bytes is {size}; it must be {MIN_RESPONSE_BYTES} to {MAX_RESPONSE_BYTES}, or 0 for any size",
             given=size,
             minimum=MIN_RESPONSE_BYTES,
             maximum=MAX_RESPONSE_BYTES,
@@ -226,19 +248,22 @@ def _check_lengths(
     if new < 1 or new <= committed:
         raise invalid_field(
             "max_new_tokens",
-            f"max_new_tokens is {new}; it must be at least 1 and more than the {committed} committed tokens",
+            f"max_new_tokens is {new}; it counts committed_token_ids, {committed}, and must be more",
             given=new,
             committed=committed,
         )
     if least > new:
         raise invalid_field(
-            "min_new_tokens", f"min_new_tokens is {least}; at most max_new_tokens, {new}", given=least, maximum=new
+            "min_new_tokens",
+            f"min_new_tokens is {least}; at most {new}, which is max_new_tokens",
+            given=least,
+            maximum=new,
         )
     if prompt + new > max_sequence_tokens:
         raise invalid_field(
             "max_new_tokens",
-            f"prompt and max_new_tokens have {prompt} and {new} tokens, together {prompt + new}; "
-            f"a sequence has at most {max_sequence_tokens}",
+            f"max_new_tokens is {new}, and the prompt has {counted(prompt, 'token')}: together {prompt + new}; at most "
+            f"{max_sequence_tokens} (--max-sequence-tokens)",
             prompt_tokens=prompt,
             max_new_tokens=new,
             maximum=max_sequence_tokens,
@@ -248,20 +273,20 @@ def _check_lengths(
 def _check_stops(message: verifier_service_pb2.OpenSequence, model: model_pb2.ModelInfo) -> frozenset[int]:
     limit = model.limits.max_stop_token_ids
     if len(message.stop_token_ids) > limit:
-        raise _beyond("stop_token_ids", len(message.stop_token_ids), limit, "ids")
+        raise _beyond("stop_token_ids", f"{len(message.stop_token_ids)} ids", len(message.stop_token_ids), limit)
     own = check_token_ids("stop_token_ids", message.stop_token_ids, model.vocab_size)
     return frozenset(own if message.ignore_eos else (*own, *model.eos_token_ids))
 
 
 def _check_round(kind: str, message: speculation_pb2.Proposal | verifier_service_pb2.Decode) -> None:
     if message.round < 1:
-        raise invalid_field(f"{kind}.round", f"{kind}.round is 0; round numbers start at 1", given=0)
+        raise invalid_field(f"{kind}.round", f"{kind}.round is 0; it must be at least 1", given=0)
     if message.base_length < 1:
-        raise invalid_field(f"{kind}.base_length", f"{kind}.base_length is 0; at least 1", given=0)
+        raise invalid_field(f"{kind}.base_length", f"{kind}.base_length is 0; it must be at least 1", given=0)
     if len(message.prefix_hash) != HASH_BYTES:
         raise invalid_field(
             f"{kind}.prefix_hash",
-            f"{kind}.prefix_hash has {len(message.prefix_hash)} bytes; exactly {HASH_BYTES}",
+            f"{kind}.prefix_hash has {counted(len(message.prefix_hash), 'byte')}; it must have {HASH_BYTES}",
             given=len(message.prefix_hash),
             expected=HASH_BYTES,
         )
@@ -274,12 +299,12 @@ def _check_distribution(
     if form == "point_mass":
         return None
     if form != "sparse":
-        given = "is not set" if form is None else f"is {form}; only the rule sigmoid accepts that"
-        raise invalid_field(f"{field_name}.form", f"{field_name}.form {given}")
+        given = "is not set" if form is None else f"is {form}, which is for the rule sigmoid only"
+        raise invalid_field(f"{field_name}.form", f"{field_name}.form {given}; set sparse or point_mass")
     try:
         ids, weights = decode_sparse(message.sparse)
         if len(ids) > model.limits.max_support:
-            raise ValueError(f"the support has {len(ids)} tokens; at most {model.limits.max_support}")
+            raise ValueError(f"it has {len(ids)} tokens; at most {model.limits.max_support}")
         q = validate(ids, weights, model.vocab_size)
     except ValueError as error:
         raise invalid_field(f"{field_name}.sparse", f"{field_name}.sparse: {error}") from None
@@ -313,12 +338,11 @@ def _check_logits(
     if logits.values[token] == EXCLUDED:
         raise invalid_field(
             f"{field_name}.logits",
-            f"{field_name}.logits: the drafted token {token} has the logit {EXCLUDED:g}, "
-            "which means that it could not be drafted",
+            f"{field_name}.logits: the drafted token {token} has the logit {EXCLUDED:g}, which excludes it",
             given=token,
         )
     return logits
 
 
-def _beyond(name: str, given: int, maximum: int, unit: str) -> RequestError:
-    return invalid_field(name, f"{name} has {given} {unit}; at most {maximum}", given=given, maximum=maximum)
+def _beyond(name: str, shown: str, given: int, maximum: int) -> RequestError:
+    return invalid_field(name, f"{name} has {shown}; at most {maximum}", given=given, maximum=maximum)

@@ -1,9 +1,8 @@
 """The scheduler: which sequences run, which wait, and the batch of each step. Belongs to the engine's thread.
 
 A step takes rounds that are ready, then pieces of prompts, up to a budget of tokens, and runs one encoder at most.
-Sequences take turns. A sequence
-starts when there are free blocks for all its tokens. When blocks run out, the newest sequences are preempted and run
-again later. The oldest always continues, so every sequence ends.
+Sequences take turns. A sequence starts when there are free blocks for all its tokens. When blocks run out, the newest
+sequences are preempted and run again later. The oldest always continues, so every sequence ends.
 """
 
 import time
@@ -45,6 +44,14 @@ class TargetWork:
     round: Round | None
     chunk: Chunk
     encodes: bool = False
+
+    @property
+    def scored_tokens(self) -> list[int]:
+        """Of a piece of a prompt, the tokens whose log-probabilities are wanted: one after each row with logits."""
+        if self.round is not None:
+            return []
+        first = self.chunk.start + self.chunk.logits_from + 1
+        return self.sequence.tokens[first : self.chunk.start + len(self.chunk.tokens) + 1]
 
 
 @dataclass(slots=True)
@@ -172,7 +179,7 @@ class Scheduler:
 
         Rounds of sequences whose other tokens are all in the KV cache come first, and leave a share of the step to
         prompts. Prompts are cut to fit. While blocks are short, the oldest sequences come first instead. An isolated
-        sequence gets every other step for itself.
+        sequence gets every other step for itself. In the planned step, rounds are before pieces of prompts.
         """
         ready = self._isolate([item for item in rounds if _may_run(*item)])
         prompts = [item for item in ready if self._behind(item[0]) > 1]
@@ -200,6 +207,7 @@ class Scheduler:
                 budget -= len(work.chunk.tokens)
                 plan.work.append(work)
         if plan.work:
+            plan.work.sort(key=lambda item: item.round is None)
             served = {id(item.sequence) for item in plan.work}
             self.running.sort(key=lambda sequence: id(sequence) in served)
         return plan
@@ -215,6 +223,8 @@ class Scheduler:
         """The round, if it fits or `must` run alone; else a piece of the tokens before it."""
         assert sequence.slot is not None
         start = self._pool.length(sequence.slot)
+        if not sequence.is_scored:
+            return self._cut_scored(sequence, start, left)
         behind = len(sequence.tokens) - start  # at least 1: the last token has not run (invariant 5)
         if round_ is not None:
             tokens = [*sequence.tokens[start:], *sequence.drafted(round_)]
@@ -224,6 +234,19 @@ class Scheduler:
         if piece < 1:
             return None
         return TargetWork(sequence, None, Chunk(sequence.slot, sequence.tokens[start : start + piece], start, piece))
+
+    def _cut_scored(self, sequence: TargetSequence, start: int, left: int) -> TargetWork | None:
+        """A piece of a prompt whose tokens are scored, each by the row before it.
+
+        It ends before the last token of the prompt, and has no round. After a preemption it has logits only for tokens
+        that were not scored before.
+        """
+        assert sequence.slot is not None
+        tokens = sequence.opening.prompt[start:-1][:left]
+        if not tokens:
+            return None
+        logits_from = min(max(0, sequence.scored - 1 - start), len(tokens))
+        return TargetWork(sequence, None, Chunk(sequence.slot, tokens, start, logits_from))
 
     def _lacks_encoder(self, sequence: TargetSequence) -> bool:
         """Whether the sequence's encoder has to run."""
@@ -244,7 +267,9 @@ class Scheduler:
         slot = sequence.slot
         assert slot is not None
         begins = self._pool.is_empty(slot)
-        known = self._adopt(sequence, slot) if begins else 0
+        # Tokens of a prompt are scored by the rows before them, so those rows must run.
+        looks_up = begins and sequence.is_scored
+        known = self._adopt(sequence, slot) if looks_up else 0
         length = len(sequence.tokens) + (0 if round_ is None else len(sequence.drafted(round_)))
         # A new sequence leaves each other one a block to grow, or it would soon be preempted itself.
         spare = self._pool.holders if begins else 0
@@ -258,7 +283,7 @@ class Scheduler:
             return False
         if given:
             plan.preempted += [each for each in self.running if each.slot in given]
-        if begins:
+        if looks_up:
             plan.begun.append((sequence, known))
         return True
 

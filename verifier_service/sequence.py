@@ -4,11 +4,12 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 from kernels.adjustments import Adjuster, RowAdjustment
-from kernels.verify import Proposed, Status, VerifyResult
-from outrider.rpc.errors import RequestError, out_of_order, wrong_base
-from outrider.service.wire import PrefixHash, encode_logprobs
+from kernels.verify import Proposed, Status, TokenLogprobs, VerifyResult
+from outrider.rpc.errors import RequestError, counted, internal, out_of_order, wrong_base
+from outrider.service.wire import PROMPT_POSITIONS, PrefixHash, encode_logprobs
 from protos.outrider.v1 import sampling_pb2, speculation_pb2, verifier_service_pb2
 from verifier_service.request import Opening, Round
 
@@ -75,7 +76,8 @@ class TargetSequence:
         deliver: hands a reply to the stream; called on the engine's thread.
         slot: in the KV pool; None in the queue.
         arrival: number in order of arrival. Newer sequences are preempted first.
-        backlog: replies that the client has not read.
+        backlog: replies that the client has not read, without notices.
+        scored: position of the next prompt token whose log-probabilities are to be sent, if they are wanted.
         opened: for an isolated sequence, the `Opened` to send when its turn begins; None after that.
     """
 
@@ -86,6 +88,7 @@ class TargetSequence:
     slot: int | None = None
     arrival: int = 0
     backlog: int = 0
+    scored: int = 1
     opened: verifier_service_pb2.VerifyResponse | None = None
     rounds: deque[Round] = field(default_factory=deque)
     tokens: list[int] = field(init=False)
@@ -117,6 +120,11 @@ class TargetSequence:
         return len(self.tokens) - len(self.opening.prompt)
 
     @property
+    def is_scored(self) -> bool:
+        """Whether all wanted log-probabilities of the prompt were sent. Until then nothing but the prompt runs."""
+        return self.opening.top_prompt_logprobs < 0 or self.scored >= len(self.opening.prompt)
+
+    @property
     def awaits_turn(self) -> bool:
         """Whether it is isolated and not opened yet: it cannot send rounds."""
         return self.opened is not None
@@ -131,7 +139,7 @@ class TargetSequence:
         """
         newest = self.rounds[-1].number if self.rounds else self.last_round
         if round_.number <= newest:
-            raise out_of_order(f"round {round_.number} came after round {newest}; round numbers must grow")
+            raise out_of_order(f"the round's number is {round_.number}; it must be above {newest}, the last one")
         if self.judged_at and not self.rounds:
             self.turnaround.add(max(0.0, round_.arrived - self.judged_at))  # below 0 if it was sent before the verdict
         self.rounds.append(round_)
@@ -173,7 +181,7 @@ class TargetSequence:
             self.rounds.popleft()
             self.last_round = current.number
             self._reply(
-                speculation_pb2.Verdict(
+                verdict=speculation_pb2.Verdict(
                     round=current.number,
                     base_length=current.base_length,
                     status=speculation_pb2.VERDICT_STATUS_STALE,
@@ -200,6 +208,7 @@ class TargetSequence:
             sigmoid=self.opening.sampling.sigmoid,
             adjustments=self._adjustments(tokens),
             top_logprobs=self.opening.top_logprobs,
+            reports_probabilities=self.opening.reports_probabilities,
         )
 
     def owed_since(self, round_: Round) -> float:
@@ -212,13 +221,13 @@ class TargetSequence:
     def _wrong_base(self, round_: Round) -> RequestError:
         if round_.base_length != len(self.tokens):
             text = (
-                f"base_length of round {round_.number} is {round_.base_length}; "
-                f"the sequence has {len(self.tokens)} tokens"
+                f"base_length of round {round_.number} is {round_.base_length}; it must be the number of tokens of "
+                f"prompt and committed output, {len(self.tokens)}"
             )
         else:
             text = (
-                f"prefix_hash of round {round_.number} is {round_.prefix_hash.hex()}; that of the sequence's "
-                f"{len(self.tokens)} tokens is {self._hash.digest().hex()}"
+                f"prefix_hash of round {round_.number} is {round_.prefix_hash.hex()}; for the "
+                f"{counted(len(self.tokens), 'token')} of the sequence it must be {self._hash.digest().hex()}"
             )
         return wrong_base(text, base_length=round_.base_length, sequence_length=len(self.tokens))
 
@@ -233,7 +242,24 @@ class TargetSequence:
         self._adjuster.truncate(self.written)
         return tuple(rows)
 
-    # ------------------------------------------------------------------------------------------------------ verdicts
+    # ------------------------------------------------------------------------------------------------------- replies
+
+    def add_prompt_logprobs(self, logprobs: Sequence[TokenLogprobs] | None) -> None:
+        """Delivers log-probabilities of the prompt's next tokens; None stands for bad logits.
+
+        Raises:
+            RequestError: INTERNAL: the logits are NaN or infinite.
+        """
+        if logprobs is None:
+            raise internal(
+                "BAD_LOGITS",
+                f"the target's logits for the prompt, after {self.scored} tokens or later, are NaN or infinite; try "
+                "another --dtype",
+            )
+        for first in range(0, len(logprobs), PROMPT_POSITIONS):
+            part = encode_logprobs(logprobs[first : first + PROMPT_POSITIONS])
+            self._reply(prompt_logprobs=sampling_pb2.PromptLogprobs(first_position=self.scored, logprobs=part))
+            self.scored += len(part)
 
     def commit(
         self,
@@ -267,11 +293,12 @@ class TargetSequence:
             token_ids=tokens,
             beta=result.beta,
             logprobs=encode_logprobs(result.logprobs[: len(tokens)]),
+            target_probabilities=result.probabilities,
             finish_reason=reason,
             timings=timings,
             load=load,
         )
-        self._reply(verdict)
+        self._reply(verdict=verdict)
         if self.finished:
             self.deliver(None)
         else:
@@ -302,9 +329,9 @@ class TargetSequence:
         """Sends a notice."""
         self.deliver(verifier_service_pb2.VerifyResponse(sequence_id=self.sequence_id, notice=notice))
 
-    def _reply(self, verdict: speculation_pb2.Verdict) -> None:
+    def _reply(self, **kind: Any) -> None:
         self.backlog += 1
-        self.deliver(verifier_service_pb2.VerifyResponse(sequence_id=self.sequence_id, verdict=verdict))
+        self.deliver(verifier_service_pb2.VerifyResponse(sequence_id=self.sequence_id, **kind))
 
 
 def is_sound(result: VerifyResult) -> bool:

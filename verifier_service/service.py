@@ -8,7 +8,7 @@ from typing import Any
 
 import grpc
 
-from outrider.rpc.errors import guarded, overloaded, unavailable
+from outrider.rpc.errors import counted, guarded, overloaded, unavailable
 from outrider.rpc.timeouts import Pace
 from outrider.service.encoder_input import EncoderInputs
 from outrider.service.tracing import Tracing
@@ -59,7 +59,7 @@ class ConcurrencyLimit:
         if waiting >= maximum:
             seconds = self.retry_after()
             raise overloaded(
-                f"the queue is full: sequences in it {waiting}, limit {maximum}; try again in about "
+                f"the queue is full: {counted(waiting, 'sequence')} in it, and at most {maximum}; try again in about "
                 f"{seconds:.2g} s, or raise --max-waiting",
                 retry_after=seconds,
                 waiting=waiting,

@@ -36,8 +36,8 @@ class VerifierSettings(ServiceSettings):
         20.0,
         ge=0,
         le=1000,
-        description="longest wait of a batch for sequences that are about to send a round, in milliseconds; at "
-        "maximum the fixed cost of a step; 0: none",
+        description="longest time that a step waits for sequences about to send a round, in milliseconds; never longer "
+        "than the fixed cost of a step; 0: no wait",
     )
     verify_path: Literal["auto", "torch", "triton"] = Field(
         "auto",
@@ -48,7 +48,7 @@ class VerifierSettings(ServiceSettings):
     contended_idle_timeout: float = Field(
         5.0,
         gt=0,
-        description="seconds in place of --idle-timeout while others wait in the queue, if shorter",
+        description="seconds of --idle-timeout while others wait in the queue, if that is shorter",
     )
     slow_client_timeout: float = Field(
         30.0, gt=0, description="seconds after which a stream with 64 unread verdicts ends"

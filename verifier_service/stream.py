@@ -10,7 +10,17 @@ from typing import TYPE_CHECKING, Any, cast
 import grpc
 import structlog
 
-from outrider.rpc.errors import RequestError, idle, internal, invalid_field, out_of_order, overloaded, write, yielded
+from outrider.rpc.errors import (
+    RequestError,
+    counted,
+    idle,
+    internal,
+    invalid_field,
+    out_of_order,
+    overloaded,
+    write,
+    yielded,
+)
 from outrider.rpc.timeouts import InactivityTimer
 from outrider.service.best_effort import Component
 from outrider.service.encoder_input import EncoderInputs
@@ -106,7 +116,9 @@ class VerifyStream:
 
     async def _serve(self, sequence: TargetSequence) -> None:
         prefixes, salt = self._engine.prefixes, sequence.opening.cache_salt
-        cached = PREFIX_CACHE.run(lambda: prefixes.find(sequence.tokens, salt), 0)
+        cached = 0
+        if sequence.is_scored:  # a prompt to score is not looked up
+            cached = PREFIX_CACHE.run(lambda: prefixes.find(sequence.tokens, salt), 0)
         opened = verifier_service_pb2.VerifyResponse(
             sequence_id=sequence.sequence_id,
             opened=verifier_service_pb2.Opened(
@@ -153,7 +165,8 @@ class VerifyStream:
             async with asyncio.timeout(limit):
                 message = await self._next()
         except TimeoutError:
-            raise idle(f"the client sent no message for {limit:g} s", seconds=limit) from None
+            text = f"the client sent no message for {limit:g} s (--idle-timeout); the first one must be OpenSequence"
+            raise idle(text, seconds=limit) from None
         if message is None:
             raise out_of_order("the stream ended without a message; the first one must be OpenSequence")
         if message.WhichOneof("kind") != "open":
@@ -161,7 +174,7 @@ class VerifyStream:
         if not 1 <= len(message.sequence_id) <= MAX_NAME_CHARS:
             raise invalid_field(
                 "sequence_id",
-                f"sequence_id has {len(message.sequence_id)} characters; 1 to {MAX_NAME_CHARS}",
+                f"sequence_id has {counted(len(message.sequence_id), 'character')}; it must have 1 to {MAX_NAME_CHARS}",
                 given=len(message.sequence_id),
                 maximum=MAX_NAME_CHARS,
             )
@@ -178,11 +191,13 @@ class VerifyStream:
                 if message.sequence_id != sequence.sequence_id:
                     raise invalid_field(
                         "sequence_id",
-                        f"sequence_id is {message.sequence_id!r}; this stream's is {sequence.sequence_id!r}",
+                        f"sequence_id is {message.sequence_id!r}; it must be that of the stream's OpenSequence, "
+                        f"{sequence.sequence_id!r}",
                     )
                 if len(sequence.rounds) >= outstanding_limit:
                     raise overloaded(
-                        f"{len(sequence.rounds)} rounds are outstanding on the stream; at most {outstanding_limit}",
+                        f"the stream has {counted(len(sequence.rounds), 'round')} without a verdict; at most "
+                        f"{outstanding_limit}: wait for one",
                         maximum=outstanding_limit,
                     )
                 self._engine.post(Submit(sequence, self._check(message, sampling)))
@@ -202,9 +217,9 @@ class VerifyStream:
             case "decode":
                 return check_decode(message.decode)
             case "open":
-                raise out_of_order("a second OpenSequence was sent on the stream; one stream is one sequence")
+                raise out_of_order("a second OpenSequence was sent; open a stream for each sequence")
             case _:
-                raise invalid_field("kind", "kind is not set; a message is an OpenSequence, a Proposal or a Decode")
+                raise invalid_field("kind", "kind is not set; it must be open, proposal or decode")
 
     async def _next(self) -> verifier_service_pb2.VerifyRequest | None:
         message = cast("Any", await self._context.read())
@@ -224,10 +239,13 @@ class VerifyStream:
                 try:
                     await timer.wait_for(write(self._context, reply))
                 except TimeoutError:
-                    raise idle(f"the client read no responses for {limit:g} s", seconds=limit) from None
+                    text = f"the client read no responses for {limit:g} s (--slow-client-timeout)"
+                    raise idle(text, seconds=limit) from None
                 self._heard = time.monotonic()
-                if reply.WhichOneof("kind") == "verdict":
+                kind = reply.WhichOneof("kind")
+                if kind in ("verdict", "prompt_logprobs"):
                     self._engine.post(Read(sequence, 1))
+                if kind == "verdict":
                     STREAM_LOG.run(lambda: self._tally.add(reply.verdict), None)
                     if self._trace.is_recorded:
                         self._record(reply.verdict)
@@ -267,7 +285,8 @@ class VerifyStream:
                     # The engine sends the notice: if it hangs, the client notices.
                     self._engine.post(Remind(sequence))
             elif silent > limit:
-                self._replies.put_nowait(idle(f"the client sent no message for {limit:g} s", seconds=limit))
+                text = f"the client sent no message for {limit:g} s (--idle-timeout)"
+                self._replies.put_nowait(idle(text, seconds=limit))
             elif silent > self._settings.contended_idle_timeout:
                 await self._preempt(f"{silent:.3g}")
 
@@ -275,7 +294,10 @@ class VerifyStream:
         """Ends an idle stream for a queued sequence. It can continue later, or at another verifier now."""
         with self._limit.preempt() as is_preempted:
             if is_preempted:
-                text = f"the client sent no message for {seconds} s while others wait in the queue"
+                text = (
+                    f"the client sent no message for {seconds} s while others wait in the queue "
+                    "(--contended-idle-timeout)"
+                )
                 error = yielded(text, retry_after=self._limit.retry_after(), seconds=seconds)
                 self._replies.put_nowait(error)
                 await asyncio.Event().wait()  # until the stream has ended, which cancels this

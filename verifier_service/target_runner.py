@@ -11,10 +11,25 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from kernels.logprobs import SCORED_ROWS, prompt_logprobs
 from kernels.sampling import SamplingParams
-from kernels.verify import Proposed, VerifyResult, verify
+from kernels.verify import Proposed, TokenLogprobs, VerifyResult, verify
 from outrider.runtime.cuda_graph import Capturer
 from outrider.runtime.model_runner import Chunk, ModelRunner
+from outrider.service.sampling import MAX_TOP_LOGPROBS
+
+
+@dataclass(frozen=True, slots=True)
+class Scoring:
+    """Tokens of a prompt whose log-probabilities are wanted.
+
+    Attributes:
+        tokens: one for each row of logits of a chunk.
+        top: how many of the most probable tokens to add.
+    """
+
+    tokens: Sequence[int]
+    top: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,12 +39,14 @@ class StepResult:
     Attributes:
         proposals: the judged proposals.
         results: one for each proposal, in order.
-        forward_seconds: of the forward pass, and of encoders.
+        scores: one for each scoring, in order: log-probabilities of its tokens; None if a row of logits is bad.
+        forward_seconds: of the forward pass, of encoders, and of scoring.
         verify_seconds: of the verification and the transfer of its results.
     """
 
     proposals: Sequence[Proposed]
     results: list[VerifyResult]
+    scores: list[tuple[TokenLogprobs, ...] | None]
     forward_seconds: float
     verify_seconds: float
 
@@ -54,34 +71,45 @@ class TargetRunner:
         chunks: Sequence[Chunk],
         proposals: Sequence[Proposed],
         encoder_inputs: Sequence[tuple[int, Tensor]] = (),
+        scorings: Sequence[Scoring] = (),
     ) -> StepResult:
-        """Runs the chunks in one forward pass, and judges the proposals with the rows of logits, in order.
+        """Runs the chunks in one forward pass, judges the proposals, and scores tokens of prompts.
 
-        `encoder_inputs` are slots whose encoder runs first, each with its input. If it raises, all slots keep their
-        lengths.
+        Proposals take the first rows of logits, and scorings those after them, both in order. `encoder_inputs` are
+        slots whose encoder runs first, each with its input. If it raises, all slots keep their lengths.
 
         Raises:
             ValueError, PoolExhausted: see `ModelRunner.forward`.
         """
         try:
-            return self._run(chunks, proposals, encoder_inputs)
+            return self._run(chunks, proposals, encoder_inputs, scorings)
         except Exception:
             for chunk in chunks:  # the forward pass may have lengthened them
                 self._model_runner.pool.rollback(chunk.slot, chunk.start)
             raise
 
     def _run(
-        self, chunks: Sequence[Chunk], proposals: Sequence[Proposed], encoder_inputs: Sequence[tuple[int, Tensor]]
+        self,
+        chunks: Sequence[Chunk],
+        proposals: Sequence[Proposed],
+        encoder_inputs: Sequence[tuple[int, Tensor]],
+        scorings: Sequence[Scoring],
     ) -> StepResult:
         clock = _clock(self._model_runner.loaded.device)
         for slot, inputs in encoder_inputs:
             self._model_runner.encode(slot, inputs)
-        logits = self._model_runner.forward(chunks)
+        logits = self._model_runner.forward(chunks)[:, : self._vocab_size]
         clock.mark()
-        results = verify(logits[:, : self._vocab_size], proposals, self._verify_path) if proposals else []
+        row = len(logits) - sum(len(each.tokens) for each in scorings)
+        results = verify(logits[:row], proposals, self._verify_path) if proposals else []
         clock.mark()
-        forward, verifying = clock.seconds()
-        return StepResult(proposals, results, forward, verifying)
+        scores = []
+        for each in scorings:
+            scores.append(prompt_logprobs(logits[row : row + len(each.tokens)], each.tokens, each.top))
+            row += len(each.tokens)
+        clock.mark()
+        forward, verifying, scoring = clock.seconds()
+        return StepResult(proposals, results, scores, forward + scoring, verifying)
 
     def capture(
         self,
@@ -105,9 +133,10 @@ class TargetRunner:
 
 
 def verify_rows(logits: Tensor, verify_path: str) -> None:
-    """Verifies each row of `[R, V]` without drafts. For the profiling run, which measures memory."""
+    """Verifies each row of `[R, V]` without drafts, and scores some. For the profiling run, which measures memory."""
     alone = Proposed(tokens=(), q=(), params=SamplingParams(), seed=0, base_length=1)
     verify(logits, [alone] * len(logits), verify_path)
+    prompt_logprobs(logits, [0] * min(len(logits), SCORED_ROWS), MAX_TOP_LOGPROBS)
 
 
 class _HostClock:

@@ -13,6 +13,7 @@ from draft_service.drafters.none import NoDrafter
 from draft_service.drafters.random import RandomDrafter
 from draft_service.settings import DraftSettings
 from kernels.sparse import SparseConfig
+from outrider.runtime.ngram import read_documents
 from outrider.runtime.tokenizer import Tokenizer
 from outrider.service.sampling import TEMPERATURES
 from outrider.service.settings import SettingsError
@@ -108,10 +109,6 @@ def guarded(
 
 def _documents(corpus: Path, settings: DraftSettings) -> Iterator[str]:
     try:
-        text = corpus.read_text(encoding="utf-8")
+        yield from read_documents(corpus, by_line=settings.ngram_documents == "line")
     except (OSError, ValueError) as error:
         raise SettingsError(f"--ngram-corpus: cannot read '{corpus}' as UTF-8: {error}") from error
-    if settings.ngram_documents == "line":
-        yield from filter(None, text.splitlines())
-    elif text:
-        yield text

@@ -123,7 +123,7 @@ class GuardedDrafter(Drafter):
         name: str = "drafter",
         probe: DraftSequence = PROBE,
     ) -> None:
-        """`vocab_size` and `max_support` are the target's; `name` is for the log; `probe` is what a probe opens."""
+        """`vocab_size` and `max_support` are the target's; `name` is for the log; `probe` is the probes' sequence."""
         self.cost = Cost()
         self.is_up = True
         self.timeout = timeout

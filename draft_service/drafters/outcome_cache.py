@@ -209,7 +209,7 @@ class OutcomeCache:
         self._trials = defaultdict[Hashable, Trial](Trial)
 
     def sent(self, sequence: ModelSequence, now: float) -> None:
-        """A proposal leaves. The time since the last one shows what branches cost and save."""
+        """A proposal leaves. The time since the last one shows the cost and the gain of branches."""
         if sequence.opening.uses_outcome_cache and sequence.had_branches is not None:
             self._trials[_kind(sequence)].add(now - sequence.sent, on=sequence.had_branches)
         sequence.sent = self.leaving[sequence] = self.spare.sent[sequence] = now

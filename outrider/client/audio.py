@@ -33,7 +33,7 @@ _MOST_CHANNELS = 64
 
 
 class Array(Protocol):
-    """An array of numpy, or what numpy can turn into one."""
+    """An array of numpy, or a value that numpy can turn into one."""
 
     def __array__(self, *args: Any, **kwargs: Any) -> Any: ...
 
@@ -84,8 +84,9 @@ def speech_encoder(model: model_pb2.ModelInfo) -> model_pb2.EncoderInfo:
         FailedPrecondition: it takes none.
     """
     if model.encoder.kind != model_pb2.ENCODER_KIND_SPEECH:
-        takes = "text" if model.HasField("encoder") else "a prompt of text"
-        message = f"{model.name} has no speech encoder: it takes {takes}, not audio"
+        message = (
+            f"{model.name} has no speech encoder, and takes text; call the draft service of a pair of speech models"
+        )
         raise typed(failed_precondition("UNSPECIFIED", message))
     return model.encoder
 
@@ -108,14 +109,14 @@ def read_samples(audio: AudioSource, sample_rate: int | None, target_rate: int) 
     np = _numpy()
     if isinstance(audio, str | os.PathLike | bytes | bytearray | memoryview):
         if sample_rate is not None:
-            raise _refused("sample_rate is for audio as an array; a file has its own", "sample_rate")
+            raise _refused("sample_rate is set; leave it out for a file, which has its own", "sample_rate")
         blocks = _blocks_of_file(audio)
     else:
         blocks = _blocks_of_array(np, audio, sample_rate)
     pieces = list(_converted(np, blocks, target_rate))
     values = np.concatenate(pieces) if pieces else np.zeros(0, "<i2")
     if not len(values):
-        raise _refused("audio has no samples")
+        raise _refused("audio has no samples; at least 1 is needed")
     return Samples(values, target_rate)
 
 
@@ -124,11 +125,11 @@ def features_message(features: Array) -> input_pb2.LogMelFeatures:
 
     Raises:
         ImportError: numpy is not installed.
-        ValueError: they have another shape, or are no numbers.
+        ValueError: they have another shape, or are not numbers.
     """
     values = _numpy().asarray(features, dtype="<f4")
     if values.ndim != 2:
-        raise ValueError(f"an array [mels, frames] is expected, not one of shape {list(values.shape)}")
+        raise ValueError(f"features have the shape {list(values.shape)}; it must be [mels, frames]")
     mels, frames = values.shape
     return input_pb2.LogMelFeatures(values=values.tobytes(), mels=mels, frames=frames)
 
@@ -159,27 +160,31 @@ def _unreadable_refused(soundfile: ModuleType, audio: object) -> Iterator[None]:
     except OSError as error:
         raise _refused(f"audio: cannot read {name}: {error.strerror or error}") from error
     except soundfile.LibsndfileError as error:
-        raise _refused(f"audio: cannot decode {name}: {error.error_string}") from error
-    except TypeError as error:  # a name that ends in .raw: soundfile wants to be told the format
-        raise _refused(f"audio: cannot decode {name}: it has no header") from error
+        raise _refused(
+            f"audio: cannot decode {name}: {error.error_string.rstrip('.')}; give WAV, FLAC, OGG or MP3"
+        ) from error
+    except TypeError as error:  # soundfile needs the format of a name that ends in .raw
+        raise _refused(f"audio: cannot decode {name}: it has no header; give WAV, FLAC, OGG or MP3") from error
 
 
 def _blocks_of_array(np: ModuleType, audio: Array, sample_rate: int | None) -> Iterator[_Block]:
     if sample_rate is None:
-        raise _refused("sample_rate is missing; audio as an array needs it", "sample_rate")
+        raise _refused("sample_rate is not set; audio as an array needs it", "sample_rate")
     try:
         rate = operator.index(sample_rate)
     except TypeError:
         rate = 0
     if not 0 < rate < 1 << 31:
-        raise _refused(f"sample_rate is {sample_rate!r}; a positive integer is expected", "sample_rate")
+        raise _refused(
+            f"sample_rate is {sample_rate!r}; it must be a positive integer, in samples a second", "sample_rate"
+        )
     array = np.asarray(audio)
     if array.ndim not in (1, 2) or (array.ndim == 2 and not 1 <= array.shape[1] <= _MOST_CHANNELS):
         shape = "×".join(map(str, array.shape))
-        raise _refused(f"audio has the shape {shape}; [samples] or [samples, channels] is expected")
+        raise _refused(f"audio has the shape {shape}; it must be [samples] or [samples, channels]")
     kind = array.dtype.name
     if kind not in ("float16", "float32", "float64", "uint8", "int16", "int32"):
-        raise _refused(f"audio has the type {kind}; a float, uint8, int16 or int32 is expected")
+        raise _refused(f"audio has the type {kind}; it must be float16, float32, float64, uint8, int16 or int32")
     for begin in range(0, len(array), _BLOCK_FRAMES):
         block = array[begin : begin + _BLOCK_FRAMES].reshape(-1, 1 if array.ndim == 1 else array.shape[1])
         if kind.startswith("int"):
@@ -196,7 +201,9 @@ def _converted(np: ModuleType, blocks: Iterator[_Block], target_rate: int) -> It
         largest = np.abs(block).max()
         if not largest <= _LARGEST:
             found = (
-                f"a sample of {largest:g}; floats have full scale 1" if largest == largest else "a sample that is NaN"
+                f"a sample of {largest:g}; at most {_LARGEST:g}, and full scale is 1"
+                if largest == largest
+                else "a sample that is NaN; samples must be finite"
             )
             raise _refused(f"audio has {found}")
         mono = block.mean(axis=1, dtype="float32")

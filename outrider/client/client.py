@@ -14,9 +14,9 @@ import grpc
 
 from outrider.client.audio import FRAME_S, AudioSource, Samples, read_samples, speech_encoder
 from outrider.client.endpoints import Endpoints, split
-from outrider.client.errors import typed
-from outrider.client.events import Completion, Event, read
-from outrider.client.request import CommonOptions, Options, Prompt, build
+from outrider.client.errors import explained, typed
+from outrider.client.events import Completion, Detokenized, Event, Tokenized, TokenizerInfo, read
+from outrider.client.request import CommonOptions, Message, Options, Prompt, build, build_detokenize, build_tokenize
 from outrider.client.resume import Call, Generation
 from outrider.client.transcription import AsyncTranscription, Transcription
 from outrider.rpc.channel import check_plaintext
@@ -85,11 +85,12 @@ class AsyncClient:
     ):
         names = split(address)
         if tls is not None and plaintext:
-            raise ValueError("give tls=TLS(...) or plaintext=True, not both")
+            raise ValueError("tls and plaintext are both given; leave one of them out")
         for name in names:
             if tls is None and not plaintext:
                 check_plaintext(name, "give tls=TLS(...), or plaintext=True")
         self.address = ",".join(names)
+        self._uses_tls = tls is not None
         self._timeout = timeout
         self._patience = patience
         self._retry = retry
@@ -112,7 +113,7 @@ class AsyncClient:
         self, prompt: Prompt | None = None, *, timeout: float | None = None, **options: Unpack[Options]
     ) -> AsyncGenerator[Event, None]:
         """Streams one generation: `Started`, then `Chunk`s, then a `Finished` for each sample; and `Queued` while it
-        waits in the queue.
+        waits in the queue. With `prompt_logprobs`, `PromptLogprobs` come before the first `Chunk`.
 
         Leaving the iterator, by `aclose`, by cancelling its task or by dropping it, cancels the call at both services.
 
@@ -170,10 +171,52 @@ class AsyncClient:
         Raises:
             OutriderError: a subclass by status code.
         """
+        response = await self._ask("GetModel", pb.DraftServiceGetModelRequest(), timeout)
+        return cast("pb.DraftServiceGetModelResponse", response)
+
+    async def tokenize(
+        self,
+        prompt: str | Sequence[Message | Mapping[str, str]],
+        *,
+        add_special_tokens: bool | None = None,
+        timeout: float | None = None,
+    ) -> Tokenized:
+        """The tokens of a text or of messages, as `generate` makes them.
+
+        Args:
+            prompt: text, or messages.
+            add_special_tokens: of a text, whether to add those that the tokenizer adds by default; None: yes.
+            timeout: seconds for this call; None: the client's.
+
+        Raises:
+            OutriderError: a subclass by status code.
+        """
+        return Tokenized.of(await self._ask("Tokenize", build_tokenize(prompt, add_special_tokens), timeout))
+
+    async def detokenize(
+        self, token_ids: Sequence[int], *, keep_special_tokens: bool = False, timeout: float | None = None
+    ) -> Detokenized:
+        """The text of tokens.
+
+        Raises:
+            OutriderError: a subclass by status code.
+        """
+        return Detokenized.of(await self._ask("Detokenize", build_detokenize(token_ids, keep_special_tokens), timeout))
+
+    async def tokenizer(self, *, timeout: float | None = None) -> TokenizerInfo:
+        """Describes the tokenizer of the pair.
+
+        Raises:
+            OutriderError: a subclass by status code.
+        """
+        return TokenizerInfo.of(await self._ask("GetTokenizer", pb.GetTokenizerRequest(), timeout))
+
+    async def _ask(self, method: str, request: Any, timeout: float | None) -> Any:
+        """The response to a single request, with retries."""
         call = Call(self._timeout if timeout is None else timeout, self._patience)
         while True:
             try:
-                return await self._describe(call)
+                return await self._attempt(call, method, request)
             except (grpc.RpcError, TimeoutError) as error:
                 await self._recover(call, error)
 
@@ -222,17 +265,21 @@ class AsyncClient:
             raise typed(
                 invalid_field(
                     "audio",
-                    f"audio has {samples.seconds:.2f} s, and the model takes at most {encoder.frames * FRAME_S:g} s at "
-                    "once; `transcribe` takes longer audio",
+                    f"audio has {samples.seconds:.2f} s; at most {encoder.frames * FRAME_S:g} s at once with this "
+                    "model: call `transcribe`, which takes any length",
                 )
             )
         return {**options, "audio": samples.part(0, encoder.frames), "sample_rate": None}
 
     async def _describe(self, call: Call) -> pb.DraftServiceGetModelResponse:
         """One attempt of `call` at GetModel."""
-        response, silence = await self._begin(call, "GetModel", pb.DraftServiceGetModelRequest())
+        request = pb.DraftServiceGetModelRequest()
+        return cast("pb.DraftServiceGetModelResponse", await self._attempt(call, "GetModel", request))
+
+    async def _attempt(self, call: Call, method: str, request: Any) -> Any:
+        response, silence = await self._begin(call, method, request)
         async with asyncio.timeout(silence):
-            return cast("pb.DraftServiceGetModelResponse", await response)
+            return await response
 
     async def _begin(self, call: Call, method: str, request: Any) -> tuple[Any, float | None]:
         """Begins an attempt. Returns it with its silence timeout: None without another endpoint."""
@@ -249,18 +296,21 @@ class AsyncClient:
             OutriderError: it should not.
         """
         if isinstance(cause, grpc.RpcError):
-            failure = typed(cause, call.timeout)
+            failure = await explained(cause, call.address, call.timeout, uses_tls=self._uses_tls)
         else:
             silent = f"the draft service at {call.address} sent nothing for {self._silence:g} s"
             failure = typed(unavailable(UNSPECIFIED, silent))
         if failure.code is grpc.StatusCode.UNIMPLEMENTED and await self._is_verifier(call.address):
-            failure.message = f"{call.address} is a verifier, not a draft service; give the address of a draft service"
+            failure.message = (
+                f"{call.address} is a verifier, not a draft service; give the address of the draft service in front of "
+                "it"
+            )
         call.failed(failure)
         if failure.is_transient:
             self._endpoints.failed(call.address)
         addresses = await self._endpoints.addresses()
         elsewhere = call.failures < len(addresses) and self._endpoints.has_fresh()
-        may = self._retry and failure.is_transient and call.can_go_on
+        may = self._retry and failure.is_transient and call.can_go_on and not call.is_hopeless(addresses)
         if not (may and await call.pause(failure, elsewhere=elsewhere)):
             raise call.described(failure, addresses) from cause
 
@@ -379,6 +429,26 @@ class Client:
         """As `AsyncClient.get_model`."""
         return self._run(self._client.get_model(timeout=timeout))
 
+    def tokenize(
+        self,
+        prompt: str | Sequence[Message | Mapping[str, str]],
+        *,
+        add_special_tokens: bool | None = None,
+        timeout: float | None = None,
+    ) -> Tokenized:
+        """As `AsyncClient.tokenize`."""
+        return self._run(self._client.tokenize(prompt, add_special_tokens=add_special_tokens, timeout=timeout))
+
+    def detokenize(
+        self, token_ids: Sequence[int], *, keep_special_tokens: bool = False, timeout: float | None = None
+    ) -> Detokenized:
+        """As `AsyncClient.detokenize`."""
+        return self._run(self._client.detokenize(token_ids, keep_special_tokens=keep_special_tokens, timeout=timeout))
+
+    def tokenizer(self, *, timeout: float | None = None) -> TokenizerInfo:
+        """As `AsyncClient.tokenizer`."""
+        return self._run(self._client.tokenizer(timeout=timeout))
+
     def _each(self, items: AsyncGenerator[T, None]) -> Generator[T, None, None]:
         """The items of a generator that runs in the thread of the loop."""
         # An interrupt leaves a step that is still being cancelled: close the iterator after it
@@ -407,7 +477,7 @@ class Client:
     def _run(self, work: Coroutine[Any, Any, T]) -> T:
         if self._loop.is_closed():
             work.close()
-            raise RuntimeError("the client is closed")
+            raise RuntimeError("the client is closed; make a new one")
         future = asyncio.run_coroutine_threadsafe(work, self._loop)
         try:
             return future.result()

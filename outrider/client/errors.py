@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import grpc
 
-from outrider.rpc.errors import UNSPECIFIED, RequestError, from_rpc_error
+from outrider.rpc.errors import UNSPECIFIED, ConnectionFailure, RequestError, from_rpc_error
+from outrider.rpc.tls import speaks_tls
 
 
 class OutriderError(Exception):
@@ -15,6 +16,7 @@ class OutriderError(Exception):
         reason: a name of `ErrorReason` without its prefix; UNSPECIFIED if the status is not from an Outrider server.
         metadata: the numbers of the message; `field` is the field that they belong to, or None.
         retry_after: seconds until a retry may succeed; None if unknown.
+        is_wrong_transport: whether one side speaks TLS and the other plaintext, so that no retry can help.
         tries: attempts at each address, after the client's last one.
         delivered_tokens: tokens delivered before the failure.
     """
@@ -34,12 +36,13 @@ class OutriderError(Exception):
         self.reason = reason
         self.metadata = dict(metadata or {})
         self.retry_after = retry_after
+        self.is_wrong_transport = False
         self.tries: dict[str, int] = {}
         self.delivered_tokens = 0
 
     @property
     def is_transient(self) -> bool:
-        """Whether a retry may help: the service is unreachable, drains, or is full."""
+        """Whether a retry may help, here or elsewhere: the service is unreachable, drains, or is full."""
         if self.code is grpc.StatusCode.RESOURCE_EXHAUSTED:  # gRPC itself uses this code for messages over the limit
             return self.reason in ("OVERLOADED", "IDLE")
         return self.code is grpc.StatusCode.UNAVAILABLE
@@ -111,5 +114,17 @@ def typed(error: grpc.RpcError | RequestError, timeout: float | None = None) -> 
         kind = PairMismatch
     message = found.message
     if kind is DeadlineExceeded and found.reason == UNSPECIFIED and timeout is not None:
-        message = f"the call did not end within its timeout of {timeout:g} s"
+        message = f"the call did not end within its timeout of {timeout:g} s; raise it, or set time_limit"
     return kind(message, code=found.code, reason=found.reason, metadata=found.metadata, retry_after=found.retry_after)
+
+
+async def explained(error: grpc.RpcError, address: str, timeout: float | None, *, uses_tls: bool) -> OutriderError:
+    """`typed`, and the advice about TLS if one side of the connection speaks TLS and the other plaintext."""
+    failure, connection = typed(error, timeout), from_rpc_error(error).connection
+    if uses_tls and connection is ConnectionFailure.NO_TLS:
+        failure.is_wrong_transport = True
+        failure.message += "; leave out --tls and --tls-ca (in Python, tls=TLS(...))"
+    elif not uses_tls and connection is ConnectionFailure.CLOSED and await speaks_tls(address):
+        failure.is_wrong_transport = True
+        failure.message = f"the service at {address} requires TLS; give --tls-ca or --tls (in Python, tls=TLS(...))"
+    return failure

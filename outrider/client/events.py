@@ -9,7 +9,7 @@ import struct
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, fields, replace
 from enum import StrEnum
-from functools import cache
+from functools import cache, lru_cache
 from typing import Any, Self, TypeAlias, TypeVar, get_args, get_origin, get_type_hints
 
 from protos.outrider.v1 import draft_service_pb2
@@ -120,6 +120,7 @@ def _converter(hint: Any) -> Callable[[Any], Any]:
     return lambda value: value
 
 
+@lru_cache(1024)  # of a prompt, `raw` and `adjusted` are the same
 def _shortest(value: float) -> float:
     """The shortest decimal of the same float32: 0.7, not 0.699999988079071."""
     exact = struct.pack("<f", value)
@@ -151,15 +152,40 @@ class TokenLogprob(_Mirror):
 
 @dataclass(frozen=True, slots=True)
 class PositionLogprobs(_Mirror):
-    """Of the emitted token, and of the most probable ones, best first."""
+    """Of the token at a position, and of the most probable ones, best first."""
 
     token: TokenLogprob
     top: tuple[TokenLogprob, ...]
 
 
 @dataclass(frozen=True, slots=True)
+class PromptLogprobs(_Mirror):
+    """Of the next tokens of the prompt, from `first_position` on, which begins at 1; `adjusted` equals `raw`."""
+
+    first_position: int
+    logprobs: tuple[PositionLogprobs, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class RoundTimings(_Mirror):
+    """Times of one round, in microseconds."""
+
+    draft_us: int = 0
+    verdict_us: int = 0
+    queue_us: int = 0
+    forward_us: int = 0
+    verify_us: int = 0
+
+
+@dataclass(frozen=True, slots=True)
 class Round(_Mirror):
-    """One round: the drafted tokens, and how many of them were accepted."""
+    """One round: the drafted tokens, how many of them were accepted, and when.
+
+    `draft_start_us` and `sent_us` are microseconds from the request's arrival at the draft service. The verdict came
+    at `sent_us` + `timings.verdict_us`. Older services send no times.
+
+    `target_probabilities` and `draft_probabilities` are p and q of each drafted token, on request; `coupled` has no q.
+    """
 
     round: int
     output_length: int
@@ -167,6 +193,11 @@ class Round(_Mirror):
     drafted_texts: tuple[str, ...]
     accepted: int
     beta: tuple[float, ...]
+    draft_start_us: int = 0
+    sent_us: int = 0
+    timings: RoundTimings = RoundTimings()
+    target_probabilities: tuple[float, ...] = ()
+    draft_probabilities: tuple[float, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -234,7 +265,7 @@ class Statistics(_Mirror):
 
 @dataclass(frozen=True, slots=True)
 class Timings(_Mirror):
-    """Times of one sample at the services, in microseconds."""
+    """Times of one sample at the services, in microseconds. `first_round` reads the prompt; the sums include it."""
 
     time_to_first_token_us: int
     total_us: int
@@ -245,6 +276,7 @@ class Timings(_Mirror):
     verify_us: int
     saved_us: int
     failover_us: int
+    first_round: RoundTimings
 
 
 @dataclass(frozen=True, slots=True)
@@ -278,15 +310,47 @@ class Finished(_Mirror):
 
 
 @dataclass(frozen=True, slots=True)
+class Tokenized(_Mirror):
+    """The tokens of a prompt, and the text of each by itself."""
+
+    token_ids: tuple[int, ...]
+    token_texts: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Detokenized(_Mirror):
+    """The text of tokens, and the text of each by itself."""
+
+    text: str
+    token_texts: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class SpecialToken(_Mirror):
+    """A special token. `name` is its role in transformers, for example `eos_token`."""
+
+    name: str
+    text: str
+    id: int
+
+
+@dataclass(frozen=True, slots=True)
+class TokenizerInfo(_Mirror):
+    """The tokenizer of the pair. `chat_template` is empty if there is none."""
+
+    tokenizer_class: str
+    chat_template: str
+    special_tokens: tuple[SpecialToken, ...]
+
+
+@dataclass(frozen=True, slots=True)
 class Queued:
-    """The request waits in the queue, behind `position` calls. Sent again when that changes; before `Started`, or later
-    if the request continues at another service.
-    """
+    """The request waits behind `position` calls. Sent again when that changes; after `Started` if the call moved."""
 
     position: int
 
 
-Event: TypeAlias = Queued | Started | Chunk | Finished
+Event: TypeAlias = Queued | Started | PromptLogprobs | Chunk | Finished
 
 
 def read(response: draft_service_pb2.GenerateResponse) -> Event | None:
@@ -294,6 +358,8 @@ def read(response: draft_service_pb2.GenerateResponse) -> Event | None:
     match response.WhichOneof("event"):
         case "started":
             return Started.of(response.started)
+        case "prompt_logprobs":
+            return PromptLogprobs.of(response.prompt_logprobs)
         case "chunk":
             return Chunk.of(response.chunk)
         case "finished":
@@ -323,10 +389,14 @@ class Sample:
 
 @dataclass(frozen=True, slots=True)
 class Completion:
-    """A whole generation. Its properties are those of the first sample, the only one unless `n` was given."""
+    """A whole generation. Its properties are those of the first sample, the only one unless `n` was given.
+
+    `prompt_logprobs`, if requested, begin with the second token of the prompt: entry i is of position i + 1.
+    """
 
     started: Started
     samples: tuple[Sample, ...]
+    prompt_logprobs: tuple[PositionLogprobs, ...] = ()
 
     @classmethod
     def of(cls, events: Iterable[Event]) -> Self:
@@ -338,10 +408,13 @@ class Completion:
         started: Started | None = None
         chunks: dict[int, list[Chunk]] = {}
         ends: dict[int, Finished] = {}
+        prompt_logprobs: list[PositionLogprobs] = []
         for event in events:
             match event:
                 case Started():
                     started = event
+                case PromptLogprobs():
+                    prompt_logprobs += event.logprobs
                 case Chunk():
                     chunks.setdefault(event.index, []).append(event)
                 case Finished():
@@ -349,8 +422,11 @@ class Completion:
         unfinished = chunks.keys() - ends.keys()
         if started is None or not ends or unfinished:
             missing = "Started" if started is None else f"Finished of samples {sorted(unfinished) or 'all'}"
-            raise ValueError(f"the events of the generation are incomplete: {missing} is missing")
-        return cls(started, tuple(_sample(end, chunks.get(index, [])) for index, end in sorted(ends.items())))
+            raise ValueError(
+                f"the events are not a whole generation: {missing} is missing; pass all events of one call"
+            )
+        samples = tuple(_sample(end, chunks.get(index, [])) for index, end in sorted(ends.items()))
+        return cls(started, samples, tuple(prompt_logprobs))
 
     @property
     def text(self) -> str:

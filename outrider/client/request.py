@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
+from difflib import get_close_matches
 from reprlib import repr as short_repr
 from typing import Any, TypeAlias, TypedDict, cast
 
@@ -66,7 +67,9 @@ class CommonOptions(TypedDict, total=False):
     outcome_cache: bool  # draft for likely verdicts ahead of time; default: the service's
     drafter: Drafter | str  # one that the service has; default: the service's
     report_rounds: bool
+    report_probabilities: bool  # p and q of drafted tokens, in the reports of rounds
     logprobs: int  # log-probabilities of each token and of the N most probable ones
+    prompt_logprobs: int  # the same for the tokens of the prompt
     keep_special_tokens: bool
     request_id: str
     required_features: Sequence[str]
@@ -106,13 +109,17 @@ def build(prompt: Prompt | None, options: Mapping[str, Any]) -> draft_service_pb
     known = Options.__annotations__.keys()
     unknown = options.keys() - known
     if unknown:
-        raise TypeError(f"unknown option {', '.join(sorted(unknown))}; the options are {', '.join(sorted(known))}")
+        name = min(unknown)
+        near = get_close_matches(name, known, n=1)
+        raise TypeError(
+            f"there is no option {name}; " + (f"did you mean {near[0]}?" if near else "outrider.client.Options has all")
+        )
     request = draft_service_pb2.GenerateRequest()
     inputs = {"prompt": prompt, "audio": options.get("audio"), "features": options.get("features")}
     given = [name for name, value in inputs.items() if value is not None]
     if len(given) != 1:
-        found = " and ".join(given) or "none"
-        raise typed(invalid_field("prompt", f"one of prompt, audio and features is expected, not {found}"))
+        found = f"{' and '.join(given)} are given" if given else "none is given"
+        raise typed(invalid_field("prompt", f"{found}; give exactly one of prompt, audio and features"))
     if prompt is not None:
         _carry("prompt", _set_prompt, request, prompt)
     for name, value in options.items():
@@ -121,12 +128,45 @@ def build(prompt: Prompt | None, options: Mapping[str, Any]) -> draft_service_pb
     return request
 
 
+def build_tokenize(
+    prompt: str | Sequence[Message | Mapping[str, str]], add_special_tokens: bool | None
+) -> draft_service_pb2.TokenizeRequest:
+    """Builds the request.
+
+    Raises:
+        InvalidRequest: a value that protobuf cannot hold.
+    """
+    options = draft_service_pb2.GenerateRequest()
+    _carry("prompt", _set_prompt, options, prompt)
+    if options.HasField("token_ids"):
+        raise typed(invalid_field("prompt", f"prompt is {short_repr(prompt)}; it must be text or a list of messages"))
+    request = draft_service_pb2.TokenizeRequest(add_special_tokens=add_special_tokens)
+    if options.HasField("chat"):
+        request.chat.CopyFrom(options.chat)
+    else:
+        request.text = options.text
+    return request
+
+
+def build_detokenize(token_ids: Sequence[int], keep_special_tokens: bool) -> draft_service_pb2.DetokenizeRequest:
+    """Builds the request.
+
+    Raises:
+        InvalidRequest: a token id that protobuf cannot hold.
+    """
+    try:
+        return draft_service_pb2.DetokenizeRequest(token_ids=token_ids, keep_special_tokens=keep_special_tokens)
+    except (TypeError, ValueError) as error:
+        text = f"token_ids is {short_repr(token_ids)}; it must be a list of token ids ({_TOKEN_IDS})"
+        raise typed(invalid_field("token_ids", text)) from error
+
+
 def _carry(name: str, setter: Setter, request: draft_service_pb2.GenerateRequest, value: Any) -> None:
     try:
         setter(request, value)
     except (TypeError, ValueError, AttributeError, OverflowError) as error:
         expected = _EXPECTED_OF_OPTION.get(name)
-        text = str(error) if expected is None else f"{expected} is expected, not {short_repr(value)}"
+        text = str(error) if expected is None else f"{name} is {short_repr(value)}; it must be {expected}"
         raise typed(invalid_field(name, text)) from error
 
 
@@ -137,7 +177,7 @@ _EXPECTED = {
     FieldDescriptor.CPPTYPE_FLOAT: "a number",
     FieldDescriptor.CPPTYPE_DOUBLE: "a number",
     FieldDescriptor.CPPTYPE_BOOL: "True or False",
-    FieldDescriptor.CPPTYPE_STRING: "text of whole characters",
+    FieldDescriptor.CPPTYPE_STRING: "text that UTF-8 can encode",
 }
 
 
@@ -154,8 +194,8 @@ def _set_field(name: str) -> Setter:
                 setattr(message, name, value)
         except (TypeError, ValueError) as error:
             expected = _EXPECTED[field.cpp_type]
-            expected = f"a list, each element {expected}," if field.is_repeated else expected
-            raise ValueError(f"{expected} is expected, not {short_repr(value)}") from error
+            expected = f"a list, each element {expected}" if field.is_repeated else expected
+            raise ValueError(f"{name} is {short_repr(value)}; it must be {expected}") from error
 
     return set_field
 
@@ -174,7 +214,7 @@ def _set_prompt(request: draft_service_pb2.GenerateRequest, prompt: Prompt) -> N
             request.token_ids.ids.extend(items)
         except (TypeError, ValueError) as error:
             expected = f"text, a list of token ids ({_TOKEN_IDS}) or a list of messages"
-            raise ValueError(f"{expected} is expected, not {short_repr(prompt)}") from error
+            raise ValueError(f"prompt is {short_repr(prompt)}; it must be {expected}") from error
 
 
 def _role_and_content(message: Any) -> tuple[str, str]:
@@ -192,7 +232,7 @@ def _set_audio(request: draft_service_pb2.GenerateRequest, value: Samples) -> No
 
 
 def _set_sample_rate(request: draft_service_pb2.GenerateRequest, value: int) -> None:
-    raise ValueError("only audio as an array needs it")
+    raise ValueError(f"sample_rate is {value!r}; leave it out: only audio as an array needs it")
 
 
 def _set_features(request: draft_service_pb2.GenerateRequest, value: Array) -> None:
@@ -234,6 +274,18 @@ def _set_sigmoid(request: draft_service_pb2.GenerateRequest, value: tuple[float,
 def _set_logprobs(request: draft_service_pb2.GenerateRequest, value: int) -> None:
     request.logprobs.SetInParent()
     request.logprobs.top_n = value
+
+
+def _set_prompt_logprobs(request: draft_service_pb2.GenerateRequest, value: int) -> None:
+    request.prompt_logprobs.SetInParent()
+    request.prompt_logprobs.top_n = value
+    require(request, "prompt_logprobs")
+
+
+def _set_report_probabilities(request: draft_service_pb2.GenerateRequest, value: bool) -> None:
+    request.speculation.report_probabilities = value
+    if value:
+        require(request, "report_probabilities")
 
 
 def _set_speculation(request: draft_service_pb2.GenerateRequest, value: SpeculationPolicy | str) -> None:
@@ -285,11 +337,13 @@ _EXPECTED_OF_OPTION = {
     "time_limit": "a number of seconds",
     "logit_bias": f"a mapping of token ids ({_TOKEN_IDS}) to numbers",
     "rule": _one_of(AcceptanceRule),
-    "sigmoid_scales": "a pair of numbers, alpha and beta,",
+    "sigmoid_scales": "a pair of numbers, alpha and beta",
     "stop": "text or a list of texts",
     "speculation": _one_of(SpeculationPolicy),
     "drafter": _one_of(Drafter),
     "logprobs": _EXPECTED[FieldDescriptor.CPPTYPE_UINT32],
+    "prompt_logprobs": _EXPECTED[FieldDescriptor.CPPTYPE_UINT32],
+    "report_probabilities": _EXPECTED[FieldDescriptor.CPPTYPE_BOOL],
     "held_tokens": _EXPECTED[FieldDescriptor.CPPTYPE_UINT32],
     "frame_bytes": _EXPECTED[FieldDescriptor.CPPTYPE_UINT32],
     "frame_pace": "a number of seconds",
@@ -310,6 +364,8 @@ _SETTERS: dict[str, Setter] = {
     "speculation": _set_speculation,
     "drafter": _set_drafter,
     "logprobs": _set_logprobs,
+    "prompt_logprobs": _set_prompt_logprobs,
+    "report_probabilities": _set_report_probabilities,
     "held_tokens": _set_held_tokens,
     "frame_bytes": _set_frame_bytes,
     "frame_pace": _set_frame_pace,

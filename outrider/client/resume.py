@@ -17,7 +17,18 @@ from typing import cast
 import grpc
 
 from outrider.client.errors import OutriderError
-from outrider.client.events import Chunk, Event, Finished, FinishReason, Queued, Started, Statistics, Timings, Usage
+from outrider.client.events import (
+    Chunk,
+    Event,
+    Finished,
+    FinishReason,
+    PromptLogprobs,
+    Queued,
+    Started,
+    Statistics,
+    Timings,
+    Usage,
+)
 from outrider.client.request import require
 from outrider.rpc.errors import UNSPECIFIED
 from protos.outrider.v1 import draft_service_pb2 as pb
@@ -60,6 +71,7 @@ class Call:
         self._patience = math.inf if patience is None else patience
         self._give_up = math.inf  # when
         self._is_noted = False
+        self._wrong_transport: set[str] = set()  # addresses where the last attempt failed so
         self._tries: dict[str, int] = {}  # that failed, by address
         self._last: OutriderError | None = None  # the last failure other than the passed deadline
 
@@ -86,6 +98,14 @@ class Call:
         self._tries[self.address] = self._tries.get(self.address, 0) + 1
         if failure.is_transient:
             self._last = failure
+        if failure.is_wrong_transport:
+            self._wrong_transport.add(self.address)
+        else:
+            self._wrong_transport.discard(self.address)
+
+    def is_hopeless(self, addresses: Sequence[str]) -> bool:
+        """Whether each address speaks TLS where the client does not, or the other way round."""
+        return self._wrong_transport.issuperset(addresses)
 
     async def pause(self, failure: OutriderError, *, elsewhere: bool) -> bool:
         """Pauses before the next attempt, unless it is `elsewhere`; returns False if there is no time for one."""
@@ -111,6 +131,8 @@ class Call:
             failure.delivered_tokens = self.delivered
             if is_late and self._last is not None:
                 failure.message += f"; before that {self._last}"
+            if failure.is_wrong_transport and len(addresses) == 1:
+                return failure  # the one try is of no interest
             tries = ", ".join(f"{address} ({count})" for address, count in failure.tries.items())
             failure.message += f"; tries at {tries}; {self.delivered} tokens were delivered"
         return failure
@@ -141,6 +163,8 @@ class Generation(Call):
         self._is_single = request.n <= 1
         self._call_began = self._began
         self._started: Started | None = None
+        self._scored = 1  # position of the next log-probabilities of the prompt to deliver
+        self._is_scored = False  # all of them were delivered
         self._tokens: list[int] = list(request.committed_token_ids)
         self._given = len(self._tokens)  # given by the caller, of an earlier request
         self._held = request.held_tokens  # of the last tokens, whose text has not been delivered
@@ -161,6 +185,8 @@ class Generation(Call):
             return [event]
         self.failures = 0
         match event:
+            case PromptLogprobs():
+                return self._take_prompt_logprobs(event)
             case Chunk():
                 return self._take_chunk(event)
             case Finished():
@@ -170,10 +196,20 @@ class Generation(Call):
             case Queued():
                 return [event]
 
+    def _take_prompt_logprobs(self, part: PromptLogprobs) -> list[Event]:
+        """Drops positions that were delivered: a continued request begins again."""
+        new = part.logprobs[max(0, self._scored - part.first_position) :]
+        if not new:
+            return []
+        first = max(self._scored, part.first_position)
+        self._scored = first + len(new)
+        return [PromptLogprobs(first, new)]
+
     def _take_chunk(self, chunk: Chunk) -> list[Event]:
         if self._first_token is None and chunk.token_ids:
             self._first_token = time.monotonic() - self._began
         self._has_text = True
+        self._is_scored = True  # its log-probabilities come before the text
         whole = len(self._tokens) - self._held
         self._tokens += chunk.token_ids
         self._held = chunk.held_tokens
@@ -206,6 +242,8 @@ class Generation(Call):
             require(request, ENCODER)
         elif self._has_encoder is False:
             request.token_ids.ids[:] = started.prompt_token_ids  # in place of text or messages
+        if self._is_scored:
+            request.ClearField("prompt_logprobs")
         request.committed_token_ids[:] = self._tokens
         request.held_tokens = self._held
         if self._held:

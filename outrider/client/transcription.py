@@ -1,4 +1,4 @@
-"""Speech of any length as segments of text: windows, the segments in what the model writes, and where the next window
+"""Speech of any length as segments of text: windows, the segments in the model's output, and where the next window
 begins.
 """
 
@@ -152,7 +152,9 @@ class Transcription:
 def _check(options: Mapping[str, Any]) -> None:
     for name in _SINGLE:
         if options.get(name) is not None:
-            raise typed(invalid_field(name, f"{name} is not for transcribe, which writes one text from its beginning"))
+            raise typed(
+                invalid_field(name, f"{name} is set; leave it out: transcribe writes one text from its beginning")
+            )
 
 
 def _check_timestamps(encoder: model_pb2.EncoderInfo, samples: Samples) -> None:
@@ -160,8 +162,8 @@ def _check_timestamps(encoder: model_pb2.EncoderInfo, samples: Samples) -> None:
         raise typed(
             invalid_field(
                 "audio",
-                f"audio has {samples.seconds:.2f} s, and the model takes at most {encoder.frames * FRAME_S:g} s at "
-                "once; it writes no timestamps, by which longer audio is cut",
+                f"audio has {samples.seconds:.2f} s; at most {encoder.frames * FRAME_S:g} s with this model, which "
+                "writes no timestamps to cut longer audio by: cut it, or serve a model with timestamps",
             )
         )
 
@@ -188,12 +190,12 @@ class Span:
 def find_spans(tokens: Sequence[int], first_timestamp: int | None, frames: int) -> tuple[list[Span], int]:
     """The segments of a window, and how many frames after its begin the next one begins.
 
-    As `_retrieve_segment` of transformers' Whisper: two timestamps in a row end a segment and begin the next one. What
-    comes after the last such pair is left to the next window, unless it ends with a timestamp. Without a pair the
+    As `_retrieve_segment` of transformers' Whisper: two timestamps in a row end a segment and begin the next one. The
+    next window repeats the rest after the last such pair, unless it ends with a timestamp. Without a pair the
     whole window is one segment.
 
     Args:
-        tokens: what the model wrote, without the stop token.
+        tokens: the model's output, without the stop token.
         first_timestamp: the token of the timestamp 0.00; None: the model writes none.
         frames: frames of the window's audio.
     """
@@ -220,7 +222,7 @@ def _pairs(steps: Sequence[int | None]) -> list[int]:
 
 
 class Window:
-    """What the model writes about one window.
+    """The model's output for one window.
 
     Args:
         seek: frames before the window.

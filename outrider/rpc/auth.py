@@ -21,7 +21,7 @@ from typing import Any
 import grpc
 
 from outrider.rpc import errors
-from outrider.rpc.errors import RequestError, invalid_field, overloaded, permission_denied, unauthenticated
+from outrider.rpc.errors import RequestError, counted, invalid_field, overloaded, permission_denied, unauthenticated
 from outrider.rpc.interceptor import Context, Handler, Interceptor, wrapped
 from outrider.rpc.tls import FileProblem, Watched
 
@@ -53,17 +53,19 @@ class Tokens:
         """
         given = [value for key, value in metadata if key == METADATA_KEY]
         if not given:
-            raise unauthenticated("the call has no token; this service requires 'authorization: Bearer TOKEN'")
+            raise unauthenticated(
+                "the call has no token; send one as 'authorization: Bearer TOKEN' (--token-file, in Python token_file)"
+            )
         text = given[0] if isinstance(given[0], str) else given[0].decode("latin-1")
         if len(given) > 1 or not text.lower().startswith(_SCHEME):
-            raise unauthenticated("the call's 'authorization' is not 'Bearer TOKEN'")
+            raise unauthenticated("the call's 'authorization' must be one value, 'Bearer TOKEN'")
         sent = _digest(text[len(_SCHEME) :])
         found = ""
         for digest in self._watched.look()[1]:
             if hmac.compare_digest(digest, sent):
                 found = f"token {hashlib.sha256(digest).hexdigest()[:16]}"
         if not found:
-            raise unauthenticated("the call's token is not accepted by this service")
+            raise unauthenticated("the call's token is not in the service's --auth-token-file; send another one")
         return found
 
 
@@ -130,14 +132,15 @@ class AllowedClients:
             RequestError: UNAUTHENTICATED: no certificate; PERMISSION_DENIED: no allowed name in it.
         """
         if not auth_context.get("x509_pem_cert"):
-            raise unauthenticated("the client presented no certificate; this service requires one")
+            raise unauthenticated("the client has no certificate; give it one of the service's --tls-client-ca")
         seen = names_of(auth_context)
         for name in seen:
             if name in self._names:
                 return name
         allowed = _listed(sorted(self._names))
         raise permission_denied(
-            f"the client's certificate names {_listed(seen) or 'no DNS name and no URI'}; allowed are {allowed}",
+            f"the client's certificate names {_listed(seen) or 'no DNS name and no URI'}; --allow-client-san of the "
+            f"service allows {allowed}",
             seen=_listed(seen),
             allowed=allowed,
         )
@@ -208,7 +211,7 @@ class ClientLimits:
         if most is not None and count > most:
             raise invalid_field(
                 field,
-                f"{field} is {count}; at most {most}, the limit of sequences in progress for one client",
+                f"{field} is {count}; at most {most}, the sequences of one client at once (--max-client-sequences)",
                 given=count,
                 maximum=most,
             )
@@ -223,8 +226,8 @@ class ClientLimits:
         most = self._max_sequences
         if most is not None and client.sequences + more > most:
             raise overloaded(
-                f"this client has {client.sequences} sequences in progress and starts {more} more; at most {most} are "
-                "allowed: try again when some have ended",
+                f"this client has {counted(client.sequences, 'sequence')} in progress and starts {more} more; at most "
+                f"{most} (--max-client-sequences): try again when some have ended",
                 limit="max-client-sequences",
                 given=client.sequences + more,
                 maximum=most,
@@ -284,6 +287,7 @@ class _Call:
 
 
 _call: ContextVar[_Call | None] = ContextVar("call", default=None)
+_caller: ContextVar[str] = ContextVar("caller", default="")
 
 
 def count_sequences(field: str, count: int) -> None:
@@ -297,10 +301,20 @@ def count_sequences(field: str, count: int) -> None:
         call.limits.add(call, field, count)
 
 
+def caller(context: Context) -> str:
+    """Who makes the call in progress, as the limits know clients: by token, else certificate, else address."""
+    return _caller.get() or _anonymous(context)
+
+
+def _anonymous(context: Context) -> str:
+    peer: Any = context.auth_context()
+    return next(iter(names_of(peer)), "") or address_of(context.peer())
+
+
 def _too_fast(rate: float, burst: int, seconds: float) -> RequestError:
     return overloaded(
-        f"this client starts more than {rate:g} sequences a second, or {burst} at once; try again in about "
-        f"{seconds:.2g} s",
+        f"this client starts more than {rate:g} sequences a second (--client-rate), or {burst} at once "
+        f"(--client-burst); try again in about {seconds:.2g} s",
         retry_after=seconds,
         limit="client-rate",
         rate=f"{rate:g}",
@@ -349,6 +363,7 @@ class Authentication(Interceptor):
             with ExitStack() as inside:
                 try:
                     name = self._name(context, metadata)
+                    _caller.set(name)  # each call is a task of its own, and so has a context of its own
                     if counts and self._limits is not None:
                         inside.enter_context(self._limits.enter(name))
                 except RequestError as error:
@@ -364,10 +379,9 @@ class Authentication(Interceptor):
         Raises:
             RequestError: UNAUTHENTICATED or PERMISSION_DENIED: the caller is refused.
         """
-        peer: Any = context.auth_context()
-        name = self._allowed.check(peer) if self._allowed is not None else next(iter(names_of(peer)), "")
-        token = self._tokens.check(metadata) if self._tokens is not None else ""
-        return token or name or address_of(context.peer())
+        name = "" if self._allowed is None else self._allowed.check(context.auth_context())
+        token = "" if self._tokens is None else self._tokens.check(metadata)
+        return token or name or _anonymous(context)
 
     def _note(self, method: str, context: Context, error: RequestError) -> None:
         now = time.monotonic()

@@ -116,7 +116,7 @@ class Resolver:
         try:
             self._last[name] = of_one_family(await self._lookup(host.strip("[]"), int(port)), before) or before
         except OSError as error:
-            _logger.warning("%s cannot be resolved, its last addresses stay in use: %s", name, error)
+            _logger.warning("cannot resolve %s; its last addresses stay in use: %s", name, error)
         return self._last.get(name, [])
 
 

@@ -10,6 +10,7 @@ import re
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import aclosing
 from datetime import timedelta
+from enum import Enum
 from typing import Any, NoReturn, TypeVar, cast
 from urllib.parse import unquote
 
@@ -37,11 +38,22 @@ Servicer = TypeVar("Servicer", bound=Callable[..., Any])
 Detail = TypeVar("Detail", bound=Message)
 
 
+class ConnectionFailure(Enum):
+    """Why a connection failed."""
+
+    REFUSED = "nothing listens at {address} (connection refused)"
+    NO_SOCKET = "there is no socket {address}"
+    NO_TLS = "the service at {address} does not speak TLS, and this call does"
+    UNTRUSTED = "the certificate of the service at {address} is not from a trusted CA ({text})"
+    OTHER_NAME = "the certificate of the service at {address} does not have the name that was called"
+    CLOSED = "the service at {address} closed the connection; it may require TLS, or a client certificate"
+
+
 class RequestError(Exception):
     """One request cannot continue; its server and all other requests can.
 
     `reason` is a name of `ErrorReason` without its prefix; `metadata` names the field and the numbers; `retry_after` is
-    seconds until a retry may succeed; None if unknown.
+    seconds until a retry may succeed; None if unknown. `connection` is why a connection failed, if gRPC tells.
 
     Raises:
         ValueError: `reason` is not a name of the contract.
@@ -64,12 +76,18 @@ class RequestError(Exception):
         self.message = message
         self.metadata = dict(metadata or {})
         self.retry_after = retry_after
+        self.connection: ConnectionFailure | None = None
 
     def __str__(self) -> str:
         return f"{self.code.name} ({self.reason}): {self.message}"
 
 
 # ------------------------------------------------------------------------------------------------------- factories
+
+
+def counted(number: int, noun: str) -> str:
+    """A number with its noun, for messages: `1 token`, `2 tokens`."""
+    return f"{number} {noun}" if number == 1 else f"{number} {noun}s"
 
 
 def invalid_field(field: str, message: str, **numbers: object) -> RequestError:
@@ -207,40 +225,42 @@ def from_rpc_error(error: grpc.RpcError) -> RequestError:
     """
     call = cast("Any", error)
     code = cast("grpc.StatusCode", call.code())
-    message = _readable(call.details() or code.name)
+    message, connection = _readable(call.details() or code.name)
     details = _details(call)
     retry = _find(details, error_details_pb2.RetryInfo)
     retry_after = None if retry is None else retry.retry_delay.ToTimedelta().total_seconds()
     info = _find(details, error_details_pb2.ErrorInfo)
     if info is None or info.domain != DOMAIN:
-        return RequestError(code, UNSPECIFIED, message, retry_after=retry_after)
+        failure = RequestError(code, UNSPECIFIED, message, retry_after=retry_after)
+        failure.connection = connection
+        return failure
     reason = info.reason if info.reason in _REASONS else UNSPECIFIED
     return RequestError(code, reason, message, dict(info.metadata), retry_after=retry_after)
 
 
 _NOT_CONNECTED = re.compile(r"failed to connect to all addresses; last error: \w+: (?:ipv[46]:)?(\S+): (.*)", re.DOTALL)
 _NOT_RESOLVED = re.compile(r"errors resolving (\S+): .*?([^:\[\]]+)\]?$", re.DOTALL)
-# By a part of gRPC's text.
-_WHY_NOT_CONNECTED = {
-    "Connection refused": "nothing listens at {address} (connection refused)",
-    "No such file or directory": "there is no socket {address}",
-    "WRONG_VERSION_NUMBER": "the service at {address} speaks plaintext, and this call TLS",
-    "CERTIFICATE_VERIFY_FAILED": "the certificate of the service at {address} is not from a trusted CA ({text})",
-    "Hostname Verification Check failed": "the certificate of the service at {address} does not have the name that was "
-    "called",
-    "Socket closed": "the service at {address} closed the connection; it may require TLS, or a client certificate",
+_CONNECTION_FAILURES = {
+    "Connection refused": ConnectionFailure.REFUSED,
+    "No such file or directory": ConnectionFailure.NO_SOCKET,
+    "WRONG_VERSION_NUMBER": ConnectionFailure.NO_TLS,
+    "CERTIFICATE_VERIFY_FAILED": ConnectionFailure.UNTRUSTED,
+    "Hostname Verification Check failed": ConnectionFailure.OTHER_NAME,
+    "Socket closed": ConnectionFailure.CLOSED,
 }
+"""By a part of gRPC's text."""
 
 
-def _readable(text: str) -> str:
-    """The text of a failed connection: frequent ones of gRPC in plain words."""
+def _readable(text: str) -> tuple[str, ConnectionFailure | None]:
+    """The text of a failed connection in plain words, where the cause is a frequent one."""
     if found := _NOT_RESOLVED.match(text):
-        return f"cannot resolve the host of {found[1]}: {found[2].strip()}"
+        return f"cannot resolve the host of {found[1]}: {found[2].strip()}", None
     if found := _NOT_CONNECTED.match(text):
-        for part, message in _WHY_NOT_CONNECTED.items():
+        for part, failure in _CONNECTION_FAILURES.items():
             if part in found[2]:
-                return message.format(address=unquote(found[1]), text=found[2].removesuffix(": OK").rpartition(": ")[2])
-    return text
+                why = found[2].removesuffix(": OK").rpartition(": ")[2]
+                return failure.value.format(address=unquote(found[1]), text=why), failure
+    return text, None
 
 
 def _details(call: Any) -> Sequence[any_pb2.Any]:
@@ -295,7 +315,7 @@ def guarded(method: Servicer) -> Servicer:
                 await _end(context, method, error)
 
         return cast("Servicer", unary)
-    raise TypeError(f"{method.__qualname__} is neither a coroutine function nor an async generator function")
+    raise TypeError(f"{method.__qualname__} must be a coroutine function or an async generator function")
 
 
 async def _end(context: grpc.aio.ServicerContext[Any, Any], method: Callable[..., Any], error: Exception) -> NoReturn:

@@ -11,7 +11,7 @@ from typing import Any, TypeAlias
 import grpc
 from google.protobuf.message import DecodeError
 
-from outrider.rpc.errors import RequestError, abort, invalid_field
+from outrider.rpc.errors import RequestError, abort, counted, invalid_field
 
 Handler: TypeAlias = "grpc.RpcMethodHandler[Any, Any]"
 Context: TypeAlias = "grpc.aio.ServicerContext[Any, Any]"
@@ -86,9 +86,8 @@ class Decoder(Interceptor):
             try:
                 return deserialize(message)
             except DecodeError as error:
-                raise invalid_field(
-                    "message", f"the message of {len(message)} bytes cannot be decoded: {error}", given=len(message)
-                ) from None
+                text = f"the message of {counted(len(message), 'byte')} cannot be decoded: {error}"
+                raise invalid_field("message", text, given=len(message)) from None
 
         return wrapped(handler, _refusing, decode)
 

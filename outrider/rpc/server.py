@@ -178,7 +178,7 @@ def bind(server: grpc.aio.Server, address: str, credentials: grpc.ServerCredenti
         raise StartupError(
             f"cannot listen at {address}: "
             + (
-                "no socket can be created there"
+                "no socket can be created there; choose a path in a folder that exists and is writable"
                 if is_socket
                 else "the port is taken, or the host is not this machine's; choose another address"
             )
@@ -242,7 +242,8 @@ async def _drain(
     # 2. Then the gate: new calls get DRAINING and go elsewhere. The port stays open for that and for probes; a closed
     #    port would look like a crash.
     gate.close()
-    _logger.info("draining: %d calls in progress may finish within %g s (--grace)", gate.running, grace_s)
+    running = errors.counted(gate.running, "call")
+    _logger.info("shutting down: %s in progress may finish within %g s (--grace)", running, grace_s)
     closing_s = min(CLOSING_SHARE * grace_s, CLOSING_SECONDS)
     try:
         async with asyncio.timeout(grace_s - closing_s):
@@ -253,7 +254,8 @@ async def _drain(
             await gate.wait_idle()
     except TimeoutError:
         # 5. The rest get DRAINING: a broken connection would not name the reason.
-        _logger.warning("the grace time is over: %d calls end with UNAVAILABLE; raise --grace for longer", gate.running)
+        left = errors.counted(gate.running, "call")
+        _logger.warning("--grace is over: %s in progress ended with UNAVAILABLE; raise it if calls take longer", left)
         gate.cut()
         with suppress(TimeoutError):
             async with asyncio.timeout(closing_s):

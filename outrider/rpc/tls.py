@@ -6,6 +6,7 @@ channel. A check is one `stat` for each file, from any thread.
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import ssl
 import threading
@@ -89,7 +90,9 @@ class Watched(Generic[Value]):
                 return before, value
             if before is None:
                 break
-        raise problem or FileProblem(f"{', '.join(map(str, self._paths))}: changed while it was read; try again")
+        raise problem or FileProblem(
+            f"{', '.join(map(str, self._paths))}: changed during each of {_READS} reads; try again"
+        )
 
     def _look(self) -> _Stamp | None:
         """Changes when a file does; None if a file is missing."""
@@ -128,7 +131,7 @@ class ChannelTLS:
         self.name = tls.name
         ca, cert, key = (None if path is None else Path(path) for path in (tls.ca, tls.cert, tls.key))
         if (cert is None) != (key is None):
-            raise FileProblem("a certificate and its key go together: only one of them is given")
+            raise FileProblem("only one of certificate and key is given; give both")
 
         def read() -> grpc.ChannelCredentials:
             roots = None if ca is None else _authority(ca)
@@ -178,6 +181,21 @@ class ServerTLS:
         )
 
 
+async def speaks_tls(address: str, timeout: float = 2.0) -> bool:
+    """Whether a listener at `HOST:PORT` answers a TLS handshake; any certificate will do. False for a Unix socket."""
+    host, _, port = address.rpartition(":")
+    context = ssl.create_default_context()
+    context.check_hostname, context.verify_mode = False, ssl.CERT_NONE
+    context.set_alpn_protocols(["h2"])  # gRPC's servers require it
+    try:
+        async with asyncio.timeout(timeout):
+            _, writer = await asyncio.open_connection(host.strip("[]"), int(port), ssl=context)
+    except (OSError, ValueError):  # TimeoutError and SSLError are OSErrors
+        return False
+    writer.transport.abort()
+    return True
+
+
 def _authority(path: Path) -> bytes:
     """The certificates of a CA file.
 
@@ -206,5 +224,5 @@ def _pair(cert: Path, key: Path) -> tuple[bytes, bytes]:
     except ssl.SSLError as error:
         if "MISMATCH" in str(error):
             raise FileProblem(f"{key}: is not the key of the certificate {cert}") from None
-        raise FileProblem(f"{cert} and {key}: are not a PEM certificate and its private key") from None
+        raise FileProblem(f"{cert} and {key}: not a PEM certificate and its private key") from None
     return secret, chain

@@ -78,7 +78,7 @@ class DecoderPrompts:
             raise _unknown("task", message.task, list(tasks))
         if message.timestamps and self.no_timestamps is None:
             raise invalid_field(
-                "transcription.timestamps", "transcription.timestamps is set; the model has no timestamps"
+                "transcription.timestamps", "transcription.timestamps is set; the model writes none: unset it"
             )
         return self.tokens(language, message.task, timestamps=message.timestamps)
 
@@ -98,5 +98,5 @@ def _unknown(name: str, given: str, known: list[str]) -> RequestError:
     field = f"transcription.{name}"
     offered = ", ".join(sorted(known)) if known else "none"
     return invalid_field(
-        field, f"{field} is {given[:64]!r}; the model has {offered}", given=given[:64], offered=offered
+        field, f"{field} is {given[:64]!r}; the model offers {offered}", given=given[:64], offered=offered
     )

@@ -9,7 +9,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from outrider.rpc.errors import RequestError, invalid_field
+from outrider.rpc.errors import RequestError, counted, invalid_field
 from outrider.runtime.encoder_decoder import SPEECH, EncoderInfo
 from outrider.runtime.errors import CheckpointError
 from outrider.service.sampling import check_token_ids
@@ -48,7 +48,7 @@ def check_opening_input(
     name = "encoder_input"
     if not model.HasField("encoder"):
         if opening.HasField(name):
-            raise invalid_field(name, f"{name} is set; the model has no encoder")
+            raise invalid_field(name, f"{name} is set; the model has no encoder: unset it")
         return
     check_size(opening.encoder_input, model, prefix=f"{name}.", missing=name)
 
@@ -106,7 +106,10 @@ def check_length(field: str, tokens: int, encoder: model_pb2.EncoderInfo) -> Non
     most = encoder.max_positions
     if not 1 <= tokens <= most:
         raise invalid_field(
-            field, f"{field} has {tokens} tokens; the model's encoder takes 1 to {most}", given=tokens, maximum=most
+            field,
+            f"{field} has {counted(tokens, 'token')}; the model's encoder takes 1 to {most}",
+            given=tokens,
+            maximum=most,
         )
 
 
@@ -136,7 +139,7 @@ def _check_audio(field: str, audio: input_pb2.Audio, encoder: model_pb2.EncoderI
     if given % sample.itemsize:
         raise invalid_field(
             name,
-            f"{name} has {given} bytes; a sample has {sample.itemsize}, so it must be a multiple of that",
+            f"{name} has {counted(given, 'byte')}; it must be a multiple of {sample.itemsize}, the bytes of a sample",
             given=given,
             sample_bytes=sample.itemsize,
         )
@@ -169,7 +172,7 @@ def check_features(field: str, features: input_pb2.LogMelFeatures, encoder: mode
         if given != expected:
             raise invalid_field(
                 f"{field}.{name}",
-                f"{field}.{name} is {given}; the model's is {expected}",
+                f"{field}.{name} is {given}; it must be {expected}, as the model takes it",
                 given=given,
                 expected=expected,
             )
@@ -178,7 +181,8 @@ def check_features(field: str, features: input_pb2.LogMelFeatures, encoder: mode
     if size != expected:
         raise invalid_field(
             name,
-            f"{name} has {size} bytes; {encoder.mels} mels and {encoder.frames} frames of 4 bytes are {expected}",
+            f"{name} has {counted(size, 'byte')}; it must have {expected}: 4 for each of {encoder.mels} mels in "
+            f"{encoder.frames} frames",
             given=size,
             expected=expected,
         )
@@ -214,13 +218,13 @@ def _samples(audio: input_pb2.Audio) -> np.ndarray:
     return np.frombuffer(audio.samples, _FORMATS[audio.format])
 
 
-def fits(message: input_pb2.EncoderInput, model: model_pb2.ModelInfo) -> bool:
-    """Whether another model's encoder of the same kind takes the input, too."""
+def misfit(message: input_pb2.EncoderInput, model: model_pb2.ModelInfo) -> str:
+    """Why another model's encoder does not take the input; empty if it does."""
     try:
         check_size(message, model)
-    except RequestError:
-        return False
-    return True
+    except RequestError as error:
+        return error.message
+    return ""
 
 
 # --------------------------------------------------------------------------------------------------------- conversion
@@ -304,5 +308,8 @@ def _extractor(info: EncoderInfo, folder: Path | None) -> Any:
         ("dither", extractor.dither, 0.0),
     ):
         if given != expected:
-            raise CheckpointError(f"the feature extractor of '{folder}' has {given:g} {name}; it must be {expected:g}")
+            raise CheckpointError(
+                f"the feature extractor of '{folder}' has {given:g} {name}; it must have {expected:g}: correct "
+                "preprocessor_config.json"
+            )
     return extractor

@@ -102,12 +102,14 @@ class Service(ABC):
 
     Attributes:
         name: full name of its gRPC service.
+        also: full names of further gRPC services on its port.
         metrics: its metrics; served with --metrics-listen.
         tracing: traces of its calls; recorded with --otlp-endpoint.
         engine: runs its model; None before the model is loaded, or without one.
     """
 
     name: str
+    also: tuple[str, ...] = ()
     engine: Engine[Any, Any, Any] | None
 
     def __init__(self) -> None:
@@ -177,10 +179,10 @@ async def _serve(service: Service, settings: ServiceSettings) -> None:
         max_connection_age_s=settings.max_connection_age,
         first=how.first,
     )
-    health = HealthState(server, [service.name])
+    health = HealthState(server, [service.name, *service.also])
     export_health(service.metrics, health, lambda: service.engine, max(settings.liveness_timeout, SLOW_LOOP_SECONDS))
     service.register(server)
-    enable_reflection(server, [service.name])
+    enable_reflection(server, [service.name, *service.also])
     address = bind(server, settings.listen, None if how.tls is None else how.tls.credentials())
     async with AsyncExitStack() as beside:
         probed = ""

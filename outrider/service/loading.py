@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 from transformers import GenerationConfig
 
+from outrider.rpc.errors import counted
 from outrider.runtime.batch import Chunk
 from outrider.runtime.checkpoint import resolve_folder
 from outrider.runtime.cuda_graph import capturer_for
@@ -182,7 +183,7 @@ class Built:
         most = settings.graph_memory_mb * MIB
         with explain_out_of_memory(self.memory, f"CUDA graphs: lower --graph-memory-mb {settings.graph_memory_mb}"):
             summary = capture(capturer, seconds=settings.graph_seconds, most_bytes=most)
-        _log.info("captured", steps=summary, seconds=round(time.perf_counter() - began, 1))
+        _log.info("CUDA graphs captured", steps=summary, seconds=round(time.perf_counter() - began, 1))
         return max(capturer.bytes, before - self.memory.free())
 
     def log_memory(self, graphs: int) -> None:
@@ -230,7 +231,7 @@ def build_model_runner(
     requested = settings.max_sequence_tokens
     if requested is not None and requested > loaded.context_length:
         _log.warning(
-            "max_sequence_tokens is above the model's context length, which is the limit",
+            "--max-sequence-tokens is above the model's context length, which is the limit",
             max_sequence_tokens=requested,
             context_length=loaded.context_length,
         )
@@ -277,7 +278,7 @@ def build_model_runner(
     with explain_out_of_memory(memory, f"the KV cache, {size / MIB:.0f} MiB: lower --kv-cache-mb"):
         model_runner = build(blocks)
     if model_runner.layer_choice is not None:
-        _log.info("layers", run_by=model_runner.layer_choice.name, reason=model_runner.layer_choice.reason)
+        _log.info("decoder layers", run_by=model_runner.layer_choice.name, reason=model_runner.layer_choice.reason)
     with explain_out_of_memory(memory, f"{batch}, beside the KV cache: lower --kv-memory-fraction or --kv-cache-mb"):
         memory.peak(lambda: largest(model_runner))
     return Built(model_runner, memory, max(0, workspace))
@@ -307,9 +308,9 @@ def kv_blocks(settings: ServiceSettings, loaded: LoadedModel, block_tokens: int,
     blocks, least = capacity // size, sequence_blocks(loaded, tokens, block_tokens)
     if blocks < least:
         raise SettingsError(
-            f"{flag}: {capacity / MIB:.0f} MiB hold {blocks} blocks of {block_tokens} tokens; one sequence of "
-            f"--max-sequence-tokens {tokens} takes {least} of them, {least * size / MIB:.1f} MiB: give the KV cache "
-            "more memory, or lower --max-sequence-tokens"
+            f"{flag}: the KV cache of {capacity / MIB:.0f} MiB has {counted(blocks, 'block')}; one sequence of "
+            f"--max-sequence-tokens {tokens} takes {least}, or {least * size / MIB:.1f} MiB: give it more memory, or "
+            "lower --max-sequence-tokens"
         )
     return blocks
 

@@ -21,6 +21,7 @@ import threading
 import time
 from collections.abc import Callable
 from datetime import UTC, datetime
+from functools import partial
 from typing import Any
 
 LIMIT_BYTES = 1 << 20
@@ -219,6 +220,13 @@ def _never_block(descriptor: int) -> None:
         os.close(own)
 
 
+def dropped_notice(service: str, lines: int) -> str:
+    """The JSON log line of a service that has dropped so many lines."""
+    now = datetime.now(UTC).isoformat().replace("+00:00", "Z")
+    event = {"event": "log lines dropped", "lines": lines, "level": "warning", "service": service, "timestamp": now}
+    return json.dumps(event)
+
+
 def text_renderer() -> Callable[[dict[str, Any]], str]:
     """Returns a function that makes a line for a terminal of a log event: without the service's name, in colour unless
     NO_COLOR is set or the terminal is dumb.
@@ -253,14 +261,13 @@ def configure_logging(service: str, level: str = "info") -> bool:
         def render(logger: Any, method: str, event: dict[str, Any]) -> str:
             return text(event)
 
-    def dropped(lines: int) -> str:
-        now = datetime.now(UTC).isoformat().replace("+00:00", "Z")
-        event = {"event": "log lines dropped", "lines": lines, "level": "warning", "service": service, "timestamp": now}
-        return json.dumps(event)
+    def name_service(logger: Any, method: str, event: dict[str, Any]) -> dict[str, Any]:
+        return {**event, "service": service}
 
-    take_over(dropped, lambda lines: f"{service}: {lines} lines dropped here")
+    take_over(partial(dropped_notice, service), lambda lines: f"{service}: {lines} lines dropped here")
     threshold = logging.getLevelNamesMapping()[level.upper()]
     shared: list[Any] = [
+        name_service,
         structlog.contextvars.merge_contextvars,
         add_trace_ids,
         structlog.processors.add_log_level,
@@ -289,5 +296,4 @@ def configure_logging(service: str, level: str = "info") -> bool:
     _remove_second_handlers()
     logging.getLogger("outrider").setLevel(threshold)
     logging.captureWarnings(True)
-    structlog.contextvars.bind_contextvars(service=service)
     return is_readable

@@ -1,20 +1,21 @@
 """Prometheus metrics of a service, and the HTTP server that exposes them.
 
-Names begin with `outrider_`. Each service adds its own metrics to the registry.
+Names begin with `outrider_`. Each service adds its own metrics to the registry. With --vllm-metrics some of them are
+there a second time, under the names that vLLM gives them.
 """
 
 from __future__ import annotations
 
 import socket
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from socketserver import TCPServer
 from typing import Any
 from wsgiref.simple_server import WSGIRequestHandler
 
-from prometheus_client import CollectorRegistry, Info, ProcessCollector, disable_created_metrics, make_wsgi_app
-from prometheus_client.core import CounterMetricFamily
+from prometheus_client import CollectorRegistry, Gauge, Info, ProcessCollector, disable_created_metrics, make_wsgi_app
+from prometheus_client.core import CounterMetricFamily, Metric
 from prometheus_client.exposition import ThreadingWSGIServer
 from prometheus_client.registry import Collector
 
@@ -75,6 +76,44 @@ class _DroppedLines(Collector):
             "Lines for standard output and standard error that were dropped because they could not be written in time.",
             value=dropped_lines(),
         )
+
+
+class VllmMetrics(Collector):
+    """Metrics under the names that vLLM gives them, for routers and dashboards that read those."""
+
+    def __init__(self, metrics: Metrics, model: str) -> None:
+        """Registers itself; `model` is the value of the label `model_name`."""
+        self._model = model
+        self._sources: list[tuple[str, Collector, tuple[str, ...]]] = []
+        metrics.registry.register(self)
+
+    def add(self, name: str, source: Collector, *kept: str) -> None:
+        """Shows a metric as `vllm:name`, without `_total` if it is a counter: summed over its labels, except `kept`."""
+        self._sources.append((f"vllm:{name}", source, kept))
+
+    def gauge(self, name: str, text: str, value: Callable[[], float]) -> None:
+        """Shows a value as `vllm:name`."""
+        gauge = Gauge(name, text, registry=None)
+        gauge.set_function(value)
+        self.add(name, gauge)
+
+    def collect(self) -> Iterator[Metric]:
+        for name, source, kept in self._sources:
+            for family in source.collect():
+                yield self._renamed(family, name, {*kept, "le"})
+
+    def _renamed(self, family: Metric, name: str, kept: set[str]) -> Metric:
+        sums: dict[tuple[str, tuple[tuple[str, str], ...]], float] = {}
+        if family.type == "counter" and kept == {"le"}:
+            sums["_total", ()] = 0.0  # shown before the first value, as vLLM does
+        for sample in family.samples:
+            labels = tuple((label, value) for label, value in sample.labels.items() if label in kept)
+            key = (sample.name.removeprefix(family.name), labels)
+            sums[key] = sums.get(key, 0.0) + sample.value
+        renamed = Metric(name, family.documentation, family.type)
+        for (suffix, labels), value in sums.items():
+            renamed.add_sample(name + suffix, {"model_name": self._model, **dict(labels)}, value)
+        return renamed
 
 
 class _Handler(WSGIRequestHandler):

@@ -5,7 +5,7 @@ from collections.abc import Iterable
 from kernels.verify import Rule
 from outrider.environment import installed_version
 from outrider.rpc.errors import RequestError, failed_precondition
-from outrider.runtime.encoder_decoder import SPEECH, EncoderInfo
+from outrider.runtime.encoder_decoder import SPEECH, TEXT, EncoderInfo
 from outrider.runtime.errors import CheckpointError
 from outrider.runtime.loader import LoadedModel
 from outrider.runtime.tokenizer import Tokenizer
@@ -30,7 +30,8 @@ def describe(
     """The `ModelInfo` of a loaded model.
 
     Raises:
-        CheckpointError: its generation config has tokens that its tokenizer lacks.
+        CheckpointError: its generation config has tokens that its tokenizer lacks, or its encoder another vocabulary
+            than its decoder.
     """
     info = describe_tokenizer(
         loaded.name, tokenizer, limits=limits, rules=rules, default_rule=default_rule, features=features
@@ -45,8 +46,19 @@ def describe(
     if loaded.encoder is not None:
         prompts = DecoderPrompts.read(loaded.model.generation_config, loaded.encoder.info.start_token)
         info.encoder.CopyFrom(describe_encoder(loaded.encoder.info, prompts))
+        _check_vocabularies(loaded)
         _check_generation(loaded, info)
     return info
+
+
+def _check_vocabularies(loaded: LoadedModel) -> None:
+    """The services have one tokenizer for the input of the encoder and for the text."""
+    own, target = loaded.config.vocab_size, loaded.vocab_size
+    if loaded.encoder is not None and loaded.encoder.info.kind == TEXT and own != target:
+        raise CheckpointError(
+            f"'{loaded.name}' has two vocabularies, of {own} tokens in the encoder and {target} in the decoder; the "
+            "services take models with one"
+        )
 
 
 def _check_generation(loaded: LoadedModel, info: model_pb2.ModelInfo) -> None:
@@ -54,7 +66,7 @@ def _check_generation(loaded: LoadedModel, info: model_pb2.ModelInfo) -> None:
     prompt = info.encoder.decoder_prompt_token_ids
     try:
         if max(prompt) >= info.vocab_size:
-            raise ValueError(f"the decoder's prompt has token {max(prompt)}; the vocabulary has {info.vocab_size} ids")
+            raise ValueError(f"the decoder's prompt has the token {max(prompt)}; ids must be below {info.vocab_size}")
         if loaded.generation_rules is not None:
             loaded.generation_rules.check_ids(info.vocab_size)
     except ValueError as error:
@@ -150,7 +162,8 @@ def check_features(required: Iterable[str], offered: Iterable[str]) -> None:
     if unknown:
         raise failed_precondition(
             "UNKNOWN_FEATURE",
-            f"required_features has {', '.join(unknown)}; this service offers {', '.join(known) or 'none'}",
+            f"required_features has {', '.join(unknown)}; this service offers {', '.join(known) or 'none'}: leave it "
+            "out, or upgrade the service",
             field="required_features",
         )
 
@@ -170,6 +183,7 @@ def _mismatch(property_: str, draft: object, target: object, advice: str) -> Req
 
 
 _BOUNDS = ("max_gamma", "max_support", "max_sequence_tokens", "max_stop_token_ids", "max_message_bytes")
+_FINGERPRINT_COVERS = ": weights, config.json, or rules or end-of-sequence tokens of generation_config.json differ"
 _RULE_NAMES = {number: rule.value for rule, number in RULE_TO_WIRE.items()}
 
 
@@ -186,15 +200,16 @@ def check_target(model: model_pb2.ModelInfo, target: model_pb2.ModelInfo) -> str
     ):
         given, expected = str(getattr(model, field)), str(getattr(target, field))
         if given != expected:
-            return f"its {name} is {given[:16]}; the target's is {expected[:16]}"
+            covers = _FINGERPRINT_COVERS if field == "weights_fingerprint" else ""
+            return f"its {name} is {given[:16]}; it must be the first verifier's, {expected[:16]}{covers}"
     if model.encoder != target.encoder:
-        return "its encoder, or the decoder prompt of its generation config, is not the target's"
+        return "its encoder, or the decoder prompt of its generation config, is not the first verifier's"
     missing = set(target.features) - set(model.features)
     missing |= {_RULE_NAMES.get(number, str(number)) for number in set(target.rules) - set(model.rules)}
     if missing:
-        return f"it lacks features or rules of the target: {', '.join(sorted(missing))}"
+        return f"it lacks features or rules of the first verifier: {', '.join(sorted(missing))}"
     for bound in _BOUNDS:
         given, expected = getattr(model.limits, bound), getattr(target.limits, bound)
         if given < expected:
-            return f"its {bound} is {given}; the first verifier's is {expected}"
+            return f"its limit {bound} is {given}; it must be at least the first verifier's, {expected}"
     return ""

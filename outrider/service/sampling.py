@@ -12,7 +12,7 @@ from kernels.adjustments import LogitRules
 from kernels.sampling import SamplingParams
 from kernels.verify import Rule, SigmoidScales
 from outrider.rpc.errors import invalid_field
-from protos.outrider.v1 import sampling_pb2
+from protos.outrider.v1 import model_pb2, sampling_pb2
 
 OFFERED_RULES = frozenset({Rule.TOKENWISE, Rule.BLOCK, Rule.COUPLED, Rule.SIGMOID})
 """The rules that both services offer."""
@@ -130,27 +130,40 @@ def check_token_ids(field: str, ids: Iterable[int], vocab_size: int) -> list[int
         at = next(i for i, token in enumerate(checked) if not 0 <= token < vocab_size)
         raise invalid_field(
             field,
-            f"{field}[{at}] is {checked[at]}; token ids must be below the vocabulary size {vocab_size}",
+            f"{field}[{at}] is {checked[at]}; token ids must be below {vocab_size}, the size of the vocabulary",
             given=checked[at],
             vocab_size=vocab_size,
         )
     return checked
 
 
-def check_logprobs(params: sampling_pb2.LogprobsParams) -> int:
-    """The number of most probable tokens to report.
+def check_logprobs(params: sampling_pb2.LogprobsParams, field: str = "logprobs") -> int:
+    """The number of most probable tokens to report. `field` is the name of `params` in its message.
 
     Raises:
         RequestError: INVALID_ARGUMENT: it is above the limit.
     """
     if params.top_n > MAX_TOP_LOGPROBS:
         raise invalid_field(
-            "logprobs.top_n",
-            f"logprobs.top_n is {params.top_n}; at most {MAX_TOP_LOGPROBS}",
+            f"{field}.top_n",
+            f"{field}.top_n is {params.top_n}; at most {MAX_TOP_LOGPROBS}",
             given=params.top_n,
             maximum=MAX_TOP_LOGPROBS,
         )
     return params.top_n
+
+
+def check_prompt_logprobs(params: sampling_pb2.LogprobsParams, target: model_pb2.ModelInfo) -> int:
+    """The number of most probable tokens to report at each position of the prompt.
+
+    Raises:
+        RequestError: INVALID_ARGUMENT: it is above the limit, or the target has an encoder.
+    """
+    if target.HasField("encoder"):
+        raise invalid_field(
+            "prompt_logprobs", "prompt_logprobs is set; a model with an encoder does not score its prompt: unset it"
+        )
+    return check_logprobs(params, "prompt_logprobs")
 
 
 def check_temperature(field: str, value: float) -> float:
@@ -198,11 +211,11 @@ def _check_rule(params: sampling_pb2.SamplingParams, rules: tuple[Rule, ...], de
     if params.HasField("sigmoid") and rule is not Rule.SIGMOID:
         raise invalid_field(
             "sampling.sigmoid",
-            f"sampling.sigmoid is set, but sampling.rule is {rule.value}; the scales are for the rule sigmoid only",
+            f"sampling.sigmoid is set and sampling.rule is {rule.value}; unset it, or name the rule sigmoid",
         )
     if rule is Rule.SIGMOID and not params.HasField("sigmoid"):
         raise invalid_field(
-            "sampling.sigmoid", "sampling.sigmoid is not set; the rule sigmoid requires its scales, alpha and beta"
+            "sampling.sigmoid", "sampling.sigmoid is not set; give its scales alpha and beta, or another rule"
         )
     return rule
 
@@ -227,7 +240,8 @@ def _check_lenience(params: sampling_pb2.SamplingParams, rule: Rule) -> float:
     if lenience < 1.0 and rule in (Rule.BLOCK, Rule.COUPLED):
         raise invalid_field(
             "sampling.lenience",
-            f"sampling.lenience is {lenience:g}; it must be 1 under the rule {rule.value}, or name the rule tokenwise",
+            f"sampling.lenience is {lenience:g}; it must be 1 under the rule {rule.value}: set it to 1, or name "
+            "the rule tokenwise",
             given=lenience,
         )
     return lenience
@@ -239,7 +253,7 @@ def _check_bias(params: sampling_pb2.SamplingParams, vocab_size: int) -> tuple[t
     if len(set(ids)) < len(ids):
         twice = next(token for token in ids if ids.count(token) > 1)
         raise invalid_field(
-            "sampling.logit_bias", f"sampling.logit_bias names token {twice} twice; give one bias a token", given=twice
+            "sampling.logit_bias", f"sampling.logit_bias has the token {twice} twice; give each token once", given=twice
         )
     return tuple((entry.token_id, _within("logit_bias", entry.bias, -100.0, 100.0)) for entry in params.logit_bias)
 
@@ -250,7 +264,7 @@ def _check_banned(params: sampling_pb2.SamplingParams, vocab_size: int) -> tuple
     if len(banned) >= vocab_size:
         raise invalid_field(
             "sampling.banned_token_ids",
-            f"sampling.banned_token_ids has all {vocab_size} tokens; at least 1 must be left",
+            f"sampling.banned_token_ids has all {vocab_size} tokens of the vocabulary; leave at least 1 out",
         )
     return banned
 
@@ -258,5 +272,5 @@ def _check_banned(params: sampling_pb2.SamplingParams, vocab_size: int) -> tuple
 def _check_count(field: str, count: int) -> None:
     if count > MAX_TOKEN_LIST:
         raise invalid_field(
-            field, f"{field} has {count} entries; at most {MAX_TOKEN_LIST}", given=count, maximum=MAX_TOKEN_LIST
+            field, f"{field} has {count} elements; at most {MAX_TOKEN_LIST}", given=count, maximum=MAX_TOKEN_LIST
         )

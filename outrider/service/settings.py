@@ -14,7 +14,7 @@ import structlog
 from pydantic import AfterValidator, BeforeValidator, Field, ValidationError
 from pydantic_settings import BaseSettings, CliApp, CliSettingsSource, NoDecode, SettingsConfigDict
 
-from outrider.environment import installed_version, mistyped
+from outrider.environment import COMMANDS, ENV_PREFIX, installed_version, unknown_variables
 from outrider.rpc import channel
 from outrider.rpc.auth import AllowedClients, Authentication, ClientLimits, Tokens
 from outrider.rpc.channel import SOCKET, is_local
@@ -24,8 +24,6 @@ if TYPE_CHECKING:
     from pydantic_core import ErrorDetails
 
 _log = structlog.get_logger()
-
-ENV_PREFIX = "OUTRIDER_"
 
 
 def split_commas(value: Any) -> Any:
@@ -52,8 +50,8 @@ class SecuritySettings(BaseSettings):
     )
     allow_client_san: Names = Field(
         (),
-        description="DNS names or URIs, of which a client's certificate must have one as a subjectAltName, letter "
-        "by letter; needs --tls-client-ca",
+        description="DNS names or URIs; a client's certificate must have one of them, letter by letter, as a "
+        "subjectAltName; needs --tls-client-ca",
     )
     auth_token_file: Path | None = Field(
         None,
@@ -91,7 +89,7 @@ class SecuritySettings(BaseSettings):
 def _host_and_port(value: str) -> str:
     host, separator, port = value.rpartition(":")
     if not separator or not host or not port.isdigit() or int(port) > 65535:
-        raise ValueError(f"{value!r} is not HOST:PORT with a port of 0 to 65535")
+        raise ValueError(f"{value!r} is not HOST:PORT, for example 127.0.0.1:50051")
     return value
 
 
@@ -102,7 +100,7 @@ def _host_and_port_or_socket(value: str) -> str:
     if not value.startswith(SOCKET):
         return _host_and_port(value)
     if not value.startswith(f"{SOCKET}/"):
-        raise ValueError(f"{value!r} is not unix:PATH with an absolute PATH")
+        raise ValueError(f"{value!r} is not unix:PATH with an absolute path, for example unix:/run/outrider.sock")
     return value
 
 
@@ -113,7 +111,7 @@ ServiceAddress = Annotated[str, AfterValidator(_host_and_port_or_socket)]
 def _endpoint(value: str) -> str:
     scheme, separator, rest = value.partition("://")
     if not separator or scheme not in ("http", "https"):
-        raise ValueError(f"{value!r} is not http://HOST:PORT or https://HOST:PORT")
+        raise ValueError(f"{value!r} is not a URL with a port, for example http://127.0.0.1:4317")
     _host_and_port(rest.rstrip("/"))
     return value
 
@@ -181,13 +179,14 @@ class ServiceSettings(SecuritySettings):
         0.85,
         gt=0,
         le=1,
-        description="share for the KV cache of the GPU memory that weights, CUDA graphs and the largest batch leave",
+        description="share for the KV cache of the GPU memory that is left after weights, CUDA graphs and the largest "
+        "batch",
     )
     graphs: bool = Field(True, description="on a GPU: capture frequent batch sizes as CUDA graphs")
     graph_seconds: float = Field(
         120.0,
         gt=0,
-        description="longest time for capturing CUDA graphs, in seconds; the largest are left out then",
+        description="longest time for capturing CUDA graphs, in seconds; the largest batch sizes are left out after it",
     )
     graph_memory_mb: int = Field(2048, ge=1, description="memory reserved for CUDA graphs, in MiB")
     listen: ServiceAddress = Field("127.0.0.1:0", description="HOST:PORT or unix:PATH to listen at; port 0: a free one")
@@ -205,8 +204,8 @@ class ServiceSettings(SecuritySettings):
     grace: float = Field(
         30.0,
         ge=0,
-        description="seconds from SIGTERM to the exit; requests in progress may finish or move until its last "
-        "tenth (2 s at most)",
+        description="seconds from SIGTERM to the exit, in which requests finish or move to another service; the last "
+        "tenth (2 s at most) ends the others",
     )
     liveness_timeout: float = Field(
         60.0,
@@ -218,6 +217,10 @@ class ServiceSettings(SecuritySettings):
         None,
         description="HOST:PORT of Prometheus metrics over plaintext HTTP; port 0: a free one; default: none",
     )
+    vllm_metrics: bool = Field(
+        False,
+        description="also show metrics under vLLM's names, for routers and dashboards that read those",
+    )
     otlp_endpoint: Endpoint | None = Field(
         None,
         description="http://HOST:PORT or https://HOST:PORT of a collector of traces (OTLP over gRPC); default: none",
@@ -226,7 +229,7 @@ class ServiceSettings(SecuritySettings):
         0.01,
         ge=0,
         le=1,
-        description="share of calls to trace; a `traceparent` decides for its own call",
+        description="share of calls to trace; the `traceparent` of a call overrides it",
     )
     log_level: Literal["debug", "info", "warning", "error"] = Field("info", description="lowest level of log lines")
 
@@ -247,10 +250,11 @@ class ServiceSettings(SecuritySettings):
             raise SystemExit(2) from None
 
     def warn_of_variables(self) -> None:
-        """Logs a warning for each environment variable whose name is a misspelt setting."""
-        known = {ENV_PREFIX + name.upper() for name in type(self).model_fields}
-        for variable, nearest in mistyped(known, ENV_PREFIX).items():
-            _log.warning("unknown variable is ignored", variable=variable, nearest=nearest)
+        """Logs a warning for each variable OUTRIDER_… that neither a service nor a command has."""
+        of_commands = [f"{ENV_PREFIX}{command.upper()}_" for command in COMMANDS]
+        for variable, nearest in unknown_variables(ignored=of_commands).items():
+            hint = {"nearest": nearest} if nearest else {}
+            _log.warning("unknown variable is ignored", variable=variable, **hint)
 
 
 # Metavars by flag, and else by the name that pydantic-settings gives the type.
@@ -381,8 +385,7 @@ def listening(settings: ServiceSettings) -> Listening:
         )
     if settings.tls_client_ca is not None and settings.names_clients and not settings.allow_client_san:
         raise SettingsError(
-            "--tls-client-ca needs --allow-client-san: a verifier does not admit every client with a certificate of "
-            "the CA; name those it admits"
+            "--tls-client-ca needs --allow-client-san at a verifier: the names of the draft services that it admits"
         )
     if tls is None:
         check_plaintext("--listen", settings.listen, settings.plaintext, "give --tls-cert and --tls-key")

@@ -185,4 +185,4 @@ class Tracing:
         last.start()
         last.join(CLOSING_SECONDS)
         if last.is_alive():
-            _log.warning("the last spans were not sent to the collector in time", seconds=CLOSING_SECONDS)
+            _log.warning("the collector did not take the last spans in time; they are lost", seconds=CLOSING_SECONDS)

@@ -23,6 +23,8 @@ _IDS = np.dtype("<u4")
 _WEIGHTS = np.dtype("<u2")
 _LOGITS = np.dtype("<f2")
 LOGIT_BYTES = _LOGITS.itemsize
+PROMPT_POSITIONS = 64
+"""The most positions of a `PromptLogprobs`; the contract names it."""
 _BYTES_OF_TOKEN = 32  # its id, and the tags and lengths around its logits
 _BYTES_OF_PROPOSAL = 1024  # without its tokens; a sequence_id of 128 characters has at most 512 bytes
 
@@ -70,7 +72,7 @@ def decode_sparse(message: speculation_pb2.SparseDistribution) -> tuple[np.ndarr
     if len(message.token_ids) % 4 or len(message.weights) % 2:
         raise ValueError(
             f"token_ids has {len(message.token_ids)} bytes and weights {len(message.weights)}; they must be multiples "
-            "of 4 and of 2 bytes"
+            "of 4 and of 2"
         )
     ids = np.frombuffer(message.token_ids, dtype=_IDS).astype(np.int64)
     return ids, np.frombuffer(message.weights, dtype=_WEIGHTS)
@@ -84,7 +86,9 @@ def decode_logits(message: speculation_pb2.DenseLogits, vocab_size: int) -> Draf
     """
     given, expected = len(message.values), LOGIT_BYTES * vocab_size
     if given != expected:
-        raise ValueError(f"values has {given} bytes; {vocab_size} logits of {LOGIT_BYTES} bytes are {expected}")
+        raise ValueError(
+            f"values has {given} bytes; it must have {expected}, {LOGIT_BYTES} for each of {vocab_size} logits"
+        )
     values = np.frombuffer(message.values, dtype=_LOGITS).astype(np.float16)
     finite = np.isfinite(values)
     if not finite.all():
@@ -105,6 +109,19 @@ def bytes_with_logits(gamma: int, vocab_size: int) -> int:
 
 def _bytes_with_logits(vocab_size: int) -> int:
     return LOGIT_BYTES * vocab_size + _BYTES_OF_TOKEN
+
+
+def draft_probability(message: speculation_pb2.TokenDistribution, token: int) -> float:
+    """Q of a drafted token, in a distribution that this service sends; of logits, by their softmax."""
+    match message.WhichOneof("form"):
+        case "sparse":
+            ids, weights = decode_sparse(message.sparse)
+            return SparseDistribution(ids, weights, int(weights.sum(dtype=np.int64))).probability(token)
+        case "logits":
+            values = torch.from_numpy(np.frombuffer(message.logits.values, dtype=_LOGITS).astype(np.float32))
+            return float(torch.softmax(values, 0)[token])
+        case _:
+            return 1.0
 
 
 def encode_logprobs(positions: Sequence[TokenLogprobs]) -> list[sampling_pb2.PositionLogprobs]:
@@ -237,7 +254,9 @@ def largest_verify_message(
     reply = {
         "Verdict.token_ids": max_gamma + 1,
         "beta": max_gamma,
+        "target_probabilities": max_gamma,
         "logprobs": max_gamma + 1,
+        "PromptLogprobs.logprobs": PROMPT_POSITIONS,
         "top": MAX_TOP_LOGPROBS,
     }
     return max(

@@ -45,6 +45,7 @@ class Stream:
     decode: int = 0  # tokens left of the current Decode
     judged: float = 0.0
     overhead: float | None = None
+    drafting: float = 0.0
     must_read: bool = False  # tokens of a Decode, before it drafts
     gammas: list[int] = field(default_factory=list)
     turnaround: Turnaround = field(default_factory=Turnaround)
@@ -92,6 +93,7 @@ class ClosedLoop:
         seconds = self._random.gammavariate(SPREAD**-2, mean * SPREAD**2)
         stream.must_read = stream.gamma > 0 and not was_drafting and stream.judged > 0
         stream.decode = 0 if stream.gamma else max(1, stream.policy.pause)
+        stream.drafting = seconds * (1 - draft.round_trip / mean)
         stream.overhead = seconds if was_drafting and stream.gamma else None
         heapq.heappush(self._coming, (self._now + seconds, next(self._order), stream))
 
@@ -143,6 +145,7 @@ class ClosedLoop:
                 accepted=accepted,
                 seconds=None if stream.must_read else self._now - stream.judged,
                 overhead=stream.overhead,
+                drafting=stream.drafting,
                 at_verifier=self._now - self._ready[stream],
                 step=self._cost.line,
                 active=len(self.streams),

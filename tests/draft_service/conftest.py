@@ -5,9 +5,11 @@ from collections.abc import Iterator
 import grpc
 import pytest
 
+from outrider.cli.processes import Pair
 from outrider.runtime.loader import LoadedModel, ModelSource, load_model
 from tests.cluster import Cluster, Service, wait_healthy
 from tests.draft_service.pairs import DEMO, write_awkward_draft
+from tests.draft_service.vllm_calls import started_vllm_pair
 
 MAX_SEQUENCES, VERIFIER_MAX_SEQUENCES = 6, 4
 CLIENT_SEQUENCES = 15  # of one client; above --max-sequences
@@ -37,6 +39,13 @@ def pair_process(target_process: Service, tmp_path_factory: pytest.TempPathFacto
         service = cluster.draft(target_process, model=draft)
         wait_healthy(target_process, service)
         yield service
+
+
+@pytest.fixture(scope="session")
+def vllm_pair(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Pair]:
+    """The demo pair with vLLM's contract and metrics."""
+    with started_vllm_pair(tmp_path_factory.mktemp("vllm")) as pair:
+        yield pair
 
 
 @pytest.fixture(scope="session")

@@ -42,9 +42,13 @@ BAD_FIELDS: list[tuple[str, dict[str, Any], tuple[str, ...]]] = [
     ("min_new_tokens", {"max_new_tokens": 3, "min_new_tokens": 4}, ("3", "4")),
     ("committed_token_ids", {"committed_token_ids": [1, 4000]}, ("4000", "2048")),
     ("committed_token_ids", {"committed_token_ids": [1], "n": 2}, ("2",)),
-    ("held_tokens", {"committed_token_ids": [1], "held_tokens": 2}, ("is 2; at most the 1 committed_token_ids",)),
+    (
+        "held_tokens",
+        {"committed_token_ids": [1], "held_tokens": 2},
+        ("is 2; at most 1, the number of committed_token_ids",),
+    ),
     ("n", {"n": MAX_SEQUENCES + 1}, (str(MAX_SEQUENCES + 1), str(MAX_SEQUENCES))),
-    ("speculation.gamma", {"speculation": {"gamma": 17}}, ("17", "16")),
+    ("speculation.gamma", {"speculation": {"gamma": 17}}, ("is 17; at most 16: give less, or raise --max-gamma",)),
     (
         "speculation.gamma",
         {"speculation": {"gamma": 16}, "sampling": {"rule": SIGMOID, "sigmoid": SCALES}},
@@ -67,6 +71,17 @@ BAD_FIELDS: list[tuple[str, dict[str, Any], tuple[str, ...]]] = [
         "speculation.draft_temperature",
         {"speculation": {"draft_temperature": 0}, "sampling": {"rule": SIGMOID, "sigmoid": SCALES}},
         ("0", "sigmoid"),
+    ),
+    ("prompt_logprobs.top_n", {"prompt_logprobs": {"top_n": 21}}, ("is 21; at most 20",)),
+    (
+        "prompt_logprobs",
+        {"prompt_logprobs": {}, "emission": {"frame_bytes": 4096}},
+        ("prompt_logprobs and emission are both set",),
+    ),
+    (
+        "speculation.report_probabilities",
+        {"speculation": {"report_probabilities": True}, "emission": {"frame_bytes": 4096}},
+        ("speculation.report_probabilities and emission are both set",),
     ),
     ("stop_token_ids", {"stop_token_ids": [VOCABULARY]}, ("2048",)),
     ("stop_token_ids", {"stop_token_ids": list(range(65))}, ("65", "64")),

@@ -86,12 +86,14 @@ async def test_a_full_queue_refuses_new_calls_and_admits_some_resumed_ones() -> 
     service = Service(2, max_waiting=1)
     await service.start("runs", 2)
     await service.start("waits")
-    with pytest.raises(RequestError, match="the queue is full: sequences in it 1, of this call 1, limit 1") as caught:
+    with pytest.raises(
+        RequestError, match="the queue is full: 1 sequence in it, 1 more in this call, and at most 1; try"
+    ) as caught:
         await service.call("refused")
     assert caught.value.code is grpc.StatusCode.RESOURCE_EXHAUSTED
     assert caught.value.metadata == {"given": "1", "waiting": "1", "maximum": "1"}
     await service.start("resumed", 2, resumed=True)
-    with pytest.raises(RequestError, match="limit 3"):
+    with pytest.raises(RequestError, match="and at most 3"):
         await service.call("refused", resumed=True)
 
 
@@ -139,7 +141,7 @@ async def idle(service: Service) -> tuple[float, RequestError]:
             try:
                 await timer.wait_for(asyncio.sleep(1e6))
             except TimeoutError:
-                return loop.time() - begun, claim.idle("the stream was silent", timer)
+                return loop.time() - begun, claim.idle("the stream was silent", "--idle-timeout", timer)
     raise AssertionError
 
 

@@ -4,9 +4,12 @@ services tell, check and do of encoders.
 
 from __future__ import annotations
 
+import json
 import math
 import random
+import re
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import grpc
@@ -26,6 +29,7 @@ from tests.encoder_decoders import (
     EN,
     FIRST_TIMESTAMP,
     FRAMES,
+    MAX_TOKENS,
     MELS,
     MODELS,
     NOISE,
@@ -41,6 +45,7 @@ from tests.encoder_decoders import (
     loaded,
     logits_of,
     noise,
+    save,
     serving_all,
 )
 from tests.verifier_service.streams import Stream, error_of, opening
@@ -136,7 +141,7 @@ def test_a_service_without_draft_model_serves_a_pair(pair: Pair) -> None:
     language: dict[str, Any] = {"transcription": {"language": "de"}} if pair.name == "whisper" else {}
     expected = generated(pair.name, encoder_input, 40, decoder_prompt(pair.name, language=DE if language else EN))
     with Cluster() as cluster:
-        service = cluster.draft(*pair.verifiers, model=pair.target, flags="--drafter lookup")
+        service = cluster.draft(pair.verifier, model=pair.target, flags="--drafter lookup")
         wait_healthy(service)
         message = draft_service_pb2.GenerateRequest(
             **prompt, **language, sampling=sampling(0.0, seed=1), max_new_tokens=40
@@ -145,23 +150,129 @@ def test_a_service_without_draft_model_serves_a_pair(pair: Pair) -> None:
             assert generate(channel, message).samples[0].ids == expected
 
 
-def test_the_verifier_checks_inputs_itself(pairs: Callable[[str], Pair]) -> None:
-    bad = np.zeros((MELS, FRAMES), "<f4")
-    bad[3, 5] = math.nan
-    features = input_pb2.LogMelFeatures(values=bad.tobytes(), mels=MELS, frames=FRAMES)
-    cases: list[tuple[dict[str, Any], str]] = [
-        ({}, "encoder_input"),
-        ({"encoder_input": {"token_ids": {"ids": [1]}}}, "encoder_input.token_ids"),
-        ({"encoder_input": {"features": features}}, "encoder_input.features.values"),
-    ]
-    with grpc.insecure_channel(pairs("whisper").verifiers[0].address) as channel:
-        for fields, field in cases:
-            message = verifier_service_pb2.OpenSequence(**fields)
-            message.MergeFrom(opening([START]))
-            with Stream(channel) as stream:
-                stream.open(message)
-                error = error_of(stream.call)
-            assert (error.code, error.metadata["field"]) == (grpc.StatusCode.INVALID_ARGUMENT, field)
+def audio(samples: bytes | list[float] = b"\0\0", **fields: Any) -> dict[str, Any]:
+    """A second at most; bytes are samples of 16 bits."""
+    raw = samples if isinstance(samples, bytes) else np.array(samples, "<f4").tobytes()
+    given = {"samples": raw, "format": S16 if isinstance(samples, bytes) else F32, "sample_rate": RATE, **fields}
+    return {"audio": input_pb2.Audio(**given)}
+
+
+def log_mel(value: float = 0.0, **fields: Any) -> dict[str, Any]:
+    """One of the values is not 0."""
+    values = np.zeros((MELS, FRAMES), "<f4")
+    values[3, 5] = value
+    given = {"values": values.tobytes(), "mels": MELS, "frames": FRAMES, **fields}
+    return {"features": input_pb2.LogMelFeatures(**given)}
+
+
+def ids(*tokens: int) -> dict[str, Any]:
+    return {"token_ids": {"ids": tokens}}
+
+
+S16, F32 = input_pb2.AUDIO_FORMAT_S16LE, input_pb2.AUDIO_FORMAT_F32LE
+TAKES_TEXT, TAKES_SPEECH = "takes text: set (text or )?token_ids", "takes speech: set audio or features"
+Refused = tuple[str, dict[str, Any], str, str]
+REFUSED_INPUTS: list[Refused] = [
+    ("t5", audio(), "audio", f"is set; the model's encoder {TAKES_TEXT}"),
+    ("t5", log_mel(), "features", f"is set; the model's encoder {TAKES_TEXT}"),
+    ("t5", ids(), "token_ids.ids", "the prompt is empty; at least 1 token|has 0 tokens; .* takes 1 to 96"),
+    ("t5", ids(*[EN] * (POSITIONS + 1)), "token_ids.ids", "has 97 tokens; the model's encoder takes 1 to 96"),
+    ("t5", ids(EN, V), "token_ids.ids", rf"\[1\] is {V}; token ids must be below {V}"),
+    ("whisper", ids(EN), "token_ids", f"is set; the model's encoder {TAKES_SPEECH}"),
+    ("whisper", audio(sample_rate=44_100), "audio.sample_rate", "is 44100; the model takes 16000 .*: resample"),
+    ("whisper", audio(format=9), "audio.format", r"is 9; .* one of AUDIO_FORMAT_S16LE \(1\), AUDIO_FORMAT_F32LE \(2\)"),
+    ("whisper", audio(b""), "audio.samples", "is empty; at least 1 sample"),
+    ("whisper", audio(b"123"), "audio.samples", "has 3 bytes; it must be a multiple of 2"),
+    ("whisper", audio(bytes(2 * RATE + 2)), "audio.samples", r"has 16001 samples .* at most 16000 \(1 s\)"),
+    ("whisper", audio([0.5, 16.5]), "audio.samples", r"\[1\] is 16.5; it must lie in \[-16, 16\]"),
+    ("whisper", audio([math.nan]), "audio.samples", r"\[0\] is nan; it must lie in \[-16, 16\]"),
+    ("whisper", log_mel(math.nan), "features.values", r"\[305\] is nan; it must lie in \[-100, 100\]"),
+    ("whisper", log_mel(-100.5), "features.values", r"\[305\] is -100.5; it must lie in \[-100, 100\]"),
+    ("whisper", log_mel(mels=80), "features.mels", "is 80; it must be 20"),
+    ("whisper", log_mel(frames=3000), "features.frames", "is 3000; it must be 100"),
+    ("whisper", log_mel(values=b"1234"), "features.values", "has 4 bytes; it must have 8000: .* 20 mels in 100 frames"),
+]
+REFUSED_PROMPTS: list[Refused] = [
+    ("t5", {}, "prompt", f"is not set; the model's encoder {TAKES_TEXT}"),
+    ("t5", {"text": ""}, "text", "the prompt is empty; at least 1 token"),
+    ("t5", {"text": "a" * (POSITIONS + 1)}, "text", "has 97 tokens; the model's encoder takes 1 to 96"),
+    ("t5", {"chat": {"messages": [{"role": "user", "content": "a"}]}}, "chat", "is set; .* takes no conversation"),
+    ("t5", {"text": "a", "prompt_logprobs": {}}, "prompt_logprobs", "is set; a model with an encoder does not score"),
+    ("t5", {"text": "a", "transcription": {}}, "transcription", "is set; the model's encoder takes text"),
+    ("t5", {"text": "a", "decoder_prompt_token_ids": [V]}, "decoder_prompt_token_ids", rf"\[0\] is {V}; .* below {V}"),
+    ("whisper", {}, "prompt", f"is not set; the model's encoder {TAKES_SPEECH}"),
+    ("whisper", {"text": "a"}, "text", f"is set; the model's encoder {TAKES_SPEECH}"),
+    ("whisper", audio() | {"transcription": {"language": "fr"}}, "transcription.language", "is 'fr'; .* offers de, en"),
+    ("whisper", audio() | {"transcription": {"task": "sing"}}, "transcription.task", "is 'sing'; .* offers transcribe"),
+    ("whisper", audio() | {"decoder_prompt_token_ids": [START] * MAX_TOKENS}, "decoder_prompt_token_ids",
+     "has 80 tokens; at most 79, so that it and the output have at most 80"),
+]  # fmt: skip
+
+
+def check_refusal(call: Any, field: str, words: str) -> None:
+    error = error_of(call)
+    assert (error.code, error.reason) == (grpc.StatusCode.INVALID_ARGUMENT, "INVALID_FIELD")
+    assert error.metadata["field"] == field
+    assert re.search(rf"^{re.escape(field)}(:| |\[).*", error.message)
+    assert re.search(words, error.message), error.message
+
+
+@pytest.mark.parametrize(("name", "fields", "field", "words"), [*REFUSED_INPUTS, *REFUSED_PROMPTS])
+def test_generate_refuses_an_input(
+    pairs: Callable[[str], Pair], name: str, fields: dict[str, Any], field: str, words: str
+) -> None:
+    message = draft_service_pb2.GenerateRequest(sampling=sampling(1.0, seed=1), max_new_tokens=4, **fields)
+    with grpc.insecure_channel(pairs(name).draft.address) as channel:
+        check_refusal(DraftServiceStub(channel).Generate(message, timeout=60), field, words)
+
+
+@pytest.mark.parametrize(("name", "fields", "field", "words"), [*REFUSED_INPUTS, ("whisper", None, "", "is not set")])
+def test_verify_and_propose_refuse_an_input(
+    pairs: Callable[[str], Pair], name: str, fields: dict[str, Any] | None, field: str, words: str
+) -> None:
+    """They do not rely on the checks of `Generate`."""
+    given: dict[str, Any] = {} if fields is None else {"encoder_input": input_pb2.EncoderInput(**fields)}
+    field = f"encoder_input.{field}".rstrip(".")
+    message = verifier_service_pb2.OpenSequence(**given)
+    message.MergeFrom(opening([START]))
+    with grpc.insecure_channel(pairs(name).verifier.address) as channel, Stream(channel) as verify:
+        verify.open(message)
+        check_refusal(verify.call, field, words)
+    with grpc.insecure_channel(pairs(name).draft.address) as channel, ProposeStream(channel) as propose:
+        propose.open([START], sampling=sampling(1.0, seed=1), **given)
+        check_refusal(propose.call, field, words)
+
+
+def test_the_target_alone_writes_inputs_that_are_too_long_for_the_draft(
+    pairs: Callable[[str], Pair], tmp_path: Path
+) -> None:
+    """The log says so at the start, and of each request."""
+    own, config = save("t5", tmp_path / "draft", NOISE), tmp_path / "draft" / "config.json"
+    config.write_text(json.dumps(json.loads(config.read_text()) | {"n_positions": 16}))
+    with Cluster() as cluster:
+        service = cluster.draft(pairs("t5").verifier, model=own)
+        wait_healthy(service)
+        drafters = []
+        with grpc.insecure_channel(service.address) as channel:
+            for length in (16, 17):
+                tokens = inputs("t5", 4)[3][:length]
+                message = draft_service_pb2.GenerateRequest(
+                    **ids(*tokens.tolist()), sampling=sampling(0.0, seed=1), max_new_tokens=12, request_id=str(length)
+                )
+                result = generate(channel, message)
+                assert result.samples[0].ids == generated("t5", tokens, 12)
+                drafters.append(result.started.drafter)
+        assert drafters == [draft_service_pb2.DRAFTER_MODEL, draft_service_pb2.DRAFTER_NONE]
+        (warned,) = service.logged("the draft's encoder takes shorter inputs than the target's")
+        assert (warned["level"], warned["draft"], warned["target"], warned["unit"]) == (
+            "warning",
+            16,
+            POSITIONS,
+            "tokens",
+        )
+        (alone,) = service.logged("the draft's encoder does not take the input")
+        assert (alone["request_id"], alone["effect"]) == ("17", "the target writes without a draft")
+        assert alone["reason"] == "token_ids.ids has 17 tokens; the model's encoder takes 1 to 16"
 
 
 def test_a_causal_model_refuses_an_encoders_input(draft: grpc.Channel) -> None:

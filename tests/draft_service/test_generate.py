@@ -7,9 +7,9 @@ import grpc
 import pytest
 import torch
 
-from draft_service.request import derive_seed
 from kernels.sampling import SamplingParams, probabilities
 from outrider.cli.processes import ServiceProcess
+from outrider.seeds import derive_seed
 from protos.outrider.v1 import draft_service_pb2, sampling_pb2
 from protos.outrider.v1.draft_service_pb2_grpc import DraftServiceStub
 from tests.draft_service import oracle
@@ -91,7 +91,31 @@ def test_reports_and_statistics_agree_with_the_stream(draft: grpc.Channel, rule:
     assert counts.policy == draft_service_pb2.SPECULATION_POLICY_FIXED
     assert (usage.prompt_tokens, usage.completion_tokens) == (len(IDS), TOKENS)
     assert 0 < timings.forward_us < timings.verdict_us < timings.total_us
+    first = timings.first_round
+    assert 0 < first.draft_us < timings.draft_us
+    assert 0 < first.forward_us < first.verdict_us < timings.verdict_us, "one round of several"
     assert write(draft, gamma=4, **fields).ids == sample.ids, "reports change no token"
+
+
+@pytest.mark.parametrize("gamma", [4, 0], ids=["proposals", "decode"])
+def test_times_of_rounds_are_in_order_and_sum_to_those_of_the_sample(draft: grpc.Channel, gamma: int) -> None:
+    speculation = draft_service_pb2.SpeculationParams(gamma=gamma, report_rounds=True)
+    sample = write(draft, speculation=speculation, sampling=sampling(1.0, seed=1), **LIVELY)
+    whole, last, rounding = sample.end.timings, 0, 2
+    for report in sample.rounds:
+        times = report.timings
+        assert report.draft_start_us >= last - rounding, "drafting begins after the verdict before"
+        assert report.draft_start_us + times.draft_us <= report.sent_us + rounding
+        at_verifier = times.queue_us + times.forward_us + times.verify_us
+        assert at_verifier > 0
+        assert at_verifier <= times.verdict_us + rounding or not gamma  # verdicts of a Decode come while it runs
+        assert bool(times.draft_us) == bool(report.drafted_token_ids)
+        last = report.sent_us + times.verdict_us
+    assert last <= whole.total_us + rounding
+    for field in whole.first_round.DESCRIPTOR.fields:
+        found = sum(getattr(report.timings, field.name) for report in sample.rounds)
+        assert found == pytest.approx(getattr(whole, field.name), abs=len(sample.rounds)), field.name
+    assert sample.rounds[0].timings == whole.first_round
 
 
 @pytest.mark.parametrize(

@@ -10,12 +10,13 @@ import pytest
 import torch
 
 from draft_service.drafters.base import Draft, DraftSequence
-from draft_service.drafters.ngram import NGramCounts, NGramDrafter, back_off
+from draft_service.drafters.ngram import NGramDrafter
 from kernels.adjustments import LogitRules
 from kernels.rng import Domain, uniform
 from kernels.sampling import SamplingParams, probabilities
 from kernels.sparse import SparseConfig, SparseDistribution, sparsify
 from kernels.verify import Rule
+from outrider.runtime.ngram import NGramCounts, back_off
 from tests.kernels.reference import coupled_choice, standardise
 
 V = 12

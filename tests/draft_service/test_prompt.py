@@ -187,7 +187,7 @@ def test_features_must_be_those_of_both_models(tokenizer: Tokenizer) -> None:
     """Of audio each service computes its own."""
     draft = changed(SPEECH, mels=MELS + 1)
     assert check(tokenizer, message(audio=AUDIO), SPEECH, draft).drafter is Kind.MODEL
-    with pytest.raises(RequestError, match=r"features\.mels is 20; the model's is 21"):
+    with pytest.raises(RequestError, match=r"features\.mels is 20; it must be 21"):
         check(tokenizer, message(features=FEATURES), SPEECH, draft)
 
 
@@ -235,5 +235,5 @@ def test_a_pair_has_encoders_of_one_kind(
 
 
 def test_max_prompt_tokens_bounds_the_encoders_text(tokenizer: Tokenizer) -> None:
-    with pytest.raises(RequestError, match="prompt has 9 tokens; at most 8 at this service"):
+    with pytest.raises(RequestError, match="prompt has 9 tokens; at most 8: shorten it, or raise --max-prompt-tokens"):
         check(tokenizer, request([1] * 9), TEXT, max_prompt_tokens=8)

@@ -99,7 +99,7 @@ async def test_verifiers_that_differ_from_the_first_are_not_used() -> None:
         assert chosen(replicas) == {good: 60}
         assert [each.status for each in replicas.all()] == ["ready", "mismatched"]
         assert (
-            "its weights fingerprint is bbbbbbbbbbbbbbbb; the target's is aaaaaaaaaaaaaaaa"
+            "its weights fingerprint is bbbbbbbbbbbbbbbb; it must be the first verifier's, aaaaaaaaaaaaaaaa"
             in replicas.all()[1].mismatch
         )
 
@@ -107,10 +107,16 @@ async def test_verifiers_that_differ_from_the_first_are_not_used() -> None:
 @pytest.mark.parametrize(
     ("model", "words"),
     [
-        (other(weights_fingerprint="b"), "its weights fingerprint is b"),
-        (other(noise_version=2), "its noise version is 2; the target's is 1"),
-        (other(limits=model_pb2.Limits(max_gamma=8)), "its max_gamma is 8; the first verifier's is 16"),
-        (other(features=["decode"]), "it lacks features or rules of the target: resume"),
+        (
+            other(weights_fingerprint="b"),
+            "its weights fingerprint is b; it must be the first verifier's, aaaaaaaaaaaaaaaa: weights",
+        ),
+        (other(noise_version=2), "its noise version is 2; it must be the first verifier's, 1"),
+        (
+            other(limits=model_pb2.Limits(max_gamma=8)),
+            "its limit max_gamma is 8; it must be at least the first verifier's, 16",
+        ),
+        (other(features=["decode"]), "it lacks features or rules of the first verifier: resume"),
     ],
 )
 def test_differences_that_exclude_a_verifier(model: model_pb2.ModelInfo, words: str) -> None:

@@ -19,7 +19,6 @@ from draft_service.drafters.base import Kind
 from draft_service.request import Generation
 from draft_service.speculation import (
     MOST_DECODED,
-    PROBE_GAMMA,
     STEP,
     Adaptive,
     Fixed,
@@ -163,38 +162,74 @@ def test_without_shared_acceptance_a_text_is_written_alone_where_drafts_do_not_p
 
 
 def test_drafting_begins_again_when_acceptance_rises() -> None:
-    policies = adaptive(4)
     drafts = [Draft(0.05) for _ in range(4)]
-    loop = ClosedLoop(drafts, policies, STEP_COST)
+    loop = ClosedLoop(drafts, adaptive(4), STEP_COST)
     loop.run(10)
-    assert not any(policies[0]._statistics.pays.values())
+    assert loop.run(10) > 0.97 * alone(4, STEP_COST)
     for draft in drafts:
         draft.alpha = 0.9
     loop.run(60)
-    assert min(stream.gammas[-1] for stream in loop.streams) >= 3
+    assert loop.run(10) > 1.5 * alone(4, STEP_COST)
 
 
 def test_drafting_begins_again_when_sequences_end() -> None:
     loop = ClosedLoop([Draft(0.8)] * 32, adaptive(32), DEAR_TOKENS)
     loop.run(5)
-    assert max(stream.gammas[-1] for stream in loop.streams) <= PROBE_GAMMA
+    assert loop.run(10) > 0.97 * alone(32, DEAR_TOKENS)
     loop.keep(2)
     loop.run(30)
-    assert min(stream.gammas[-1] for stream in loop.streams) >= 3
+    assert loop.run(10) > 1.2 * alone(2, DEAR_TOKENS)
 
 
-def test_drafting_begins_again_only_after_a_probe() -> None:
-    """Short texts begin and end all the time: with each change of B the gain may cross the limit."""
-    statistics, costs = AcceptanceStatistics(), CostModel()
+def test_drafting_begins_again_after_a_slow_start() -> None:
+    """A new service is slow, and looks as if drafting did not pay."""
+    draft = Draft(0.8, step=0.006)
+    loop = ClosedLoop([draft], adaptive(), STEP_COST)
+    loop.run(1)
+    draft.step = 0.001
+    loop.run(3)
+    assert loop.run(10) > 1.5 * alone(1, STEP_COST)
+
+
+def alone(sequences: int, cost: CostLine) -> float:
+    """Tokens a second of the target alone."""
+    return sequences / cost.seconds(sequences)
+
+
+def test_pauses_grow_while_drafting_does_not_pay() -> None:
+    statistics, costs, pauses = AcceptanceStatistics(), CostModel(), [0.0]
+    for _ in range(20_000):
+        before = statistics.pause
+        gamma = statistics.choose(costs, CEILING) if costs.is_measured else 5
+        if statistics.pause > before:
+            pauses.append(statistics.pause)
+        round_ = judged(gamma, accepted=0)
+        costs.add(round_)
+        statistics.add(round_, gamma)
+        if gamma:
+            statistics.accepted.add(0, 0.0)
+    assert pauses[:6] == [0, 32, 128, 512, 2048, 2048]
+
+
+def judged(gamma: int, accepted: int) -> JudgedRound:
+    """A round of one sequence: 1 ms for each drafted token, 1 ms of round trip, and a step."""
+    step = STEP_COST.seconds(gamma + 1)
+    overhead = 0.001 * (gamma + 1) if gamma else None
+    seconds = step + (overhead or 0.0)
+    return JudgedRound(
+        gamma, gamma, min(gamma, accepted + 1), accepted, (), overhead, step, STEP_COST, 1, gamma + 1, 1, seconds,
+        0.001 * gamma,
+    )  # fmt: skip
+
+
+def test_the_number_of_active_sequences_is_a_running_mean() -> None:
+    """Short texts begin and end all the time: with each change of B the choice might change too."""
+    costs = CostModel()
     for number in range(10_000):
         active = 9 + number * 7 % 16
         step = CostLine(0.02, 0.0002)
-        costs.add(JudgedRound(3, 3, 3, 2, (), 0.004, 0.02, step, active, 4 * active, active, 0.03), is_probe=False)
+        costs.add(JudgedRound(3, 3, 3, 2, (), 0.004, 0.02, step, active, 4 * active, active, 0.03))
     assert 15 <= costs.active <= 17
-    statistics.pays[costs.size] = False
-    assert statistics.choose(costs, CEILING) == 0
-    statistics.add(JudgedRound(PROBE_GAMMA), PROBE_GAMMA)
-    assert statistics.choose(costs, CEILING) > 0
 
 
 def test_the_end_of_a_text_counts_as_a_rejection() -> None:

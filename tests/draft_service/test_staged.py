@@ -23,11 +23,12 @@ from kernels.rng import Domain, uniform
 from kernels.sampling import SamplingParams, probabilities
 from kernels.sparse import SparseConfig, SparseDistribution, sparsify
 from kernels.verify import Rule
+from outrider.evaluation import chisquare
 from outrider.runtime.loader import LoadedModel, ModelSource, load_model
 from outrider.runtime.model_runner import Chunk, ModelRunner
 from tests.draft_service import engines
 from tests.draft_service.engines import CONFIG, VOCABULARY, engine_of, running
-from tests.exactness import chisquare, pairs
+from tests.exactness import pairs
 from tests.kernels import reference
 
 TEXT = [5, 17, 300, 42, 7, 7, 1999, 5, 17, 300, 42, 8, 9, 5, 17, 300]

@@ -57,7 +57,9 @@ def test_defaults_of_an_empty_request(tokenizer: Tokenizer) -> None:
 
 def test_prompt_length_limit_of_the_settings(tokenizer: Tokenizer) -> None:
     assert len(check(tokenizer, request([1] * 64), max_prompt_tokens=64).prompt) == 64
-    with pytest.raises(RequestError, match="prompt has 65 tokens; at most 64 at this service") as caught:
+    with pytest.raises(
+        RequestError, match="prompt has 65 tokens; at most 64: shorten it, or raise --max-prompt-tokens"
+    ) as caught:
         check(tokenizer, request([1] * 65), max_prompt_tokens=64)
     assert caught.value.metadata["field"] == "prompt"
 

@@ -15,6 +15,7 @@ from draft_service.sequence import Sequence
 from draft_service.verify_stream import VerifyStream
 from outrider.rpc.errors import RequestError, invalid_field, overloaded, to_status
 from outrider.rpc.server import bind, create_server
+from outrider.rpc.tls import TLS, ChannelTLS
 from protos.outrider.v1 import sampling_pb2, speculation_pb2, verifier_service_pb2
 from protos.outrider.v1.verifier_service_pb2 import VerifyResponse
 from tests.draft_service.records import record
@@ -41,9 +42,15 @@ def responding(opened: verifier_service_pb2.Opened | None = None, error: Request
 
 @asynccontextmanager
 async def stream_to(
-    address: str, sequence: Sequence | None = None, *, silence: float = 30.0, timeout: float | None = None
+    address: str,
+    sequence: Sequence | None = None,
+    *,
+    silence: float = 30.0,
+    timeout: float | None = None,
+    tls: ChannelTLS | None = None,
 ) -> AsyncIterator[VerifyStream]:
-    lease = Replica(address, max_message_bytes=1 << 20, timeout=silence).open(sequence or record(), timeout=timeout)
+    replica = Replica(address, max_message_bytes=1 << 20, timeout=silence, tls=tls)
+    lease = replica.open(sequence or record(), timeout=timeout)
     try:
         yield lease.stream
     finally:
@@ -70,16 +77,23 @@ async def test_a_silent_verifier_is_unavailable() -> None:
         assert status_of(await refusal(f"127.0.0.1:{port}", silence=0.5)) == NO_VERIFIER
 
 
-async def test_a_service_of_another_kind_is_named_as_no_verifier() -> None:
+@pytest.mark.parametrize(
+    ("tls", "message"),
+    [
+        (None, "the service at {} is not a verifier; correct --verifier"),
+        (TLS(), "does not speak TLS, and this call does; give the verifier --tls-cert and --tls-key, or leave out"),
+    ],
+)
+async def test_a_wrong_service_at_the_address_is_named_with_advice(tls: TLS | None, message: str) -> None:
     server = create_server(max_message_bytes=1 << 20)
     address = bind(server, "127.0.0.1:0")
     await server.start()
     try:
-        error = await refusal(address)
+        error = await refusal(address, tls=tls and ChannelTLS(tls))
     finally:
         await server.stop(None)
     assert status_of(error) == NO_VERIFIER
-    assert error.message == f"the service at {address} is not a verifier; correct --verifier"
+    assert message.format(address) in error.message
 
 
 async def test_notices_restart_the_timeout() -> None:
@@ -131,6 +145,6 @@ async def test_a_verifier_with_another_rule_is_an_error() -> None:
     async with fake_verifier(responding(verifier_service_pb2.Opened(rule=TOKENWISE))) as address:
         error = await refusal(address)
     assert error.code is grpc.StatusCode.INTERNAL
-    assert "uses the rule ACCEPTANCE_RULE_TOKENWISE; the request has ACCEPTANCE_RULE_COUPLED" in error.message
+    assert "uses the rule ACCEPTANCE_RULE_TOKENWISE, and the request ACCEPTANCE_RULE_COUPLED" in error.message
     async with fake_verifier(responding(OPENED)) as address, stream_to(address) as stream:
         assert (await stream.open()).rule == COUPLED

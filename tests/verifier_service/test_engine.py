@@ -168,7 +168,7 @@ def test_a_round_that_waits_for_a_step_gets_notices(engine: VerifierEngine) -> N
     client = Client(engine)
     client.submit()
     engine.receive(Remind(client.sequence))
-    assert [notice.message for notice in client.notices] == ["the round waits for its step"]
+    assert [notice.message for notice in client.notices] == ["waiting for the next step of the target"]
     engine.turn()
     engine.receive(Remind(client.sequence))
     assert len(client.notices) == 1, "no round waits"

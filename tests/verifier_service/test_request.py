@@ -75,7 +75,7 @@ Change = Callable[[verifier_service_pb2.OpenSequence], object]
         (lambda m: m.prompt_token_ids.append(2**32 - 1), "prompt_token_ids", [str(2**32 - 1)]),  # -1 on the wire
         (lambda m: m.committed_token_ids.append(V + 1), "committed_token_ids", [str(V + 1)]),
         (lambda m: m.committed_token_ids.append(0), "committed_token_ids", ["stop token 0"]),
-        (lambda m: m.committed_token_ids.extend([1] * 10), "max_new_tokens", ["10", "10 committed"]),
+        (lambda m: m.committed_token_ids.extend([1] * 10), "max_new_tokens", ["10", "committed_token_ids, 10"]),
         (lambda m: setattr(m, "max_new_tokens", 0), "max_new_tokens", ["0"]),
         (lambda m: setattr(m, "max_new_tokens", 48), "max_new_tokens", ["3", "48", "51", "50"]),
         (lambda m: setattr(m, "min_new_tokens", 11), "min_new_tokens", ["11", "10"]),
@@ -92,6 +92,7 @@ Change = Callable[[verifier_service_pb2.OpenSequence], object]
         (lambda m: m.sampling.logit_bias.add(token_id=V), "sampling.logit_bias", [str(V)]),
         (lambda m: m.sampling.banned_token_ids.extend(range(V)), "sampling.banned_token_ids", [str(V)]),
         (lambda m: setattr(m.logprobs, "top_n", 21), "logprobs.top_n", ["21", "20"]),
+        (lambda m: setattr(m.prompt_logprobs, "top_n", 21), "prompt_logprobs.top_n", ["21", "20"]),
         (lambda m: setattr(m, "request_id", "x" * 129), "request_id", ["129", "128"]),
         (lambda m: setattr(m, "response_bytes", 255), "response_bytes", ["255", "256", "1048576"]),
     ],

@@ -174,6 +174,39 @@ def test_a_silent_sequence_is_preempted_first() -> None:
     assert driver.run() == [silent]
 
 
+def test_a_new_sequence_leaves_each_other_one_a_block() -> None:
+    """Otherwise the next rounds of the others would preempt it."""
+    driver = Driver(blocks=14, max_batch_tokens=64)
+    others = [driver.open(11, output=12) for _ in range(2)]
+    driver.submit(*others)
+    driver.run()
+    late = driver.open(20, output=4)
+    driver.submit(*others)
+    assert driver.run() == others
+    assert driver.pool.blocks.num_free == 6, "one more than the new one needs"
+    assert driver.pool.length(late.slot or 0) == 0
+    while not all(each.finished for each in others):
+        driver.submit(*others)
+        driver.run()
+    driver.submit(late)
+    assert driver.run() == [late]
+    assert not driver.preempted()
+
+
+def test_the_longest_silent_sequence_is_preempted_first_and_then_the_newest(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(scheduler, "IDLE_SECONDS", 1000.0)
+    driver = Driver(blocks=11, max_batch_tokens=64)
+    silent, growing, newer, newest = sequences = [driver.open(5, output=40) for _ in range(4)]
+    driver.submit(*sequences)
+    driver.run()
+    assert driver.pool.used_blocks == 8, "two each"
+    silent.judged_at -= 2000.0
+    while len(driver.preempted()) < 3:
+        driver.submit(growing)
+        assert driver.run() == [growing]
+    assert driver.preempted() == [silent, newest, newer]
+
+
 @pytest.mark.parametrize("seed", range(6))
 def test_all_sequences_end_and_the_oldest_is_never_preempted(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(scheduler, "IDLE_SECONDS", float("inf"))

@@ -68,7 +68,10 @@ def test_a_round_overtaken_by_a_verdict_is_stale() -> None:
 @pytest.mark.parametrize(
     ("prefix", "words"),
     [
-        ([*PROMPT, 21, 22], "base_length of round 2 is 5; the sequence has 4 tokens"),
+        (
+            [*PROMPT, 21, 22],
+            "base_length of round 2 is 5; it must be the number of tokens of prompt and committed output, 4",
+        ),
         ([*PROMPT, 55], "prefix_hash of round 2"),
     ],
 )

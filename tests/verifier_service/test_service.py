@@ -77,16 +77,20 @@ BAD_STREAMS: list[tuple[Any, str, str]] = [
     (lambda s: (s.open(), s.send(VerifyRequest(sequence_id="s"))), "INVALID_FIELD", "kind is not set"),
     (foreign, "INVALID_FIELD", "'another'"),
     (lambda s: s.open(opening([2048])), "INVALID_FIELD", "is 2048"),
-    (lambda s: (s.open(), s.decode(2, PROMPT), s.decode(2, PROMPT)), "OUT_OF_ORDER", "round 2 came after round 2"),
+    (lambda s: (s.open(), s.decode(2, PROMPT), s.decode(2, PROMPT)), "OUT_OF_ORDER", "number is 2; it must be above 2"),
     (lambda s: (s.open(), s.decode(1, [*PROMPT, 1])), "WRONG_BASE", "base_length of round 1 is 5"),
     (lambda s: (s.open(), s.decode(1, [9, 9, 9, 9])), "WRONG_BASE", "prefix_hash"),
     (lambda s: (s.open(), s.decode(1, PROMPT, 0)), "INVALID_FIELD", "num_tokens is 0"),
     (lambda s: (s.open(), s.propose(1, PROMPT, [1] * 17)), "INVALID_FIELD", "17"),
-    (lambda s: (s.open(), s.propose(1, PROMPT, [1, 2], sends_distributions=False)), "INVALID_FIELD", "requires 2"),
+    (
+        lambda s: (s.open(), s.propose(1, PROMPT, [1, 2], sends_distributions=False)),
+        "INVALID_FIELD",
+        "needs 2 for 2 tokens",
+    ),
     (
         lambda s: (s.open(opening(rule=COUPLED)), s.propose(1, PROMPT, [1, 2])),
         "INVALID_FIELD",
-        "2 entries for 2 token_ids; the rule coupled requires 0",
+        "2 elements; the rule coupled needs 0 for 2 tokens",
     ),
 ]
 
@@ -153,10 +157,11 @@ def test_sequences_queue_and_too_many_are_refused(channel: grpc.Channel, alone: 
         moved.decode(1, PROMPT)
         assert moved.take().WhichOneof("kind") == "opened"
         assert moved.take().notice.queue_position == 0
+        running[1].decode(2, [*PROMPT, *alone[:1]], 2, seen=1)
+        load = [running[1].verdict().load for _ in range(2)][-1]  # as it was after the step before
+        assert (load.running, load.waiting) == (MAX_SEQUENCES, 2)
         running[0].call.cancel()
-        verdict = moved.verdict()
-        assert list(verdict.token_ids) == alone[:1]
-        assert verdict.load.waiting == 2, "before the step, this sequence and the other one waited"
+        assert list(moved.verdict().token_ids) == alone[:1]
         moved.call.cancel()
         assert [fresh.verdict().token_ids[0] for _ in range(3)] == alone[:3]
 

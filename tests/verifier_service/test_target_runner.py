@@ -14,16 +14,19 @@ from importlib.util import find_spec
 import pytest
 import torch
 
+from kernels.logprobs import SCORED_ROWS, prompt_logprobs
 from kernels.sampling import SamplingParams
 from kernels.verify import Proposed, Rule, VerifyResult
 from outrider.runtime.cuda_graph import Repeating
 from outrider.runtime.loader import ModelSource, load_model
 from outrider.runtime.model_runner import Chunk, ModelRunner
 from outrider.runtime.paged_attention import EAGER, AttentionChoice
+from outrider.service.sampling import MAX_TOP_LOGPROBS
 from tests.cluster import MODELS, Cluster
 from tests.kernels.interpreter import patch_once_a_launch
 from tests.kernels.paths import IS_INTERPRETED
-from verifier_service.target_runner import TargetRunner
+from verifier_service import target_runner as target_runner_module
+from verifier_service.target_runner import Scoring, TargetRunner, verify_rows
 
 if IS_INTERPRETED:
     patch_once_a_launch()
@@ -119,3 +122,38 @@ def test_an_impossible_verify_path_is_one_line_and_exit_code_2() -> None:
         "verifier_service: --verify-path triton: triton cannot verify on cpu: it needs a CUDA device, "
         "or TRITON_INTERPRET=1 in the environment to interpret it, slowly; use --verify-path auto"
     ]
+
+
+def test_scores_of_a_captured_step_are_those_of_an_eager_one(packed: ModelRunner) -> None:
+    """All rows of a piece from a prompt's beginning have logits, so a graph may run it, beside a round."""
+    prompt, found = list(range(40, 49)), []
+    for graphs in (False, True):
+        runner = target_runner(packed, "torch", graphs=graphs)
+        round_, piece = packed.pool.allocate(), packed.pool.allocate()
+        alone = Proposed(tokens=(), q=(), params=SamplingParams(temperature=0), seed=0, base_length=1)
+        chunks = [Chunk(round_, [7], 0, 0), Chunk(piece, prompt[:-1], 0, 0)]
+        step = runner(chunks, [alone], scorings=[Scoring(prompt[1:], 2)])
+        found.append((step.results, step.scores))
+        for slot in (round_, piece):
+            packed.pool.free(slot)
+    (results, scores), (captured_results, captured_scores) = found
+    assert captured_results == results
+    for one, other in zip(scores[0] or (), captured_scores[0] or (), strict=True):
+        assert (one.token, one.top_ids) == (other.token, other.top_ids)
+        assert (one.raw, *one.top_raw) == pytest.approx((other.raw, *other.top_raw), abs=1e-4)
+    assert [each.token for each in scores[0] or ()] == prompt[1:]
+
+
+@pytest.mark.parametrize("rows", [1, 2 * SCORED_ROWS])
+def test_the_profiling_run_verifies_and_scores(rows: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Scores of the largest slice, so that its memory is measured."""
+    scored: list[int] = []
+
+    def count(logits: torch.Tensor, tokens: list[int], top: int) -> object:
+        scored.extend(tokens)
+        assert top == MAX_TOP_LOGPROBS
+        return prompt_logprobs(logits, tokens, top)
+
+    monkeypatch.setattr(target_runner_module, "prompt_logprobs", count)
+    verify_rows(torch.zeros(rows, 30), "torch")
+    assert len(scored) == min(rows, SCORED_ROWS)

@@ -51,7 +51,9 @@ def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
 
 
 def test_two_ranks_write_the_texts_of_one_and_drain_together(checkpoints: tuple[Path, Path]) -> None:
-    """Greedy and seeded requests, more than the pool can hold at once. Then, during a text, all ranks get a signal."""
+    """Greedy and seeded requests, more than the pool can hold at once; and a prompt is scored. Then, during a text,
+    all ranks get a signal.
+    """
     short = [each for each in mixed_requests.requests() if len(each.prompt) <= PROMPT_CHARS][:REQUESTS]
     requests = [replace(each, options=each.options | Options(max_new_tokens=TOKENS, gamma=GAMMA)) for each in short]
     with Cluster() as cluster, two_ranks(checkpoints[0], *POOL) as ranks:
@@ -62,11 +64,18 @@ def test_two_ranks_write_the_texts_of_one_and_drain_together(checkpoints: tuple[
         wait_healthy(one, ranks[0], plain, front)
         alone = mixed_requests.texts(plain.address, requests, together=False, salt="alone")
         for _ in range(5):  # the machine's speed decides how many run at once
-            assert mixed_requests.texts(front.address, requests, together=True, salt="in company") == alone
+            assert mixed_requests.texts(front.address, requests, together=True, salt="together") == alone
             counts = [ranks[0].count(f"outrider_{name}_total") for name in ("preemptions", "prefix_cache_hits")]
             if all(counts):
                 break
         assert min(counts) >= 1
+        scores = []
+        for service in (plain, front):
+            with Client(service.address, timeout=60.0) as client:
+                completion = client.complete("def area(radius):\n", prompt_logprobs=1, max_new_tokens=1)
+            scores.append([each.token.raw for each in completion.prompt_logprobs])
+        assert len(scores[0]) > 1
+        assert scores[1] == pytest.approx(scores[0], abs=1e-4)
         with Client(front.address, timeout=60.0) as client:
             events = client.generate(requests[0].prompt, **requests[0].options)
             next(event for event in events if isinstance(event, Chunk))

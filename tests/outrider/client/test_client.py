@@ -7,6 +7,7 @@ import re
 import socket
 from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack, asynccontextmanager
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -16,6 +17,7 @@ import pytest
 import outrider.client
 from outrider.cli.processes import ServiceProcess
 from outrider.client import (
+    TLS,
     AsyncClient,
     Chunk,
     Client,
@@ -37,7 +39,9 @@ from outrider.client.endpoints import Endpoints, split
 from outrider.rpc import errors
 from outrider.rpc.errors import RequestError
 from outrider.rpc.server import bind, create_server
+from outrider.rpc.tls import ServerTLS
 from protos.outrider.v1 import draft_service_pb2 as pb
+from tests.certificates import Authority
 
 PROMPT = "def add(a, b):\n"
 GREEDY: Options = {"temperature": 0, "max_new_tokens": 24, "ignore_eos": True}
@@ -68,7 +72,7 @@ class Refusing:
 
 
 @asynccontextmanager
-async def serving(servicer: Refusing) -> AsyncIterator[str]:
+async def serving(servicer: Refusing, credentials: grpc.ServerCredentials | None = None) -> AsyncIterator[str]:
     """The servicer on a free port; its address."""
     server = create_server(max_message_bytes=1 << 20)
     generate: Any = grpc.unary_stream_rpc_method_handler(
@@ -76,7 +80,7 @@ async def serving(servicer: Refusing) -> AsyncIterator[str]:
     )
     methods = grpc.method_handlers_generic_handler("outrider.v1.DraftService", {"Generate": generate})
     server.add_generic_rpc_handlers((methods,))
-    address = bind(server, "127.0.0.1:0")
+    address = bind(server, "127.0.0.1:0", credentials)
     await server.start()
     try:
         yield address
@@ -167,6 +171,53 @@ async def test_a_timeout_between_retries_names_the_last_error() -> None:
     assert type(error) in (Overloaded, DeadlineExceeded)
     assert re.search(r"full.*tries at", str(error))
     assert error.tries[address] >= 2, "the hint is longer than the time, and the last try comes late"
+
+
+# ------------------------------------------------------------------------------------------- TLS on one side only
+
+
+@pytest.fixture
+def credentials(tmp_path: Path) -> grpc.ServerCredentials:
+    server = Authority(tmp_path).issue("server", file="server")
+    return ServerTLS(server.cert, server.key).credentials()
+
+
+async def test_a_client_with_tls_leaves_a_service_without_at_once() -> None:
+    error, (address,) = await failure(Refusing(errors.draining()), tls=TLS(), timeout=60)
+    assert str(error).startswith(f"UNAVAILABLE: the service at {address} does not speak TLS")
+    assert "; leave out --tls" in str(error)
+    assert error.tries == {address: 1}
+
+
+async def test_a_client_without_tls_leaves_a_service_with_it_at_once(credentials: grpc.ServerCredentials) -> None:
+    async with serving(Refusing(errors.draining()), credentials) as address, AsyncClient(address, timeout=60) as client:
+        with pytest.raises(Unavailable) as caught:
+            await client.complete("x")
+    assert str(caught.value).startswith(f"UNAVAILABLE: the service at {address} requires TLS; give --tls-ca or --tls")
+    assert caught.value.tries == {address: 1}
+
+
+@pytest.mark.usefixtures("short_backoff")
+async def test_with_several_services_the_one_with_the_other_transport_is_left_out(
+    credentials: grpc.ServerCredentials,
+) -> None:
+    busy = Refusing(errors.overloaded("full"), times=3)
+    async with serving(Refusing(errors.draining()), credentials) as first, serving(busy) as second:
+        for addresses in ([first, second], [second, first]):
+            async with AsyncClient(addresses, timeout=60) as client:
+                await client.complete("x")
+    assert busy.calls == 5
+
+
+@pytest.mark.usefixtures("short_backoff")
+async def test_a_listener_that_only_closes_connections_is_tried_again() -> None:
+    server = await asyncio.start_server(lambda _, writer: writer.close(), "127.0.0.1", 0)
+    address = "127.0.0.1:{1}".format(*server.sockets[0].getsockname())
+    async with server, AsyncClient(address, timeout=60, patience=0.5) as client:
+        with pytest.raises(Unavailable) as caught:
+            await client.complete("x")
+    assert "requires TLS" not in str(caught.value)
+    assert caught.value.tries[address] >= 2
 
 
 # ------------------------------------------------------------------------------------------------- on a real pair

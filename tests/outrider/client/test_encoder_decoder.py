@@ -1,12 +1,13 @@
-"""Encoder–decoder pairs through both services: what the client and the command line return is what transformers writes,
-also of a lost stream.
+"""Encoder–decoder pairs through both services: client and command line return the text of transformers, also
+of a lost stream.
 """
 
 import asyncio
 import json
 import re
 import shlex
-from collections.abc import Iterator
+from collections.abc import AsyncGenerator, Iterator
+from contextlib import aclosing
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +18,7 @@ from click.testing import CliRunner
 
 from outrider.cli import main
 from outrider.cli.transcribe import _line
-from outrider.client import AsyncClient, AsyncTranscription, Client, FailedPrecondition, InvalidRequest, Segment
+from outrider.client import AsyncClient, AsyncTranscription, Client, Event, FailedPrecondition, InvalidRequest, Segment
 from tests.encoder_decoders import (
     DE,
     EOS,
@@ -128,12 +129,34 @@ def test_short_audio_without_timestamps_is_one_segment(address: str) -> None:
     assert (segment.start, segment.end) == (0.0, 0.5)
 
 
+async def test_a_transcription_ends_its_call_before_its_close_returns(address: str, talk: Path) -> None:
+    class Watched(AsyncClient):
+        calls = 0
+
+        async def generate(self, *arguments: Any, **options: Any) -> AsyncGenerator[Event, None]:
+            self.calls += 1
+            try:
+                async with aclosing(super().generate(*arguments, **options)) as events:
+                    async for event in events:
+                        yield event
+            finally:
+                await asyncio.sleep(0)
+                self.calls -= 1
+
+    async with Watched(address) as client:
+        transcription = client.transcribe(talk, language="en", max_new_tokens=COUNT)
+        await anext(aiter(transcription))
+        assert client.calls == 1
+        await transcription.aclose()
+        assert client.calls == 0
+
+
 def test_each_window_has_a_seed_of_its_own(address: str, talk: Path) -> None:
     with Client(address) as client:
         both = [client.transcribe(talk, temperature=1.0, seed=5, max_new_tokens=8).wait() for _ in range(2)]
-        with pytest.raises(InvalidRequest, match=r"audio has 4\.70 s, and the model takes at most 1 s at once"):
+        with pytest.raises(InvalidRequest, match=r"audio has 4\.70 s; at most 1 s at once with this model"):
             client.complete(audio=talk)
-        with pytest.raises(InvalidRequest, match="n is not for transcribe"):
+        with pytest.raises(InvalidRequest, match="n is set; leave it out"):
             client.transcribe(talk, n=2).wait()
     assert both[0].segments == both[1].segments
     seeds = [completion.seed for completion in both[0].completions]
@@ -214,7 +237,7 @@ def test_the_command_prints_segments_and_json(address: str, talk: Path) -> None:
     [
         ("whisper", b"no audio", "outrider: INVALID_ARGUMENT: audio: cannot decode"),
         ("whisper", np.zeros(0), "audio has no samples"),
-        ("t5", np.zeros(1600), "outrider: FAILED_PRECONDITION: .* has no speech encoder: it takes text, not audio$"),
+        ("t5", np.zeros(1600), "outrider: FAILED_PRECONDITION: .* has no speech encoder, and takes text"),
     ],
 )
 def test_the_command_fails_in_one_line(
@@ -231,7 +254,7 @@ def test_the_command_fails_in_one_line(
 def test_a_model_of_text_refuses_speech(addresses: dict[str, str]) -> None:
     with Client(addresses["t5"]) as client:
         for call in (client.complete, lambda audio: client.transcribe(audio).wait()):
-            with pytest.raises(FailedPrecondition, match="no speech encoder: it takes text, not audio"):
+            with pytest.raises(FailedPrecondition, match="no speech encoder, and takes text"):
                 call(audio=Path("no.wav"))
         with pytest.raises(InvalidRequest, match="transcription"):
             client.complete("a", language="en")

@@ -45,6 +45,7 @@ SPECULATION: dict[str, Any] = {
     "outcome_cache": False,
     "max_entropy": 1.5,
     "report_rounds": True,
+    "report_probabilities": True,
 }
 # Of encoder–decoder models, without the inputs that replace a prompt.
 DECODER: dict[str, Any] = {
@@ -62,6 +63,7 @@ OTHERS: dict[str, Any] = {
     "drafter": "lookup",
     "speculation": "adaptive",
     "logprobs": 0,
+    "prompt_logprobs": 2,
     "required_features": ["tree"],
     "frame_bytes": 512,
     "frame_pace": 0.25,
@@ -89,10 +91,19 @@ def test_every_option_reaches_the_wire() -> None:
             fixed_size=True,
         ),
         logprobs=sampling_pb2.LogprobsParams(top_n=0),
+        prompt_logprobs=sampling_pb2.LogprobsParams(top_n=2),
         time_limit={"seconds": 1, "nanos": 500_000_000},
         decoder_prompt_token_ids=[50258, 50259],
         transcription=pb.Transcription(language="en", task="translate", timestamps=True),
-        required_features=["held_tokens", "encoder", "tree", "emission", "fixed_rounds"],
+        required_features=[
+            "held_tokens",
+            "report_probabilities",
+            "encoder",
+            "prompt_logprobs",
+            "tree",
+            "emission",
+            "fixed_rounds",
+        ],
         emission=pb.EmissionPrivacy(frame_bytes=512, pace={"nanos": 250_000_000}),
     )
     unset = {field.name for field in request.DESCRIPTOR.fields} - {field.name for field, _ in request.ListFields()}
@@ -131,13 +142,13 @@ def test_speech_takes_the_place_of_a_prompt() -> None:
 @pytest.mark.parametrize(
     ("prompt", "options", "found"),
     [
-        (None, {}, "none"),
-        ("x", {"features": [[1.0]]}, "prompt and features"),
-        ("x", {"audio": b""}, "prompt and audio"),
+        (None, {}, "none is"),
+        ("x", {"features": [[1.0]]}, "prompt and features are"),
+        ("x", {"audio": b""}, "prompt and audio are"),
     ],
 )
 def test_a_request_has_one_input(prompt: str | None, options: dict[str, Any], found: str) -> None:
-    with pytest.raises(InvalidRequest, match=f"one of prompt, audio and features is expected, not {found}") as caught:
+    with pytest.raises(InvalidRequest, match=f"{found} given; give exactly one of prompt, audio") as caught:
         build(prompt, options)
     assert caught.value.field == "prompt"
 
@@ -147,21 +158,21 @@ def test_a_request_has_one_input(prompt: str | None, options: dict[str, Any], fo
     [
         ("prompt", [1, -1], ""),
         ("prompt", [1, 2**32], ""),
-        ("prompt", [{"role": "user"}], ""),
+        ("prompt", [{"role": "user"}], "prompt: a message has no content; give each message a role and a content"),
         ("prompt", "half a \ud800 character", ""),
-        ("prompt", 7, "text, a list of token ids (integers from 0 to 4294967295) or a list of messages is expected"),
-        ("max_new_tokens", -1, "an integer from 0 to 4294967295 is expected, not -1"),
+        ("prompt", 7, "prompt is 7; it must be text, a list of token ids (integers from 0 to 4294967295) or a"),
+        ("max_new_tokens", -1, "max_new_tokens is -1; it must be an integer from 0 to 4294967295"),
         ("seed", 2**64, ""),
-        ("temperature", "hot", "a number is expected, not 'hot'"),
-        ("rule", "best", ""),
+        ("temperature", "hot", "temperature is 'hot'; it must be a number"),
+        ("rule", "best", "rule is 'best'; it must be one of tokenwise"),
         ("stop_token_ids", [-1], ""),
-        ("stop_token_ids", 3, "a list, each element an integer from 0 to 4294967295, is expected, not 3"),
+        ("stop_token_ids", 3, "stop_token_ids is 3; it must be a list, each element an integer from 0 to"),
         ("time_limit", math.inf, ""),
-        ("sample_rate", 16_000, "only audio as an array needs it"),
-        ("language", 7, "text of whole characters is expected, not 7"),
-        ("timestamps", "yes", "True or False is expected, not 'yes'"),
-        ("decoder_prompt_token_ids", [-1], "a list of token ids (integers from 0 to 4294967295) is expected, not [-1]"),
-        ("features", [1.0], "an array [mels, frames] is expected, not one of shape [1]"),
+        ("sample_rate", 16_000, "sample_rate is 16000; leave it out: only audio as an array needs it"),
+        ("language", 7, "language is 7; it must be text that UTF-8 can encode"),
+        ("timestamps", "yes", "timestamps is 'yes'; it must be True or False"),
+        ("decoder_prompt_token_ids", [-1], "decoder_prompt_token_ids is [-1]; it must be a list of token ids (int"),
+        ("features", [1.0], "features have the shape [1]; it must be [mels, frames]"),
     ],
 )
 def test_a_value_that_the_wire_cannot_carry_names_its_field(field: str, value: Any, message: str) -> None:
@@ -169,4 +180,4 @@ def test_a_value_that_the_wire_cannot_carry_names_its_field(field: str, value: A
     with pytest.raises(InvalidRequest) as caught:
         build(prompt, options)
     assert caught.value.field == field
-    assert caught.value.message.startswith(f"{field}: {message}")
+    assert caught.value.message.startswith(message or field)

@@ -112,7 +112,8 @@ async def test_a_client_of_the_ca_without_an_allowed_name_is_refused(
             error = await refusal(method(channel)(request, timeout=60))
             assert (error.code, error.reason) == (grpc.StatusCode.PERMISSION_DENIED, "PERMISSION_DENIED")
     seen = [name for name in names if not name.startswith(("cn:", "127."))]
-    assert f"names {', '.join(seen) or 'no DNS name and no URI'}; allowed are {', '.join(ALLOWED)}" in error.message
+    names_seen, names_allowed = ", ".join(seen) or "no DNS name and no URI", ", ".join(ALLOWED)
+    assert f"names {names_seen}; --allow-client-san of the service allows {names_allowed}" in error.message
     assert error.metadata == {"seen": ", ".join(seen), "allowed": ", ".join(ALLOWED)}
     assert probe.started == 0
 
@@ -123,7 +124,7 @@ async def test_a_client_without_a_certificate_is_refused() -> None:
     async with serving(Probe(), first=[auth]) as address, open_channel(address) as channel:
         error = await refusal(once(channel)(b""))
     assert (error.code, error.reason) == (grpc.StatusCode.UNAUTHENTICATED, "UNAUTHENTICATED")
-    assert "presented no certificate" in error.message
+    assert "the client has no certificate" in error.message
 
 
 async def test_health_is_open_to_all_and_reflection_is_not(authority: Authority) -> None:
@@ -160,7 +161,7 @@ async def test_a_message_that_cannot_be_decoded_is_an_invalid_argument(caplog: p
         for method, request in every(BAD, before=[b"x"]):
             error = await refusal(method(channel)(request, timeout=60))
             assert (error.code, error.reason) == (grpc.StatusCode.INVALID_ARGUMENT, "INVALID_FIELD")
-            assert error.message == "the message of 1 bytes cannot be decoded: Error parsing message"
+            assert error.message == "the message of 1 byte cannot be decoded: Error parsing message"
         health: Any = channel.unary_unary("/grpc.health.v1.Health/Check")
         assert (await refusal(health(BAD * 4, timeout=60))).code is grpc.StatusCode.INVALID_ARGUMENT
         reflection: Any = channel.stream_stream("/grpc.reflection.v1alpha.ServerReflection/ServerReflectionInfo")
@@ -176,13 +177,13 @@ def check(tokens: Tokens, *values: str) -> str:
     ("values", "message"),
     [
         *(
-            ([f"Bearer {token}"], "not accepted")
+            ([f"Bearer {token}"], "not in the service's --auth-token-file")
             for token in (FIRST[:-1], FIRST + "0", FIRST.upper(), "", "# of the clients", "é" * 20)
         ),
         ([], "has no token"),
-        ([FIRST], "is not 'Bearer TOKEN'"),
-        ([f"Basic {FIRST}"], "is not 'Bearer TOKEN'"),
-        ([f"Bearer {FIRST}", f"Bearer {SECOND}"], "is not 'Bearer TOKEN'"),
+        ([FIRST], "must be one value, 'Bearer TOKEN'"),
+        ([f"Basic {FIRST}"], "must be one value, 'Bearer TOKEN'"),
+        ([f"Bearer {FIRST}", f"Bearer {SECOND}"], "must be one value, 'Bearer TOKEN'"),
     ],
 )
 def test_any_other_token_is_refused_and_not_repeated(tokens: Tokens, values: list[str], message: str) -> None:
@@ -284,7 +285,7 @@ def test_concurrent_calls_are_bounded_and_released_however_they_end() -> None:
         with suppress(ZeroDivisionError), limits.enter("a"), limits.enter("a"):
             error = assert_refused(limits)
             assert error.message == (
-                "this client has 2 sequences in progress and starts 1 more; at most 2 are allowed: "
+                "this client has 2 sequences in progress and starts 1 more; at most 2 (--max-client-sequences): "
                 "try again when some have ended"
             )
             assert error.metadata == {"limit": "max-client-sequences", "given": "3", "maximum": "2"}

@@ -88,6 +88,6 @@ async def test_a_call_with_tls_names_a_service_without() -> None:
     ):
         with pytest.raises(grpc.RpcError) as caught:
             await once(channel)(b"")
-    assert errors.from_rpc_error(caught.value).message == (
-        f"the service at {address} speaks plaintext, and this call TLS"
-    )
+    arrived = errors.from_rpc_error(caught.value)
+    assert arrived.message == f"the service at {address} does not speak TLS, and this call does"
+    assert arrived.connection is errors.ConnectionFailure.NO_TLS

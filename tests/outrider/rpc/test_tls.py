@@ -144,10 +144,10 @@ def test_invalid_files_are_named_at_the_start(files: Files, tmp_path: Path) -> N
     bad: list[tuple[Callable[[], object], str]] = [
         (lambda: ServerTLS(cert, tmp_path / "no.key"), r"no\.key: No such file"),
         (lambda: ServerTLS(cert, files.client.key), "client.key: is not the key of the certificate .*server.crt"),
-        (lambda: ServerTLS(text, key), "text and .*server.key: are not a PEM certificate and its private key"),
+        (lambda: ServerTLS(text, key), "text and .*server.key: not a PEM certificate and its private key"),
         (lambda: ServerTLS(cert, key, text), "text: has no PEM certificate"),
         (lambda: ServerTLS(locked.cert, locked.key), "has a passphrase"),
-        (lambda: ChannelTLS(TLS(ca=ca, cert=cert)), "go together"),
+        (lambda: ChannelTLS(TLS(ca=ca, cert=cert)), "only one of certificate and key is given"),
         (lambda: ChannelTLS(TLS(ca=ca, cert=cert, key=files.client.key)), "is not the key"),
     ]
     for load, message in bad:

@@ -61,11 +61,11 @@ def test_prompts_of_a_transcription(fields: dict[str, Any], expected: list[int])
 @pytest.mark.parametrize(
     ("config", "fields", "field", "words"),
     [
-        (MULTILINGUAL, {"language": "xx"}, "language", "is 'xx'; the model has de, en"),
-        (MULTILINGUAL, {"task": "sing"}, "task", "is 'sing'; the model has transcribe, translate"),
-        ({}, {"language": "en"}, "language", "is 'en'; the model has none"),
-        ({}, {"task": "transcribe"}, "task", "is 'transcribe'; the model has none"),
-        ({}, {"timestamps": True}, "timestamps", "the model has no timestamps"),
+        (MULTILINGUAL, {"language": "xx"}, "language", "is 'xx'; the model offers de, en"),
+        (MULTILINGUAL, {"task": "sing"}, "task", "is 'sing'; the model offers transcribe, translate"),
+        ({}, {"language": "en"}, "language", "is 'en'; the model offers none"),
+        ({}, {"task": "transcribe"}, "task", "is 'transcribe'; the model offers none"),
+        ({}, {"timestamps": True}, "timestamps", "timestamps is set; the model writes none"),
     ],
 )
 def test_what_the_model_lacks_is_refused_by_name(

@@ -85,7 +85,7 @@ def test_a_process_continues_and_ends_whatever_its_output(tmp_path: Path) -> Non
 
 
 LINES = """
-import logging, structlog
+import logging, structlog, threading
 library = logging.getLogger("a.library")
 library.addHandler(logging.StreamHandler())
 from outrider.service.logs import configure_logging
@@ -93,6 +93,9 @@ configure_logging("some_service")
 structlog.get_logger().info("request", tokens=3)
 structlog.get_logger().debug("too fine")
 library.warning("once")
+thread = threading.Thread(target=structlog.get_logger().info, args=("in a thread",))
+thread.start()
+thread.join()
 try:
     1 / 0
 except ZeroDivisionError:
@@ -106,10 +109,11 @@ def test_every_line_is_json_with_service_level_and_time() -> None:
     assert [(line["event"], line["level"]) for line in lines] == [
         ("request", "info"),
         ("once", "warning"),
+        ("in a thread", "info"),
         ("it broke", "error"),
     ]
     assert lines[0]["tokens"] == 3
-    assert "ZeroDivisionError" in lines[2]["exception"]
+    assert "ZeroDivisionError" in lines[3]["exception"]
     assert all(line["service"] == "some_service" and line["timestamp"].endswith("Z") for line in lines)
     assert done.stderr == ""
 
@@ -127,9 +131,9 @@ def test_on_a_terminal_lines_are_text() -> None:
     os.close(ours)
     assert process.wait(SECONDS) == 0
     text = re.sub("\x1b\\[[0-9;]*m", "", shown.decode())
-    first, second, third = text.splitlines()[:3]
+    first, second, _, fourth = text.splitlines()[:4]
     assert re.fullmatch(r"\d\d:\d\d:\d\d \[info\s*\] request\s+tokens=3", first)
     assert second.endswith("once [a.library]")
-    assert "it broke" in third
+    assert "it broke" in fourth
     assert "ZeroDivisionError" in text
     assert "{" not in text

@@ -9,6 +9,7 @@ from structlog.testing import capture_logs
 from draft_service.app import verifier_tls
 from draft_service.settings import DraftSettings
 from outrider.client import TLS, AsyncClient
+from outrider.environment import SERVICE_SETTINGS
 from outrider.service.settings import Listening, ServiceSettings, SettingsError, listening
 from tests.certificates import Authority
 from verifier_service.settings import VerifierSettings
@@ -101,7 +102,7 @@ def test_a_verifier_elsewhere_needs_tls_or_plaintext_on_request(files: Files) ->
     for flags, message in (
         (("--verifier", "127.0.0.1:1,box:1"), "--verifier box:1 is not a loopback address"),
         (whole[:4], "^--verifier-tls-cert needs --verifier-tls-key$"),
-        (("--verifier-tls-name", "v"), "^--verifier-tls-name needs --verifier-tls-ca$"),
+        (("--verifier-tls-name", "v"), "^--verifier-tls-name needs --verifier-tls-ca, which"),
         (("--verifier-tls-ca", files.tokens), "has no PEM certificate"),
     ):
         with pytest.raises(SettingsError, match=message):
@@ -128,7 +129,7 @@ async def test_a_client_of_another_machine_needs_tls_or_plaintext_on_request(fil
         (["--model", "m", "--max-gamma", "x"], {}, "test: --max-gamma is 'x'; it must be a whole number"),
         (["--model", "m"], {"MAX_GAMMA": "x"}, "test: OUTRIDER_MAX_GAMMA is 'x'; it must be a whole number"),
         (["--model=m", "--max-gama=4"], {}, "there is no flag --max-gama; did you mean --max-gamma?"),
-        (["--model=m", "--listen=box"], {}, "test: --listen: 'box' is not HOST:PORT with a port of 0 to 65535"),
+        (["--model=m", "--listen=box"], {}, "test: --listen: 'box' is not HOST:PORT, for example 127.0.0.1:50051"),
     ],
 )
 def test_a_wrong_setting_is_named_as_it_was_given(
@@ -146,13 +147,25 @@ def test_a_wrong_setting_is_named_as_it_was_given(
     assert capsys.readouterr().err.endswith(message + "\n")
 
 
-def test_a_mistyped_variable_is_logged_with_the_nearest_setting(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Not one of the other service, which may share the environment, nor one of Kubernetes or far from all."""
-    for name in ("KV_CACH_MB", "GAMMA", "VERIFIER_SERVICE_HOST", "VERIFIER_PORT_50052_TCP_ADDR", "ZEBRA"):
+def test_a_variable_that_nothing_reads_is_logged_with_the_nearest_setting(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Not one of the other service or of a command, which may share the environment, nor one of Kubernetes."""
+    unknown = {"KV_CACH_MB": "OUTRIDER_KV_CACHE_MB", "GENERAT_DRAFT": None, "ZEBRA": None}
+    of_others = [
+        "GAMMA",
+        "TENSOR_PARALLEL_SIZE",
+        "SERVE_MAX_SEQUENCES",
+        "VERIFIER_SERVICE_HOST",
+        "VERIFIER_PORT_50052_TCP_ADDR",
+    ]
+    for name in (*unknown, *of_others):
         monkeypatch.setenv(f"OUTRIDER_{name}", "8")
     for kind in (DraftSettings, VerifierSettings):
         with capture_logs() as lines:
             parse(kind).warn_of_variables()
-        assert [(line["variable"], line["nearest"]) for line in lines] == [
-            ("OUTRIDER_KV_CACH_MB", "OUTRIDER_KV_CACHE_MB")
-        ]
+        found = {line["variable"].removeprefix("OUTRIDER_"): line.get("nearest") for line in lines}
+        assert found == unknown
+
+
+def test_the_list_of_settings_is_that_of_both_services() -> None:
+    """A client's installation has no services, and warns of variables by this list."""
+    assert {*DraftSettings.model_fields, *VerifierSettings.model_fields} == SERVICE_SETTINGS
