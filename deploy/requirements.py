@@ -1,4 +1,4 @@
-"""Prints what the project needs with the extras that are named, a requirement a line.
+"""Prints the requirements of the project with the named extras, one a line.
 
 pip installs those of a project only together with the project itself; an image wants them in a layer of their own.
 """

@@ -24,7 +24,7 @@ from tests.machine import TOOLS
 from tests.network import Network
 from tests.project.tree import ROOT
 
-pytestmark = pytest.mark.timeout(600)  # on a machine that may be busy
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]  # on a machine that may be busy
 
 CLIENT = "a-client"
 TOKENS = 24

@@ -33,7 +33,14 @@ def _folders(kind: str) -> list[str]:
 
 # The oldest release with stable gRPC probes, and the newest one there are schemas of.
 RELEASES = ("1.27", "1.37")
-CUSTOM = ("cert-manager.io/", "monitoring.coreos.com/", "keda.sh/", "leaderworkerset.x-k8s.io/")
+CUSTOM = (
+    "cert-manager.io/",
+    "gateway.networking.k8s.io/",
+    "inference.networking.k8s.io/",
+    "keda.sh/",
+    "leaderworkerset.x-k8s.io/",
+    "monitoring.coreos.com/",
+)
 SECURITY = ("plaintext", "mtls")
 COMPONENTS = [name for name in _folders("components") if name not in SECURITY]
 OVERLAYS = [f"overlays/{name}" for name in _folders("overlays")]

@@ -243,7 +243,7 @@ def test_a_draining_verifier_hands_its_sequences_over(watched: Watched, undistur
     assert sum(each.samples[0].statistics.num_drain_moves for each in found) > 0
     assert not any(each.samples[0].num_resumes for each in found), "clients notice nothing"
     wait_until(lambda: leaving.logged("stopped"))
-    assert not any("the grace time is over" in line["event"] for line in leaving.logged())
+    assert not any("--grace is over" in line["event"] for line in leaving.logged())
     assert sum(draft.count("outrider_verifier_switches_total", reason="draining") for draft in watched.drafts) > 0
     assert staying.returncode is None
 
@@ -262,4 +262,4 @@ def test_clients_leave_a_draining_draft_service_for_another(watched: Watched, un
         found = [text.result() for text in texts]
     assert [each.text for each in found] == undisturbed
     assert sum(each.samples[0].num_resumes for each in found) > 0
-    wait_until(lambda: any("the grace time is over" in line["event"] for line in leaving.logged()))
+    wait_until(lambda: any("--grace is over" in line["event"] for line in leaving.logged()))
