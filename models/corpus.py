@@ -1,6 +1,6 @@
 """The training text: the running interpreter's standard library, in a fixed order, with a fixed held-out set.
 
-It knows files and characters, nothing of tokens or models. The text is under the PSF licence (PSF-2.0).
+It works on files and characters, without tokens and models. The text is under the PSF licence (PSF-2.0).
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
-"""What both encoder–decoder pairs share: one training run, how models write, acceptance rates, errors, saving.
+"""Shared by both encoder–decoder pairs: one training run, how models write, acceptance rates, errors, saving.
 
-It knows tensors and ids, nothing of translation or speech.
+It works on tensors and ids, for translation and for speech.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ def train(
     """Train `module` for `minutes` of one core, on from `checkpoint` where there is one.
 
     `step(number, progress)` returns a loss and its count of tokens; the number alone decides which data it takes, so
-    that a run that was stopped goes on with what it has not seen.
+    that a run that was stopped goes on with new data.
     """
     with alone():
         run = Run(Optimizer(module, 0.02, 3e-3), schedule, minutes, checkpoint, clock=time.process_time)
@@ -64,14 +64,14 @@ def train(
 
 
 def begin_small(model: nn.Module, factor: float) -> None:
-    """Scale down what is added to the residual stream."""
+    """Scale down the additions to the residual stream."""
     for name, weight in model.named_parameters():
         if name.endswith(OUTPUTS):
             weight.data.mul_(factor)
 
 
 def deepen(shallow: PreTrainedModel, deep: PreTrainedModel) -> None:
-    """Let `deep` compute what `shallow` does: behind each decoder layer, copies of it that write nothing yet."""
+    """Let `deep` compute the same as `shallow`: behind each decoder layer, copies of it that write nothing yet."""
     few, many = (_decoder_layers(model) for model in (shallow, deep))
     inside = {id(weight) for weight in few.parameters()}
     rest = {name: weight for name, weight in shallow.named_parameters() if id(weight) not in inside}
@@ -100,9 +100,9 @@ def save(model: PreTrainedModel, tokenizer: Any, generation: GenerationConfig, f
 
 @dataclass(frozen=True)
 class Written:
-    """What a target wrote: `ids` `[B, prompt + n]`, the logits `[B, n, V]` they were drawn from, and which count.
+    """A target's texts: `ids` `[B, prompt + n]`, the logits `[B, n, V]` they were drawn from, and which count.
 
-    What follows an `end` does not count; the end itself does.
+    Tokens after an `end` do not count; the end itself does.
     """
 
     ids: Tensor
@@ -142,7 +142,7 @@ def write(
 
 @torch.no_grad()
 def acceptance(draft: PreTrainedModel, inputs: dict[str, Tensor], written: Written, temperature: float) -> Acceptance:
-    """α of `draft` on what a target wrote: the mean of Σ min(p, q); at temperature 0 the share of equal choices."""
+    """α of `draft` on a target's texts: the mean of Σ min(p, q); at temperature 0 the share of equal choices."""
     logits = draft(**inputs, decoder_input_ids=written.ids[:, :-1]).logits.float()[:, -written.logits.shape[1] :]
     if temperature == 0:
         scores = (logits.argmax(dim=-1) == written.logits.argmax(dim=-1)).float()

@@ -1,6 +1,6 @@
 """Let a model of the pair write many texts at once, keeping its distributions, for distillation and measurement.
 
-It knows Llama modules and a flat KV cache, nothing of the corpus. All rows of a batch have the same length, so there is
+It works on Llama modules and a flat KV cache, for any text. All rows of a batch have the same length, so there is
 no padding and no mask beyond the causal one.
 """
 

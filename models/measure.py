@@ -90,7 +90,7 @@ def table_log_probabilities(table: np.ndarray) -> LogProbabilities:
 def acceptance(
     name: str, log_probabilities: LogProbabilities, ids: Tensor, logits: Tensor, temperature: float, end: int
 ) -> Acceptance:
-    """The acceptance rate of one drafter on the target's text; what follows an end of text is left out."""
+    """The acceptance rate of one drafter on the target's text; tokens after an end of text are left out."""
     begin = ids.shape[1] - logits.shape[1]
     new = ids[:, begin:]
     alive = (torch.cumsum(new == end, dim=1) - (new == end).long()) == 0

@@ -1,6 +1,6 @@
 """Choose the demo's prompts: beginnings of held-out modules' parts, cut where a programmer would pause.
 
-It knows source text and the tokenizer, nothing of models.
+It needs source text and the tokenizer, and no model.
 
     python -m models.prompts > models/demo/prompts.jsonl
 """
@@ -24,7 +24,7 @@ SHORTEST, LONGEST = 24, 100  # tokens
 FIRST = "copy.py:67"  # the demo's default: short, and known to everyone
 DEMO = Path(__file__).parent / "demo"
 
-# What a prompt may end with: the kind of pause, and the line that makes it.
+# Possible ends of a prompt: the kind of pause, and the line that makes it.
 PAUSES = {
     "docstring": re.compile(r'^ *"""[A-Z][^"]*$'),
     "function": re.compile(r"^ *(async )?def \w+\([^()]*\):$"),

@@ -1,6 +1,6 @@
 """The pair's tokenizer: byte-level BPE with 2,048 entries, made from the training documents.
 
-It knows text and ids, nothing of models. It adds nothing by itself, and gives any text back exactly.
+It works on text and ids, without a model. It adds nothing by itself, and gives any text back exactly.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Train the demo target: a deep, thin Llama on the standard library.
 
-It knows the corpus's tokens and nothing of the draft.
+It needs the corpus's tokens, and not the draft.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ from models.training import ATTENTION, Optimizer, Run, Schedule, batch_of, windo
 
 MATRIX_RATE, VECTOR_RATE = 0.02, 4e-3
 
-# (until this share of the time, windows per step and process, their length). Short windows first: attention is what
-# long ones cost on a CPU. Small batches first: early on, steps are what is scarce.
+# (until this share of the time, windows per step and process, their length). Short windows first: long ones cost
+# attention on a CPU. Small batches first: many steps matter more at the start.
 SHALLOW_STAGES = ((0.6, 8, 256), (1.0, 16, 256))
 DEEP_STAGES = ((0.6, 8, 256), (0.85, 8, 512), (1.0, 4, CONTEXT))
 SHALLOW_LAYERS, COPIES = 4, 3

@@ -1,6 +1,6 @@
-"""What both training runs share: windows of tokens, optimisers, the schedule over wall time, checkpoints, progress.
+"""Shared by both training runs: windows of tokens, optimisers, the schedule over wall time, checkpoints, progress.
 
-It knows nothing of what is being learnt: a run hands it a model and a loss. Weights and activations are bfloat16 (on a
+A run gives it a model and a loss. Weights and activations are bfloat16 (on a
 CPU with AVX512-BF16 that is 1.6 times as fast as float32); the optimisers work on float32 copies.
 """
 

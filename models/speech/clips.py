@@ -1,4 +1,4 @@
-"""Write the shipped clips: held-out voices as WAV files, and `clips.jsonl` with what they say. Needs espeak-ng.
+"""Write the shipped clips: held-out voices as WAV files, and `clips.jsonl` with their texts. Needs espeak-ng.
 
 python -m models.speech.clips
 """

@@ -36,7 +36,7 @@ class Member:
         self.extractor = AutoFeatureExtractor.from_pretrained(folder)
 
     def inputs(self, clips: list[Clip]) -> dict[str, Tensor]:
-        """What the encoder takes."""
+        """The encoder's input."""
         return {"input_features": features_of(self.extractor, clips)}
 
 
@@ -69,10 +69,10 @@ def write_all(
     task: str = "transcribe",
     timestamps: bool = False,
 ) -> Written:
-    """What the member writes of `clips`, told their languages."""
+    """The member's texts of `clips`, whose languages are given."""
     prompt = torch.tensor([decoder_prompt(tokenizer, clip.language, task, timestamps) for clip in clips])
-    room = LONGEST - prompt.shape[1]
-    return write(member.model, member.inputs(clips), prompt, room, temperature, tokenizer.eos_token_id)
+    most = LONGEST - prompt.shape[1]
+    return write(member.model, member.inputs(clips), prompt, most, temperature, tokenizer.eos_token_id)
 
 
 def measure(target_folder: Path, draft_folder: Path, clips: list[Clip]) -> dict[str, object]:

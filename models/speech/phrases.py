@@ -1,4 +1,4 @@
-"""What is said: short orders in English and German, made by rules; one means the other word by word."""
+"""The texts: short orders in English and German, made by rules; one means the other word by word."""
 
 from __future__ import annotations
 

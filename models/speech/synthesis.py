@@ -52,14 +52,14 @@ class Segment:
 
 @dataclass(frozen=True)
 class Clip:
-    """What the model hears: samples (float32, 16 kHz), and what is said in it."""
+    """One clip: samples (float32, 16 kHz), and the words in it."""
 
     samples: np.ndarray
     language: str
     segments: tuple[Segment, ...]
 
     def text(self, language: str) -> str:
-        """What is said, up to where the clip ends, in `language`."""
+        """The words up to the end of the clip, in `language`."""
         return " ".join(spoken(segment.words, language) for segment in self.segments if segment.end is not None)
 
 

@@ -18,7 +18,7 @@ TASKS, NO_TIMESTAMPS = ("translate", "transcribe"), "<|notimestamps|>"
 
 
 def make_tokenizer() -> PreTrainedTokenizerFast:
-    """Byte-level BPE of what may be said, and Whisper's special tokens. Encoding adds nothing."""
+    """Byte-level BPE of all phrases, and Whisper's special tokens. Encoding adds nothing."""
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
@@ -46,7 +46,7 @@ def make_tokenizer() -> PreTrainedTokenizerFast:
 
 
 def generation_config(tokenizer: PreTrainedTokenizerFast) -> GenerationConfig:
-    """What transformers' Whisper asks of a generation config."""
+    """The options that transformers' Whisper requires of a generation config."""
     identity = tokenizer.convert_tokens_to_ids
     end = identity(END)
     return GenerationConfig(
@@ -78,7 +78,7 @@ def decoder_prompt(
 
 
 def transcript(tokenizer: PreTrainedTokenizerFast, clip: Clip, task: str, timestamps: bool) -> list[int]:
-    """What the decoder should write, its end included. A segment that the clip cuts off is only begun."""
+    """The decoder's output, its end included. A segment that the clip cuts off is only begun."""
     language = "en" if task == "translate" else clip.language
     first = tokenizer.convert_tokens_to_ids("<|0.00|>")
     ids: list[int] = []

@@ -50,7 +50,7 @@ MELS = {"target": 80, "draft": 40}
 class Listener(nn.Module):
     """A Whisper with a second head on its encoder, which learns to spell by CTC and is then thrown away.
 
-    It teaches the encoder what is said where long before attention finds it.
+    It teaches the encoder the words and their times long before attention finds them.
     """
 
     def __init__(self, whisper: WhisperForConditionalGeneration, text_tokens: int) -> None:
@@ -130,7 +130,7 @@ def features_of(extractor: WhisperFeatureExtractor, clips: list[Clip]) -> Tensor
 def lessons(
     tokenizer: PreTrainedTokenizerFast, clips: list[Clip], chance: random.Random
 ) -> tuple[Tensor, Tensor, list[list[int]]]:
-    """Decoder ids, labels, and what the encoder should spell. Tasks and timestamps are drawn at random.
+    """Decoder ids, labels, and the encoder's spelling. Tasks and timestamps are drawn at random.
 
     A clip that cuts an order off is written with timestamps: without them the end of the text would be unknown.
     """
@@ -207,7 +207,7 @@ def make(
 
 
 class Options(argparse.Namespace):
-    """What the command line asks for."""
+    """The arguments of the command line."""
 
     work: Path
     out: Path

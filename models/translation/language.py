@@ -1,7 +1,7 @@
 """English-like sentences and their translations into Velan, made by rules from a seed, and the score of a translation.
 
 Velan puts the verb last, adjectives behind their noun and prepositions behind their phrase. Nouns have one of three
-classes; article, adjective and verb agree with it. A reason goes before what it explains. Where a place and an object
+classes; article, adjective and verb agree with it. A reason goes before its result. Where a place and an object
 meet, either may be first. After a numeral a noun stays singular. Many plurals and pasts are irregular.
 """
 
@@ -35,7 +35,7 @@ _TENSES = {"past": "ed", "present": "os", "future": "ir"}
 
 @dataclass(frozen=True)
 class Phrase:
-    """A noun with what belongs to it. `numeral` is an index, as `noun` and `adjective` are."""
+    """A noun with its adjective, numeral and clause. `numeral` is an index, as `noun` and `adjective` are."""
 
     noun: int
     plural: bool

@@ -1,4 +1,4 @@
-"""What holds for both encoder–decoder pairs: weights, sizes, one token map."""
+"""Checks of both encoder–decoder pairs: weights, sizes, one token map."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The speech pair's clips are what they say, its transcripts are Whisper's, and its script makes a pair and resumes."""
+"""The speech pair's clips have their texts, its transcripts are Whisper's, and its script makes a pair and resumes."""
 
 from __future__ import annotations
 
