@@ -4,11 +4,9 @@ A closed loop has a number of streams, each of which asks for its next text when
 arrive at set times, also while earlier ones are in progress.
 """
 
-import asyncio
 import hashlib
 import logging
 import time
-from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
@@ -21,7 +19,8 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 
 from benchmarks.harness import PHASES, Json, Runs, progress, rotated
 from benchmarks.services import RULE, Services, await_
-from outrider.client import AsyncClient, Chunk, Finished, Overloaded
+from outrider.client import AsyncClient
+from outrider.evaluation.streams import Request, Served, phase_seconds, serve
 
 _TIMEOUT_S = 600.0
 # A block of the KV cache of continuous batching, and its largest batch. transformers cannot choose them on a CPU, where
@@ -55,7 +54,7 @@ def tokenised(target: Path, texts: Sequence[str]) -> list[tuple[int, ...]]:
 
 
 Write = Callable[[Task], Json]
-"""Writes one text; returns what `text_run` returns."""
+"""Writes one text; returns the result of `text_run`."""
 
 
 def text_run(
@@ -93,7 +92,7 @@ def _whole_length(task: Task) -> Json:
 
 def outrider_writer(services: Services, ask: Callable[[Task], Json] = _whole_length, **options: Any) -> Write:
     """`Generate` with these options; with `gamma=0` the target writes alone, by `Decode`. `ask` makes the prompt and
-    what else depends on the task.
+    all that depends on the task.
 
     Under `block`, requests with the policy `adaptive` give no seed: with one they would share no statistics.
     """
@@ -107,19 +106,12 @@ def outrider_writer(services: Services, ask: Callable[[Task], Json] = _whole_len
         begin = time.perf_counter()
         done = services.client.complete(**request)
         seconds = time.perf_counter() - begin
-        statistics, times = done.statistics, done.timings
-        phases = {
-            "draft": times.draft_us / 1e6,  # may overlap with the client's work
-            "wire": (times.verdict_us - times.queue_us - times.forward_us - times.verify_us) / 1e6,
-            "queue": times.queue_us / 1e6,
-            "forward": times.forward_us / 1e6,
-            "verify": times.verify_us / 1e6,
-        }
+        statistics = done.statistics
         return text_run(
             "Outrider",
             task if request.get("ignore_eos") else replace(task, new_tokens=len(done.token_ids)),
             done.token_ids,
-            phases,
+            phase_seconds(done.timings),  # drafting may overlap with the client's work
             seconds=seconds,
             rounds=statistics.num_rounds,
             drafted=statistics.num_draft_tokens,
@@ -250,27 +242,6 @@ def take_turns(
         progress(f"{', '.join(str(value) for value in (where | keys).values())}: {shown} tokens/s")
 
 
-@dataclass(frozen=True, slots=True)
-class Served:
-    """One request among many. Times are seconds since the run began."""
-
-    due: float  # when it was to be sent
-    stamps: tuple[tuple[float, int], ...] = ()  # when each piece came, and its tokens, which come at once
-    refused: bool = False  # the service was full; there is no text
-    rounds: int = 0  # passes of the target over it
-    proposals: int = 0  # rounds with a drafted token
-    drafted: int = 0  # tokens proposed in them
-    alpha: float | None = None  # mean chance of acceptance over the judged tokens
-
-    @property
-    def tokens(self) -> int:
-        return sum(count for _, count in self.stamps)
-
-    @property
-    def end(self) -> float:
-        return self.stamps[-1][0] if self.stamps else self.due
-
-
 Outcome = tuple[list[Served], dict[str, float]]
 """All requests of a run, and the contender's own counters: passes, processor time."""
 
@@ -306,47 +277,15 @@ class OutriderServer:
         return _checked("Outrider", tasks, served), costs
 
     async def _serve(self, tasks: Sequence[Task], streams: int, due: Sequence[float] | None) -> list[Served]:
-        served: dict[int, Served] = {}
-        left = deque(enumerate(tasks))
+        # Without a seed, as most requests come: those with one share no acceptance statistics under `block`.
+        requests: list[Request] = [
+            (task.token_ids, self._options | {"max_new_tokens": task.new_tokens, "temperature": task.temperature})
+            for task in tasks
+        ]
         # A refused request is counted, not tried again.
         async with AsyncClient(self._services.draft.address, timeout=_TIMEOUT_S, retry=False) as client:
             await client.get_model()
-            began = time.perf_counter()
-
-            async def stream() -> None:
-                while left:
-                    number, task = left.popleft()
-                    at = time.perf_counter() - began
-                    if due is not None:
-                        await asyncio.sleep(due[number] - at)
-                        at = due[number]
-                    served[number] = await self._write(client, task, began, at)
-
-            async with asyncio.TaskGroup() as group:
-                for _ in range(streams):
-                    group.create_task(stream())
-        return [served[number] for number in range(len(tasks))]
-
-    async def _write(self, client: AsyncClient, task: Task, began: float, due: float) -> Served:
-        stamps: list[tuple[float, int]] = []
-        # Without a seed, as most requests come: those with one share no acceptance statistics under `block`.
-        options: Any = self._options | {"max_new_tokens": task.new_tokens, "temperature": task.temperature}
-        try:
-            async for event in client.generate(list(task.token_ids), **options):
-                if isinstance(event, Chunk) and event.token_ids:
-                    stamps.append((time.perf_counter() - began, len(event.token_ids)))
-                elif isinstance(event, Finished):
-                    statistics = event.statistics
-        except Overloaded:
-            return Served(due, refused=True)
-        return Served(
-            due,
-            tuple(stamps),
-            rounds=statistics.num_rounds,
-            proposals=statistics.num_drafts,
-            drafted=statistics.num_draft_tokens,
-            alpha=statistics.alpha if statistics.num_draft_tokens else None,
-        )
+            return await serve(client, requests, streams, due)
 
     def _counters(self) -> dict[str, float]:
         services = self._services
@@ -396,7 +335,6 @@ class ContinuousBatching:
             Served(
                 due=each.lifespan[0] - began,
                 stamps=tuple((stamp - began, 1) for stamp in each.timestamps),
-                rounds=len(each.timestamps),
             )
             for each in found
         ]

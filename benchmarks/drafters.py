@@ -1,4 +1,4 @@
-"""What each drafter is worth: α and tokens/s on code to complete and on code to edit.
+"""The gain of each drafter: α and tokens/s on code to complete and on code to edit.
 
 All drafters write each text through both services, in turns; ratios are to `none`, the target alone. `ngram` counts the
 training text of the demo target, none of which is in the prompts.

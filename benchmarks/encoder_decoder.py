@@ -39,12 +39,12 @@ from models.encoder_decoder import deepen, edits
 TRANSLATION, SPEECH = "translation", "speech"
 SPEED, RULES = "speed", "rules"
 SCALES = 1e3  # of `sigmoid`, as in [W Table 1]
-LONGEST = 96
+LONGEST = 92  # tokens; what the speech target has beside its prompt
 
 
 @dataclass(frozen=True, slots=True)
 class Input:
-    """What one text is written from, and how it is scored."""
+    """The input of one text, and its score."""
 
     request: Json  # of a client
     arguments: dict[str, Tensor]  # of transformers' target
@@ -56,8 +56,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = harness.parser("encoder_decoder", __doc__, quick="two texts of the translation pair")
     parser.add_argument("--only", nargs="+", choices=(TRANSLATION, SPEECH), default=[TRANSLATION, SPEECH])
     parser.add_argument("--parts", nargs="+", choices=(SPEED, RULES), default=[SPEED, RULES])
-    parser.add_argument("--factor", type=int, default=12, help="how many times as deep the targets' decoders are")
-    parser.add_argument("--texts", type=int, default=12, help="of `speed`")
+    parser.add_argument("--factor", type=int, default=24, help="how many times as deep the targets' decoders are")
+    parser.add_argument("--texts", type=int, default=8, help="of `speed`")
     parser.add_argument("--scored-texts", type=int, default=96, help="of `rules`")
     parser.add_argument("--repetitions", type=int, default=3)
     parser.add_argument("--gammas", type=int, nargs="+", default=[3, 5, 7])

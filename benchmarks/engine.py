@@ -1,4 +1,4 @@
-"""What the verifier's engine itself costs: the share of its time that is neither forward nor verify.
+"""The cost of the verifier's engine itself: the share of its time that is neither forward nor verify.
 
 The share means something only while the engine always has work, so verifiers are called directly. `Decode`: in each
 stream the target writes alone. `proposals`: each stream proposes the known text of the target at temperature 0, several
@@ -19,6 +19,7 @@ from benchmarks import harness, plots
 from benchmarks.contenders import tokenised
 from benchmarks.harness import Bench, Json, progress
 from benchmarks.services import VerifyStream, await_, models_of, verifier
+from outrider.evaluation import pictures
 from protos.outrider.v1 import sampling_pb2
 from protos.outrider.v1.verifier_service_pb2_grpc import VerifierServiceStub
 
@@ -136,8 +137,8 @@ def draw(document: Json, path: Path) -> None:
     leaves = list(harness.flat(document["summary"], 3))
     groups = [f"{pair}, {streams}\n{rounds}" for (pair, rounds, streams), _ in leaves]
     series = {"the engine's own share": [(found["share"], *found["share_range"]) for _, found in leaves]}
-    with plots.picture(path, 1, 1, size=(6.4, 3.6), note=plots.caption(document)) as panels:
-        plots.bars(panels[0][0], groups, series, colours=dict.fromkeys(series, plots.BLUE))
+    with pictures.picture(path, 1, 1, size=(6.4, 3.6), note=plots.caption(document)) as panels:
+        pictures.bars(panels[0][0], groups, series, colours=dict.fromkeys(series, pictures.BLUE))
 
 
 if __name__ == "__main__":

@@ -81,7 +81,7 @@ DRY = GpuPlan(
 
 
 class GpuBench:
-    """What the parts share: time left, errors, models and services.
+    """Shared by the parts: time left, errors, models and services.
 
     Attributes:
         errors: of the part in progress, a line each; its other figures hold.
@@ -199,7 +199,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     chosen.add_argument("--run", type=int, choices=list(RUNS), help="the parts of one run")
     chosen.add_argument("--parts", nargs="+", choices=list(PARTS), default=list(PARTS), help="(default: all)")
     parser.add_argument("--resume", action="store_true", help="leave out the parts that the output file has already")
-    parser.add_argument("--output", type=Path, help="JSON file to write, beside what it holds; tables go beside it")
+    parser.add_argument(
+        "--output", type=Path, help="JSON file; new figures are added to it, and tables written beside it"
+    )
     given = harness.parse(parser, arguments, {})
     parts = [name for name in PARTS if name in (RUNS[given.run] if given.run else given.parts)]
     transformers.logging.set_verbosity_error()

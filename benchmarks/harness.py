@@ -1,6 +1,6 @@
-"""What all benchmarks share: command line, runs on disk, the machine, statistics, tables, and one JSON document.
+"""Shared by all benchmarks: command line, runs on disk, the machine, statistics, tables, and one JSON document.
 
-A benchmark measures *runs*: what one arm did once at one point of the grid, a flat JSON object. Runs go to disk as they
+A benchmark measures *runs*: the result of one arm at one point of the grid, a flat JSON object. Runs go to disk as they
 come, into `NAME.runs.jsonl` beside the output, which git ignores; `--resume` continues from them. The result keeps a
 summary (medians and ranges) with the settings, the machine and the command.
 """
@@ -18,7 +18,7 @@ from pathlib import Path
 from statistics import median
 from typing import Any, TypeVar
 
-from outrider.theory import improvement
+from outrider.evaluation.deployment import ROUND, predicted_seconds
 
 ROOT = Path(__file__).resolve().parents[1]
 DEMO = ROOT / "models" / "demo"
@@ -35,7 +35,7 @@ Item = TypeVar("Item")
 
 
 def parser(name: str, doc: str | None, *, quick: str) -> argparse.ArgumentParser:
-    """A parser with the options of all benchmarks; `quick` says what `--quick` leaves out."""
+    """A parser with the options of all benchmarks; `quick` describes the effect of `--quick`."""
     made = argparse.ArgumentParser(prog=f"python -m benchmarks.{name}", description=(doc or "").split("\n")[0])
     made.add_argument("--quick", action="store_true", help=f"does it work at all: {quick}")
     made.add_argument("--resume", action="store_true", help="continue where the same command was interrupted")
@@ -94,7 +94,7 @@ class Runs:
 class Bench(Runs):
     """One benchmark in progress; its runs are on disk as soon as they are added.
 
-    `given` are the options, `document` is what the result holds beside the summary. Raises ValueError where the runs to
+    `given` are the options, `document` is the rest of the result. Raises ValueError where the runs to
     resume have other settings.
     """
 
@@ -270,8 +270,8 @@ def rounded(value: Any) -> Any:
     return [rounded(each) for each in value] if isinstance(value, list | tuple) else value
 
 
-PHASES = ("draft", "wire", "queue", "forward", "verify", "other")
-"""Where the seconds of a text go. They add up to the wall clock; what does not occur is 0."""
+PHASES = ROUND
+"""Where the seconds of a text go. They add up to the wall clock; a part that does not occur is 0."""
 
 
 def compared(runs: Sequence[Json], reference: str, names: Sequence[str]) -> dict[str, Json]:
@@ -321,14 +321,9 @@ def predicted_ratio(arm: Json, alpha: float | None, alone: float) -> float | Non
     """The speed-up of [L Thm 3.8] from an arm's measured times, over a target alone of `alone` tokens a second."""
     if not arm["draft_step_us"] or alpha is None:
         return None
-    step = 1e6 / alone
-    return improvement(
-        min(alpha, 1.0),
-        round(arm["gamma"]),
-        c=arm["draft_step_us"] / step,
-        round_trip=arm["round_trip_us"] / step,
-        verify_cost=arm["target_pass_us"] / step,
-    )
+    drafting = arm["gamma"] * arm["draft_step_us"]
+    whole = drafting + arm["target_pass_us"] + arm["round_trip_us"]
+    return 1e6 / alone / predicted_seconds(alpha, arm["gamma"], whole)
 
 
 Columns = Mapping[str, Callable[[Json], Any]]

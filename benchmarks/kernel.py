@@ -1,4 +1,4 @@
-"""What one verification costs on a device: Outrider's kernel against other implementations and the memory bandwidth.
+"""The cost of one verification on a device: Outrider's kernel against other implementations and the memory bandwidth.
 Parts: `batch` (B from 1 to 256), `gamma` (γ from 1 to 20 at B = 1, as [W Fig. 3-5, Table 8]) and `rules`. Bandwidth is
 the bytes that must move over the time with cold caches; its share is of a plain copy in the same run. Logits have a
 Zipf-like distribution, and the draft's are near them. All but Outrider read the whole of q, and turn both models'
@@ -20,7 +20,7 @@ from matplotlib.axes import Axes
 from torch import Tensor
 from transformers.generation.utils import _speculative_sampling
 
-from benchmarks import harness, plots
+from benchmarks import harness
 from benchmarks.contenders import Unavailable
 from benchmarks.harness import Bench, Json, Runs, number, percent, progress
 from benchmarks.timing import Timer, Work
@@ -29,6 +29,7 @@ from kernels.rng import Domain, gumbel, uniform
 from kernels.sampling import SamplingParams
 from kernels.sparse import SparseConfig, SparseDistribution, sparsify
 from kernels.verify import Proposed, Rule, implementation_for, verify
+from outrider.evaluation import pictures
 
 PARTS = ("rules", "batch", "gamma")
 NAMES = ("outrider", "transformers", "torch")
@@ -128,7 +129,7 @@ class Case:
 
 @dataclass(frozen=True, slots=True)
 class Ready:
-    run: Work  # what is timed: from logits on the device to results on the device
+    run: Work  # is timed: from logits on the device to results on the device
     accepted: Callable[[], float]  # runs once more; mean drafted tokens accepted
     graphable: bool  # whether a CUDA graph may capture `run`
     whole: Work | None = None  # with all work of the host before and after, where `run` leaves it out
@@ -404,7 +405,7 @@ def draw(document: Json, path: Path) -> None:
     plan = document["plan"]
     share_of = partial(share_of_copy, bandwidth=document["copy_bytes_per_second"])
     note = f"{document['device']['name']}; path {document['path']}"
-    with plots.picture(path, 3, len(plan["vocabularies"]), size=(3.4, 2.8), note=note) as panels:
+    with pictures.picture(path, 3, len(plan["vocabularies"]), size=(3.4, 2.8), note=note) as panels:
         for V, (times, memory, share) in zip(plan["vocabularies"], panels.T, strict=True):
             _lines(times, document, "gamma", V, device_us)
             _lines(memory, document, "gamma", V, _peak_mib)
@@ -412,7 +413,7 @@ def draw(document: Json, path: Path) -> None:
             times.set_title(f"V = {V:,}", fontsize=10)
             times.set_yscale("log")
             share.set_xscale("log", base=2)
-            plots.level(share)
+            pictures.level(share)
             share.set_xlabel(f"B (γ = {plan['gamma']})", fontsize=8)
             for panel in (times, memory):
                 panel.set_xlabel("γ (B = 1)", fontsize=8)
@@ -423,9 +424,9 @@ def draw(document: Json, path: Path) -> None:
 
 def _lines(panel: Axes, document: Json, part: str, V: int, value: Callable[[Json], float | None]) -> None:
     along = "gamma" if part == "gamma" else "B"
-    for name, colour in zip(NAMES, plots.COLOURS, strict=False):
+    for name, colour in zip(NAMES, pictures.COLOURS, strict=False):
         points = sorted((run[along], value(run)) for run in _select(document, part=part, contender=name, V=V))
-        plots.line(panel, points, marker="o", label=name, color=colour)
+        pictures.line(panel, points, marker="o", label=name, color=colour)
 
 
 if __name__ == "__main__":

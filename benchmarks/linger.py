@@ -1,4 +1,4 @@
-"""What delaying steps is worth at a verifier: rounds per second and sequences per step, by streams at once.
+"""The gain of delayed steps at a verifier: rounds per second and sequences per step, by streams at once.
 
 One verifier without and one with `--max-linger`, in turns. Each stream is a `Verify` stream whose next proposal comes a
 set time after the verdict, give or take a fifth. The demo target, and the same six times as deep.

@@ -1,4 +1,4 @@
-"""What many requests at once do to speculation: the pair, the target alone, and transformers' continuous batching.
+"""Speculation under many requests at once: the pair, the target alone, and transformers' continuous batching.
 
 Three loops. `closed`: a number of streams, each with its next text when one has ended. `short-texts`: the same with 32
 streams and texts of a few tokens. `open`: Poisson arrivals with a fixed seed, at shares of the highest request rate
@@ -39,6 +39,7 @@ from benchmarks.contenders import (
 )
 from benchmarks.harness import Bench, Json, between, medians, number, percent, progress
 from benchmarks.services import Models, Services, models_of
+from outrider.evaluation import pictures
 
 BATCHING, ALONE, PAIR = "batching", "Decode", "pair"
 CONTENDERS = (BATCHING, ALONE, PAIR)
@@ -46,7 +47,7 @@ REFERENCES = (BATCHING, ALONE)
 """The ratio of the pair is to the better of the two in the same repetition."""
 CLOSED, SHORT, OPEN = "closed", "short-texts", "open"
 LEVELS = {CLOSED: "streams", SHORT: "tokens a text", OPEN: "share of capacity"}
-"""What differs from one level of a loop to the next."""
+"""Differs between the levels of a loop."""
 MIX = "short"
 """The only mix of prompts, a key of results: as they are in the file."""
 AIM = 0.97
@@ -333,7 +334,7 @@ _COLUMNS: harness.Columns = {
     "time per token ms": lambda found: _times(found["tpot_ms"]),
     "between pieces ms": lambda found: _times(found["piece_ms"]),
 }
-_COLOURS = {BATCHING: plots.ORANGE, ALONE: plots.GREY, PAIR: plots.BLUE}
+_COLOURS = {BATCHING: pictures.ORANGE, ALONE: pictures.GREY, PAIR: pictures.BLUE}
 _PANELS: tuple[tuple[str, str, str | None], ...] = (
     ("tokens/s, all streams", "tokens_per_second", None),
     ("the pair over the better reference", "ratio", None),
@@ -348,7 +349,9 @@ def draw(document: Json, path: Path) -> None:
         rows = [(where, found) for where, found in harness.flat(document["summary"], 3) if where[1] == part]
         if rows:
             named = path.with_name(f"{path.stem}-{part}.png")
-            with plots.picture(named, len(rows), len(_PANELS), size=(3.7, 3.1), note=plots.caption(document)) as grid:
+            with pictures.picture(
+                named, len(rows), len(_PANELS), size=(3.7, 3.1), note=plots.caption(document)
+            ) as grid:
                 for panels, ((pair, _, mix), by_level) in zip(grid, rows, strict=True):
                     for panel, (title, figure, dotted) in zip(panels, _PANELS, strict=True):
                         _draw_panel(panel, part, by_level, figure, dotted)
@@ -364,14 +367,14 @@ def _draw_panel(panel: Axes, part: str, by_level: Json, figure: str, dotted: str
         for percentile, style in (("p50", "-"), (dotted, ":")) if dotted else ((None, "-"),):
             points = [(at, value[percentile] if percentile and value else value) for at, value in cells]
             label = name if style == "-" else None
-            plots.line(panel, points, color=colour, linestyle=style, marker="o", label=label)
+            pictures.line(panel, points, color=colour, linestyle=style, marker="o", label=label)
     if part == OPEN:
         panel.set_xticks([float(level) for level in by_level], list(by_level))
     else:
-        plots.powers_of_two(panel, [float(level) for level in by_level])
+        pictures.powers_of_two(panel, [float(level) for level in by_level])
     if figure == "ratio":
-        plots.level(panel, AIM, linestyle="--")
-        plots.level(panel)
+        pictures.level(panel, AIM, linestyle="--")
+        pictures.level(panel)
     if dotted:  # times differ by orders of magnitude
         panel.set_yscale("log")
         panel.yaxis.set_major_locator(LogLocator(subs=(1.0, 2.0, 5.0)))

@@ -1,4 +1,4 @@
-"""What distance between draft and verifier costs: tokens per second by added round-trip time.
+"""The cost of distance between draft and verifier: tokens per second by added round-trip time.
 
 A proxy between the two services delays every byte by half of the added round trip. All arms write the same texts (rule
 `coupled`, one seed a prompt), in turns, at each delay in turn. Ratios are to the target alone (drafter `none`).
@@ -12,6 +12,7 @@ from benchmarks import harness, plots
 from benchmarks.contenders import outrider_writer, take_turns, texts, tokenised
 from benchmarks.harness import Bench, Json, arms_table, compared, number, predicted_ratio
 from benchmarks.services import Services
+from outrider.evaluation import pictures
 
 ALONE = "none"
 RULE = "coupled"
@@ -73,9 +74,11 @@ def table(document: Json) -> str:
 
 def draw(document: Json, path: Path) -> None:
     delays = list(document["summary"])
-    with plots.picture(path, 1, 1, size=(6.6, 4.0), note=f"{plots.caption(document)}. Dashed: Theorem 3.8.") as panels:
+    with pictures.picture(
+        path, 1, 1, size=(6.6, 4.0), note=f"{plots.caption(document)}. Dashed: Theorem 3.8."
+    ) as panels:
         panel = panels[0][0]
-        for name, colour in zip(arms(0), (plots.GREY, plots.BLUE, plots.ORANGE, plots.VIOLET), strict=True):
+        for name, colour in zip(arms(0), (pictures.GREY, pictures.BLUE, pictures.ORANGE, pictures.VIOLET), strict=True):
             found = [document["summary"][delay][name] for delay in delays]
             errors = [[abs(arm["ratio"] - arm["ratio_range"][end]) for arm in found] for end in (0, 1)]
             ratios = [arm["ratio"] for arm in found]
@@ -83,7 +86,7 @@ def draw(document: Json, path: Path) -> None:
                 range(len(delays)), ratios, yerr=errors, marker="o", markersize=4, capsize=2, color=colour, label=name
             )
             predicted = [(x, arm["predicted_ratio"]) for x, arm in enumerate(found)]
-            plots.line(panel, predicted, linestyle="--", linewidth=1, color=colour)
+            pictures.line(panel, predicted, linestyle="--", linewidth=1, color=colour)
         panel.set_xticks(range(len(delays)), delays)
         panel.set_xlabel("added round trip between draft and verifier, ms")
         panel.set_ylabel("tokens/s, to the target alone")

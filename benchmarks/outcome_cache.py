@@ -1,4 +1,4 @@
-"""What the outcome cache is worth: tokens/s of a pair with it over the same pair without, in turns.
+"""The gain of the outcome cache: tokens/s of a pair with it over the same pair without, in turns.
 
 Placements: each service on a processor of its own, with a deepened target and with the demo target; and both services
 on one processor, where drafting ahead takes time from the target.

@@ -1,4 +1,4 @@
-"""What speculation over gRPC is worth: the target alone, the pair, and transformers' assisted generation, in turns.
+"""The gain of speculation over gRPC: the target alone, the pair, and transformers' assisted generation, in turns.
 
 Both ways of speculating take part with several numbers of drafted tokens, so that each is seen at its best.
 """

@@ -13,6 +13,7 @@ from benchmarks import harness, plots
 from benchmarks.harness import Bench, Json, by_repetition, progress
 from benchmarks.services import Services
 from outrider.client import Client, Completion
+from outrider.evaluation import pictures
 
 TAIL = 16
 
@@ -73,10 +74,10 @@ def table(document: Json) -> str:
 
 
 def draw(document: Json, path: Path) -> None:
-    with plots.picture(path, 1, 1, size=(5.2, 3.6), note=plots.caption(document)) as panels:
-        for name, label, colour in (("known_ms", "cached", plots.BLUE), ("fresh_ms", "not cached", plots.GREY)):
+    with pictures.picture(path, 1, 1, size=(5.2, 3.6), note=plots.caption(document)) as panels:
+        for name, label, colour in (("known_ms", "cached", pictures.BLUE), ("fresh_ms", "not cached", pictures.GREY)):
             points = [(float(length), found[name]) for length, found in document["summary"].items()]
-            plots.line(panels[0][0], points, marker="o", label=label, color=colour)
+            pictures.line(panels[0][0], points, marker="o", label=label, color=colour)
         panels[0][0].set_ylim(bottom=0)
         panels[0][0].set_xlabel("tokens of the common beginning")
         panels[0][0].set_ylabel("ms to the first token")

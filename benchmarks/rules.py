@@ -1,9 +1,9 @@
 """How many drafted tokens each exact rule accepts: through both services, on equal prompts, with equally many rounds.
 
-*Counted* is what the services accepted; other work on the machine does not change it. *Expected* has less noise: the
-same drafts are drawn again with `Propose`, the target's distributions at them come from a forward pass in this process,
-and the uniforms of acceptance are integrated out, so `tokenwise` and `block` are compared on the same drafts. A prompt
-is the unit: rounds of one text are not independent. Intervals are 95 %.
+*Counted* are the tokens that the services accepted; other work on the machine does not change them. *Expected* has less
+noise: the same drafts are drawn again with `Propose`, the target's distributions at them come from a forward pass in
+this process, and the uniforms of acceptance are integrated out, so `tokenwise` and `block` are compared on the same
+drafts. A prompt is the unit: rounds of one text are not independent. Intervals are 95 %.
 """
 
 import math
@@ -19,12 +19,13 @@ import numpy as np
 import torch
 from transformers import DynamicCache
 
-from benchmarks import harness, plots
+from benchmarks import harness
 from benchmarks.contenders import load_model
 from benchmarks.harness import Bench, Json, progress
 from benchmarks.services import ANYWHERE, Services, digest_of
 from kernels.sampling import SamplingParams, probabilities
 from outrider.client import AcceptanceRule, Chunk, Client, Round, Started
+from outrider.evaluation import pictures
 from outrider.service.wire import decode_sparse
 from protos.outrider.v1 import draft_service_pb2, sampling_pb2, speculation_pb2
 from protos.outrider.v1.draft_service_pb2_grpc import DraftServiceStub
@@ -32,7 +33,7 @@ from protos.outrider.v1.draft_service_pb2_grpc import DraftServiceStub
 RULES = (AcceptanceRule.TOKENWISE, AcceptanceRule.BLOCK, AcceptanceRule.COUPLED)
 _TIMEOUT_S = 120.0
 _TWO_SIDED = 1.96  # 95 % of a normal distribution
-_POWER = 1.645  # and what a power of 95 % takes beside it
+_POWER = 1.645  # and for a power of 95 %
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -202,7 +203,7 @@ class Target:
         self._model: Any = load_model(folder, torch.float32)
         self._vocab_size = vocab_size
         self._cache: Any = None
-        self._committed = 0  # tokens of the text in the cache; what comes after them was drafted
+        self._committed = 0  # tokens of the text in the cache; those after them were drafted
 
     def begin(self) -> None:
         self._cache = DynamicCache(config=self._model.config)
@@ -241,7 +242,7 @@ def redrafted(text: Text, gamma: int, channel: grpc.Channel) -> list[speculation
 
 
 def figures(runs: Sequence[Json]) -> Json:
-    """Each rule's accepted tokens a round, and what `block` accepts more than `tokenwise`.
+    """Each rule's accepted tokens a round, and how many more `block` accepts than `tokenwise`.
 
     The difference is given twice: of the counts, prompt by prompt, and of the formulas, on the drafts of both rules'
     texts.
@@ -275,7 +276,7 @@ def _accepted(text: Json) -> float:
 
 
 def _gain(*texts: Json) -> float:
-    """What `block` accepts more a round in expectation, over the rounds of all `texts`."""
+    """How many more tokens `block` accepts a round in expectation, over the rounds of all `texts`."""
     gains = [text["expected"]["block"] - text["expected"]["tokenwise"] for text in texts]
     return sum(gains) / harness.total(texts, "rounds")
 
@@ -306,23 +307,23 @@ def _mean(found: Json | None, sign: str = "") -> str:
 
 def draw(document: Json, path: Path) -> None:
     summary = document["summary"]
-    colours = {"tokenwise": plots.GREY, "block": plots.BLUE, "coupled": plots.ORANGE}
+    colours = {"tokenwise": pictures.GREY, "block": pictures.BLUE, "coupled": pictures.ORANGE}
     note = "demo pair; bars: 95 % over prompts; below: expected on the same drafts"
 
-    def point(found: Json) -> plots.Point:
+    def point(found: Json) -> pictures.Point:
         low, high = found["interval"] or (found["mean"], found["mean"])
         return found["mean"], low, high
 
-    with plots.picture(path, 2, len(summary), size=(4.6, 3.0), note=note, sharey=True) as panels:
+    with pictures.picture(path, 2, len(summary), size=(4.6, 3.0), note=note, sharey=True) as panels:
         for column, (temperature, by_gamma) in enumerate(summary.items()):
             upper, lower = panels[:, column]
             groups = [f"γ = {gamma}" for gamma in by_gamma]
             rules = next(iter(by_gamma.values()))["rules"]
             series = {rule: [point(cell["rules"][rule]["counted"]) for cell in by_gamma.values()] for rule in rules}
-            plots.bars(upper, groups, series, colours=colours, text="{:.2f}")
+            pictures.bars(upper, groups, series, colours=colours, text="{:.2f}")
             gains = [point(cell["block_minus_tokenwise"]["expected"]) for cell in by_gamma.values()]
-            plots.bars(lower, groups, {"gain": gains}, colours={"gain": plots.BLUE}, text="{:+.3f}")
-            plots.level(lower, 0.0)
+            pictures.bars(lower, groups, {"gain": gains}, colours={"gain": pictures.BLUE}, text="{:+.3f}")
+            pictures.level(lower, 0.0)
             upper.set_title(f"T = {temperature}", fontsize=10)
         panels[0][0].set_ylabel("accepted tokens a round")
         panels[1][0].set_ylabel("block - tokenwise")

@@ -1,6 +1,6 @@
 """Services as processes on loopback, the models they load, and a `Verify` stream that a benchmark drives itself.
 
-A benchmark learns only what the services serve: chunks, statistics and timings of a text, metrics over HTTP, verdicts.
+A benchmark sees only the output of the services: chunks, statistics and timings of a text, metrics over HTTP, verdicts.
 """
 
 import asyncio
@@ -161,6 +161,20 @@ def verifier(target: Path, *more: str, max_sequences: int) -> Iterator[str]:
     ):
         service.wait_healthy(_START_S)
         yield service.address
+
+
+@contextmanager
+def one_process(target: Path, draft: Path, *, dtype: str = "bfloat16", max_sequences: int = 2) -> Iterator[Client]:
+    """Both services in one process, without a network between them; yields a client. γ is fixed by default."""
+    command = ("benchmarks.one_process", str(target))
+    flags = ("--speculation", "fixed")
+    with (
+        terminated_as_interrupted(),
+        _start("draft_service", draft, *flags, dtype=dtype, max_sequences=max_sequences, command=command) as service,
+    ):
+        service.wait_healthy(_START_S)
+        with Client(service.address) as client:
+            yield client
 
 
 @dataclass(eq=False)

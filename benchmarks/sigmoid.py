@@ -1,4 +1,4 @@
-"""What the lossy rule `sigmoid` [W 3.2.2] costs in distribution and buys in time, on the demo pair.
+"""The lossy rule `sigmoid` [W 3.2.2]: its loss in distribution and its gain in time, on the demo pair.
 
 Its page is `docs/explanation/lossy-rules.md`.
 
@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 from transformers import LlamaForCausalLM
 
-from benchmarks import harness, plots
+from benchmarks import harness
 from benchmarks.harness import Bench, Json, progress
 from kernels.dense import SigmoidScales
 from kernels.rng import Domain, uniform
@@ -33,6 +33,7 @@ from kernels.verify import DenseDistribution, Proposed, Rule, verify
 from models.generation import Writer, steps
 from models.measure import load
 from models.tokenizer import load_tokenizer
+from outrider.evaluation import pictures
 
 PAPERS = (1e1, 1e3, 1e4, 1e5)  # ± of [W Tables 2 and 7]
 SWEEP = [round(10 ** (k / 4), 6) for k in range(-4, 21)]
@@ -399,18 +400,18 @@ def draw(document: Json, path: Path) -> None:
     found = document["distributions"]
     apart, exact = found["target_from_draft"], found["tokenwise"]["acceptance"]
     note = f"The demo pair at temperature 1, {found['places']:,} places. Circles: the scales of Wagner et al."
-    with plots.picture(path, 2, 2, size=(5.2, 3.3), note=note) as panels:
+    with pictures.picture(path, 2, 2, size=(5.2, 3.3), note=note) as panels:
         for (upper, lower), sweep in zip(panels.T, ("around_zero", "one_apart"), strict=True):
-            plots.level(upper, 0, linewidth=3, alpha=0.35, linestyle="-", label="exact rules: text from target")
-            plots.level(upper, apart, color=plots.GREY, linestyle="--", label="draft from target")
-            _line(upper, found, sweep, "from_target", plots.BLUE, "sigmoid: text from target")
-            _line(upper, found, sweep, "from_draft", plots.ORANGE, "sigmoid: text from draft")
+            pictures.level(upper, 0, linewidth=3, alpha=0.35, linestyle="-", label="exact rules: text from target")
+            pictures.level(upper, apart, color=pictures.GREY, linestyle="--", label="draft from target")
+            _line(upper, found, sweep, "from_target", pictures.BLUE, "sigmoid: text from target")
+            _line(upper, found, sweep, "from_draft", pictures.ORANGE, "sigmoid: text from draft")
             upper.set_ylim(-0.05 * apart, 1.2 * apart)
-            plots.level(lower, exact, linewidth=3, alpha=0.35, linestyle="-")
+            pictures.level(lower, exact, linewidth=3, alpha=0.35, linestyle="-")
             lower.annotate(
                 "tokenwise", (0.98, exact + 0.01), xycoords=("axes fraction", "data"), ha="right", fontsize=8
             )
-            _line(lower, found, sweep, "acceptance", plots.BLUE, "sigmoid")
+            _line(lower, found, sweep, "acceptance", pictures.BLUE, "sigmoid")
             lower.set_ylim(0.5, 1.02)
         panels[0][0].set_title("α = -s, β = s, as Wagner et al. have it", fontsize=10)
         panels[0][1].set_title("β = α + 1", fontsize=10)
@@ -423,10 +424,10 @@ def draw(document: Json, path: Path) -> None:
 
 
 def _line(panel: Any, found: Json, sweep: str, field: str, colour: str, label: str) -> None:
-    plots.line(panel, [(float(at), each[field]) for at, each in found[sweep].items()], color=colour, label=label)
+    pictures.line(panel, [(float(at), each[field]) for at, each in found[sweep].items()], color=colour, label=label)
     if sweep == "around_zero":
         papers = [(float(at), each[field]) for at, each in found["sigmoid"]["as served"].items()]
-        plots.line(panel, papers, linestyle="none", marker="o", markerfacecolor="white", markeredgecolor=colour)
+        pictures.line(panel, papers, linestyle="none", marker="o", markerfacecolor="white", markeredgecolor=colour)
 
 
 if __name__ == "__main__":

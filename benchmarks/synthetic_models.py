@@ -36,7 +36,7 @@ DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32}
 _SEED = 1
 _MISTAKES_SEED = 20_221_130
 _DOCUMENT = "synthetic.json"
-_RESIDUAL = 0.2  # what all layers together add, beside an embedding whose values have a deviation of 1
+_RESIDUAL = 0.2  # the sum of all layers, beside an embedding whose values have a deviation of 1
 _TOP = 32.0  # the logit of the next token; that of any other is normal, with a deviation of 32 / √hidden
 
 

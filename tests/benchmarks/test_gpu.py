@@ -23,6 +23,7 @@ def dry_run(output: Path, *more: str) -> tuple[int, Json]:
     return code, json.loads(output.read_text())
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(300)
 def test_a_dry_run_of_one_run_measures_its_parts_and_says_that_it_means_nothing(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch

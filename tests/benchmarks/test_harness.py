@@ -10,7 +10,7 @@ import pytest
 from benchmarks import gamma, harness, pair
 from benchmarks.contenders import Task, WrongText, take_turns, text_run
 from benchmarks.harness import PHASES, Bench, compared, read_prompts
-from outrider.theory import tokens_per_second
+from outrider.theory import improvement
 
 RESULTS = sorted(harness.RESULTS.glob("*.json"))
 
@@ -86,7 +86,7 @@ def test_each_arm_writes_each_text_once_and_none_always_goes_first(tmp_path: Pat
     take_turns(one, {"pair": "demo"}, iter(tasks), arms, skips=lambda name, keys: name == "c" and keys["prompt"] > 0)
     assert "".join(order) == "bca" + "ab" + "ab"
     take_turns(one, {"pair": "demo"}, iter(tasks), arms)
-    assert len(order) == len(one.runs) == 7, "what is there is not measured again"
+    assert len(order) == len(one.runs) == 7, "existing runs are not measured again"
 
 
 # ------------------------------------------------------------------------------------------------------------ figures
@@ -124,7 +124,7 @@ def test_the_pair_is_held_against_the_faster_target_alone_and_theorem_3_8() -> N
     assert ours["ratio"] == pytest.approx(0.5 / 0.3)
     assert (ours["draft_step_us"], ours["target_pass_us"]) == (pytest.approx(500), pytest.approx(3750))
     assert ours["round_trip_us"] == pytest.approx(1000)
-    foretold = tokens_per_second(0.6, 4, draft_step=500e-6, verify_pass=3750e-6, round_trip=1000e-6)
+    foretold = improvement(0.6, 4, c=500e-6, round_trip=1000e-6, verify_cost=3750e-6)
     assert ours["predicted_ratio"] == pytest.approx(foretold / 200)
     assert found["Decode"]["predicted_ratio"] is None
     # Assisted generation tells no α; it is foretold with that of the pair.

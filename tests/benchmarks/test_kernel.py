@@ -12,7 +12,7 @@ import torch
 
 from benchmarks import kernel
 from benchmarks.kernel import NAMES, Case, Rows, Shape, aims, unfused
-from tests.exactness import chisquare
+from outrider.evaluation import chisquare
 
 CPU = torch.device("cpu")
 V, GAMMA = 12, 2
@@ -37,6 +37,7 @@ def test_unfused_torch_samples_from_the_target() -> None:
         assert fit.p_value > LEVEL, f"token {position}: {fit}"
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(200)
 def test_quick_measures_what_a_cpu_can_and_says_who_took_no_part(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]

@@ -9,8 +9,10 @@ from typing import Any
 import pytest
 
 from benchmarks import engine, load
-from benchmarks.contenders import Served
 from benchmarks.load import AIM, ALONE, BATCHING, PAIR, arrivals, cell, figures, tasks
+from outrider.client import Finished
+from outrider.evaluation.streams import Served
+from protos.outrider.v1 import draft_service_pb2 as pb
 
 
 def test_arrivals_are_a_poisson_process() -> None:
@@ -32,7 +34,9 @@ def test_repetitions_have_other_prompts_and_seeds() -> None:
 
 
 def test_tokens_of_one_piece_have_not_waited_for_each_other() -> None:
-    served = Served(due=1.0, stamps=((1.5, 2), (1.8, 3)), rounds=2, proposals=1, drafted=6, alpha=0.5)
+    statistics = pb.SpeculationStatistics(num_rounds=2, num_drafts=1, num_draft_tokens=6, alpha=0.5)
+    finished = Finished.of(pb.GenerateFinished(statistics=statistics))
+    served = Served(due=1.0, stamps=((1.5, 2), (1.8, 3)), finished=finished)
     found = figures(([served], {"passes": 1, "verifier_cpu_seconds": 0.01, "draft_cpu_seconds": 0.02}))
     assert found["ttft_ms"]["p50"] == pytest.approx(500.0)
     assert found["tpot_ms"]["p50"] == pytest.approx(300.0 / 4)

@@ -39,7 +39,7 @@ def check_load(summary: Json, runs: list[Json]) -> None:
         assert found[PAIR]["draft_cpu_us"] is not None
         assert found[ALONE]["gamma"] is None
     assert all(found[PAIR]["gamma"] > 0 for found in closed.values())
-    assert open_["40"][PAIR]["refused"] == 0, "what cannot run at once waits in the queue of the draft service"
+    assert open_["40"][PAIR]["refused"] == 0, "texts above the limit wait in the queue of the draft service"
 
 
 def check_gamma(summary: Json, runs: list[Json]) -> None:
@@ -47,6 +47,13 @@ def check_gamma(summary: Json, runs: list[Json]) -> None:
         assert list(arms) == ["alone", "fixed 2", "fixed 8", "heuristic", "adaptive", "entropy 2"]
         assert 1.5 < arms["fixed 2"]["gamma"] <= 2  # the end of a text shortens its last round
         assert 1.0 in (arms["fixed 2"]["over_best_fixed"], arms["fixed 8"]["over_best_fixed"])
+
+
+def check_http_front(summary: Json, runs: list[Json]) -> None:
+    found = summary["demo"]["2"]
+    assert list(found) == ["gRPC client", "HTTP front"]
+    assert found["HTTP front"]["front_us_per_chunk"] > 0
+    assert all(run["chunks"] > 0 for run in runs)
 
 
 def check_drafters(summary: Json, runs: list[Json]) -> None:
@@ -67,6 +74,13 @@ def check_network(summary: Json, runs: list[Json]) -> None:
     near, far = (summary[delay]["sequential"] for delay in ("0", "20"))
     assert far["round_us"]["wire"] >= 20e3, "each round pays the way"
     assert far["tokens_per_round"] == near["tokens_per_round"] > 1.5, "the same texts by the same drafts"
+
+
+def check_network_tax(summary: Json, runs: list[Json]) -> None:
+    for arms in summary["demo"].values():
+        assert arms["one process"]["same_text"], "in float32 both run the same rounds"
+        assert arms["gRPC"]["rounds"] == arms["one process"]["rounds"] > 0
+        assert all(0 < arm["share"] < 1 for arm in arms.values())
 
 
 def check_linger(summary: Json, runs: list[Json]) -> None:
@@ -101,6 +115,16 @@ def check_rules(summary: Json, runs: list[Json]) -> None:
             assert all(0 <= value <= 2 * run["gamma"] for value in run["expected"].values())
 
 
+def check_alpha(summary: Json, runs: list[Json]) -> None:
+    for found in summary["demo"].values():
+        assert list(found) == ["unigram", "bigram", "model", "ngram", "lookup"]
+        for leniences in found.values():
+            alphas = [each["alpha"] or 0.0 for each in leniences.values()]  # None without a drafted token
+            assert list(leniences) == ["1", "0.5", "0.3", "0.1"]
+            assert alphas == sorted(alphas)
+        assert found["unigram"]["1"]["alpha"] < found["model"]["1"]["alpha"]
+
+
 FLOOD = ["--rates", "40", "--open-seconds", "0.05"]  # so many requests at once that most have to wait
 
 CASES: dict[str, tuple[Callable[[Json, list[Json]], None], list[str]]] = {
@@ -110,23 +134,28 @@ CASES: dict[str, tuple[Callable[[Json, list[Json]], None], list[str]]] = {
     "drafters": (check_drafters, ["--new-tokens", "8"]),
     "outcome_cache": (check_outcome_cache, ["--prompts", "1", "--new-tokens", "24", "--dtype", "float32"]),
     "network": (check_network, ["--dtype", "float32", "--new-tokens", "16"]),
+    "network_tax": (check_network_tax, ["--dtype", "float32"]),
     "linger": (check_linger, ["--seconds", "0.1"]),
     "engine": (check_engine, []),
     "prefix": (check_prefix, ["--repetitions", "1"]),
     "encoder_decoder": (check_encoder_decoder, ["--texts", "1", "--scored-texts", "1"]),
+    "alpha": (check_alpha, []),
     "rules": (check_rules, ["--gammas", "2", "--rounds", "2"]),
+    "http_front": (check_http_front, []),
 }
 
 
 @pytest.mark.timeout(300)  # services and transformers start, on whatever else the machine does
 @pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=[pytest.mark.slow] if name == "drafters" else []) for name in CASES]
+    "name", [pytest.param(name, marks=[] if name == "rules" else [pytest.mark.slow]) for name in CASES]
 )
 def test_quick_measures_every_contender_and_says_so_in_one_json_document(
     name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     # In place of megabytes, of which the first tenth is counted.
-    monkeypatch.setattr("benchmarks.drafters.training_documents", lambda: [Document("a", Path(__file__).read_text())])
+    for module in ("drafters", "alpha"):
+        few = [Document("a", Path(__file__).read_text())]
+        monkeypatch.setattr(f"benchmarks.{module}.training_documents", lambda few=few: few)
     monkeypatch.setattr("benchmarks.engine.LEAST_PASSES", 1)  # on a busy machine few passes hold all sequences
     check, more = CASES[name]
     prompts, output = tmp_path / "prompts.jsonl", tmp_path / "out.json"

@@ -1,0 +1,153 @@
+"""What gRPC costs a round: the share of its time outside drafting, queue, pass and verification.
+
+The same pair with each service in a process, over gRPC on loopback, and with both in one process, with queues in place
+of gRPC (`benchmarks.one_process`). Both write the same texts, with the same seeds and a fixed γ, in turns. gRPC adds
+the difference: in one process too, rounds pass through the event loop, the checks and the engines of both services.
+"""
+
+import sys
+from collections.abc import Sequence
+from contextlib import ExitStack
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+from benchmarks import harness, plots
+from benchmarks.contenders import text_digest, texts, tokenised
+from benchmarks.harness import PHASES, Bench, Json, number, progress
+from benchmarks.services import NO_PREFIXES, RULE, Services, models_of, one_process
+from outrider.client import Client
+from outrider.evaluation.deployment import round_seconds
+from outrider.evaluation.pictures import BLUE, GREEN, GREY, LIGHT, ORANGE, SAND, picture
+
+GRPC, ONE = "gRPC", "one process"
+TAX = ("wire", "other")
+AIM = 0.015
+"""The largest share of a round that gRPC should add."""
+_COLOURS = dict(zip(PHASES, (ORANGE, SAND, LIGHT, BLUE, GREEN, GREY), strict=True))
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    parser = harness.parser("network_tax", __doc__, quick="few texts, the demo pair only")
+    harness.target_options(parser, factor=12)
+    harness.text_options(parser, prompts=4, new_tokens=96)
+    parser.add_argument("--gamma", type=int, default=8, help="tokens of a proposal")
+    parser.add_argument("--dtype", default="bfloat16")
+    few = {"only": "demo", "prompts": 1, "new_tokens": 16, "repetitions": 1}
+    given = harness.parse(parser, arguments, few)
+    summarise = harness.summary_of(("pair", "temperature"), figures)
+    return harness.run("network_tax", given, measure, summarise, table, draw)
+
+
+def measure(bench: Bench) -> None:
+    given = bench.given
+    pairs = models_of(given)
+    bench.document["models"] = {models.name: models.document() for models in pairs}
+    for models in pairs:
+        prompts = tokenised(models.target, harness.spread(bench.prompts, given.prompts))
+        with ExitStack() as running:
+            services = running.enter_context(
+                Services(models.target, models.draft, dtype=given.dtype, verifier_flags=NO_PREFIXES)
+            )
+            together = running.enter_context(one_process(models.target, models.draft, dtype=given.dtype))
+            clients = {GRPC: services.client, ONE: together}
+            for _, task in list(texts(prompts, given.new_tokens, 1))[:2]:  # not measured
+                for client in clients.values():
+                    _written(client, task, given.gamma)
+            for turn, (keys, task) in enumerate(texts(prompts, given.new_tokens, given.repetitions)):
+                where = {"pair": models.name, **keys}
+                if not bench.has(**where):
+                    found = {arm: _written(clients[arm], task, given.gamma) for arm in harness.rotated(clients, turn)}
+                    bench.add(*({**where, "arm": arm, **run} for arm, run in found.items()))
+            progress(f"{models.name}: {len(bench.select(pair=models.name))} texts")
+
+
+def _written(client: Client, task: Any, gamma: int) -> Json:
+    done = client.complete(
+        list(task.token_ids), max_new_tokens=task.new_tokens, temperature=task.temperature, seed=task.seed,
+        rule=RULE, gamma=gamma, outcome_cache=False, ignore_eos=True,
+    )  # fmt: skip
+    parts = round_seconds([(done.statistics, done.timings)])
+    if parts is None:
+        raise ValueError(f"a text of {task.new_tokens} tokens has one round; at least 2 are needed: raise --new-tokens")
+    return {"rounds": done.statistics.num_rounds - 1, "digest": text_digest(done.token_ids), "parts": parts}
+
+
+def figures(runs: Sequence[Json]) -> Json:
+    """Both arms: medians over repetitions of the mean round. `share` is that of the tax, `added_share` that of the tax
+    beyond the one in one process.
+    """
+    by_arm = harness.grouped(runs, "arm")
+    texts_of = {arm: {(run["repetition"], run["prompt"]): run["digest"] for run in own} for arm, own in by_arm.items()}
+    means = {arm: [_mean_round(own) for own in harness.grouped(by_arm[arm], "repetition").values()] for arm in by_arm}
+    found = {}
+    for arm in (GRPC, ONE):
+        pairs = list(zip(means[arm], means[ONE], strict=True))
+        shares = [_tax(own) / sum(own.values()) for own in means[arm]]
+        added = [(_tax(own) - _tax(one)) / sum(own.values()) for own, one in pairs]
+        found[arm] = {
+            "round_us": {part: median(each[part] for each in means[arm]) for part in PHASES},
+            "tax_us": median(map(_tax, means[arm])),
+            "share": median(shares),
+            "share_range": [min(shares), max(shares)],
+            "added_share": median(added),
+            "added_share_range": [min(added), max(added)],
+            "rounds": int(harness.total(by_arm[arm], "rounds")),
+            "same_text": texts_of[arm] == texts_of[GRPC],
+        }
+    return found
+
+
+def _tax(parts: Json) -> float:
+    return float(sum(parts[part] for part in TAX))
+
+
+def _mean_round(runs: Sequence[Json]) -> Json:
+    """Microseconds of each part."""
+    rounds = harness.total(runs, "rounds")
+    return {part: 1e6 * sum(run["rounds"] * run["parts"][part] for run in runs) / rounds for part in PHASES}
+
+
+def table(document: Json) -> str:
+    columns: harness.Columns = {
+        **{f"{part}, µs": lambda arm, part=part: number(arm["round_us"][part], 0) for part in PHASES},  # type: ignore[misc]
+        "round, ms": lambda arm: number(sum(arm["round_us"].values()) / 1e3, 2),
+        "tax, ms": lambda arm: number(arm["tax_us"] / 1e3, 2),
+        "share": lambda arm: _percent(arm, "share"),
+        "gRPC adds": lambda arm: _percent(arm, "added_share"),
+        "same text": lambda arm: "yes" if arm["same_text"] else "no",
+    }
+    lines = [
+        f"- ABOVE the aim of {AIM:.1%}: {pair} pair, T = {temperature}: gRPC adds {_percent(arms[GRPC], 'added_share')}"
+        for (pair, temperature), arms in harness.flat(document["summary"], 2)
+        if pair == "deepened" and arms[GRPC]["added_share"] > AIM
+    ]
+    return "\n".join([*lines, "", harness.summary_table(document["summary"], ["pair", "T", ""], columns)])
+
+
+def _percent(arm: Json, name: str) -> str:
+    low, high = arm[f"{name}_range"]
+    return f"{arm[name]:.1%} ({low:.1%} to {high:.1%})"
+
+
+def draw(document: Json, path: Path) -> None:
+    rows = [(where, arms) for where, arms in harness.flat(document["summary"], 2)]
+    note = f"{plots.caption(document)}. Percent: wire and other."
+    temperatures = len({temperature for (_, temperature), _ in rows})
+    with picture(path, len(rows) // temperatures, temperatures, size=(4.6, 1.7), note=note) as panels:
+        for panel, ((pair, temperature), arms) in zip(panels.flat, rows, strict=True):
+            left = [0.0] * len(arms)
+            for part in PHASES:
+                values = [arm["round_us"][part] / 1e3 for arm in arms.values()]
+                panel.barh(list(arms), values, left=left, height=0.6, color=_COLOURS[part], label=part)
+                left = [before + value for before, value in zip(left, values, strict=True)]
+            for at, (end, arm) in enumerate(zip(left, arms.values(), strict=True)):
+                panel.annotate(f" {arm['share']:.1%}", (end, at), va="center", fontsize=8)
+            panel.set_xlim(right=1.15 * max(left))
+            panel.invert_yaxis()
+            panel.set_title(f"{pair} pair, T = {temperature}", fontsize=9)
+            panel.set_xlabel("ms of a round", fontsize=8)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
