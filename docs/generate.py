@@ -125,7 +125,7 @@ _KINDS = {int: "integer", float: "number", str: "text", Path: "file", bool: "on 
 
 
 def _values(field: FieldInfo) -> str:
-    """What a setting takes: a type and its range, or the choices."""
+    """The values of a setting: a type and its range, or the choices."""
     parts = get_args(field.annotation)
     kind: Any = field.annotation
     if type(None) in parts:

@@ -1,7 +1,7 @@
 """Hooks of MkDocs: pages may link to files of the repository outside `docs/`, and fences may say why no test runs them.
 
-A linked file becomes part of the site under `repository/`; a linked Markdown file becomes a page there, with what it
-links to in turn. A link to a folder becomes plain text. A link to nothing is a warning, so a strict build fails.
+A linked file becomes part of the site under `repository/`; a linked Markdown file becomes a page there, and so do
+its links. A link to a folder becomes plain text. A link to nothing is a warning, so a strict build fails.
 """
 
 import posixpath
@@ -62,7 +62,7 @@ def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Fil
 
 
 def _outside_code(markdown: str, link: Callable[[re.Match[str]], str]) -> str:
-    """Rewrite links, but not what stands in code."""
+    """Rewrite links, but not in code."""
     parts, end = [], 0
     for code in _CODE.finditer(markdown):
         parts += [_LINK.sub(link, markdown[end : code.start()]), code[0]]

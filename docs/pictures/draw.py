@@ -85,7 +85,7 @@ class Picture:
 
 
 def architecture() -> Picture:
-    """The two services, what each consists of, and what travels between them."""
+    """The two services, their parts, and the messages between them."""
     picture = Picture(1000, 396)
     _stack(picture, "client", 20, 104, 130, 118)
     picture.text(85, 132, "clients", "title")

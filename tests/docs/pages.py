@@ -26,7 +26,7 @@ class Block:
 
     Attributes:
         line: of its fence, from 1.
-        info: what its fence says after the language.
+        info: the words of its fence after the language.
     """
 
     page: Path

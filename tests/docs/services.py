@@ -63,12 +63,15 @@ class Services:
 
     def close(self) -> None:
         self._listener.close()
-        for command in self._commands:
-            command.terminate()
         for service in reversed(self._services):
             service.stop()
+        self._end_commands()
+
+    def _end_commands(self) -> None:
         for command in self._commands:
+            command.terminate()
             command.wait(60)
+        self._commands.clear()
 
     def _serve(self) -> None:
         with contextlib.suppress(OSError):  # closed
@@ -90,6 +93,7 @@ class Services:
             if name == "serve":
                 self._run_serve(flags)
             else:
+                self._end_commands()  # `outrider serve` of an earlier block, which has the same addresses
                 service = ForkedService.launch([name, *flags, *FLAGS])
                 self._services.append(service)
                 service.wait_healthy(START_S)

@@ -1,6 +1,5 @@
 """The site in headless Chromium: pages open without an error, search finds, the dark mode can be chosen."""
 
-import shutil
 import threading
 from collections.abc import Iterator
 from functools import partial
@@ -12,12 +11,11 @@ import pytest
 from selenium import webdriver
 from selenium.webdriver.support.ui import WebDriverWait
 
-CHROMIUM, DRIVER = shutil.which("chromium"), shutil.which("chromedriver")
+from tests.browser import errors, needs_browser, open_browser
 
-pytestmark = pytest.mark.skipif(None in (CHROMIUM, DRIVER), reason="Chromium or ChromeDriver is not installed")
+pytestmark = needs_browser
 
 PAGES = ("index", "tutorial/first-text", "how-to/kubernetes", "reference/settings", "explanation/architecture")
-FLAGS = ("headless", "no-sandbox", "disable-gpu", "disable-background-networking", "disable-component-update")
 
 
 class Quiet(SimpleHTTPRequestHandler):
@@ -37,17 +35,8 @@ def url(site: Path) -> Iterator[str]:
 
 @pytest.fixture(scope="module")
 def browser() -> Iterator[webdriver.Chrome]:
-    options = webdriver.ChromeOptions()
-    options.binary_location = CHROMIUM or ""
-    for flag in FLAGS:
-        options.add_argument(f"--{flag}")
-    options.set_capability("goog:loggingPrefs", {"browser": "ALL"})
-    with webdriver.Chrome(options=options, service=webdriver.ChromeService(DRIVER)) as browser:
+    with open_browser() as browser:
         yield browser
-
-
-def errors(browser: webdriver.Chrome) -> list[str]:
-    return [each["message"] for each in browser.get_log("browser") if each["level"] == "SEVERE"]
 
 
 @pytest.mark.parametrize("page", PAGES)

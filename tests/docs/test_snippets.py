@@ -2,7 +2,10 @@
 
 - Services that a page starts by `outrider serve` or `python -m` run in the background until the page ends. A page that
   starts none finds the demo pair.
-- Hosts of the examples are this machine, and their ports are free ones. `make` runs with `-n`.
+- Hosts of the examples are this machine, and their ports are free ones. `make` runs with `-n`, `pip install` not at
+  all.
+- Ids of models on the hub are folders of a cache, with the weights of the demo pair.
+- Commands that take minutes read fewer texts, by variables of the environment.
 - A `text` block right after a `python` block is its output.
 - Where a fence says why its block does not run ("```sh no-test: needs a cluster"), its commands are checked instead:
   flags, files and targets of make exist.
@@ -17,6 +20,7 @@ import os
 import re
 import shlex
 import subprocess
+import tomllib
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -37,6 +41,27 @@ from verifier_service.settings import VerifierSettings
 
 LANGUAGES = ("sh", "python")
 BLOCK_S = 120.0
+HUB = {"meta-llama/Llama-3.1-8B-Instruct": "target", "meta-llama/Llama-3.2-1B-Instruct": "draft"}
+# Half a minute or more each.
+# The README has the first steps of the tutorial.
+SLOW = (
+    "docs/tutorial/first-text.md",
+    *(f"docs/how-to/{page}.md" for page in ("evaluate", "measure-your-deployment", "openai", "playground", "speech")),
+)
+CALLING = ("BENCH", "CHECK", "GENERATE", "TRANSCRIBE")  # commands whose address a page may leave out
+FEWER_TEXTS = {
+    "OMP_NUM_THREADS": "1",
+    "OUTRIDER_ALPHA_TOKENS": "64",
+    "OUTRIDER_BENCH_DRAFTERS": "model",
+    "OUTRIDER_BENCH_GAMMAS": "2",
+    "OUTRIDER_BENCH_MAX_NEW_TOKENS": "4",
+    "OUTRIDER_BENCH_REPEATS": "1",
+    "OUTRIDER_BENCH_TEMPERATURES": "1",
+    "OUTRIDER_BENCH_TEXTS": "1",
+    "OUTRIDER_CHECK_GAMMAS": "2",
+    "OUTRIDER_CHECK_TEXTS": "12",
+    "OUTRIDER_CHECK_TOKENS": "3",
+}
 SETTINGS: dict[str, type[ServiceSettings]] = {"draft_service": DraftSettings, "verifier_service": VerifierSettings}
 NAMES = (
     {f"OUTRIDER_{field.upper()}" for kind in SETTINGS.values() for field in kind.model_fields}
@@ -44,10 +69,11 @@ NAMES = (
 )  # fmt: skip
 
 _ADDRESS = re.compile(
-    r"\b(?:127\.0\.0\.1|0\.0\.0\.0|localhost|[a-z]+-box|draft-[ab]|HOST):(50051|50052|5006\d|90\d\d)\b"
+    r"\b(?:127\.0\.0\.1|0\.0\.0\.0|localhost|[a-z]+-box|draft-[ab]|HOST):(50051|50052|5006\d|80\d\d|90\d\d)\b"
 )
 _STARTS = re.compile(r"^ *(?:outrider serve|python -m (?:draft|verifier)_service)\b", re.MULTILINE)
 _MAKE = re.compile(r"^( *)make\b", re.MULTILINE)
+_PIP = re.compile(r"^ *pip install\b.*$", re.MULTILINE)
 _ACTIVATE = re.compile(r"^ *(?:\.|source) \.venv/bin/activate$", re.MULTILINE)  # the programs are there already
 
 
@@ -87,11 +113,18 @@ class Reader:
 
     def shell(self, text: str) -> None:
         path = os.pathsep.join([str(self._services.programs), os.environ["PATH"]])
+        ours = {f"OUTRIDER_{command}_DRAFT": self._addresses["50051"] for command in CALLING}
         python_path = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
         done = subprocess.run(
-            ["bash", "-euo", "pipefail", "-c", self.here(_ACTIVATE.sub("", _MAKE.sub(r"\1make -n", text)))],
+            [
+                "bash",
+                "-euo",
+                "pipefail",
+                "-c",
+                self.here(_ACTIVATE.sub("", _PIP.sub("", _MAKE.sub(r"\1make -n", text)))),
+            ],
             cwd=self._folder,
-            env={**os.environ, "PATH": path, "PYTHONPATH": python_path},
+            env={**os.environ, **FEWER_TEXTS, **ours, "PATH": path, "PYTHONPATH": python_path},
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
@@ -111,9 +144,16 @@ class Reader:
         return printed.getvalue()
 
 
-@pytest.mark.parametrize("page", [page for page in PAGES if run(page)], ids=name)
-def test_snippets_run(page: Path, tmp_path: Path, request: pytest.FixtureRequest) -> None:
+def _case(page: Path) -> Any:
+    return pytest.param(page, id=name(page), marks=[pytest.mark.slow] if name(page) in SLOW else [])
+
+
+@pytest.mark.parametrize("page", [_case(page) for page in PAGES if run(page)])
+def test_snippets_run(
+    page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest
+) -> None:
     run_here = run(page)
+    monkeypatch.setenv("HF_HUB_CACHE", str(_hub_cache(tmp_path / "hub")))
     for program in ("openssl", "curl"):
         if any(re.search(rf"^ *{program}\b", block.text, re.MULTILINE) for block in run_here):
             need_tools(program)
@@ -135,6 +175,18 @@ def test_snippets_run(page: Path, tmp_path: Path, request: pytest.FixtureRequest
                 raise AssertionError(f"{block} does not run: {error}") from error
     finally:
         reader.close()
+
+
+def _hub_cache(folder: Path) -> Path:
+    """Fill the folder as a download of the models would."""
+    for model, demo in HUB.items():
+        cached = folder / f"models--{model.replace('/', '--')}"
+        snapshot = cached / "snapshots" / ("0" * 40)
+        snapshot.parent.mkdir(parents=True)
+        snapshot.symlink_to(ROOT / "models" / "demo" / demo)
+        (cached / "refs").mkdir()
+        (cached / "refs" / "main").write_text(snapshot.name, encoding="utf-8")
+    return folder
 
 
 def _output(block: Block, otherwise: str) -> str:
@@ -182,6 +234,12 @@ def _check(block: Block, words: list[str]) -> None:
         targets = [word for word in words[1:] if "=" not in word]
         known = re.findall(r"^([\w-]+):", (ROOT / "Makefile").read_text(encoding="utf-8"), re.MULTILINE)
         assert set(targets) <= set(known), f"{block}: {words}"
+    elif words[:2] == ["pip", "install"]:
+        with (ROOT / "pyproject.toml").open("rb") as file:
+            extras = tomllib.load(file)["project"]["optional-dependencies"]
+        asked = {extra for word in words[2:] for extra in re.findall(r"[\w-]+", word.partition("[")[2])}
+        assert words[2].partition("[")[0] == ".", f"{block}: {words}"
+        assert asked <= set(extras), f"{block}: {words}"
     elif words[0] == "outrider" and words[1:2] and not words[1].startswith("-"):
         assert words[1] in outrider_command.commands, f"{block}: outrider {words[1]}"
         assert flags <= _options(outrider_command.commands[words[1]]), f"{block}: {words}"
@@ -214,6 +272,7 @@ def test_variables_that_pages_name_exist(page: Path) -> None:
 
 
 OTHER_FLAGS = {
+    "--model-server-metrics-port",  # an endpoint picker
     "--build-arg",  # docker
     "--max-restarts",
     "--nproc-per-node",
