@@ -21,7 +21,7 @@ Pieces = asyncio.Queue[tuple[float, bytes | None]]
 
 _PIECE_BYTES = 1 << 16
 _MAX_PIECES = 128  # on their way in one direction of one connection; while there are so many, nothing is read
-_RESET = struct.pack("ii", 1, 0)  # linger for no time at all: the kernel sends RST, and drops what it holds
+_RESET = struct.pack("ii", 1, 0)  # linger for no time at all: the kernel sends RST, and drops its buffers
 
 
 class Way(StrEnum):

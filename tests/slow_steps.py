@@ -1,6 +1,6 @@
 """Slows a verifier's steps down, or holds them up, so that a test can act in the middle of a text.
 
-While the file that `OUTRIDER_TEST_STEP_SECONDS` names exists, each step takes the number of seconds in it. The log says
+While the file that `TEST_STEP_SECONDS` names exists, each step takes the number of seconds in it. The log says
 when one waits.
 """
 
@@ -13,7 +13,7 @@ from typing import Any
 
 import structlog
 
-STEP_SECONDS = "OUTRIDER_TEST_STEP_SECONDS"
+STEP_SECONDS = "TEST_STEP_SECONDS"
 SLOW_STEP = "slow step"
 
 _log = structlog.get_logger()

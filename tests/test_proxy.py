@@ -23,7 +23,7 @@ class _Echo(socketserver.BaseRequestHandler):
 
 @pytest.fixture
 def proxy() -> Iterator[Proxy]:
-    """Before a server that sends back what it receives."""
+    """Before a server that echoes."""
     with socketserver.ThreadingTCPServer(("127.0.0.1", 0), _Echo) as server:
         server.daemon_threads = True
         threading.Thread(target=server.serve_forever, daemon=True).start()

@@ -20,8 +20,8 @@ import torch
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from kernels.sampling import SamplingParams
-from tests.exactness import chisquare
-from tests.exactness.chisquare import Array, Fit
+from outrider.evaluation import chisquare
+from outrider.evaluation.chisquare import Array, Fit
 from tests.exactness.pairs import VOCABULARY
 from tests.kernels.reference import standardise
 

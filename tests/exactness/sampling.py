@@ -12,8 +12,8 @@ import numpy as np
 
 from kernels.sampling import SamplingParams
 from outrider.client import AsyncClient, Completion, Options
+from outrider.evaluation.chisquare import Array
 from tests.cluster import Service
-from tests.exactness.chisquare import Array
 from tests.exactness.distributions import PARAMS
 
 SAMPLES = 64

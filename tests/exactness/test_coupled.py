@@ -19,8 +19,8 @@ import torch
 from kernels.rng import gumbel
 from kernels.sampling import SamplingParams
 from outrider.client import Client, Completion, Options, Sample
+from outrider.evaluation.chisquare import Array
 from tests.cluster import Service
-from tests.exactness.chisquare import Array
 from tests.exactness.distributions import next_distributions, transitions
 from tests.exactness.pairs import VOCABULARY
 from tests.exactness.services import PairServices

@@ -15,8 +15,9 @@ import numpy as np
 import pytest
 
 from outrider.client import AsyncClient, Completion, Options
+from outrider.evaluation import chisquare
 from tests.cluster import Service, wait_healthy
-from tests.exactness import chisquare, pairs
+from tests.exactness import pairs
 from tests.exactness.distributions import PARAMS, joint_distribution
 from tests.exactness.services import PairServices
 

@@ -14,8 +14,9 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from tests.exactness import chisquare, sampling
-from tests.exactness.chisquare import Array
+from outrider.evaluation import chisquare
+from outrider.evaluation.chisquare import Array
+from tests.exactness import sampling
 from tests.exactness.distributions import first_token_fits, joint_distribution
 from tests.exactness.pairs import BAD_DRAFTS
 from tests.exactness.sampling import SAMPLES, Run

@@ -10,7 +10,7 @@ of 0.1 % with 99 %.
 
 Services with one deliberate fault must be refuted. Their draft is a good one that is too sure of itself, since a fault
 bends the distribution most where acceptance and rejection are both frequent. Sizes are the smallest that refute at
-`REFUTED` with room to spare. Three faults are in every run, the others are slow.
+`REFUTED` by a wide margin. Three faults are in every run, the others are slow.
 """
 
 from __future__ import annotations
@@ -21,9 +21,10 @@ import numpy as np
 import pytest
 
 from kernels.sampling import SamplingParams
+from outrider.evaluation import chisquare
+from outrider.evaluation.chisquare import Fit
 from tests.cluster import Service
-from tests.exactness import chisquare, sampling
-from tests.exactness.chisquare import Fit
+from tests.exactness import sampling
 from tests.exactness.distributions import PARAMS, chain_fits, transitions
 from tests.exactness.pairs import BAD_DRAFTS, VOCABULARY
 from tests.exactness.sampling import Run

@@ -13,7 +13,7 @@ from typing import TypeVar
 
 from outrider.service.best_effort import Component
 
-FILE = "OUTRIDER_TEST_BROKEN"
+FILE = "TEST_BROKEN"
 INSTEAD, AFTER = "instead", "after"
 """The call raises without running, or once it has run."""
 EVERY = "*"

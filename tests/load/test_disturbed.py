@@ -1,6 +1,6 @@
 """Short texts by two verifiers and two draft services that are killed, frozen and restarted all the while: none fails.
 
-    OUTRIDER_SHORT_TEXTS=100000 python -m pytest -m slow -s tests/load/test_disturbed.py
+    SHORT_TEXTS=100000 python -m pytest -m slow -s tests/load/test_disturbed.py
 
 One service at a time is disturbed, and the next one when the draft services have all verifiers back: a round that ends
 two verifiers is refused, by design.
@@ -25,8 +25,8 @@ from tests.load.short_texts import DRAFT_FLAGS, load, texts, wait_idle, write_al
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(4 * 3600)]
 
-COUNT = int(os.environ.get("OUTRIDER_SHORT_TEXTS", "100000"))
-SEED = int(os.environ.get("OUTRIDER_SHORT_TEXTS_SEED", "1"))
+COUNT = int(os.environ.get("SHORT_TEXTS", "100000"))
+SEED = int(os.environ.get("SHORT_TEXTS_SEED", "1"))
 GRACE_S = 5.0
 
 SILENCE_S = {"verifier_service": 3.0, "draft_service": 8.0}

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from draft_service.request import derive_seed
+from outrider.seeds import derive_seed
 from protos.outrider.v1 import draft_service_pb2, sampling_pb2
 from tests.simulation.models import VOCABULARY, Reference, require, target_token
 

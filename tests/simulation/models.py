@@ -185,9 +185,14 @@ class TokenRunner:
         self._chance = chance
 
     def __call__(
-        self, chunks: Sequence[Chunk], proposals: Sequence[Proposed], encoder_inputs: Sequence[object] = ()
+        self,
+        chunks: Sequence[Chunk],
+        proposals: Sequence[Proposed],
+        encoder_inputs: Sequence[object] = (),
+        scorings: Sequence[object] = (),
     ) -> StepResult:
         require(not encoder_inputs, "the model has no encoder")
+        require(not scorings, "no prompt is scored")
         if self._chance.random() < self.broken or any(each.seed in self.poisoned for each in proposals):
             raise RuntimeError("the device fails")
         for chunk in chunks:
@@ -202,7 +207,7 @@ class TokenRunner:
                 proposed = left.pop(0)
                 results.append(self._oracle.verify(proposed.seed, context, proposed))
         seconds = 1e-3 + 1e-4 * sum(len(chunk.tokens) for chunk in chunks)
-        return StepResult(proposals, results, seconds, 1e-4)
+        return StepResult(proposals, results, [], seconds, 1e-4)
 
 
 @dataclass

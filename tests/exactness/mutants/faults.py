@@ -6,6 +6,7 @@ the service looks it up, so everything around it is the service's own code.
 
 from __future__ import annotations
 
+import dataclasses
 import importlib
 import inspect
 import math
@@ -43,6 +44,22 @@ def repeated_noise() -> None:
     from kernels import verify
 
     _replace(verify, "uniform", lambda seed, base_length, *counter: rng.uniform(seed, 0, *counter))
+
+
+def draws_again_after_a_resume() -> None:
+    """The verifier counts rounds from where a sequence was opened: after a resume it draws the same numbers again."""
+    from kernels.verify import Rule
+    from verifier_service.sequence import TargetSequence
+
+    original = TargetSequence.proposed
+
+    def proposed(self: TargetSequence, round_: Any) -> Any:
+        found = original(self, round_)
+        if found.rule is Rule.COUPLED:
+            return found
+        return dataclasses.replace(found, base_length=found.base_length - len(self.opening.committed))
+
+    TargetSequence.proposed = proposed  # type: ignore[method-assign]
 
 
 def negative_residual() -> None:
@@ -145,11 +162,11 @@ def restless_gamma() -> None:
     """
     from draft_service import speculation, statistics
 
-    for name, value in {"OWN_GAIN": 1.0, "OWN_MARGIN": 1.0, "KNOWN_ROUNDS": 1, "PROBE_ROUNDS": 1}.items():
+    for name, value in {"OWN_GAIN": 1.0, "OWN_MARGIN": 1.0, "KNOWN_ROUNDS": 1}.items():
         setattr(speculation, name, value)
     for name, value in {
-        "BEGIN_GAIN": 1.0, "SAME": 0.0, "FIRM_ROUNDS": 1, "PAUSE": 1, "REMEMBERED_OF_ONE": 3,
-        "SHARED_WEIGHT": 0.5,
+        "SAME": 0.0, "FIRM_ROUNDS": 1, "FIRM_ROUNDS_OF_EACH": 1, "FIRST_PAUSE": 1, "LONGEST_PAUSE": 1,
+        "REMEMBERED_OF_ONE": 3, "SHARED_WEIGHT": 0.5,
     }.items():  # fmt: skip
         setattr(statistics, name, value)
     costs = statistics.__dict__["CostModel"]
