@@ -41,7 +41,7 @@ BENCH := $(VENV)/.installed-bench
 DEV := $(VENV)/.installed-dev
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test lint format protos reference docs bench gpu gpu-wheels constraints clean
+.PHONY: help demo test lint format protos reference docs bench gpu gpu-wheels clients constraints clean
 
 help:
 	@echo "make demo         run both services on the model pair in the repository"
@@ -54,6 +54,7 @@ help:
 	@echo "make bench        measure the pair against the target alone"
 	@echo "make gpu          test and measure on a GPU; PART=1, 2 or 3 for one run, DRY=1 for a trial on a CPU"
 	@echo "make gpu-wheels   download the packages for make gpu that a machine with torch and transformers lacks"
+	@echo "make clients      install the load and evaluation tools that tests/clients runs"
 	@echo "make constraints  resolve all extras and write constraints.txt"
 	@echo "make clean        remove the environment and the files of tools"
 
@@ -127,6 +128,12 @@ $(DEV): $(MANIFEST) | $(BIN)/python
 	@echo "Installing Outrider and the dependencies of its services, benchmarks, tests and documentation into $(VENV)"
 	@$(PIP_INSTALL) --constraint constraints.txt --editable '.[service,bench,dev,docs]'
 	@touch $(SERVICE) $(BENCH) $@
+
+# For the tests in tests/clients, which are slow: lm-eval, GuideLLM and AIPerf, some 3 GB.
+clients:
+	@$(PYTHON) -m venv build/clients
+	@build/clients/bin/python -m pip install --quiet --disable-pip-version-check $(PIP_ARGS) \
+		--requirement tests/clients/requirements.txt
 
 # In a fresh environment, without the developer's other packages. Dependencies of torch's CUDA builds depend on the build,
 # so the file omits them, except triton for Linux.
