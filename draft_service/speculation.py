@@ -67,14 +67,17 @@ class Policy(ABC):
 class Fixed(Policy):
     """The same γ in every round."""
 
-    def __init__(self, gamma: int) -> None:
+    def __init__(self, gamma: int, costs: CostModel | None = None) -> None:
+        """`costs` is updated: adaptive policies of other requests use the times of this one."""
         self._gamma = gamma
+        self._costs = costs
 
     def next(self, most: int) -> int:
         return max(0, min(self._gamma, most))
 
     def observe(self, round_: JudgedRound) -> None:
-        """Does nothing."""
+        if self._costs is not None:
+            self._costs.add(round_)
 
 
 class Heuristic(Policy):
@@ -184,9 +187,10 @@ class GammaController:
         )
 
     def _policy(self, request: "Generation") -> Policy:
+        costs = self._costs.setdefault(request.drafter, CostModel())
         match request.policy:
             case PolicyKind.FIXED:
-                return Fixed(request.gamma)
+                return Fixed(request.gamma, costs)
             case PolicyKind.HEURISTIC:
                 return Heuristic(request.first_gamma, ceiling=request.gamma)
             case PolicyKind.ADAPTIVE:
@@ -194,7 +198,7 @@ class GammaController:
                     request.first_gamma,
                     ceiling=request.gamma,
                     statistics=self._statistics_of(request),
-                    costs=self._costs.setdefault(request.drafter, CostModel()),
+                    costs=costs,
                 )
 
     def _statistics_of(self, request: "Generation") -> AcceptanceStatistics:

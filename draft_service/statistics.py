@@ -8,16 +8,16 @@ from statistics import median
 
 from outrider.service.cost_model import FORGETTING, CostLine, FittedCost
 
-# Without measured cycles of `Decode` at this number of sequences, drafting goes on only if the formula gives it this
-# much more text: on shared processors a step is slower beside drafts.
+# Without measured cycles of `Decode`, drafting goes on only if the formula gives it this much more text: on shared
+# processors a step is slower beside drafts.
 UNTRIED_GAIN = 1.4
 # γ changes only for a gain above this share: the outcome cache has drafted for the previous γ.
 SAME = 0.01
 # Proposals before drafting may stop, also in a later trial: of all sequences, and of each one.
-FIRM_ROUNDS, FIRM_ROUNDS_OF_EACH = 32, 16
+FIRM_ROUNDS, FIRM_ROUNDS_OF_EACH = 32, 10
 # Tokens that each sequence writes with `Decode` after drafting stopped. The first pause only measures `Decode`. After
 # a longer one drafting is tried again. Each pause is `LONGER` times the last one.
-FIRST_PAUSE, LONGER, LONGEST_PAUSE = 32, 4, 2048
+FIRST_PAUSE, LONGER, LONGEST_PAUSE = 32, 4, 1024
 # Weight, in judged tokens, that the old statistics of a position keep when drafting is tried again.
 KEPT_FOR_A_TRIAL = 16.0
 # Prior of a chance of acceptance, and its weight in judged tokens.
@@ -35,7 +35,7 @@ PURE = 0.9
 # Weight of the last round in a running mean.
 RECENT = 1 / 32
 # Rounds of each sequence that the mean number of active sequences covers.
-REMEMBERED_ACTIVE = 16
+REMEMBERED_ACTIVE = 4
 # Cycles of each sequence that a mean covers; the weight of the formula, in cycles; and the longest cycle that counts,
 # as a multiple of the formula.
 REMEMBERED_CYCLES, FORMULA_WEIGHT, LARGEST_RATIO = 128, 4, 2.0
@@ -189,10 +189,6 @@ class _Measured:
             trials = [(n, max(trip + token * (n + 1), 1e-9)) for n in (1, FIRST_ROUNDS)]
             self.overhead = FittedCost(trials, forgetting=self._forgetting)
 
-    def ratio(self, drafts: bool) -> float:
-        """Return x, or x₀, of `CostModel`."""
-        return self.cycles[drafts].ratio or 1.0
-
 
 class CostModel:
     """Seconds of a round in which all B active sequences draft γ tokens.
@@ -207,6 +203,7 @@ class CostModel:
     x and x₀ are measured cycles divided by these formulas, each with the cost of a step published at that time: a
     verifier is slower beside a busy draft. A cycle lasts from verdict to verdict; the first one from the start of the
     sequence. Measurements are kept for each power of two of B, since sequences that draft together wait for each other.
+    Where no `Decode` was measured, x₀ and its step are those of the nearest B that has them.
 
     Attributes:
         active: B, a running mean: texts begin and end all the time.
@@ -239,8 +236,8 @@ class CostModel:
 
     @property
     def has_decoded(self) -> bool:
-        """Whether a cycle of `Decode` was measured at the current number of active sequences."""
-        return self._now.cycles[False].ratio is not None
+        """Whether a cycle of `Decode` was measured."""
+        return self._cycles(drafts=False).ratio is not None
 
     def add(self, round_: JudgedRound) -> None:
         """Record a round. Only typical rounds are measured: no `Decode` beside proposals, for example."""
@@ -279,7 +276,7 @@ class CostModel:
 
     def cycle(self, gamma: float) -> float:
         """Return the seconds from one verdict to the next; γ = 0 is `Decode`."""
-        return self._now.ratio(gamma > 0) * self._formula(gamma)
+        return (self._cycles(drafts=gamma > 0).ratio or 1.0) * self._formula(gamma)
 
     def rates(self, chances: Sequence[float], drafted_share: float) -> list[float]:
         """Return tokens/s of one sequence at γ = 0, 1, .. `len(chances)`, where `chances` are β_1, β_2, .."""
@@ -291,10 +288,18 @@ class CostModel:
             rates.append(expected / self.cycle(drafted_share * (position + 1)))
         return rates
 
+    def _cycles(self, *, drafts: bool) -> _Cycles:
+        """Return the cycles of proposals, or those of `Decode` at the nearest number of active sequences."""
+        if drafts or self._now.cycles[False].ratio is not None:
+            return self._now.cycles[drafts]
+        sizes = [size for size, measured in self._by_size.items() if measured.cycles[False].ratio is not None]
+        nearest = min(sizes, key=lambda size: abs(size - self.size), default=None)
+        return (self._now if nearest is None else self._by_size[nearest]).cycles[False]
+
     def _formula(self, gamma: float) -> float:
         """Return the cycle without x."""
         tokens, line = self.active * (gamma + 1), self._now.overhead
-        step = self._now.cycles[gamma > 0].step or self._step
+        step = self._cycles(drafts=gamma > 0).step or self._step
         overhead = line.line.seconds(gamma) if gamma and line is not None else 0.0
         seconds = overhead + step.seconds(tokens)
         if self.active > 1 and overhead > step.fixed:

@@ -208,17 +208,18 @@ def test_pauses_grow_while_drafting_does_not_pay() -> None:
         statistics.add(round_, gamma)
         if gamma:
             statistics.accepted.add(0, 0.0)
-    assert pauses[:6] == [0, 32, 128, 512, 2048, 2048]
+    assert pauses[:6] == [0, 32, 128, 512, 1024, 1024]
 
 
-def judged(gamma: int, accepted: int) -> JudgedRound:
-    """A round of one sequence: 1 ms for each drafted token, 1 ms of round trip, and a step."""
-    step = STEP_COST.seconds(gamma + 1)
+def judged(gamma: int, accepted: int, active: int = 1) -> JudgedRound:
+    """A round: 1 ms for each drafted token, 1 ms of round trip, and a step of all active sequences."""
+    tokens = active * (gamma + 1)
+    step = STEP_COST.seconds(tokens)
     overhead = 0.001 * (gamma + 1) if gamma else None
     seconds = step + (overhead or 0.0)
     return JudgedRound(
-        gamma, gamma, min(gamma, accepted + 1), accepted, (), overhead, step, STEP_COST, 1, gamma + 1, 1, seconds,
-        0.001 * gamma,
+        gamma, gamma, min(gamma, accepted + 1), accepted, (), overhead, step, STEP_COST, active, tokens, active,
+        seconds, 0.001 * gamma,
     )  # fmt: skip
 
 
@@ -230,6 +231,21 @@ def test_the_number_of_active_sequences_is_a_running_mean() -> None:
         step = CostLine(0.02, 0.0002)
         costs.add(JudgedRound(3, 3, 3, 2, (), 0.004, 0.02, step, active, 4 * active, active, 0.03))
     assert 15 <= costs.active <= 17
+
+
+def test_a_decode_is_as_slow_as_at_the_nearest_number_of_sequences_that_used_it() -> None:
+    """While texts begin or end, there is no time to measure it at each number of sequences."""
+    costs, step = CostModel(), CostLine(0.01, 0.001)
+    for active, seconds in ((16, 0.026), (4, 0.021)):  # at 4, it is 1.5 times the published step
+        decode = JudgedRound(0, step=step, active=active, tokens=active, sequences=active, seconds=seconds)
+        for round_ in (judged(4, accepted=0, active=active), decode):
+            for _ in range(500 * active):
+                costs.add(round_)
+    for _ in range(100):
+        costs.add(judged(4, accepted=0))
+    assert costs.active == 1
+    assert costs.has_decoded
+    assert costs.cycle(0) == pytest.approx(1.5 * step.seconds(1), rel=0.02)
 
 
 def test_the_end_of_a_text_counts_as_a_rejection() -> None:
@@ -407,6 +423,17 @@ def learn(controller: GammaController, request_: Generation) -> None:
 
 def first(controller: GammaController, request_: Generation) -> int:
     return controller._policy(request_).next(16)
+
+
+def test_adaptive_policies_use_the_times_of_requests_with_a_fixed_gamma() -> None:
+    controller, step = GammaController(Metrics()), CostLine(0.01, 0.0003)
+    fixed = request(policy=PolicyKind.FIXED, gamma=4)
+    assert first(controller, request()) == 5
+    for _ in range(2 * FIRM_ROUNDS):  # a draft of 100 ms
+        controller._policy(fixed).observe(JudgedRound(4, 4, 4, 4, (), 0.1, 0.012, step, 1, 5, 1, 0.112))
+    for _ in range(12):
+        controller._policy(replace(fixed, gamma=0)).observe(JudgedRound(0, step=step, seconds=0.0103))
+    assert first(controller, request()) == 0
 
 
 @pytest.mark.parametrize(
