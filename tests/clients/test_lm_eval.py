@@ -1,4 +1,4 @@
-"""lm-eval's `local-completions`: log-likelihoods and greedy text are those of transformers."""
+"""lm-eval by the page's command: log-likelihoods and greedy text are those of transformers."""
 
 import json
 from pathlib import Path
@@ -8,7 +8,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from tests.clients.conftest import Program
+from tests.clients.conftest import Program, command
 from tests.cluster import MODELS
 
 pytestmark = pytest.mark.slow
@@ -53,15 +53,8 @@ def samples(program: Program, front: str, folder: Path, name: str, task: str) ->
     data = folder / "questions.jsonl"
     data.write_text("".join(json.dumps(each) + "\n" for each in QUESTIONS), encoding="utf-8")
     (folder / f"{name}.yaml").write_text(task + DATA.replace("FILE", str(data)), encoding="utf-8")
-    model = {
-        "model": "target", "base_url": f"{front}/v1/completions", "tokenizer": str(MODELS / "target"),
-        "tokenizer_backend": "huggingface", "tokenized_requests": "True", "num_concurrent": "2", "max_retries": "1",
-    }  # fmt: skip
-    program(
-        "lm_eval", "--model", "local-completions", "--model_args", ",".join(f"{k}={v}" for k, v in model.items()),
-        "--tasks", name, "--include_path", str(folder), "--output_path", str(folder / "out"), "--log_samples",
-        "--batch_size", "2",
-    )  # fmt: skip
+    more = ("--include_path", str(folder), "--output_path", str(folder / "out"), "--log_samples")
+    program(*command("lm_eval", front, hellaswag=name), *more)
     (found,) = (folder / "out").rglob(f"samples_{name}_*.jsonl")
     lines = [json.loads(line) for line in found.read_text(encoding="utf-8").splitlines()]
     assert len(lines) == len(QUESTIONS)

@@ -1,6 +1,7 @@
 """The pages and their fenced blocks.
 
 A block of `sh` or `python` runs in `test_snippets`, unless its fence says why not: "```sh no-test: needs a cluster".
+Only hardware, the network, and programs with an environment of their own are reasons.
 """
 
 import re
@@ -12,6 +13,18 @@ from pathlib import Path
 from tests.project.tree import ROOT
 
 PAGES = (ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md")))
+
+NEEDS = (
+    "needs a GPU",
+    "needs two GPUs",
+    "needs two machines",
+    "needs a cluster",
+    "needs docker",
+    "downloads two models",
+)
+"""Reasons why no test runs a block."""
+BY_CLIENTS = "tests/clients runs it"
+"""The reason of blocks whose program has an environment of its own: see `tests.clients.conftest`."""
 
 _FENCE = re.compile(
     r"^(?P<indent> *)(?P<ticks>```+|~~~+)(?P<language>\w*)(?P<info>[^\n`]*)\n(?P<text>.*?)^(?P=indent)(?P=ticks) *$",
@@ -37,7 +50,7 @@ class Block:
 
     @property
     def reason(self) -> str | None:
-        """Why no test runs it; None of one that runs."""
+        """Why `test_snippets` does not run it; None of one that runs."""
         found = _MARK.fullmatch(self.info.rstrip())
         return found and found["reason"]
 

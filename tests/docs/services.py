@@ -1,29 +1,46 @@
-"""The programs of a page: `python` and `outrider`, which start services in the background and run everything else."""
+"""`python`, `outrider` and `smg` for a page: they start servers in the background, and run everything else."""
 
 import contextlib
 import json
+import os
+import shlex
+import shutil
+import signal
 import socket
+import ssl
 import subprocess
 import sys
 import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
+from urllib.request import Request, urlopen
 
 from outrider.cli.processes import ServiceProcess
 from outrider.rpc.channel import wait_for_health
-from tests.cluster import FLAGS
+from tests.cluster import FLAGS, free_address
 from tests.fork_server import ForkedService
+from tests.machine import absent
 
 START_S = 90.0
+OUTRIDER = (sys.executable, "-c", "from outrider.cli import main; main()")
 
 _PROGRAM = """#!/bin/sh
 case "$*" in
   *--help* | *--version*) ;;
-  "-m draft_service "* | "-m verifier_service "* | "serve "*) exec {python} -S {folder}/start.py {folder}/socket "$@" ;;
+  "-m draft_service "* | "-m verifier_service "* | "serve "* | "gateway "*)
+    exec {python} -S {folder}/start.py {folder}/socket "$@" ;;
+  "launch "*) exec {python} -S {folder}/start.py {folder}/socket smg "$@" ;;
 esac
 exec {command} "$@"
 """
+# smg looks for its workers every few seconds by default.
+_SMG_FLAGS = {
+    "--host": "127.0.0.1",
+    "--health-check-interval-secs": "1",
+    "--health-success-threshold": "1",
+    "--worker-startup-check-interval": "1",
+}
 _START = """
 import json, os, socket, sys
 with socket.socket(socket.AF_UNIX) as connection:
@@ -34,11 +51,19 @@ sys.exit(error or None)
 """
 
 
+def find_smg() -> str:
+    """The program; the test is skipped where it is not installed."""
+    beside = Path(sys.executable).parent
+    return shutil.which("smg", path=f"{beside}{os.pathsep}{os.environ['PATH']}") or absent(
+        "smg is not installed; there are wheels for few platforms"
+    )
+
+
 class Services:
-    """Starts services when a shell runs their command, returns once they are ready, and ends them with the page.
+    """Starts servers when a shell runs their command, returns once they are ready, and ends them with the page.
 
     Attributes:
-        programs: the folder of `python` and `outrider`, for a shell's PATH.
+        programs: the folder of the programs, for a shell's PATH.
     """
 
     def __init__(self, folder: Path, defaults: Mapping[str, Mapping[str, str]]) -> None:
@@ -54,8 +79,8 @@ class Services:
         (folder / "start.py").write_text(_START, encoding="utf-8")
         self.programs = folder / "bin"
         self.programs.mkdir()
-        outrider = f"{sys.executable} -c 'from outrider.cli import main; main()'"
-        for name, command in (("python", sys.executable), ("outrider", outrider)):
+        outrider = shlex.join(OUTRIDER)
+        for name, command in (("python", sys.executable), ("outrider", outrider), ("smg", "false")):
             program = self.programs / name
             text = _PROGRAM.format(python=sys.executable, folder=folder, command=command)
             program.write_text(text, encoding="utf-8")
@@ -63,14 +88,18 @@ class Services:
 
     def close(self) -> None:
         self._listener.close()
+        self._end_commands()
         for service in reversed(self._services):
             service.stop()
-        self._end_commands()
 
     def _end_commands(self) -> None:
-        for command in self._commands:
+        for command in reversed(self._commands):
             command.terminate()
-            command.wait(60)
+            try:
+                command.wait(60)
+            finally:
+                with contextlib.suppress(ProcessLookupError):
+                    os.killpg(command.pid, signal.SIGKILL)
         self._commands.clear()
 
     def _serve(self) -> None:
@@ -86,12 +115,16 @@ class Services:
         name, *flags = words[1:] if words[0] == "-m" else words
         # The fork server has a working folder of its own.
         flags = [str(folder / flag) if (folder / flag).exists() else flag for flag in flags]
-        for flag, value in self._defaults[name].items():
+        for flag, value in self._defaults.get(name, {}).items():
             if flag not in flags:
                 flags += [flag, value]
         try:
             if name == "serve":
                 self._run_serve(flags)
+            elif name == "gateway":
+                self._run_gateway(flags)
+            elif name == "smg":
+                self._run_smg(flags)
             else:
                 self._end_commands()  # `outrider serve` of an earlier block, which has the same addresses
                 service = ForkedService.launch([name, *flags, *FLAGS])
@@ -103,14 +136,46 @@ class Services:
         return ""
 
     def _run_serve(self, flags: Sequence[str]) -> None:
-        log = self._folder / "serve.log"
-        program = [sys.executable, "-c", "from outrider.cli import main; main()"]
-        with log.open("wb") as output:
-            command = subprocess.Popen([*program, "serve", *flags], stdout=output, stderr=subprocess.STDOUT)
-        self._commands.append(command)
         address = flags[flags.index("--listen") + 1]
+        self._run([*OUTRIDER, "serve", *flags], lambda: wait_for_health(address, "", 1.0))
+
+    def _run_gateway(self, flags: Sequence[str]) -> None:
+        scheme = "https" if "--http-tls-cert" in flags else "http"
+        url = f"{scheme}://{flags[flags.index('--http') + 1]}/health"
+        self._run([*OUTRIDER, "gateway", *flags], lambda: _ask(url))
+
+    def _run_smg(self, flags: Sequence[str]) -> None:
+        more = {**_SMG_FLAGS, "--prometheus-port": free_address().rpartition(":")[2]}
+        url = f"http://127.0.0.1:{flags[flags.index('--port') + 1]}/v1/completions"
+        body = json.dumps({"model": "target", "prompt": "x", "max_tokens": 1}).encode()
+        self._run([find_smg(), *flags, *(word for flag in more.items() for word in flag)], lambda: _ask(url, body))
+
+    def _run(self, command: Sequence[str], ask: Callable[[], object]) -> None:
+        """Run a command in the background, until the page ends; return once `ask` raises no error."""
+        log = self._folder / f"{len(self._commands)}.log"
+        with log.open("wb") as output:
+            # A group of its own. There is no network in tests, so no cache of the hub.
+            process = subprocess.Popen(
+                command,
+                stdout=output,
+                stderr=subprocess.STDOUT,
+                cwd=self._folder / "clone",
+                env={**os.environ, "HF_HOME": str(self._folder / "empty-hub")},
+                start_new_session=True,
+            )
+        self._commands.append(process)
         end = time.monotonic() + START_S
-        while time.monotonic() < end and command.poll() is None:
-            with contextlib.suppress(TimeoutError):
-                return wait_for_health(address, "", 1.0)
-        raise RuntimeError(f"outrider serve is not ready:\n{log.read_text(encoding='utf-8')[-4000:]}")
+        while time.monotonic() < end and process.poll() is None:
+            with contextlib.suppress(OSError, TimeoutError):
+                ask()
+                return
+            time.sleep(0.1)
+        raise RuntimeError(f"{command[-1]} is not ready:\n{log.read_text(encoding='utf-8')[-4000:]}")
+
+
+def _ask(url: str, body: bytes | None = None) -> None:
+    """Raise OSError unless the answer is a success."""
+    anyone = ssl._create_unverified_context() if url.startswith("https:") else None
+    request = Request(url, body, {"content-type": "application/json"})
+    with urlopen(request, timeout=10.0, context=anyone) as answer:
+        answer.read()

@@ -1,14 +1,15 @@
 """Snippets of pages run: all `sh` and `python` blocks of a page, in order, in one folder.
 
-- Services that a page starts by `outrider serve` or `python -m` run in the background until the page ends. A page that
-  starts none finds the demo pair.
+- Services that a page starts by `outrider serve` or `python -m`, fronts and gateways run in the background until the
+  page ends. A page that starts no service finds the demo pair.
+- Files that a page expects of its reader, and services on other machines, are there: see `_prepared`.
 - Hosts of the examples are this machine, and their ports are free ones. `make` runs with `-n`, `pip install` not at
   all.
 - Ids of models on the hub are folders of a cache, with the weights of the demo pair.
 - Commands that take minutes read fewer texts, by variables of the environment.
 - A `text` block right after a `python` block is its output.
 - Where a fence says why its block does not run ("```sh no-test: needs a cluster"), its commands are checked instead:
-  flags, files and targets of make exist.
+  flags, files and targets of make exist. `tests.clients` runs the programs that have an environment of their own.
 """
 
 import ast
@@ -32,9 +33,10 @@ from draft_service.settings import DraftSettings
 from outrider.cli import main as outrider_command
 from outrider.cli.processes import Pair
 from outrider.service.settings import ServiceSettings
-from tests.cluster import free_address
-from tests.docs.pages import PAGES, Block, blocks, name
-from tests.docs.services import Services
+from tests.certificates import Authority
+from tests.cluster import Cluster, free_address, wait_healthy
+from tests.docs.pages import BY_CLIENTS, NEEDS, PAGES, Block, blocks, name
+from tests.docs.services import Services, find_smg
 from tests.machine import need_tools
 from tests.project.tree import ROOT
 from verifier_service.settings import VerifierSettings
@@ -69,8 +71,10 @@ NAMES = (
 )  # fmt: skip
 
 _ADDRESS = re.compile(
-    r"\b(?:127\.0\.0\.1|0\.0\.0\.0|localhost|[a-z]+-box|draft-[ab]|HOST):(50051|50052|5006\d|80\d\d|90\d\d)\b"
+    r"\b(?:127\.0\.0\.1|0\.0\.0\.0|localhost|[a-z]+-box|draft-[ab]|HOST):"
+    r"(50051|50052|5006\d|80\d\d|8443|90\d\d|30000)\b"
 )
+_PORT = re.compile(r"(?<=--port )\d+\b")
 _STARTS = re.compile(r"^ *(?:outrider serve|python -m (?:draft|verifier)_service)\b", re.MULTILINE)
 _MAKE = re.compile(r"^( *)make\b", re.MULTILINE)
 _PIP = re.compile(r"^ *pip install\b.*$", re.MULTILINE)
@@ -89,7 +93,6 @@ class Reader:
         self._addresses = addresses
         self._names: dict[str, Any] = {"__name__": name(page)}
         self._folder = folder / "clone"
-        self._folder.mkdir()
         for each in ROOT.iterdir():
             if not each.name.startswith((".", "build", "site")):
                 (self._folder / each.name).symlink_to(each)
@@ -109,7 +112,12 @@ class Reader:
 
     def here(self, text: str) -> str:
         """Return a block with the addresses of this machine."""
-        return _ADDRESS.sub(lambda found: self._addresses.setdefault(found[1], free_address()), text)
+
+        def local(port: str) -> str:
+            return self._addresses.setdefault(port, free_address())
+
+        text = _ADDRESS.sub(lambda found: self._addresses.get(found[0]) or local(found[1]), text)
+        return _PORT.sub(lambda found: local(found[0]).rpartition(":")[2], text)
 
     def shell(self, text: str) -> None:
         path = os.pathsep.join([str(self._services.programs), os.environ["PATH"]])
@@ -157,12 +165,20 @@ def test_snippets_run(
     for program in ("openssl", "curl"):
         if any(re.search(rf"^ *{program}\b", block.text, re.MULTILINE) for block in run_here):
             need_tools(program)
+    if any(re.search(r"^ *smg\b", block.text, re.MULTILINE) for block in run_here):
+        find_smg()
     if any(_STARTS.search(block.text) for block in run_here if block.language == "sh"):
         addresses = {"50051": free_address(), "50052": free_address()}
     else:
         pair: Pair = request.getfixturevalue("demo_pair")
         addresses = {"50051": pair.draft.address, "50052": pair.verifier.address}
-    reader = Reader(page, tmp_path, addresses)
+    folder = tmp_path / "clone"
+    folder.mkdir()
+    with _prepared(page, folder, request) as more:
+        _run(Reader(page, tmp_path, addresses | more), run_here)
+
+
+def _run(reader: Reader, run_here: list[Block]) -> None:
     try:
         for block in run_here:
             try:
@@ -175,6 +191,28 @@ def test_snippets_run(
                 raise AssertionError(f"{block} does not run: {error}") from error
     finally:
         reader.close()
+
+
+@contextlib.contextmanager
+def _prepared(page: Path, folder: Path, request: pytest.FixtureRequest) -> Iterator[dict[str, str]]:
+    """What the page expects of its reader; yield addresses of hosts.
+
+    Of openai.md: two draft services with TLS, and the files of a front that other machines reach.
+    """
+    if name(page) != "docs/how-to/openai.md":
+        yield {}
+        return
+    authority = Authority(folder, "ca")
+    front = authority.issue("api.example.org", "127.0.0.1", file="front")
+    for file in ("draft-token", "keys"):
+        (folder / file).write_text("a-token-of-some-length\n", encoding="ascii")
+        (folder / file).chmod(0o600)
+    pair: Pair = request.getfixturevalue("demo_pair")
+    security = ("--tls-cert", str(front.cert), "--tls-key", str(front.key), "--health-listen", "127.0.0.1:0")
+    with Cluster(security) as cluster:
+        drafts = [cluster.draft(pair.verifier) for _ in range(2)]
+        wait_healthy(*drafts)
+        yield {f"draft-{letter}:50051": draft.address for letter, draft in zip("ab", drafts, strict=True)}
 
 
 def _hub_cache(folder: Path) -> Path:
@@ -206,7 +244,13 @@ def _output(block: Block, otherwise: str) -> str:
 @pytest.mark.parametrize("page", PAGES, ids=name)
 def test_fences_say_why_a_block_does_not_run(page: Path) -> None:
     for block in blocks(page):
-        assert not block.info.strip() or block.reason, f"{block}: {block.info}"
+        assert not block.info.strip() or block.reason in (*NEEDS, BY_CLIENTS), f"{block}: {block.info}"
+
+
+def test_programs_with_an_environment_of_their_own_have_a_test() -> None:
+    tests = "".join(each.read_text(encoding="utf-8") for each in (ROOT / "tests" / "clients").glob("test_*.py"))
+    for block in (block for page in PAGES for block in blocks(page) if block.reason == BY_CLIENTS):
+        assert f'command("{block.text.split()[0]}"' in tests, block
 
 
 @pytest.mark.parametrize("page", PAGES, ids=name)
