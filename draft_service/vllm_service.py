@@ -57,7 +57,7 @@ class _Sample:
     is_finished: bool = False
 
 
-class _Call:
+class Call:
     """A call in progress: in place of the context it takes our responses, and writes vLLM's to the real one."""
 
     def __init__(self, request: Any, context: Any, limits: model_pb2.Limits) -> None:
@@ -269,7 +269,7 @@ class VllmEngine(vllm_engine_pb2_grpc.VllmEngineServicer):
         self._settings = settings
         self._began = time.monotonic()
         self._last_request = 0.0  # in seconds since 1970
-        self._calls: dict[tuple[str, str], list[_Call]] = {}  # by caller and request id
+        self._calls: dict[tuple[str, str], list[Call]] = {}  # by caller and request id
         self._bundle: asyncio.Future[bytes] | None = None
         for method in _SERVICE.methods:
             if method.name not in vars(VllmEngine):
@@ -283,7 +283,7 @@ class VllmEngine(vllm_engine_pb2_grpc.VllmEngineServicer):
     async def Generate(self, request: Any, context: Any) -> None:
         self._last_request = time.time()
         pair = self._drafts.ready()
-        call = _Call(request, context, pair.draft.limits)
+        call = Call(request, context, pair.draft.limits)
         try:
             with self._abortable(caller(context), request.request_id, call):
                 ours = await translated(request, pair)
@@ -292,7 +292,7 @@ class VllmEngine(vllm_engine_pb2_grpc.VllmEngineServicer):
             raise renamed(error) from error
 
     @contextmanager
-    def _abortable(self, name: str, request_id: str, call: _Call) -> Iterator[None]:
+    def _abortable(self, name: str, request_id: str, call: Call) -> Iterator[None]:
         calls = self._calls.setdefault((name, request_id), [])
         calls.append(call)
         try:

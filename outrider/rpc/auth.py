@@ -324,7 +324,8 @@ def _too_fast(rate: float, burst: int, seconds: float) -> RequestError:
 
 _logger = logging.getLogger(__name__)
 
-_ABOUT_THE_SERVER = "/grpc.reflection."
+# Streaming calls that start no sequence.
+_FREE = ("/grpc.reflection.", "/vllm.grpc.engine.VllmEngine/GetTokenizer")
 # Between two log lines about refused calls: a client that retries in a loop must not fill the disk.
 _SECONDS_PER_LINE = 1.0
 
@@ -346,7 +347,7 @@ class Authentication(Interceptor):
             allowed: names, of which a client's certificate must have one; None: any client.
             tokens: of which each call must carry one; None: no token is required.
             limits: of each client, identified by its token, else its certificate, else its address. Only streaming
-                calls count, as one sequence each unless `count_sequences` adds more.
+                calls that start sequences count, as one each unless `count_sequences` adds more.
         """
         self._allowed = allowed
         self._tokens = tokens
@@ -356,7 +357,7 @@ class Authentication(Interceptor):
     def wrap(self, handler: Handler, details: grpc.HandlerCallDetails) -> Handler:
         method: Any = details.method
         metadata = tuple(details.invocation_metadata or ())
-        counts = bool(handler.response_streaming) and not method.startswith(_ABOUT_THE_SERVER)
+        counts = bool(handler.response_streaming) and not method.startswith(_FREE)
 
         @asynccontextmanager
         async def around(context: Context) -> AsyncIterator[None]:

@@ -378,6 +378,19 @@ def test_the_tokenizer_comes_as_an_archive(channel: grpc.Channel, tmp_path: Path
     assert AutoTokenizer.from_pretrained(tmp_path).encode(PROMPT) == IDS
 
 
+def test_the_tokenizer_is_no_sequence_of_its_client(channel: grpc.Channel) -> None:
+    """Gateways ask for it when they start, or for each request."""
+    call = stub(channel).Generate(request(IDS, stream=True, n=CLIENT_SEQUENCES, **LONG), timeout=TIMEOUT)
+    try:
+        next(call)
+        assert list(stub(channel).GetTokenizer(common_pb2.GetTokenizerRequest(), timeout=TIMEOUT))
+        with pytest.raises(grpc.RpcError) as caught:
+            generate(channel, IDS, max_tokens=1)
+        assert from_rpc_error(caught.value).metadata["limit"] == "max-client-sequences"
+    finally:
+        call.cancel()
+
+
 def test_other_calls_are_not_offered(channel: grpc.Channel) -> None:
     engine = stub(channel)
     for name, call in (
