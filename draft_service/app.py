@@ -149,7 +149,7 @@ class DraftApp(Service):
             await warm_up(drafters[Kind.MODEL], self.engine, probe)
         show_held(self.metrics, self._servicer.limit, None if built is None else built.model_runner.pool)
         if settings.vllm_metrics:
-            shown = VllmMetrics(self.metrics, served_name(target.name))
+            shown = VllmMetrics(self.metrics.registry, served_name(target.name))
             show_vllm(shown, self._servicer.metrics, self._servicer.limit, self._replicas)
         if not supports_rule_by_logits(drafters):
             remove_lossy_rules(draft)

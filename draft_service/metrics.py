@@ -14,82 +14,43 @@ from draft_service.drafters.staged import StagedCounts, Staging
 from draft_service.replicas import LOAD_SECONDS, STATUSES, Replicas, State
 from outrider.runtime.kv_cache import KVPool
 from outrider.service.best_effort import Component
-from outrider.service.metrics import Metrics, VllmMetrics
+from outrider.service.metrics import FIRST_TOKEN_S, SHORT_S, Metrics, TextMetrics, VllmMetrics
 from outrider.service.tracing import CallTrace
 from protos.outrider.v1 import speculation_pb2
 
 REQUEST_METRICS = Component("request_metrics")
 REQUEST_LOG = Component("request_log")
 
-# From a proposal by `lookup` to a long prompt; each bucket about twice the one before.
-_SHORT = (50e-6, 100e-6, 200e-6, 500e-6, 1e-3, 2e-3, 5e-3, 10e-3, 20e-3, 50e-3, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0)
-_FIRST_TOKEN = (1e-3, 2e-3, 5e-3, 10e-3, 20e-3, 50e-3, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0, 20.0, 50.0, 100.0)
-_WHOLE = (10e-3, 20e-3, 50e-3, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0, 20.0, 50.0, 100.0, 200.0, 500.0, 1000.0)
-
 PHASES = ("draft", "wire", "queue", "forward", "verify")
 """Of a round: drafting; the network, with waits on both event loops; the queue at the verifier; the forward pass;
 acceptance and sampling. The last three are fields of `VerdictTimings`."""
-
-
-class _Speculation:
-    """Counters of verdicts, by vLLM's definitions: proposals of at least one token, and their tokens."""
-
-    def __init__(self) -> None:
-        def counter(name: str, text: str, *labels: str) -> Counter:
-            return Counter(f"spec_decode_num_{name}", text, labels, registry=None)
-
-        self.drafts = counter("drafts", "Proposals of at least one token that a verifier judged.")
-        self.draft_tokens = counter("draft_tokens", "Drafted tokens in judged proposals.")
-        self.accepted = counter("accepted_tokens", "Drafted tokens that were accepted.")
-        self.accepted_at = counter(
-            "accepted_tokens_per_pos", "Accepted tokens by position in the proposal, from 0.", "position"
-        )
-
-    def judged(self, drafted: int, accepted: int) -> None:
-        self.drafts.inc()
-        self.draft_tokens.inc(drafted)
-        self.accepted.inc(accepted)
-        for position in range(accepted):
-            self.accepted_at.labels(str(position)).inc()
 
 
 class RequestMetrics:
     """Metrics of requests. Used on the event loop only."""
 
     def __init__(self, metrics: Metrics) -> None:
-        def counter(name: str, text: str, *labels: str) -> Counter:
-            return Counter(f"outrider_{name}", text, labels, registry=metrics.registry)
-
-        def seconds(name: str, text: str, buckets: tuple[float, ...], *labels: str) -> Histogram:
-            return Histogram(f"outrider_{name}_seconds", text, labels, registry=metrics.registry, buckets=buckets)
-
-        self._requests = counter("requests", "Generate calls that ended, by gRPC status.", "status")
+        self._texts = TextMetrics(metrics.registry, "outrider_", "Generate calls")
+        self._requests = Counter(
+            "outrider_requests",
+            "Generate calls that ended, by gRPC status.",
+            ("status",),
+            registry=metrics.registry,
+        )
         for status in ("OK", "CANCELLED"):
             self._requests.labels(status)
-        self._prompt = counter(
-            "prompt_tokens",
-            "Prompt tokens of ended Generate calls; each prompt counts once, with any number of samples.",
+        self._queued = Histogram(
+            "outrider_request_queue_seconds",
+            "Time of a call in the queue of this service; 0 if it did not wait.",
+            registry=metrics.registry,
+            buckets=FIRST_TOKEN_S,
         )
-        self._generated = counter("generation_tokens", "Generated tokens of ended Generate calls.")
-        self._first = seconds(
-            "time_to_first_token", "From the arrival of a request to the first token of each sample.", _FIRST_TOKEN
-        )
-        self._between = seconds(
-            "inter_token_latency",
-            "From one token of a sample to the next; tokens that are sent together share the time equally.",
-            _SHORT,
-        )
-        self._whole = seconds(
-            "e2e_request_latency", "From the arrival of a request to its end, if its status is OK.", _WHOLE
-        )
-        self._queued = seconds(
-            "request_queue", "Time of a call in the queue of this service; 0 if it did not wait.", _FIRST_TOKEN
-        )
-        rounds = seconds(
-            "round",
+        rounds = Histogram(
+            "outrider_round_seconds",
             "Time of a round by phase: draft (rounds with a proposal only), wire, queue, forward, verify.",
-            _SHORT,
-            "phase",
+            ("phase",),
+            registry=metrics.registry,
+            buckets=SHORT_S,
         )
         self._phases = [rounds.labels(phase) for phase in PHASES]
         self._waiting = Gauge(
@@ -97,7 +58,7 @@ class RequestMetrics:
             "Samples in progress without a verdict yet: they wait for a verifier, in its queue, or for their prompt.",
             registry=metrics.registry,
         )
-        self._speculation: _Speculation | None = None
+        self._counts_speculation = False
 
     def queued(self, seconds: float) -> None:
         self._queued.observe(seconds)
@@ -105,39 +66,31 @@ class RequestMetrics:
     def ended(self, status: str, seconds: float, *, prompt: int, generated: int) -> None:
         """Records a request that ended `seconds` after its arrival."""
         self._requests.labels(status).inc()
-        self._prompt.inc(prompt)
-        self._generated.inc(generated)
+        self._texts.ended(prompt=prompt, generated=generated)
         if status == "OK":
-            self._whole.observe(seconds)
+            self._texts.whole(seconds)
 
     def first_token(self, seconds: float) -> None:
         """See `TokenWatch`."""
-        self._first.observe(seconds)
+        self._texts.first_token(seconds)
 
     def next_tokens(self, seconds: float, count: int) -> None:
         """See `TokenWatch`."""
-        share = seconds / max(1, count)
-        for _ in range(count):
-            self._between.observe(share)
+        self._texts.next_tokens(seconds, count)
 
     def waits(self, change: int) -> None:
         """Changes the number of samples that wait for their first verdict."""
         self._waiting.inc(change)
 
     def show_vllm(self, shown: VllmMetrics) -> None:
-        """Shows the histograms, and from now on the counters of verdicts, under vLLM's names too."""
-        self._speculation = counts = _Speculation()
-        shown.add("time_to_first_token_seconds", self._first)
-        shown.add("inter_token_latency_seconds", self._between)
-        shown.add("spec_decode_num_drafts", counts.drafts)
-        shown.add("spec_decode_num_draft_tokens", counts.draft_tokens)
-        shown.add("spec_decode_num_accepted_tokens", counts.accepted)
-        shown.add("spec_decode_num_accepted_tokens_per_pos", counts.accepted_at, "position")
+        """Shows them, and from now on the counters of verdicts, under vLLM's names too."""
+        self._counts_speculation = True
+        self._texts.show_vllm(shown)
 
     def speculated(self, drafted: int, accepted: int) -> None:
         """Records a judged proposal of `drafted` tokens."""
-        if drafted and self._speculation is not None:
-            self._speculation.judged(drafted, accepted)
+        if drafted and self._counts_speculation:
+            self._texts.judged(1, drafted, [1] * accepted)
 
     def judged(self, draft: float | None, *others: float) -> None:
         """Records the seconds of a round in each of `PHASES`; `draft` is None for a `Decode`."""

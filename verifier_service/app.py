@@ -99,7 +99,7 @@ class VerifierApp(Service):
         engine.observer = observer  # from now on: the warm-up is not counted
         observer.watch(engine.model_runner.pool, engine.scheduler)
         if self._settings.vllm_metrics:
-            shown = VllmMetrics(self.metrics, served_name(model.name))
+            shown = VllmMetrics(self.metrics.registry, served_name(model.name))
             observer.show_vllm(shown, engine.model_runner.pool, engine.scheduler)
         await warm()
         self._servicer.attach(engine, model, inputs)

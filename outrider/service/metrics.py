@@ -8,13 +8,22 @@ from __future__ import annotations
 
 import socket
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from socketserver import TCPServer
 from typing import Any
 from wsgiref.simple_server import WSGIRequestHandler
 
-from prometheus_client import CollectorRegistry, Gauge, Info, ProcessCollector, disable_created_metrics, make_wsgi_app
+from prometheus_client import (
+    CollectorRegistry,
+    Counter,
+    Gauge,
+    Histogram,
+    Info,
+    ProcessCollector,
+    disable_created_metrics,
+    make_wsgi_app,
+)
 from prometheus_client.core import CounterMetricFamily, Metric
 from prometheus_client.exposition import ThreadingWSGIServer
 from prometheus_client.registry import Collector
@@ -25,6 +34,11 @@ from outrider.service.logs import dropped_lines
 
 # Otherwise each counter would have one more series, the time of its creation, which nothing uses.
 disable_created_metrics()
+
+# From a proposal by `lookup` to a long prompt; each bucket about twice the one before.
+SHORT_S = (50e-6, 100e-6, 200e-6, 500e-6, 1e-3, 2e-3, 5e-3, 10e-3, 20e-3, 50e-3, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0)
+FIRST_TOKEN_S = (1e-3, 2e-3, 5e-3, 10e-3, 20e-3, 50e-3, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0, 20.0, 50.0, 100.0)
+WHOLE_S = (10e-3, 20e-3, 50e-3, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0, 20.0, 50.0, 100.0, 200.0, 500.0, 1000.0)
 
 # Timeout of an idle connection; a scrape takes milliseconds.
 CONNECTION_SECONDS = 10.0
@@ -40,7 +54,7 @@ class Metrics:
     def __init__(self) -> None:
         self.registry = CollectorRegistry()
         ProcessCollector(registry=self.registry)
-        self.registry.register(_InternalErrors())
+        self.registry.register(InternalErrors())
         self.registry.register(_DroppedLines())
         self._info = Info(
             "outrider_service",
@@ -53,7 +67,7 @@ class Metrics:
         self._info.info(labels)
 
 
-class _InternalErrors(Collector):
+class InternalErrors(Collector):
     """Failed calls of each `Component` of the process."""
 
     def collect(self) -> Iterator[CounterMetricFamily]:
@@ -81,11 +95,11 @@ class _DroppedLines(Collector):
 class VllmMetrics(Collector):
     """Metrics under the names that vLLM gives them, for routers and dashboards that read those."""
 
-    def __init__(self, metrics: Metrics, model: str) -> None:
+    def __init__(self, registry: CollectorRegistry, model: str) -> None:
         """Registers itself; `model` is the value of the label `model_name`."""
         self._model = model
         self._sources: list[tuple[str, Collector, tuple[str, ...]]] = []
-        metrics.registry.register(self)
+        registry.register(self)
 
     def add(self, name: str, source: Collector, *kept: str) -> None:
         """Shows a metric as `vllm:name`, without `_total` if it is a counter: summed over its labels, except `kept`."""
@@ -114,6 +128,87 @@ class VllmMetrics(Collector):
         for (suffix, labels), value in sums.items():
             renamed.add_sample(name + suffix, {"model_name": self._model, **dict(labels)}, value)
         return renamed
+
+
+class TextMetrics:
+    """Times and tokens of texts, and what became of their drafted tokens, as a draft service or a front sees them.
+
+    The counters of drafted tokens have names of vLLM's only.
+    """
+
+    def __init__(self, registry: CollectorRegistry, prefix: str, requests: str) -> None:
+        """`prefix` is that of the names; `requests` says what ends."""
+
+        def counter(name: str, text: str) -> Counter:
+            return Counter(f"{prefix}{name}", text, registry=registry)
+
+        def seconds(name: str, text: str, buckets: Sequence[float]) -> Histogram:
+            return Histogram(f"{prefix}{name}_seconds", text, registry=registry, buckets=buckets)
+
+        def unnamed(name: str, text: str, *labels: str) -> Counter:
+            return Counter(f"spec_decode_num_{name}", text, labels, registry=None)
+
+        self._prompt = counter(
+            "prompt_tokens", f"Prompt tokens of ended {requests}; each prompt counts once, with any number of samples."
+        )
+        self._generated = counter("generation_tokens", f"Generated tokens of ended {requests}.")
+        self._first = seconds(
+            "time_to_first_token", "From the arrival of a request to the first token of each sample.", FIRST_TOKEN_S
+        )
+        self._between = seconds(
+            "inter_token_latency",
+            "From one token of a sample to the next; tokens that are sent together share the time equally.",
+            SHORT_S,
+        )
+        self._whole = seconds(
+            "e2e_request_latency", "From the arrival of a request to its end, if its status is OK.", WHOLE_S
+        )
+        self._drafts = unnamed("drafts", "Proposals of at least one token that a verifier judged.")
+        self._draft_tokens = unnamed("draft_tokens", "Drafted tokens in judged proposals.")
+        self._accepted = unnamed("accepted_tokens", "Drafted tokens that were accepted.")
+        self._accepted_at = unnamed(
+            "accepted_tokens_per_pos", "Accepted tokens by position in the proposal, from 0.", "position"
+        )
+
+    def show_vllm(self, shown: VllmMetrics) -> None:
+        """Shows them under vLLM's names too."""
+        shown.add("prompt_tokens", self._prompt)
+        shown.add("generation_tokens", self._generated)
+        shown.add("time_to_first_token_seconds", self._first)
+        shown.add("inter_token_latency_seconds", self._between)
+        shown.add("e2e_request_latency_seconds", self._whole)
+        shown.add("spec_decode_num_drafts", self._drafts)
+        shown.add("spec_decode_num_draft_tokens", self._draft_tokens)
+        shown.add("spec_decode_num_accepted_tokens", self._accepted)
+        shown.add("spec_decode_num_accepted_tokens_per_pos", self._accepted_at, "position")
+
+    def ended(self, *, prompt: int, generated: int) -> None:
+        """Counts the tokens of a request that ended."""
+        self._prompt.inc(prompt)
+        self._generated.inc(generated)
+
+    def whole(self, seconds: float) -> None:
+        """Records a request that ended well, `seconds` after its arrival."""
+        self._whole.observe(seconds)
+
+    def first_token(self, seconds: float) -> None:
+        """Records the first token of a sample, `seconds` after the request's arrival."""
+        self._first.observe(seconds)
+
+    def next_tokens(self, seconds: float, count: int) -> None:
+        """Records `count` tokens that came together, `seconds` after those before them."""
+        share = seconds / max(1, count)
+        for _ in range(count):
+            self._between.observe(share)
+
+    def judged(self, drafts: int, drafted: int, accepted_at: Sequence[int]) -> None:
+        """Counts judged proposals of `drafted` tokens together, with the accepted tokens at each position."""
+        self._drafts.inc(drafts)
+        self._draft_tokens.inc(drafted)
+        self._accepted.inc(sum(accepted_at))
+        for position, count in enumerate(accepted_at):
+            if count:
+                self._accepted_at.labels(str(position)).inc(count)
 
 
 class _Handler(WSGIRequestHandler):

@@ -124,7 +124,7 @@ def test_without_the_flag_there_are_none(demo_pair: Pair) -> None:
 
 def test_a_second_name_sums_over_labels_that_are_not_kept() -> None:
     metrics = Metrics()
-    shown = VllmMetrics(metrics, "a model")
+    shown = VllmMetrics(metrics.registry, "a model")
     tokens = Counter("own_tokens", "Tokens.", ("rule", "position"), registry=metrics.registry)
     seconds = Histogram("own_seconds", "Seconds.", ("phase",), buckets=(1.0, 2.0), registry=metrics.registry)
     shown.add("tokens", tokens)
