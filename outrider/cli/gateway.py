@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
 
-from outrider.cli.options import Address, calling_options, connected
+from outrider.cli.options import Address, calling_options, connected, framing_options, request_of
 from outrider.cli.output import Failure, needs_extra
 from outrider.cli.processes import terminated_as_interrupted
 from outrider.client import AsyncClient
@@ -112,8 +112,22 @@ def http_options(command: Any) -> Any:
     return command
 
 
-def make_server(address: str, values: dict[str, Any], connect: Callable[[], AsyncClient]) -> HttpServer:
+def make_server(
+    address: str,
+    values: dict[str, Any],
+    connect: Callable[[], AsyncClient],
+    *,
+    framing: Mapping[str, Any] | None = None,
+    vllm_metrics: bool = False,
+) -> HttpServer:
     """The front, bound to its address; takes the values of `http_options` out of `values`.
+
+    Args:
+        address: of the front.
+        values: of the command line.
+        connect: makes its client.
+        framing: see `AppSettings`.
+        vllm_metrics: see `AppSettings`.
 
     Raises:
         UsageError: they contradict each other, or a file has the wrong content.
@@ -138,6 +152,8 @@ def make_server(address: str, values: dict[str, Any], connect: Callable[[], Asyn
         timeout=given["http_timeout"],
         max_body_bytes=given["http_max_body_bytes"],
         playground=given["http_playground"],
+        framing=framing or {},
+        vllm_metrics=vllm_metrics,
     )
     try:
         return HttpServer(settings, connect)
@@ -167,18 +183,34 @@ def make_server(address: str, values: dict[str, Any], connect: Callable[[], Asyn
     "--patience",
     metavar="SECONDS",
     type=click.FloatRange(min=0),
-    default=5.0,
+    default=30.0,
     show_default=True,
-    help="How long to retry while no draft service accepts a request.",
+    help="How long to retry, or to continue a text that has begun, while no draft service accepts it.",
 )
+@click.option(
+    "--vllm-metrics", is_flag=True, help="Show metrics under vLLM's names too, at /metrics of --http, without a key."
+)
+@framing_options
 @calling_options
 @http_options
-def gateway_command(draft: str, http: str, patience: float, **values: Any) -> None:
+def gateway_command(
+    draft: str,
+    http: str,
+    patience: float,
+    vllm_metrics: bool,
+    frame_bytes: int | None,
+    frame_pace: float | None,
+    fixed_size_rounds: bool,
+    **values: Any,
+) -> None:
     """Serve OpenAI's HTTP API in front of the draft services at --draft, until a signal.
 
     /v1/models, /v1/completions, /v1/chat/completions, /v1/audio/transcriptions, /tokenize, /detokenize,
     /tokenizer_info, /health, /version and /metrics. On Ctrl-C or SIGTERM answers in progress may end within 30 s. Needs
     the extra `http`.
+
+    --frame-bytes, --frame-pace and --fixed-size-rounds hold for every text, between the front and the verifier. They
+    switch off the playground, and log-probabilities of prompts. Answers to HTTP clients are not padded.
 
     --tls, --tls-ca, --tls-cert, --tls-key, --tls-name, --token-file and --plaintext are about the calls of draft
     services; the options that begin with --http are about HTTP clients. Beyond this machine the front demands TLS and
@@ -193,7 +225,8 @@ def gateway_command(draft: str, http: str, patience: float, **values: Any) -> No
     def connect() -> AsyncClient:
         return connected(draft, _ASK_S, patience, dict(calling), AsyncClient)
 
-    server = make_server(http, values, connect)
+    framing = request_of({"frame_bytes": frame_bytes, "frame_pace": frame_pace, "fixed_size_rounds": fixed_size_rounds})
+    server = make_server(http, values, connect, framing=framing, vllm_metrics=vllm_metrics)
     try:
         with terminated_as_interrupted():
             click.echo(f"Serving OpenAI's API at {server.url}/v1", err=True)

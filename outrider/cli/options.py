@@ -99,6 +99,28 @@ def _group(*options: Any) -> Any:
     return add
 
 
+# Hides token counts from observers of the network.
+_FRAMING = (
+    click.option(
+        "--frame-bytes",
+        metavar="BYTES",
+        type=int,
+        help="Pad each response to this size, to hide from the network how many tokens it has.",
+    ),
+    click.option(
+        "--frame-pace",
+        metavar="SECONDS",
+        type=float,
+        help="Time between two responses, to hide from the network when tokens come; 0.001 to 10.",
+    ),
+    click.option(
+        "--fixed-size-rounds",
+        is_flag=True,
+        help="Pad the messages between the services to one size for each direction.",
+    ),
+)
+framing_options = _group(*_FRAMING)
+
 # How to run both models; see `flags_of_pair`.
 model_options = _group(
     click.option("--device", type=DeviceName(), help="Device of both models: cpu, cuda, cuda:1. Default: auto."),
@@ -244,23 +266,7 @@ request_options = _group(
     click.option(
         "--keep-special-tokens", is_flag=True, help="Keep special tokens, such as <|endoftext|>, in the text."
     ),
-    click.option(
-        "--frame-bytes",
-        metavar="BYTES",
-        type=int,
-        help="Pad each response to this size, to hide from the network how many tokens it has.",
-    ),
-    click.option(
-        "--frame-pace",
-        metavar="SECONDS",
-        type=float,
-        help="Time between two responses, to hide from the network when tokens come; 0.001 to 10.",
-    ),
-    click.option(
-        "--fixed-size-rounds",
-        is_flag=True,
-        help="Pad the messages between the services to one size for each direction.",
-    ),
+    *_FRAMING,
     click.option("--request-id", metavar="NAME", help="Name of the request in the services' logs. Default: random."),
 )
 

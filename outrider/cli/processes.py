@@ -350,10 +350,12 @@ class Pair:
                 if time.monotonic() > end:
                     raise ServiceError(f"{service.name} is not healthy after {timeout:g} s", service.log_lines())
 
-    def watch(self) -> None:
-        """Raises `ServiceError` when one ends; never returns."""
+    def watch(self, also: Callable[[], None] = lambda: None) -> None:
+        """Raises `ServiceError` when one ends, or what `also` raises; never returns."""
         while True:
-            self.check(within=3600.0)
+            self.check()
+            also()
+            time.sleep(_CHECK_S)
 
 
 @contextmanager

@@ -6,21 +6,23 @@ import json
 import math
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack
 from difflib import get_close_matches
 from functools import partial
 from importlib import import_module
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import click
 
 from outrider.cli.gateway import http_options, make_server
 from outrider.cli.options import DRAFTERS, POLICIES, Address, flags_of_pair, model_options, serving_options
 from outrider.cli.output import Failure
-from outrider.cli.processes import ServiceError, running_pair, terminated_as_interrupted
+from outrider.cli.processes import Pair, ServiceError, running_pair, terminated_as_interrupted
 from outrider.client import AsyncClient
 from outrider.rpc.channel import SOCKET
 from outrider.service.logs import dropped_notice, take_over, text_renderer
+
+if TYPE_CHECKING:
+    from outrider.http.server import HttpServer
 
 _PREFIXES = {"verifier_service": "verifier | ", "draft_service": "draft    | "}
 # Two services cannot share an address. Without a prefix these flags belong to the draft service.
@@ -95,8 +97,8 @@ def serve_command(
     """Serve a pair of models on this machine: a verifier service with the target, a draft service with the draft.
 
     The logs of both services go to stdout: text with a prefix on a terminal, elsewhere one JSON object a line. Ctrl-C
-    or SIGTERM stops both after the requests in progress; a second Ctrl-C stops them at once. If one service fails, the
-    other is stopped, and the exit code is 1.
+    or SIGTERM stops both after the requests in progress; a second Ctrl-C stops them at once. If a service or the front
+    fails, the others are stopped, and the exit code is 1.
 
     TLS and tokens protect the draft service. Between the services is plaintext, so a --verifier-listen that is not
     loopback needs --plaintext.
@@ -114,7 +116,8 @@ def serve_command(
     front, addresses = None, [""]
     http_values = {name: values.pop(name) for name in list(values) if name.startswith("http_")}
     if http is not None:
-        front = make_server(http, http_values, _connect(values, addresses))
+        shows_vllm = "--vllm-metrics" in flags  # as the services do
+        front = make_server(http, http_values, _connect(values, addresses), vllm_metrics=shows_vllm)
     verifier_flags, draft_flags = flags_of_pair({"threads": threads, **values})
     more_verifier, more_draft = shared_out(flags)
     verifier_flags, draft_flags = verifier_flags + more_verifier, draft_flags + more_draft
@@ -143,18 +146,32 @@ def serve_command(
             # No timeout: a model may have to be downloaded first.
             pair.wait_healthy(math.inf)
             click.echo(f'Serving. Try: outrider generate --draft {pair.address} "def add(a, b):"', err=True)
-            with ExitStack() as beside:
-                if front is not None:
-                    from outrider.http.server import BackgroundServer
-
-                    addresses[0] = pair.address
-                    beside.enter_context(BackgroundServer(front))
-                    click.echo(f"OpenAI's API is at {front.url}/v1", err=True)
+            if front is None:
                 pair.watch()
+            else:
+                addresses[0] = pair.address
+                _run_front(front, pair)
     except ServiceError as error:
         raise Failure(str(error)) from error  # its log is written already
     except KeyboardInterrupt:
         click.echo("Stopped.", err=True)
+
+
+def _run_front(front: HttpServer, pair: Pair) -> None:
+    """Runs the front beside the pair; never returns.
+
+    Raises:
+        ServiceError: a service has ended.
+        Failure: the front has ended.
+    """
+    from outrider.http.server import BackgroundServer, FrontEnded
+
+    with BackgroundServer(front) as beside:
+        click.echo(f"OpenAI's API is at {front.url}/v1", err=True)
+        try:
+            pair.watch(also=beside.check)
+        except FrontEnded as error:
+            raise Failure(str(error)) from error
 
 
 def _connect(values: Mapping[str, Any], addresses: Sequence[str]) -> Callable[[], AsyncClient]:

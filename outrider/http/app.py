@@ -6,7 +6,7 @@ import asyncio
 import json
 import logging
 import uuid
-from collections.abc import AsyncGenerator, Awaitable, Callable, Coroutine, Sequence
+from collections.abc import AsyncGenerator, Awaitable, Callable, Coroutine, Mapping, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
@@ -24,8 +24,9 @@ from outrider.client import AsyncClient, Message, OutriderError
 from outrider.environment import installed_version
 from outrider.http import playground
 from outrider.http.answers import DONE, ChatForm, CompletionForm, Form, tokens_of, usage_field
-from outrider.http.errors import ApiError, of_service
+from outrider.http.errors import ApiError, of_service, unsupported
 from outrider.http.generation import Call, Generation, Part
+from outrider.http.metrics import TEXT_TYPE, FrontMetrics
 from outrider.http.pair import Pair
 from outrider.http.requests import (
     ChatRequest,
@@ -36,7 +37,7 @@ from outrider.http.requests import (
     parse,
     read_json,
 )
-from outrider.http.security import Guard, GuardSettings, RequestCounts, Requests
+from outrider.http.security import Guard, GuardSettings, Requests
 from outrider.http.transcription import transcribe
 from outrider.rpc.auth import count_sequences
 from outrider.rpc.errors import RequestError
@@ -60,6 +61,9 @@ class AppSettings:
         guard: who may call, and how much a request may hold.
         cors_origins: origins of pages whose scripts may call; none: no page of another origin.
         playground: serve the playground at `/`.
+        framing: options of every text that hide its token counts from the network, of `outrider.client.Options`. With
+            them there is no playground, whose stream names every round.
+        vllm_metrics: show metrics under vLLM's names, too.
     """
 
     model: str | None = None
@@ -68,29 +72,15 @@ class AppSettings:
     guard: GuardSettings = field(default_factory=GuardSettings)
     cors_origins: Sequence[str] = ()
     playground: bool = True
+    framing: Mapping[str, Any] = field(default_factory=dict)
+    vllm_metrics: bool = False
 
 
 def create_app(client: AsyncClient, settings: AppSettings) -> Starlette:
     """The application in front of `client`, which its caller closes."""
     front = Front(client, settings)
-    routes = [
-        Route("/metrics", front.metrics),
-        Route("/health", front.health),
-        Route("/version", front.version),
-        Route("/v1/models", front.models),
-        Route("/v1/models/{model:path}", front.model),
-        Route("/v1/completions", front.completions, methods=["POST"]),
-        Route("/v1/chat/completions", front.chat, methods=["POST"]),
-        Route("/v1/audio/transcriptions", front.transcriptions, methods=["POST"]),
-        Route("/tokenize", front.tokenize, methods=["POST"]),
-        Route("/detokenize", front.detokenize, methods=["POST"]),
-        Route("/tokenizer_info", front.tokenizer_info),
-    ]
-    if settings.playground:
-        routes += [Route(path, playground.page) for path in playground.FILES]
-        routes.append(Route(playground.GENERATE, front.playground, methods=["POST"]))
-    front.counts = RequestCounts([route.path for route in routes])
-    middleware = [Middleware(Requests, counts=front.counts)]
+    routes = front.routes()
+    middleware = [Middleware(Requests, metrics=front.metrics)]
     if settings.cors_origins:
         cors = Middleware(
             CORSMiddleware,
@@ -113,17 +103,34 @@ def create_app(client: AsyncClient, settings: AppSettings) -> Starlette:
 
 
 class Front:
-    """The endpoints.
-
-    Attributes:
-        counts: of requests, once the routes are known.
-    """
-
-    counts: RequestCounts
+    """The endpoints."""
 
     def __init__(self, client: AsyncClient, settings: AppSettings) -> None:
-        self._pair = Pair(client, settings.model)
         self._settings = settings
+        self.metrics = FrontMetrics([route.path for route in self.routes()], shows_vllm=settings.vllm_metrics)
+        self._pair = Pair(client, self.metrics, name=settings.model, framing=settings.framing)
+
+    def routes(self) -> list[Route]:
+        """All routes."""
+        routes = [
+            Route("/metrics", self.show_metrics),
+            Route("/health", self.health),
+            Route("/version", self.version),
+            Route("/v1/models", self.models),
+            Route("/v1/models/{model:path}", self.model),
+            Route("/v1/completions", self.completions, methods=["POST"]),
+            Route("/v1/chat/completions", self.chat, methods=["POST"]),
+            Route("/v1/audio/transcriptions", self.transcriptions, methods=["POST"]),
+            Route("/tokenize", self.tokenize, methods=["POST"]),
+            Route("/detokenize", self.detokenize, methods=["POST"]),
+            Route("/tokenizer_info", self.tokenizer_info),
+        ]
+        if self._settings.playground and not self._settings.framing:
+            routes += [Route(path, playground.page) for path in playground.FILES]
+            routes.append(Route(playground.GENERATE, self.playground, methods=["POST"]))
+        else:
+            routes += [Route(path, self.no_playground) for path in playground.FILES]
+        return routes
 
     # -------------------------------------------------------------------------------------------------------- text
 
@@ -137,6 +144,9 @@ class Front:
         options = body.options()
         options["max_new_tokens"] = max(1, body.max_tokens)
         if body.echo and body.logprobs is not None:
+            if {"frame_bytes", "frame_pace"} & self._pair.framing.keys():
+                text = "echo with logprobs is off: this server hides the sizes of its messages (--frame-bytes)"
+                raise unsupported("echo", text)
             options["prompt_logprobs"] = body.logprobs
         form = CompletionForm(_new_id(), self._pair.name, self._pair.known.target.weights_fingerprint)
         calls = [
@@ -244,6 +254,13 @@ class Front:
             raise of_service(error, names=names, models=self._pair.paths) from error
         return _Stream(first, events, {}, lambda error: of_service(error, names=names, models=self._pair.paths))
 
+    async def no_playground(self, request: Request) -> Response:
+        """GET of a file of the playground where it is off."""
+        text = "the playground is off on this server (--no-http-playground)"
+        if self._settings.framing:
+            text = "the playground is off: its stream names every round, and this server hides them (--frame-bytes)"
+        raise ApiError(404, text, code="not_found")
+
     # ------------------------------------------------------------------------------------------------------ tokens
 
     async def tokenize(self, request: Request) -> Response:
@@ -301,9 +318,12 @@ class Front:
             return _json({"status": "ok"})
         raise ApiError(503, "no draft service is available; try again later", headers={"retry-after": "1"})
 
-    async def metrics(self, request: Request) -> Response:
-        """GET /metrics: the requests of this front."""
-        return Response(self.counts.text(), media_type="text/plain; version=0.0.4")
+    async def show_metrics(self, request: Request) -> Response:
+        """GET /metrics: the requests of this front, and its texts."""
+        if self.metrics.shows_vllm and not self._pair.is_known:
+            await self._pair.is_available(_HEALTH_S)  # for the name of the model
+        shown = self.metrics.show(self._pair.name if self._pair.is_known else None)
+        return Response(shown, headers={"content-type": TEXT_TYPE})
 
     async def version(self, request: Request) -> Response:
         """GET /version."""

@@ -13,7 +13,6 @@ from dataclasses import dataclass, field
 from typing import Any, NamedTuple, TypeAlias
 
 from outrider.client import (
-    AsyncClient,
     Chunk,
     Event,
     Finished,
@@ -129,7 +128,8 @@ class Generation:
         self.tally = Tally()
         self._pair = pair
         self._calls = calls
-        self._end = time.monotonic() + timeout
+        self._began = time.monotonic()
+        self._end = self._began + timeout
 
     async def whole(self) -> list[list[Part]]:
         """All parts of each choice.
@@ -196,9 +196,10 @@ class Generation:
             await asyncio.gather(*tasks, return_exceptions=True)
 
     def _begin(self, call: Call) -> AsyncGenerator[Event, None]:
-        client: AsyncClient = self._pair.client
         left = max(0.001, self._end - time.monotonic())
-        return client.generate(call.prompt, timeout=left, **call.options)
+        return self._pair.generate(
+            call.prompt, began=self._began, timeout=left, is_repeat=call.is_repeat, **call.options
+        )
 
 
 class _Choice:

@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import AsyncGenerator, Iterable, Mapping, Sequence
+from contextlib import aclosing
+from typing import Any
 
-from outrider.client import AsyncClient, OutriderError
+from outrider.client import AsyncClient, Event, OutriderError, Prompt
 from outrider.environment import served_name
+from outrider.http.metrics import FrontMetrics
 from protos.outrider.v1 import draft_service_pb2 as pb
 
 # A pair may be replaced by another one, behind the same address.
@@ -19,11 +22,19 @@ _PIECE = 1024
 
 
 class Pair:
-    """The pair of one client's services. For one event loop."""
+    """The pair of one client's services. For one event loop.
 
-    def __init__(self, client: AsyncClient, name: str | None = None) -> None:
+    Attributes:
+        framing: options of every text that hide its token counts from the network; none: they are not hidden.
+    """
+
+    def __init__(
+        self, client: AsyncClient, metrics: FrontMetrics, *, name: str | None = None, framing: Mapping[str, Any]
+    ) -> None:
         """`name` is the model's name for callers. Default: that of the target."""
         self.client = client
+        self.framing = dict(framing)
+        self._metrics = metrics
         self.since = int(time.time())
         self._name = name
         self._found: pb.DraftServiceGetModelResponse | None = None
@@ -36,6 +47,25 @@ class Pair:
         """The description, once `describe` has returned."""
         assert self._found is not None
         return self._found
+
+    async def generate(
+        self, prompt: Prompt, *, began: float, timeout: float, is_repeat: bool = False, **options: Any
+    ) -> AsyncGenerator[Event, None]:
+        """`AsyncClient.generate` with the framing, and with metrics.
+
+        Args:
+            prompt: of the text.
+            began: see `FrontMetrics.text`.
+            timeout: seconds.
+            is_repeat: see `FrontMetrics.text`.
+            options: of the client.
+        """
+        generated = self.client.generate(prompt, timeout=timeout, **{**options, **self.framing})
+        with self._metrics.text(began, is_repeat=is_repeat) as watch:
+            async with aclosing(generated) as events:
+                async for event in events:
+                    watch.take(event)
+                    yield event
 
     async def describe(self) -> pb.DraftServiceGetModelResponse:
         """The description of draft and target, `KNOWN_FOR_S` old, or older while no service answers.
@@ -81,6 +111,11 @@ class Pair:
     def name(self) -> str:
         """The model's name for callers."""
         return self._name or served_name(self.known.target.name)
+
+    @property
+    def is_known(self) -> bool:
+        """Whether a service has described itself."""
+        return self._found is not None
 
     @property
     def paths(self) -> dict[str, str]:

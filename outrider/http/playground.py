@@ -70,8 +70,8 @@ async def events(pair: Pair, body: PlaygroundRequest, timeout: float) -> AsyncGe
     Raises:
         OutriderError: the service refused the request, or failed.
     """
-    began, tokens = time.perf_counter(), 0
-    generated = pair.client.generate(body.prompt, timeout=timeout, **body.options())
+    began, tokens = time.monotonic(), 0
+    generated = pair.generate(body.prompt, began=began, timeout=timeout, **body.options())
     async with aclosing(generated) as received:
         async for event in received:
             if isinstance(event, Started):
@@ -82,7 +82,7 @@ async def events(pair: Pair, body: PlaygroundRequest, timeout: float) -> AsyncGe
                 rounds = [_round(each) for each in event.rounds]
                 yield _event("chunk", tokens=event.token_texts, origins=origins, rounds=rounds)
             elif isinstance(event, Finished):
-                rate = tokens / max(time.perf_counter() - began, 1e-9)
+                rate = tokens / max(time.monotonic() - began, 1e-9)
                 yield _event("finished", reason=event.finish_reason.value, tokens_per_second=rate)
 
 

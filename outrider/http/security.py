@@ -9,7 +9,6 @@ import asyncio
 import ipaddress
 import logging
 import time
-from collections import Counter
 from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
@@ -19,6 +18,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from outrider.client.errors import typed
 from outrider.http import playground
 from outrider.http.errors import ApiError, of_service
+from outrider.http.metrics import FrontMetrics
 from outrider.rpc.auth import ClientLimits, Tokens
 from outrider.rpc.errors import RequestError
 
@@ -155,9 +155,9 @@ class Guard:
 class Requests:
     """Counts requests, for /metrics. The outermost middleware, so that refused ones count as well."""
 
-    def __init__(self, app: ASGIApp, counts: RequestCounts) -> None:
+    def __init__(self, app: ASGIApp, metrics: FrontMetrics) -> None:
         self._app = app
-        self._counts = counts
+        self._metrics = metrics
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
@@ -170,38 +170,11 @@ class Requests:
                 status = message["status"]
             await send(message)
 
-        self._counts.running += 1
+        self._metrics.request_began()
         try:
             await self._app(scope, receive, noting)
         finally:
-            self._counts.running -= 1
-            self._counts.ended[scope["path"] if scope["path"] in self._counts.paths else "other", status] += 1
-
-
-class RequestCounts:
-    """Numbers of requests by path and status.
-
-    Attributes:
-        paths: the paths that are counted by name; others could be any.
-    """
-
-    def __init__(self, paths: Sequence[str]) -> None:
-        self.paths = frozenset(paths)
-        self.running = 0
-        self.ended: Counter[tuple[str, int]] = Counter()
-
-    def text(self) -> str:
-        """In the text format of Prometheus."""
-        lines = [
-            "# HELP outrider_http_requests_running HTTP requests in progress.",
-            "# TYPE outrider_http_requests_running gauge",
-            f"outrider_http_requests_running {self.running}",
-            "# HELP outrider_http_requests_total HTTP requests by path and status; 499: the client has gone.",
-            "# TYPE outrider_http_requests_total counter",
-        ]
-        for (path, status), count in sorted(self.ended.items()):
-            lines.append(f'outrider_http_requests_total{{path="{path}",status="{status}"}} {count}')
-        return "\n".join(lines) + "\n"
+            self._metrics.request_ended(scope["path"], status)
 
 
 def _too_large(most: int, given: str) -> ApiError:

@@ -7,11 +7,11 @@ import logging
 import socket
 import ssl
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Self
 
 import uvicorn
 
@@ -59,6 +59,8 @@ class ServerSettings:
         timeout: see `AppSettings`.
         max_body_bytes: see `GuardSettings`.
         playground: see `AppSettings`.
+        framing: see `AppSettings`.
+        vllm_metrics: see `AppSettings`.
         idle_timeout: seconds that a connection may be without a whole request.
         slow_client_timeout: seconds that an answer may wait for its reader.
         grace: seconds that answers may take to end after a signal.
@@ -79,6 +81,8 @@ class ServerSettings:
     timeout: float = 600.0
     max_body_bytes: int = 16 * 1024 * 1024
     playground: bool = True
+    framing: Mapping[str, Any] = field(default_factory=dict)
+    vllm_metrics: bool = False
     idle_timeout: float = 30.0
     slow_client_timeout: float = 30.0
     grace: float = 30.0
@@ -103,13 +107,14 @@ class HttpServer:
         self._certificate = _certificate(settings)
         self._app_settings = _app_settings(settings)
         self._socket = _bind(settings.address)
+        self._name = self._socket.getsockname()[:2]  # uvicorn closes the socket at its end
         self._server: uvicorn.Server | None = None
         self._is_stopped = False
 
     @property
     def url(self) -> str:
         """Where it listens, with the real port."""
-        host, port = self._socket.getsockname()[:2]
+        host, port = self._name
         scheme = "http" if self._certificate is None else "https"
         return f"{scheme}://{f'[{host}]' if ':' in host else host}:{port}"
 
@@ -166,16 +171,33 @@ class HttpServer:
                 self._certificate.renew()
 
 
+class FrontEnded(Exception):
+    """A front has ended by itself. The text is one line."""
+
+
 class BackgroundServer:
     """An `HttpServer` in a thread of its own. As a context manager it stops at the end."""
 
     def __init__(self, server: HttpServer) -> None:
         self._server = server
-        self._thread = threading.Thread(target=server.run, name="outrider-http", daemon=True)
+        self._error: Exception | None = None
+        self._thread = threading.Thread(target=self._run, name="outrider-http", daemon=True)
 
-    def __enter__(self) -> HttpServer:
+    def _run(self) -> None:
+        try:
+            self._server.run()
+        except Exception as error:
+            self._error = error
+
+    def check(self) -> None:
+        """Raises `FrontEnded` if it has ended."""
+        if not self._thread.is_alive():
+            reason = "" if self._error is None else f": {' '.join(str(self._error).split()) or repr(self._error)}"
+            raise FrontEnded(f"the HTTP front at {self._server.url} ended{reason}") from self._error
+
+    def __enter__(self) -> Self:
         self._thread.start()
-        return self._server
+        return self
 
     def __exit__(self, *error: object) -> None:
         self._server.stop()
@@ -301,7 +323,14 @@ def _app_settings(settings: ServerSettings) -> AppSettings:
         raise ValueError("--http-client-burst needs --http-client-rate")
     guard = GuardSettings(keys, limits, settings.allowed_hosts, settings.max_body_bytes)
     return AppSettings(
-        settings.model, settings.max_samples, settings.timeout, guard, settings.cors_origins, settings.playground
+        model=settings.model,
+        max_samples=settings.max_samples,
+        timeout=settings.timeout,
+        guard=guard,
+        cors_origins=settings.cors_origins,
+        playground=settings.playground,
+        framing=settings.framing,
+        vllm_metrics=settings.vllm_metrics,
     )
 
 

@@ -68,6 +68,7 @@ async def transcribe(
             timestamps=has_times,
             timeout=timeout,
             temperature=_number("temperature", text_fields.get("temperature") or "0"),
+            **pair.framing,
         )
         await unless_gone(request.receive, transcription.wait())
     except ImportError as error:

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from click.testing import CliRunner
 
-from outrider.cli import demo, main, processes
+from outrider.cli import demo, main, processes, serve
 from tests.certificates import Authority
 from tests.cluster import MODELS
 from tests.commands import Command, linux
@@ -76,6 +76,19 @@ def test_serve_answers_until_sigterm_and_leaves_no_process(tmp_path: Path) -> No
         assert events[0] == "listening"
         assert events.index("serving") < events.index("stopped")
     assert command.left_behind() == []
+
+
+@pytest.mark.usefixtures("two_forked_services")
+def test_serve_fails_in_one_line_when_its_front_ends(monkeypatch: pytest.MonkeyPatch) -> None:
+    def broken(*arguments: object, **options: object) -> None:
+        raise ValueError("the token file\nis gone")
+
+    monkeypatch.setattr(serve, "AsyncClient", broken)
+    done = CliRunner().invoke(main, ["serve", *PAIR, *ANYWHERE, "--http", "127.0.0.1:0"])
+    assert done.exit_code == 1
+    assert re.search(
+        r"^outrider: the HTTP front at http://127.0.0.1:\d+ ended: the token file is gone$", done.stderr, re.MULTILINE
+    )
 
 
 @pytest.mark.usefixtures("two_forked_services")

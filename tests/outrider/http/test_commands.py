@@ -25,9 +25,11 @@ def test_a_gateway_answers_until_sigterm(draft_address: str, tmp_path: Path) -> 
     keys = tmp_path / "keys"
     keys.write_text("a-key-of-some-length\n")
     flags = ("--draft", draft_address, "--http", "127.0.0.1:0", "--http-key-file", str(keys), "--http-model", "mine")
-    command = Command("outrider.cli", "gateway", *flags)
+    command = Command("outrider.cli", "gateway", *flags, "--frame-bytes", "512", "--vllm-metrics")
     url = _url(command, r"at (http://\S+)/v1")
     headers = {"authorization": "Bearer a-key-of-some-length"}
+    assert "--frame-bytes" in httpx.get(url).text, "the reason why the playground is off"
+    assert 'vllm:num_requests_running{model_name="mine"} 0.0' in httpx.get(f"{url}/metrics").text
     body = {"model": "mine", "prompt": "x", "max_tokens": 100, "ignore_eos": True, "stream": True}
     with httpx.stream("POST", f"{url}/v1/completions", json=body, headers=headers, timeout=60) as response:
         assert response.status_code == 200

@@ -49,6 +49,24 @@ def test_a_killed_draft_service_is_not_seen(demo_pair: Pair, chat_folder: Path, 
             assert http.get("/v1/models").status_code == 200  # known still
 
 
+def test_a_text_waits_for_its_only_draft_service_to_come_back(demo_pair: Pair, chat_folder: Path, ours: Client) -> None:
+    wanted = ours.complete("def area(radius):\n", seed=11, max_new_tokens=80, ignore_eos=True)
+    with Cluster() as cluster:
+        draft = cluster.draft(demo_pair.verifier, model=chat_folder)
+        wait_healthy(draft)
+        with (
+            running_front(draft.address, patience=60.0) as url,
+            httpx.stream("POST", f"{url}/v1/completions", json=FIELDS | {"stream": True}, timeout=90) as response,
+        ):
+            texts = []
+            for event in events(response):
+                texts.append(event["choices"][0]["text"])
+                if len(texts) == 5:
+                    draft.kill()
+                    draft.start_again()
+    assert "".join(texts) == wanted.text
+
+
 def test_a_full_service_is_429_and_a_slow_one_504(demo_pair: Pair, chat_folder: Path) -> None:
     with Cluster() as cluster:
         draft = cluster.draft(demo_pair.verifier, model=chat_folder, flags="--max-sequences 1 --max-waiting 0")

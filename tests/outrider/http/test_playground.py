@@ -16,7 +16,7 @@ from selenium.webdriver.support.wait import WebDriverWait
 from outrider.client import Client
 from tests import browser
 from tests.cluster import Service
-from tests.outrider.http.conftest import running_front
+from tests.outrider.http.conftest import plain, running_front
 
 PROMPT = "def area(radius):\n"
 BODY = {"prompt": PROMPT, "max_tokens": 24, "temperature": 1.0, "seed": 5, "gamma": 4}
@@ -136,8 +136,29 @@ def test_an_error_is_shown(driver: webdriver.Chrome, url: str) -> None:
 def test_it_can_be_switched_off(chat_draft: Service) -> None:
     with running_front(chat_draft.address, playground=False) as url:
         for path in ("/", "/playground.js"):
-            assert httpx.get(url + path).status_code == 404
+            answer = httpx.get(url + path)
+            assert answer.status_code == 404
+            assert "the playground is off" in answer.json()["error"]["message"]
         assert httpx.post(url + "/playground/generate", json=BODY).status_code == 404
+
+
+def test_it_is_off_where_token_counts_are_hidden(chat_draft: Service, ours: Client) -> None:
+    """Every text asks for frames: one with p and q of its rounds would be refused."""
+    framing = {"frame_bytes": 512, "fixed_size_rounds": True}
+    with running_front(chat_draft.address, framing=framing) as url:
+        for path in ("/", "/playground.js"):
+            answer = plain.get(url + path)
+            assert answer.status_code == 404
+            assert "--frame-bytes" in answer.json()["error"]["message"]
+        assert plain.post(url + "/playground/generate", json=BODY).status_code == 404
+        body = {"prompt": PROMPT, "max_tokens": 24, "seed": 5, "logprobs": 1}
+        choice = plain.post(url + "/v1/completions", json=body).json()["choices"][0]
+        assert choice["text"] == ours.complete(PROMPT, max_new_tokens=24, seed=5).text
+        answer = plain.post(url + "/v1/completions", json=body | {"echo": True})
+        assert (answer.status_code, answer.json()["error"]["param"]) == (400, "echo")
+    with running_front(chat_draft.address, framing={"frame_bytes": 16}) as url:
+        refused = plain.post(url + "/v1/completions", json=body)
+        assert "emission.frame_bytes is 16" in refused.text, "the service is asked for frames"
 
 
 def test_the_page_needs_no_key_and_its_texts_do(chat_draft: Service, tmp_path: Path) -> None:

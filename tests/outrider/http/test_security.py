@@ -243,9 +243,9 @@ def test_a_client_that_does_not_read_is_cut_off(chat_draft: Service) -> None:
     with running_front(chat_draft.address, slow_client_timeout=1.0) as url, connected(url, 4096) as connection:
         head = f"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Length: {len(body)}\r\n\r\n"
         connection.sendall(head.encode() + body)
-        wait_until(lambda: "requests_running 2\n" in plain.get(f"{url}/metrics").text, 5.0)
+        wait_until(lambda: "requests_running 2.0\n" in plain.get(f"{url}/metrics").text, 5.0)
         wait_until(
-            lambda: "requests_running 1\n" in plain.get(f"{url}/metrics").text, 20.0, "only that for the metrics"
+            lambda: "requests_running 1.0\n" in plain.get(f"{url}/metrics").text, 20.0, "only that for the metrics"
         )
         received = b""
         with suppress(ConnectionError):

@@ -1,0 +1,134 @@
+"""Metrics of the front, for /metrics: its requests, and the texts that it had written."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+
+from prometheus_client import CollectorRegistry, Counter, Gauge, ProcessCollector, generate_latest
+
+from outrider.client import Chunk, Event, Finished, Queued, Started
+from outrider.service.best_effort import Component
+from outrider.service.metrics import InternalErrors, TextMetrics, VllmMetrics
+
+HTTP_METRICS = Component("http_metrics")
+
+TEXT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
+
+
+class FrontMetrics:
+    """Used on the event loop only.
+
+    Attributes:
+        shows_vllm: whether some of them are shown under vLLM's names, too.
+    """
+
+    def __init__(self, paths: Sequence[str], *, shows_vllm: bool) -> None:
+        """`paths` are those that are counted by name; others could be any."""
+        self.shows_vllm = shows_vllm
+        self._paths = frozenset(paths)
+        self._registry = CollectorRegistry()
+        ProcessCollector(registry=self._registry)
+        self._registry.register(InternalErrors())
+        self._running = Gauge("outrider_http_requests_running", "HTTP requests in progress.", registry=self._registry)
+        self._ended = Counter(
+            "outrider_http_requests",
+            "HTTP requests by path and status; 499: the client has gone.",
+            ("path", "status"),
+            registry=self._registry,
+        )
+        self._texts = TextMetrics(self._registry, "outrider_http_", "texts")
+        self._counts = {"running": 0, "waiting": 0}  # of texts
+        self._shown: VllmMetrics | None = None
+
+    @HTTP_METRICS.quiet
+    def request_began(self) -> None:
+        """Counts an HTTP request in progress."""
+        self._running.inc()
+
+    @HTTP_METRICS.quiet
+    def request_ended(self, path: str, status: int) -> None:
+        """Counts the end of a request in progress."""
+        self._running.dec()
+        self._ended.labels(path if path in self._paths else "other", str(status)).inc()
+
+    @contextmanager
+    def text(self, began: float, *, is_repeat: bool = False) -> Iterator[TextWatch]:
+        """A text, for as long as the context is open.
+
+        Args:
+            began: when its request arrived, of `time.monotonic`.
+            is_repeat: another text has the same prompt, and counts its tokens.
+        """
+        watch = TextWatch(self._texts, self._counts, began, is_repeat=is_repeat)
+        try:
+            yield watch
+        finally:
+            watch.ends()
+
+    def show(self, model: str | None) -> str:
+        """All of them in the text format of Prometheus. Those with vLLM's names need the name of the model."""
+        if self.shows_vllm and self._shown is None and model is not None:
+            self._shown = shown = VllmMetrics(self._registry, model)
+            self._texts.show_vllm(shown)
+            counts = self._counts
+            shown.gauge("num_requests_running", "Texts that a draft service writes.", lambda: counts["running"])
+            shown.gauge("num_requests_waiting", "Texts that no service has begun.", lambda: counts["waiting"])
+        return generate_latest(self._registry).decode()
+
+
+class TextWatch:
+    """Metrics of one text. No method raises."""
+
+    def __init__(self, texts: TextMetrics, counts: dict[str, int], began: float, *, is_repeat: bool) -> None:
+        self._texts = texts
+        self._counts = counts
+        self._began = began
+        self._is_repeat = is_repeat
+        self._last: float | None = None  # when the last tokens came
+        self._tokens = 0
+        self._state = ""
+        self._become("waiting")
+
+    @HTTP_METRICS.quiet
+    def take(self, event: Event) -> None:
+        """Records an event of the text."""
+        match event:
+            case Queued():
+                self._become("waiting")
+            case Started():
+                self._become("running")
+            case Chunk() if event.token_ids:
+                self._become("running")
+                self._take_tokens(len(event.token_ids))
+            case Finished():
+                self._finish(event)
+
+    @HTTP_METRICS.quiet
+    def ends(self) -> None:
+        """The text has ended, one way or another."""
+        self._become("")
+
+    def _become(self, state: str) -> None:
+        if state != self._state:
+            if self._state:
+                self._counts[self._state] -= 1
+            if state:
+                self._counts[state] += 1
+            self._state = state
+
+    def _take_tokens(self, count: int) -> None:
+        now = time.monotonic()
+        if self._last is None:
+            self._texts.first_token(now - self._began)
+        else:
+            self._texts.next_tokens(now - self._last, count)
+        self._last = now
+        self._tokens += count
+
+    def _finish(self, end: Finished) -> None:
+        statistics = end.statistics
+        self._texts.ended(prompt=0 if self._is_repeat else end.usage.prompt_tokens, generated=self._tokens)
+        self._texts.whole(time.monotonic() - self._began)
+        self._texts.judged(statistics.num_drafts, statistics.num_draft_tokens, statistics.num_accepted_tokens_per_pos)
