@@ -234,6 +234,13 @@ def test_a_client_that_goes_cancels_its_call(url: str, chat_draft: Service, *, s
     wait_until(lambda: running(chat_draft) == 0, 5.0)
 
 
+def test_calls_that_write_no_text_do_not_count_in_the_rate(chat_draft: Service) -> None:
+    with running_front(chat_draft.address, client_rate=0.001, client_burst=1) as url:
+        statuses = [plain.post(f"{url}/tokenize", json={"prompt": "x"}).status_code for _ in range(3)]
+        statuses += [plain.post(f"{url}/v1/completions", json=BODY).status_code for _ in range(2)]
+    assert statuses == [200, 200, 200, 200, 429]
+
+
 def test_a_client_that_does_not_read_is_cut_off(chat_draft: Service) -> None:
     """It asks for more than the buffers of both sides hold, and reads nothing."""
     prompt = [100 + i for i in range(900)]
