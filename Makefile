@@ -30,8 +30,12 @@ WHEELS ?= wheels
 DRY ?=
 GPU_ARGS ?=
 
+# Keep bytecode, also if the environment forbids it: services and tests import the same modules in many processes.
+unexport PYTHONDONTWRITEBYTECODE
+
 BIN := $(VENV)/bin
-PIP_INSTALL = $(BIN)/python -m pip install --quiet --disable-pip-version-check \
+# Python compiles a module when it first imports it: to compile all at once would take half of the installation.
+PIP_INSTALL = $(BIN)/python -m pip install --quiet --disable-pip-version-check --no-compile \
 	$(if $(TORCH_INDEX),--extra-index-url $(TORCH_INDEX)) $(PIP_ARGS)
 
 # A stamp for each set of extras. A change of the manifests installs again.
@@ -61,10 +65,9 @@ help:
 demo: $(SERVICE)
 	@$(BIN)/outrider demo $(DEMO_ARGS)
 
-# Keeps bytecode, also if the environment forbids it: three processes import all tests and start hundreds more.
 # Files run in the order of their names: by default those with few but long tests come last, all in one worker.
 test: $(DEV)
-	@PYTHONDONTWRITEBYTECODE= $(BIN)/python -m pytest -n $(TEST_WORKERS) --dist loadfile --no-loadscope-reorder $(TEST_ARGS)
+	@$(BIN)/python -m pytest -n $(TEST_WORKERS) --dist loadfile --no-loadscope-reorder $(TEST_ARGS)
 
 # The generated pages first, so that the site has the current ones.
 docs: reference
