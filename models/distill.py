@@ -41,7 +41,13 @@ def draft_from(target: LlamaForCausalLM, end: int) -> LlamaForCausalLM:
 
 
 def divergences(logits: Tensor, top_ids: Tensor, top_probabilities: Tensor) -> tuple[Tensor, Tensor]:
-    """KL(p‖q) in nats and the rejection rate 1 - Σ min(p, q), each the mean over rows.
+    """KL(p‖q) in nats and the rejection rate 1 - Σ min(p, q), each the mean over rows of `divergences_of_rows`."""
+    kl, rejected = divergences_of_rows(logits, top_ids, top_probabilities)
+    return kl.mean(), rejected.mean()
+
+
+def divergences_of_rows(logits: Tensor, top_ids: Tensor, top_probabilities: Tensor) -> tuple[Tensor, Tensor]:
+    """KL(p‖q) in nats and the rejection rate 1 - Σ min(p, q) of each row, `[N]` both.
 
     `logits` `[N, V]` are the draft's; `top_ids`, `top_probabilities` `[N, K]` the target's largest entries. The tokens
     outside the K count as one bucket, which makes both a little smaller than they are.
@@ -53,7 +59,7 @@ def divergences(logits: Tensor, top_ids: Tensor, top_probabilities: Tensor) -> t
     entropy_like = torch.xlogy(top_probabilities, top_probabilities).sum(dim=1)
     kl = entropy_like - (top_probabilities * log_q).sum(dim=1) + rest_p * (rest_p.log() - rest_q.log())
     accepted = torch.minimum(top_probabilities, q).sum(dim=1) + torch.minimum(rest_p, rest_q)
-    return kl.mean(), (1.0 - accepted).mean()
+    return kl, 1.0 - accepted
 
 
 def batches(lessons: Lessons, count: int, generator: np.random.Generator) -> Iterator[Tensor]:
