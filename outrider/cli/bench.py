@@ -122,7 +122,7 @@ def bench_command(
 async def _measured(
     address: str, timeout: float, calling: Json, settings: Settings, drafters: list[Drafter] | None
 ) -> tuple[Json, Settings, list[Run]]:
-    client = connected(address, timeout, _PATIENCE_S, calling, kind=AsyncClient)
+    client = connected(address, timeout, _RETRY_TIMEOUT_S, calling, kind=AsyncClient)
     async with client:
         found = await client.get_model()
         settings = replace(settings, drafters=_chosen(found, drafters))
@@ -147,7 +147,7 @@ async def _measured(
 
 
 # A service that is not there is an error soon; one that is full for a moment is not.
-_PATIENCE_S = 5.0
+_RETRY_TIMEOUT_S = 5.0
 
 
 def _model(info: Any) -> Json:

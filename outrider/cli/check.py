@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from outrider.evaluation.verdict import Report
 
 # A service that is not there is an error soon; one that is full for a moment is not.
-_PATIENCE_S = 5.0
+_RETRY_TIMEOUT_S = 5.0
 # Sampled texts of each rule under load, and tokens of each: the reference without --target is one request a token.
 _TEXTS, _TOKENS = {True: 1536, False: 768}, {True: 9, False: 6}
 _QUICK = 6
@@ -146,7 +146,7 @@ def _checked(address: str, timeout: float, calling: dict[str, Any], values: dict
     plan = _plan(values)
 
     async def run(step: Step) -> Report:
-        async with connected(address, timeout, _PATIENCE_S, calling, kind=AsyncClient) as client:
+        async with connected(address, timeout, _RETRY_TIMEOUT_S, calling, kind=AsyncClient) as client:
             return await check(client, plan, copy, step)
 
     try:

@@ -180,7 +180,7 @@ def make_server(
     help="Address of the front.",
 )
 @click.option(
-    "--patience",
+    "--retry-timeout",
     metavar="SECONDS",
     type=click.FloatRange(min=0),
     default=30.0,
@@ -196,7 +196,7 @@ def make_server(
 def gateway_command(
     draft: str,
     http: str,
-    patience: float,
+    retry_timeout: float,
     vllm_metrics: bool,
     frame_bytes: int | None,
     frame_pace: float | None,
@@ -223,7 +223,7 @@ def gateway_command(
     calling = {name: value for name, value in values.items() if not name.startswith("http_")}
 
     def connect() -> AsyncClient:
-        return connected(draft, _ASK_S, patience, dict(calling), AsyncClient)
+        return connected(draft, _ASK_S, retry_timeout, dict(calling), AsyncClient)
 
     framing = request_of({"frame_bytes": frame_bytes, "frame_pace": frame_pace, "fixed_size_rounds": fixed_size_rounds})
     server = make_server(http, values, connect, framing=framing, vllm_metrics=vllm_metrics)

@@ -33,7 +33,7 @@ from outrider.client import Chunk, Client, Message, Options, Prompt, Queued, Sta
     help="Time after which the call fails.",
 )
 @click.option(
-    "--patience",
+    "--retry-timeout",
     metavar="SECONDS",
     type=click.FloatRange(min=0),
     help="How long to retry while no draft service accepts the request. Default: --timeout.",
@@ -49,7 +49,7 @@ def generate_command(
     chat: bool,
     system: str | None,
     timeout: float,
-    patience: float | None,
+    retry_timeout: float | None,
     as_json: bool,
     **values: Any,
 ) -> None:
@@ -69,7 +69,7 @@ def generate_command(
         if values[name] is not None and not as_json:
             flag = f"--{name.replace('_', '-')}"
             raise click.UsageError(f"{flag} are part of the JSON output; give --json too")
-    with connected(draft, timeout, patience, values) as client:
+    with connected(draft, timeout, retry_timeout, values) as client:
         options = request_of(values)
         whole = _prompt(sys.stdin.read() if prompt == "-" else prompt, chat, system)
         if as_json:

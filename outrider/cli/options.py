@@ -335,7 +335,7 @@ AnyClient = TypeVar("AnyClient", Client, AsyncClient)
 def connected(
     addresses: str,
     timeout: float,
-    patience: float | None,
+    retry_timeout: float | None,
     values: dict[str, Any],
     kind: type[AnyClient] = Client,  # type: ignore[assignment]  # a default does not depend on the caller
 ) -> AnyClient:
@@ -348,7 +348,9 @@ def connected(
     tls = tls_of({each: values.pop(each) for each in ("tls", "tls_ca", "tls_cert", "tls_key", "tls_name")})
     token_file, plaintext = values.pop("token_file"), values.pop("plaintext")
     try:
-        return kind(addresses, timeout=timeout, patience=patience, tls=tls, token_file=token_file, plaintext=plaintext)
+        return kind(
+            addresses, timeout=timeout, retry_timeout=retry_timeout, tls=tls, token_file=token_file, plaintext=plaintext
+        )
     except ValueError as error:
         text = str(error).replace("tls=TLS(...)", "--tls-ca or --tls").replace("plaintext=True", "--plaintext")
         raise click.UsageError(text) from error

@@ -190,7 +190,9 @@ def _connect(values: Mapping[str, Any], addresses: Sequence[str]) -> Callable[[]
         if not address.startswith(SOCKET):
             host, _, port = address.rpartition(":")
             address = f"{_LOOPBACK.get(host, host)}:{port}"
-        return AsyncClient(address, timeout=60.0, patience=5.0, token_file=values["auth_token_file"], plaintext=True)
+        return AsyncClient(
+            address, timeout=60.0, retry_timeout=5.0, token_file=values["auth_token_file"], plaintext=True
+        )
 
     return connect
 

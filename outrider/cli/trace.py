@@ -23,7 +23,7 @@ from outrider.evaluation.trace import Traced, TraceError, chrome_trace, draw, re
 from outrider.rpc.channel import is_local
 
 # A service that is not there is an error soon; one that is full for a moment is not.
-_PATIENCE_S = 5.0
+_RETRY_TIMEOUT_S = 5.0
 _PICTURES = (".png", ".svg")
 _FILE = click.Path(dir_okay=False, path_type=Path)
 
@@ -76,7 +76,7 @@ def trace_command(
         raise click.UsageError("--gamma is 0: the target alone, which trace measures in any case; give at least 1")
     _check_files(output, picture)
     text = sys.stdin.read() if prompt == "-" else prompt
-    with connected(draft, timeout, _PATIENCE_S, values) as client:
+    with connected(draft, timeout, _RETRY_TIMEOUT_S, values) as client:
         options = request_of(values)
         options.setdefault("temperature", 0.0)
         if is_local(draft):

@@ -44,7 +44,7 @@ from outrider.client import Segment, Transcription
     help="Time after which a window of audio fails.",
 )
 @click.option(
-    "--patience",
+    "--retry-timeout",
     metavar="SECONDS",
     type=click.FloatRange(min=0),
     help="How long to retry while no draft service accepts a window. Default: --timeout.",
@@ -55,7 +55,7 @@ from outrider.client import Segment, Transcription
 @sampling_options
 @fails_in_one_line
 def transcribe_command(
-    file: str, draft: str, timeout: float, patience: float | None, as_json: bool, **values: Any
+    file: str, draft: str, timeout: float, retry_timeout: float | None, as_json: bool, **values: Any
 ) -> None:
     """Write down the speech in FILE; `-` reads the file from standard input.
 
@@ -68,7 +68,7 @@ def transcribe_command(
     outrider transcribe --json - < talk.flac
     """  # noqa: D301  # click reads the backspace: no rewrapping of the paragraph
     audio = sys.stdin.buffer.read() if file == "-" else Path(file)
-    with connected(draft, timeout, patience, values) as client:
+    with connected(draft, timeout, retry_timeout, values) as client:
         shows_times = values["timestamps"]
         options: dict[str, Any] = dict(request_of(values))
         transcription = client.transcribe(audio, **options)

@@ -43,7 +43,7 @@ class AsyncClient:
         address: `HOST:PORT` of the draft service; or several, as a list or separated by commas. A DNS name stands for
             all its addresses; it is resolved again every 30 s and after each failure.
         timeout: seconds of a call, retries included; None: no limit. Calls may override it.
-        patience: seconds that a call retries while no draft service accepts it; None: until its timeout. 0: each
+        retry_timeout: seconds that a call retries while no draft service accepts it; None: until its timeout. 0: each
             address once.
         retry: whether a call that ends as UNAVAILABLE, or as RESOURCE_EXHAUSTED because the service is full, is retried
             or continued.
@@ -76,7 +76,7 @@ class AsyncClient:
         address: str | Sequence[str],
         *,
         timeout: float | None = 300.0,
-        patience: float | None = None,
+        retry_timeout: float | None = None,
         retry: bool = True,
         silence: float | None = 30.0,
         tls: TLS | None = None,
@@ -92,7 +92,7 @@ class AsyncClient:
         self.address = ",".join(names)
         self._uses_tls = tls is not None
         self._timeout = timeout
-        self._patience = patience
+        self._retry_timeout = retry_timeout
         self._retry = retry
         self._silence = silence
         self._endpoints = Endpoints(names, tls, token_file)
@@ -131,7 +131,7 @@ class AsyncClient:
         timeout = self._timeout if timeout is None else timeout
         began = time.monotonic()
         request = build(prompt, await self._with_samples(options, timeout))
-        generation = Generation(request, timeout, self._patience, spent=time.monotonic() - began)
+        generation = Generation(request, timeout, self._retry_timeout, spent=time.monotonic() - began)
         while True:
             call = None
             try:
@@ -213,7 +213,7 @@ class AsyncClient:
 
     async def _ask(self, method: str, request: Any, timeout: float | None) -> Any:
         """The response to a single request, with retries."""
-        call = Call(self._timeout if timeout is None else timeout, self._patience)
+        call = Call(self._timeout if timeout is None else timeout, self._retry_timeout)
         while True:
             try:
                 return await self._attempt(call, method, request)
@@ -340,7 +340,7 @@ class Client:
         address: str | Sequence[str],
         *,
         timeout: float | None = 300.0,
-        patience: float | None = None,
+        retry_timeout: float | None = None,
         retry: bool = True,
         silence: float | None = 30.0,
         tls: TLS | None = None,
@@ -356,7 +356,7 @@ class Client:
             return AsyncClient(
                 address,
                 timeout=timeout,
-                patience=patience,
+                retry_timeout=retry_timeout,
                 retry=retry,
                 silence=silence,
                 tls=tls,

@@ -53,7 +53,7 @@ class Call:
 
     Args:
         timeout: seconds for all attempts together; None: no limit.
-        patience: seconds of retries while no service accepts the call; None: until the timeout.
+        retry_timeout: seconds of retries while no service accepts the call; None: until the timeout.
         spent: seconds of the timeout that have passed.
 
     Attributes:
@@ -62,13 +62,13 @@ class Call:
         failures: failed attempts since the last progress.
     """
 
-    def __init__(self, timeout: float | None, patience: float | None, *, spent: float = 0.0) -> None:
+    def __init__(self, timeout: float | None, retry_timeout: float | None, *, spent: float = 0.0) -> None:
         self.address = ""
         self.timeout = timeout
         self.failures = 0
         self._began = time.monotonic()
         self._end = math.inf if timeout is None else self._began + timeout - spent
-        self._patience = math.inf if patience is None else patience
+        self._retry_timeout = math.inf if retry_timeout is None else retry_timeout
         self._give_up = math.inf  # when
         self._is_noted = False
         self._wrong_transport: set[str] = set()  # addresses where the last attempt failed so
@@ -93,7 +93,7 @@ class Call:
     def failed(self, failure: OutriderError) -> None:
         """The current attempt has failed."""
         if not self.failures:
-            self._give_up = time.monotonic() + self._patience
+            self._give_up = time.monotonic() + self._retry_timeout
         self.failures += 1
         self._tries[self.address] = self._tries.get(self.address, 0) + 1
         if failure.is_transient:
@@ -153,9 +153,9 @@ class Generation(Call):
     """
 
     def __init__(
-        self, request: pb.GenerateRequest, timeout: float | None, patience: float | None, *, spent: float = 0.0
+        self, request: pb.GenerateRequest, timeout: float | None, retry_timeout: float | None, *, spent: float = 0.0
     ) -> None:
-        super().__init__(timeout, patience, spent=spent)
+        super().__init__(timeout, retry_timeout, spent=spent)
         self.resumes = 0
         self._request = request
         self._eos_token_ids: frozenset[int] | None = None  # the target's, once requested

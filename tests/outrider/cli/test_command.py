@@ -64,7 +64,7 @@ def test_a_failed_call_exits_with_1_and_one_line() -> None:
 
 
 def test_options_come_from_the_environment_and_flags_win() -> None:
-    environment = {"OUTRIDER_GENERATE_DRAFT": "127.0.0.1:1", "OUTRIDER_GENERATE_PATIENCE": "0"}
+    environment = {"OUTRIDER_GENERATE_DRAFT": "127.0.0.1:1", "OUTRIDER_GENERATE_RETRY_TIMEOUT": "0"}
     assert _run("generate", "x", env=environment).exit_code == 1
     assert _run("generate", "--draft", "wrong", "x", env=environment).exit_code == 2
     assert "OUTRIDER" not in _run("generate", "x", env=environment).stderr
@@ -76,14 +76,14 @@ def test_options_come_from_the_environment_and_flags_win() -> None:
         ("GENERATE_DRFAT", "the nearest name is OUTRIDER_GENERATE_DRAFT"),
         ("GENERAT_DRAFT", "the nearest name is OUTRIDER_GENERATE_DRAFT"),
         ("SERV_VERIFIER_LISTEN", "the nearest name is OUTRIDER_SERVE_VERIFIER_LISTEN"),
-        ("PATIENCE", "the nearest name is OUTRIDER_GENERATE_PATIENCE"),
+        ("RETRY_TIMEOUT", "the nearest name is OUTRIDER_GENERATE_RETRY_TIMEOUT"),
         ("KV_CACH_MB", "the nearest name is OUTRIDER_KV_CACHE_MB"),
         ("SERVE_MAX_SEQUENCES", "the nearest name is OUTRIDER_MAX_SEQUENCES"),
         ("VERSION", "docs/reference/settings.md lists all variables"),
     ],
 )
 def test_a_variable_that_no_command_and_no_service_has_is_named(variable: str, hint: str) -> None:
-    variables = {"OUTRIDER_GENERATE_PATIENCE": "0", f"OUTRIDER_{variable}": "1"}
+    variables = {"OUTRIDER_GENERATE_RETRY_TIMEOUT": "0", f"OUTRIDER_{variable}": "1"}
     warned = _run("generate", "--draft", "127.0.0.1:1", "x", env=variables)
     assert f"outrider: OUTRIDER_{variable} is unknown and is ignored; {hint}\n" in warned.stderr
     assert warned.stderr.count("is unknown") == 1
@@ -117,7 +117,7 @@ def test_serve_passes_each_flag_to_the_services_that_have_it() -> None:
 
 
 def test_generate_has_every_option_of_the_client() -> None:
-    of_the_command = {"prompt", "draft", "chat", "system", "timeout", "patience", "as_json"}
+    of_the_command = {"prompt", "draft", "chat", "system", "timeout", "retry_timeout", "as_json"}
     of_the_channel = {"tls", "tls_ca", "tls_cert", "tls_key", "tls_name", "token_file", "plaintext"}
     offered = {str(option.name) for option in main.commands["generate"].params} - of_the_command - of_the_channel
     # Features, resuming and reports are for programs.

@@ -154,9 +154,9 @@ async def test_some_calls_are_not_retried(retry: bool, options: Options, after: 
 
 
 @pytest.mark.usefixtures("short_backoff")
-async def test_patience_bounds_the_retries_and_the_error_counts_them() -> None:
+async def test_the_retry_timeout_bounds_the_retries_and_the_error_counts_them() -> None:
     servicers = [Refusing(errors.draining()), Refusing(errors.overloaded("full"))]
-    error, addresses = await failure(*servicers, patience=0.3)
+    error, addresses = await failure(*servicers, retry_timeout=0.3)
     assert type(error) in (Unavailable, Overloaded)
     calls = [servicer.calls for servicer in servicers]
     assert min(calls) >= 2
@@ -213,7 +213,7 @@ async def test_with_several_services_the_one_with_the_other_transport_is_left_ou
 async def test_a_listener_that_only_closes_connections_is_tried_again() -> None:
     server = await asyncio.start_server(lambda _, writer: writer.close(), "127.0.0.1", 0)
     address = "127.0.0.1:{1}".format(*server.sockets[0].getsockname())
-    async with server, AsyncClient(address, timeout=60, patience=0.5) as client:
+    async with server, AsyncClient(address, timeout=60, retry_timeout=0.5) as client:
         with pytest.raises(Unavailable) as caught:
             await client.complete("x")
     assert "requires TLS" not in str(caught.value)

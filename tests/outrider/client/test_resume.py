@@ -162,7 +162,9 @@ async def test_a_text_resumes_when_its_only_service_is_back(draft_address: str) 
     assert_same(broken, whole)
 
 
-async def test_without_any_service_a_call_fails_after_its_patience_and_counts_its_tokens(draft_address: str) -> None:
+async def test_without_any_service_a_call_fails_after_its_retry_timeout_and_counts_its_tokens(
+    draft_address: str,
+) -> None:
     seen: list[Chunk] = []
     with two_proxies(draft_address) as proxies:
         addresses = [proxy.address for proxy in proxies]
@@ -173,7 +175,7 @@ async def test_without_any_service_a_call_fails_after_its_patience_and_counts_it
                 for proxy in proxies:
                     proxy.close()
 
-        async with AsyncClient(addresses, timeout=90, patience=1.0) as client:
+        async with AsyncClient(addresses, timeout=90, retry_timeout=1.0) as client:
             with pytest.raises(Unavailable) as caught:
                 await collect(client.generate(PROMPT, **LONG), close)
     error, tokens = caught.value, sum(len(chunk.token_ids) for chunk in seen)

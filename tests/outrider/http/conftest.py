@@ -36,11 +36,11 @@ plain = httpx.Client(verify=False, timeout=60.0, limits=httpx.Limits(max_keepali
 
 
 @contextmanager
-def running_front(address: str, *, timeout: float = 60.0, patience: float = 5.0, **settings: Any) -> Iterator[str]:
+def running_front(address: str, *, timeout: float = 60.0, retry_timeout: float = 5.0, **settings: Any) -> Iterator[str]:
     """A front of these draft services; yield its URL. `settings` are those of the server."""
 
     def connect() -> AsyncClient:
-        return AsyncClient(address, timeout=60.0, patience=patience, silence=5.0)
+        return AsyncClient(address, timeout=60.0, retry_timeout=retry_timeout, silence=5.0)
 
     server = HttpServer(ServerSettings("127.0.0.1:0", timeout=timeout, grace=1.0, **settings), connect)
     with BackgroundServer(server):

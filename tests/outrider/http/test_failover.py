@@ -22,7 +22,7 @@ def test_a_killed_draft_service_is_not_seen(demo_pair: Pair, chat_folder: Path, 
         drafts = [cluster.draft(demo_pair.verifier, model=chat_folder) for _ in range(2)]
         wait_healthy(*drafts)
         addresses = ",".join(draft.address for draft in drafts)
-        with running_front(addresses, patience=0.5) as url, httpx.Client(base_url=url) as http:
+        with running_front(addresses, retry_timeout=0.5) as url, httpx.Client(base_url=url) as http:
             with http.stream("POST", "/v1/completions", json=FIELDS | {"stream": True}, timeout=60) as response:
                 assert response.status_code == 200
                 texts, killed = [], None
@@ -55,7 +55,7 @@ def test_a_text_waits_for_its_only_draft_service_to_come_back(demo_pair: Pair, c
         draft = cluster.draft(demo_pair.verifier, model=chat_folder)
         wait_healthy(draft)
         with (
-            running_front(draft.address, patience=60.0) as url,
+            running_front(draft.address, retry_timeout=60.0) as url,
             httpx.stream("POST", f"{url}/v1/completions", json=FIELDS | {"stream": True}, timeout=90) as response,
         ):
             texts = []
@@ -72,7 +72,7 @@ def test_a_full_service_is_429_and_a_slow_one_504(demo_pair: Pair, chat_folder: 
         draft = cluster.draft(demo_pair.verifier, model=chat_folder, flags="--max-sequences 1 --max-waiting 0")
         wait_healthy(draft)
         with (
-            running_front(draft.address, patience=0.0, timeout=1.5) as url,
+            running_front(draft.address, retry_timeout=0.0, timeout=1.5) as url,
             httpx.Client(base_url=url, timeout=60) as http,
         ):
             long = FIELDS | {"max_tokens": 900}
@@ -92,7 +92,7 @@ def test_a_full_service_is_429_and_a_slow_one_504(demo_pair: Pair, chat_folder: 
 
 @pytest.mark.parametrize("path", ["/v1/models", "/v1/completions", "/health"])
 def test_without_a_service_the_front_says_so(path: str) -> None:
-    with running_front("127.0.0.1:1", patience=0.1) as url:
+    with running_front("127.0.0.1:1", retry_timeout=0.1) as url:
         answer = plain.get(url + path) if path != "/v1/completions" else httpx.post(url + path, json={"prompt": "x"})
     assert answer.status_code == 503
     assert answer.headers["retry-after"] == "1"
@@ -120,7 +120,7 @@ def test_several_choices_continue_too(chat_draft: Service, ours: Client, *, stre
 
 def test_requests_do_not_wait_for_each_other_while_no_service_answers() -> None:
     began = time.monotonic()
-    with running_front("127.0.0.1:1", patience=1.0) as url, ThreadPoolExecutor(8) as pool:
+    with running_front("127.0.0.1:1", retry_timeout=1.0) as url, ThreadPoolExecutor(8) as pool:
         answers = list(pool.map(lambda _: plain.get(f"{url}/v1/models"), range(8)))
     assert {answer.status_code for answer in answers} == {503}
     assert time.monotonic() - began < 6.0, "one after the other they would take eight seconds"

@@ -113,7 +113,7 @@ def test_errors_become_the_sdks_exceptions(sdk: openai.OpenAI) -> None:
 
 def test_no_service_is_an_error_of_the_server(chat_draft: Service) -> None:
     with (
-        running_front("127.0.0.1:1", patience=0.1) as url,
+        running_front("127.0.0.1:1", retry_timeout=0.1) as url,
         openai.OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0) as client,
         pytest.raises(openai.InternalServerError) as caught,
     ):
