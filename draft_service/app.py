@@ -9,7 +9,14 @@ import grpc
 import structlog
 
 from draft_service.drafters.base import Drafter, DraftError, DraftSequence, Kind
-from draft_service.drafters.build import cheap_drafters, check_settings, guarded, loads_model, model_drafters
+from draft_service.drafters.build import (
+    cheap_drafters,
+    check_settings,
+    default_kind,
+    guarded,
+    loads_model,
+    model_drafters,
+)
 from draft_service.drafters.engine import DraftEngine
 from draft_service.drafters.guard import PROBE, PROBE_GAMMA
 from draft_service.drafters.staged import Staging
@@ -127,6 +134,7 @@ class DraftApp(Service):
         verifiers = Verifiers(self._replicas, budget, settings.failover_timeout, failover_metrics)
         show_verifiers(self.metrics, self._replicas, lambda: budget.tokens)
         loaded = None if built is None else built.model_runner.loaded
+        default = default_kind(settings, loaded)
         draft = model_info(loaded, tokenizer, settings)
         target = await self._replicas.match(draft)
         limit_by(draft, target)
@@ -161,7 +169,7 @@ class DraftApp(Service):
         self._servicer.attach(
             Pair(
                 drafters=chosen,
-                default=Kind(settings.drafter),
+                default=default,
                 gamma=GammaController(self.metrics),
                 verifiers=verifiers,
                 tokenizer=tokenizer,
@@ -193,12 +201,13 @@ def load_built(settings: DraftSettings, loader: Loader = load) -> tuple[Built, T
     """
     loaded, tokenizer = loader(settings)
     length = sequence_tokens(settings, loaded)
-    # A step holds pieces of prompts and the last token of each sequence that drafts.
-    largest = settings.prefill_tokens + settings.max_sequences
+    # A step holds pieces of prompts, and of each sequence that drafts the last token and the masks after it.
+    tokens = settings.tokens_per_pass if loaded.mask_token is not None else 1
+    largest = settings.prefill_tokens + settings.max_sequences * tokens
     built = build_model_runner(
         settings, loaded, length, max_batch_tokens=largest, most_sequences=settings.max_sequences
     )
-    built.model_runner.warm_up((1, 2, 64))
+    built.model_runner.warm_up((*range(1, 2 * tokens + 1), 64) if tokens > 1 else (1, 2, 64))
     return built, tokenizer
 
 
@@ -236,7 +245,11 @@ def build_engine(
 
 
 def _captures(engine: DraftEngine, target: model_pb2.ModelInfo, settings: DraftSettings) -> Callable[..., str]:
-    """Captures the steps that begin a round, with one or two tokens a sequence, and the decode loop."""
+    """Captures the steps that begin a round, with one or two tokens a sequence, and the decode loop.
+
+    In parallel drafting such steps have up to s + 1 tokens, and s - 1 masks.
+    """
+    tokens = settings.tokens_per_pass if engine.mask_token is not None else 1
 
     def capture(capturer: Capturer, *, seconds: float, most_bytes: int) -> str:
         loop = engine.loop.capture(
@@ -248,7 +261,11 @@ def _captures(engine: DraftEngine, target: model_pb2.ModelInfo, settings: DraftS
             most_bytes=most_bytes,
         )
         steps = engine.model_runner.capture(
-            capturer, max_sequences=settings.max_sequences, widest=2, seconds=seconds / 2, most_bytes=most_bytes
+            capturer,
+            max_sequences=settings.max_sequences,
+            widest=2 * tokens,
+            seconds=seconds / 2,
+            most_bytes=most_bytes,
         )
         return f"decode loop: {loop}; steps: {steps}"
 

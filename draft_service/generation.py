@@ -270,6 +270,7 @@ class Sample:
             draft_temperature=self._request.draft_temperature,
             uses_outcome_cache=self._request.outcome_cache,
             max_entropy=self._request.max_entropy,
+            tokens_per_pass=self._request.tokens_per_pass,
             encoder_input=self._request.draft_encoder_input,
         )
 

@@ -231,8 +231,8 @@ def show_vllm(shown: VllmMetrics, requests: RequestMetrics, limit: ConcurrencyLi
 def show_drafters(metrics: Metrics, drafters: Mapping[Kind, GuardedDrafter], staging: Staging | None) -> None:
     """Registers the totals of each drafter, of the outcome cache, and of staged drafting if there is a draft model."""
     metrics.registry.register(_Drafters(drafters))
-    if drafters.keys() >= RUN_A_MODEL:
-        metrics.registry.register(_OutcomeCache([drafters[kind].cost for kind in RUN_A_MODEL]))
+    if costs := [drafter.cost for kind, drafter in drafters.items() if kind in RUN_A_MODEL]:
+        metrics.registry.register(_OutcomeCache(costs))
     if staging is not None:
         metrics.registry.register(_Staged(staging.counts))
 

@@ -12,7 +12,7 @@ from draft_service.concurrency import Claim, ConcurrencyLimit
 from draft_service.drafters.base import Draft, DraftError, Drafting, DraftSequence, Kind
 from draft_service.metrics import REQUEST_LOG
 from draft_service.prompt import check_prompt_length
-from draft_service.request import KIND_TO_WIRE, check_draft_temperature, check_drafter
+from draft_service.request import KIND_TO_WIRE, check_draft_temperature, check_drafter, check_tokens_per_pass
 from draft_service.settings import DraftSettings
 from draft_service.validation import (
     check_gamma,
@@ -276,5 +276,11 @@ def check_open(
         rule=sampling.rule,
         draft_temperature=temperature,
         uses_outcome_cache=settings.outcome_cache,
+        tokens_per_pass=check_tokens_per_pass(
+            "tokens_per_pass",
+            message.tokens_per_pass if message.HasField("tokens_per_pass") else None,
+            drafter,
+            default=settings.tokens_per_pass,
+        ),
     )
     return sequence, drafter

@@ -36,6 +36,7 @@ class Generation:
         max_entropy: bound on the entropy of q, in nats; None is no bound.
         drafter: `NONE` if `gamma` is 0.
         draft_temperature: None is the target's.
+        tokens_per_pass: of the drafter; 1 unless it is `PARALLEL`.
         outcome_cache: whether the drafter may draft while a verdict is on its way.
         seed_is_fresh: this service has just drawn the seed.
         report_probabilities: add p and q of drafted tokens to the reports of rounds.
@@ -66,6 +67,7 @@ class Generation:
     max_entropy: float | None
     drafter: Kind
     draft_temperature: float | None
+    tokens_per_pass: int
     outcome_cache: bool
     seed_is_fresh: bool
     report_rounds: bool
@@ -96,6 +98,7 @@ KIND_TO_WIRE = {
     Kind.RANDOM: draft_service_pb2.DRAFTER_RANDOM,
     Kind.NONE: draft_service_pb2.DRAFTER_NONE,
     Kind.STAGED: draft_service_pb2.DRAFTER_STAGED,
+    Kind.PARALLEL: draft_service_pb2.DRAFTER_PARALLEL,
 }
 _DRAFTERS = {number: kind for kind, number in KIND_TO_WIRE.items()}
 
@@ -142,6 +145,28 @@ def check_draft_temperature(
     if requested == 0 and sampling.needs_logits:
         raise invalid_field(field, f"{field} is 0; under the rule sigmoid it must be above 0", given=requested)
     return requested
+
+
+MAX_TOKENS_PER_PASS = 256
+
+
+def check_tokens_per_pass(field: str, requested: int | None, drafter: Kind, *, default: int) -> int:
+    """The tokens that one pass of the draft model drafts; 1 with another drafter than `PARALLEL`.
+
+    Raises:
+        RequestError: INVALID_ARGUMENT: it is out of range.
+    """
+    if requested is not None and not 1 <= requested <= MAX_TOKENS_PER_PASS:
+        raise invalid_field(
+            field,
+            f"{field} is {requested}; it must be 1 to {MAX_TOKENS_PER_PASS}",
+            given=requested,
+            minimum=1,
+            maximum=MAX_TOKENS_PER_PASS,
+        )
+    if drafter is not Kind.PARALLEL:
+        return 1
+    return default if requested is None else requested
 
 
 def supports_rule_by_logits(offered: Collection[Kind]) -> bool:

@@ -188,6 +188,7 @@ class GenerateCall:
             drafters=self._pair.drafters.keys(),
             default_drafter=self._pair.default,
             default_draft_temperature=self._settings.draft_temperature,
+            default_tokens_per_pass=self._settings.tokens_per_pass,
             default_outcome_cache=self._settings.outcome_cache,
             default_policy=PolicyKind(self._settings.speculation),
             default_max_entropy=self._settings.max_entropy,
@@ -292,6 +293,7 @@ class GenerateCall:
             max_new_tokens=request.max_new_tokens,
             lossy=request.sampling.is_lossy,
             drafter=KIND_TO_WIRE[request.drafter],
+            tokens_per_pass=request.tokens_per_pass,
         )
         self._responses.send(draft_service_pb2.GenerateResponse(started=started))
 

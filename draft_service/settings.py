@@ -40,10 +40,16 @@ class DraftSettings(ServiceSettings):
         gt=0,
         description="seconds between resolutions of the verifiers' DNS names; the loss of a verifier causes one too",
     )
-    drafter: Literal["model", "staged", "ngram", "lookup", "random", "none"] = Field(
+    drafter: Literal["model", "parallel", "staged", "ngram", "lookup", "random", "none"] = Field(
         "model",
-        description="source of proposed tokens for requests that name none; only model and staged load the "
-        "weights of --model, not just its tokenizer",
+        description="source of proposed tokens for requests that name none; only model, parallel and staged load the "
+        "weights of --model, not just its tokenizer; unset, a --model with a mask token drafts as parallel",
+    )
+    tokens_per_pass: int = Field(
+        2,
+        ge=1,
+        le=256,
+        description="with the drafter parallel: tokens that one pass of the draft model drafts; 1 drafts as model does",
     )
     staged_by: Literal["lookup", "ngram"] = Field(
         "lookup", description="with the drafter staged: source of the tokens that the draft model checks"
@@ -55,8 +61,8 @@ class DraftSettings(ServiceSettings):
         None,
         ge=0,
         le=100,
-        description="temperature of the drafters model, staged and ngram; 0, or 0.000001 to 100; default: the "
-        "request's",
+        description="temperature of the drafters model, parallel, staged and ngram; 0, or 0.000001 to 100; default: "
+        "the request's",
     )
     draft_timeout: int = Field(
         10_000,

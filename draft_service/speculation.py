@@ -213,6 +213,7 @@ class GammaController:
         may_share = request.seed_is_fresh or params.is_greedy or request.sampling.rule is Rule.COUPLED
         kind = (
             request.drafter,
+            request.tokens_per_pass,
             request.sampling.rule,
             params.is_greedy,
             _class_of(params.temperature),

@@ -9,7 +9,14 @@ import structlog
 from draft_service.drafters.base import RUN_A_MODEL, Kind
 from draft_service.privacy import check_emission, round_sizes
 from draft_service.prompt import check_prompt
-from draft_service.request import Generation, check_draft_temperature, check_drafter, check_max_entropy, check_policy
+from draft_service.request import (
+    Generation,
+    check_draft_temperature,
+    check_drafter,
+    check_max_entropy,
+    check_policy,
+    check_tokens_per_pass,
+)
 from draft_service.speculation import PolicyKind
 from kernels.generation_rules import GenerationRules
 from kernels.verify import Rule
@@ -49,6 +56,7 @@ def check_generate(
     drafters: Collection[Kind],
     default_drafter: Kind,
     default_draft_temperature: float | None = None,
+    default_tokens_per_pass: int = 1,
     default_outcome_cache: bool = True,
     default_policy: PolicyKind = PolicyKind.FIXED,
     default_max_entropy: float | None = None,
@@ -156,6 +164,12 @@ def check_generate(
             message.speculation.draft_temperature if message.speculation.HasField("draft_temperature") else None,
             sampling,
             default=default_draft_temperature,
+        ),
+        tokens_per_pass=check_tokens_per_pass(
+            "speculation.tokens_per_pass",
+            message.speculation.tokens_per_pass if message.speculation.HasField("tokens_per_pass") else None,
+            drafter,
+            default=default_tokens_per_pass,
         ),
         outcome_cache=(
             message.speculation.outcome_cache

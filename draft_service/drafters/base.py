@@ -29,6 +29,7 @@ class Kind(StrEnum):
     """The kinds of drafter."""
 
     MODEL = "model"
+    PARALLEL = "parallel"
     STAGED = "staged"
     NGRAM = "ngram"
     LOOKUP = "lookup"
@@ -36,10 +37,10 @@ class Kind(StrEnum):
     NONE = "none"
 
 
-HAVE_LOGITS = frozenset({Kind.MODEL, Kind.STAGED, Kind.NONE})
+HAVE_LOGITS = frozenset({Kind.MODEL, Kind.PARALLEL, Kind.STAGED, Kind.NONE})
 """Drafters that the rule `sigmoid` accepts: it needs the draft's logits, or no drafted tokens."""
 
-RUN_A_MODEL = frozenset({Kind.MODEL, Kind.STAGED})
+RUN_A_MODEL = frozenset({Kind.MODEL, Kind.PARALLEL, Kind.STAGED})
 """Drafters that need a draft model."""
 
 UNBOUNDED = 1 << 30
@@ -81,6 +82,7 @@ class DraftSequence:
         uses_outcome_cache: whether the drafter may draft while a verdict is on its way.
         max_entropy: nats. A proposal ends before a token whose q has a higher entropy, but has at least one token.
             Drafters without distributions ignore it. None is no bound.
+        tokens_per_pass: s, tokens that one pass of the draft model drafts. Only the drafter `parallel` reads it.
         encoder_input: of an encoder–decoder draft: token ids `[S]`, or log-Mel features `[mels, frames]`; `prompt` is
             then that of the decoder.
     """
@@ -95,6 +97,7 @@ class DraftSequence:
     draft_temperature: float | None = None
     uses_outcome_cache: bool = True
     max_entropy: float | None = None
+    tokens_per_pass: int = 1
     encoder_input: Tensor | None = field(default=None, repr=False, compare=False)
 
     def after(self, written: Sequence[int]) -> "DraftSequence":

@@ -13,6 +13,7 @@ from draft_service.drafters.none import NoDrafter
 from draft_service.drafters.random import RandomDrafter
 from draft_service.settings import DraftSettings
 from kernels.sparse import SparseConfig
+from outrider.runtime.loader import LoadedModel
 from outrider.runtime.ngram import read_documents
 from outrider.runtime.tokenizer import Tokenizer
 from outrider.service.sampling import TEMPERATURES
@@ -47,6 +48,21 @@ def loads_model(settings: DraftSettings) -> bool:
     return Kind(settings.drafter) in RUN_A_MODEL
 
 
+def default_kind(settings: DraftSettings, loaded: LoadedModel | None) -> Kind:
+    """The drafter of requests that name none: that of the settings; unset, `parallel` if the draft has a mask token.
+
+    Raises:
+        SettingsError: the settings name `parallel`, and the draft has no mask token.
+    """
+    kind, has_mask = Kind(settings.drafter), loaded is not None and loaded.mask_token is not None
+    if kind is Kind.PARALLEL and not has_mask:
+        raise SettingsError(
+            f"--drafter parallel: '{settings.model}' has no mask token: its config.json has neither pard_token nor "
+            "ptd_token_id; give a draft that was trained for it, or --drafter model"
+        )
+    return Kind.PARALLEL if has_mask and "drafter" not in settings.model_fields_set else kind
+
+
 def cheap_drafters(
     settings: DraftSettings, tokenizer: Tokenizer, target: model_pb2.ModelInfo, sparse: SparseConfig
 ) -> dict[Kind, Drafter]:
@@ -76,13 +92,18 @@ def cheap_drafters(
 def model_drafters(
     settings: DraftSettings, engine: DraftEngine, cheap: Mapping[Kind, Drafter], target: model_pb2.ModelInfo
 ) -> dict[Kind, Drafter]:
-    """The drafters with a draft model. One of the `cheap` ones guesses for `staged`."""
+    """The drafters with a draft model; `parallel` is among them if it has a mask token. One of the `cheap` ones guesses
+    for `staged`.
+    """
     guesses = cheap[Kind(settings.staged_by)]
     assert isinstance(guesses, GuessingDrafter)
-    return {
+    drafters: dict[Kind, Drafter] = {
         Kind.MODEL: ModelDrafter(engine, vocab_size=target.vocab_size),
         Kind.STAGED: ModelDrafter(engine, vocab_size=target.vocab_size, cheap=guesses),
     }
+    if engine.mask_token is not None:
+        drafters[Kind.PARALLEL] = ModelDrafter(engine, vocab_size=target.vocab_size, parallel=True)
+    return drafters
 
 
 def guarded(

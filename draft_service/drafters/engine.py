@@ -1,16 +1,16 @@
 """The draft's engine: one forward pass a step, for all sequences that have a proposal to draft.
 
 A step adds one token to each proposal. It adds more in staged drafting (the guesses that the model accepts: `Staging`),
-and with captured steps on a device (the rest of the proposal: `outrider.runtime.decode_loop`). While no proposal
-is requested, the engine drafts for likely verdicts (`OutcomeCache`). It runs on a thread of its own
-(`outrider.runtime.engine`).
+in parallel drafting (one more for each mask token after the text), and in one call of the decode loop (the rest of the
+proposal: `outrider.runtime.decode_loop`). While no proposal is requested, the engine drafts for likely verdicts
+(`OutcomeCache`). It runs on a thread of its own (`outrider.runtime.engine`).
 """
 
 import time
 from collections.abc import Callable, Sequence
 from typing import TypeVar
 
-from draft_service.drafters.base import DraftError
+from draft_service.drafters.base import DraftError, Guesses
 from draft_service.drafters.outcome_cache import LEAVING_SECONDS, OutcomeCache
 from draft_service.drafters.sequence import Close, DraftWork, Drawn, DrawnToken, ModelSequence, Propose
 from draft_service.drafters.staged import Staging, row_adjustments, row_draws
@@ -37,12 +37,20 @@ EXPECTED_OUTPUT = 512
 BRANCHES_ON_CPU, BRANCHES_ELSEWHERE = 4, 8
 
 
+def _may_be_decoded(item: DraftWork) -> bool:
+    """Whether the decode loop may draw the rest of the proposal: one token a pass, without changes to logits."""
+    return (
+        item.draws and not item.guesses and item.sequence.opening.tokens_per_pass == 1 and item.sequence.may_be_decoded
+    )
+
+
 class DraftEngine(Engine[Propose | Close, DraftWork, list[Drawn]]):
     """All sequences of one draft model.
 
     Attributes:
         cache: the outcome cache.
         loop: the decode loop.
+        mask_token: of the model, for parallel drafting; None without one. It is never drafted.
         staging: None without staged drafting.
     """
 
@@ -60,6 +68,7 @@ class DraftEngine(Engine[Propose | Close, DraftWork, list[Drawn]]):
         guesser.
         """
         super().__init__(model_runner, name="draft-engine", threads=threads)
+        self.mask_token = model_runner.loaded.mask_token
         self.loop = DecodeLoop(model_runner, min(vocab_size, model_runner.loaded.vocab_size), config)
         self._target_size = vocab_size
         self.staging = staging
@@ -156,7 +165,11 @@ class DraftEngine(Engine[Propose | Close, DraftWork, list[Drawn]]):
         if end == start or not self._has_blocks(sequence, end):
             return None
         tokens = sequence.tokens[start:] if draws else sequence.tokens[start : start + piece]
-        return DraftWork(sequence, Chunk(sequence.slot, tokens, start, piece), draws, encodes=encodes)
+        masks = sequence.masks if draws else 0
+        if masks:
+            assert self.mask_token is not None
+            tokens = [*tokens, *[self.mask_token] * masks]
+        return DraftWork(sequence, Chunk(sequence.slot, tokens, start, piece), draws, encodes=encodes, masks=masks)
 
     def idle(self) -> float | None:
         return LEAVING_SECONDS if self.cache.leaving else None
@@ -192,12 +205,13 @@ class DraftEngine(Engine[Propose | Close, DraftWork, list[Drawn]]):
         decoded = self._decode(work)
         if decoded is not None:
             return decoded
-        z = self.model_runner.logits([item.chunk for item in work])[:, : self.loop.vocab_size]
+        z = self.loop.without_mask(self.model_runner.logits([item.chunk for item in work]))
         draws, changes = list[Draw](), list[RowAdjustment | None]()
         for item in work:
+            self._drop_masks(item)
             if item.draws:
                 draws += row_draws(item.sequence, item.guesses, item.rows)
-                changes += row_adjustments(item.sequence, item.guesses, item.rows)
+                changes += row_adjustments(item.sequence, item.guesses or self._stand_ins(item), item.rows)
         z = apply(z, changes)
         samples = sample(z, draws, self.loop.config)
         drawn, row = list[Drawn](), 0
@@ -214,9 +228,19 @@ class DraftEngine(Engine[Propose | Close, DraftWork, list[Drawn]]):
             row += item.rows
         return drawn
 
+    def _drop_masks(self, item: DraftWork) -> None:
+        """Rolls the KV cache back to the real tokens."""
+        if item.masks:
+            pool, slot = self.model_runner.pool, item.chunk.slot
+            pool.rollback(slot, pool.length(slot) - item.masks)
+
+    def _stand_ins(self, item: DraftWork) -> Guesses:
+        """What penalties count in place of the tokens that are drafted in the same pass: they are not known yet."""
+        return [] if self.mask_token is None else [(self.mask_token, None)] * item.masks
+
     def _decode(self, work: Sequence[DraftWork]) -> list[Drawn] | None:
         """The rest of each proposal, in one call of the decode loop; None if it cannot draw them."""
-        if not all(item.draws and not item.guesses and item.sequence.may_be_decoded for item in work):
+        if not all(_may_be_decoded(item) for item in work):
             return None
         draws = [[item.sequence.draw(i) for i in range(item.sequence.drafted, item.sequence.gamma)] for item in work]
         if self.loop.obstacle(draws) is not None:

@@ -12,19 +12,30 @@ from kernels.rng import Domain
 
 
 class ModelDrafter(Drafter):
-    """Drafts with a model, alone or with a cheaper drafter that guesses for it (staged drafting, [L 6])."""
+    """Drafts with a model: alone, several tokens a pass (`parallel`), or with a cheaper drafter that guesses for it
+    (staged drafting, [L 6]).
+    """
 
-    def __init__(self, engine: DraftEngine, *, vocab_size: int, cheap: GuessingDrafter | None = None) -> None:
-        """`vocab_size` is the target's. `cheap` guesses tokens, which the model judges several at a time."""
+    def __init__(
+        self, engine: DraftEngine, *, vocab_size: int, cheap: GuessingDrafter | None = None, parallel: bool = False
+    ) -> None:
+        """`vocab_size` is the target's. `cheap` guesses tokens, which the model judges several at a time. `parallel`
+        drafts `DraftSequence.tokens_per_pass` tokens a pass; it needs a model with a mask token.
+        """
+        assert not parallel or engine.mask_token is not None
         self._engine = engine
         self._vocab_size = vocab_size
         self._cheap = cheap
+        self._parallel = parallel
 
     def open(self, sequence: DraftSequence) -> Drafting:
         return _ModelDrafting(self._engine, self.begin(sequence))
 
     def begin(self, sequence: DraftSequence) -> ModelSequence:
         """The engine's state of a sequence."""
+        if self._parallel and sequence.tokens_per_pass > 1:
+            return ModelSequence.begin(replace(sequence, uses_outcome_cache=False), self._vocab_size)
+        sequence = replace(sequence, tokens_per_pass=1)
         if self._cheap is None:
             return ModelSequence.begin(sequence, self._vocab_size)
         # Staged drafting has neither the entropy bound nor the outcome cache.

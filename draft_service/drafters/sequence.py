@@ -135,6 +135,15 @@ class ModelSequence:
         """Tokens drafted in this round."""
         return len(self.tokens) - self.base
 
+    @property
+    def masks(self) -> int:
+        """Mask tokens of the next pass: for all tokens that it drafts but the first.
+
+        A pass ends at a multiple of `tokens_per_pass` or at γ.
+        """
+        s = self.opening.tokens_per_pass
+        return max(0, min(s - self.drafted % s, self.gamma - self.drafted) - 1)
+
     def draw(self, index: int) -> Draw:
         """How to draw the token at `index` of the proposal."""
         return self.opening.draw(self.base, index)
@@ -235,10 +244,11 @@ class DraftWork:
     """One sequence's share of a step.
 
     Attributes:
-        chunk: the tokens to run, with the guesses after them that the draft model knows.
+        chunk: the tokens to run, with the guesses after them that the draft model knows, or with the masks.
         draws: False for a piece of a prompt that is not the last.
         guesses: in staged drafting: tokens for this step to judge.
         encodes: whether its encoder runs first.
+        masks: mask tokens at the end of the chunk. Row i of its logits gives the token i after the last real one.
     """
 
     sequence: ModelSequence
@@ -246,6 +256,7 @@ class DraftWork:
     draws: bool
     guesses: Guesses = field(default_factory=list)
     encodes: bool = False
+    masks: int = 0
 
     @property
     def rows(self) -> int:

@@ -104,13 +104,11 @@ class Staging:
 
 
 def row_draws(sequence: ModelSequence, guesses: Guesses, rows: int) -> list[Draw]:
-    """How the model samples the rows after the sequence's tokens and after each guess that ran, `rows` in all.
+    """How the model samples the rows after the sequence's tokens and after each guess or mask that ran, `rows` in all.
 
     With guesses, only the last row draws a token, and only if no guess is left that it judges.
     """
-    if not guesses:
-        return [sequence.draw(sequence.drafted)]
-    if sequence.opening.shares_noise:
+    if not guesses or sequence.opening.shares_noise:
         return [sequence.draw(sequence.drafted + index) for index in range(rows)]
     last = rows - 1
     is_drawn = not sequence.params.is_greedy and rows > len(guesses)

@@ -189,6 +189,12 @@ sampling_options = _group(
         help="Temperature of the draft: 0, or 0.000001 to 100. Default: the service's, normally --temperature.",
     ),
     click.option(
+        "--tokens-per-pass",
+        metavar="N",
+        type=click.IntRange(1, 256),
+        help="With the drafter parallel: tokens drafted in one pass of the draft. Default: the service's.",
+    ),
+    click.option(
         "--outcome-cache/--no-outcome-cache",
         default=None,
         help="Draft the likely continuations while the target verifies. Default: the service's.",

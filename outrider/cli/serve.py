@@ -63,8 +63,14 @@ _LOOPBACK = {"0.0.0.0": "127.0.0.1", "[::]": "[::1]"}
 @click.option(
     "--drafter",
     type=click.Choice(DRAFTERS),
-    help="Source of proposed tokens for requests that name none; only model and staged load the weights of --draft. "
-    "Default: model.",
+    help="Source of proposed tokens for requests that name none; only model, parallel and staged load the weights "
+    "of --draft. Default: model, or parallel if the draft has a mask token.",
+)
+@click.option(
+    "--tokens-per-pass",
+    metavar="N",
+    type=click.IntRange(1, 256),
+    help="With --drafter parallel: tokens that one pass of the draft drafts. Default: 2.",
 )
 @click.option(
     "--staged-by",

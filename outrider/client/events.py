@@ -67,6 +67,7 @@ class Drafter(_Named):
     RANDOM = "random"
     NONE = "none"
     STAGED = "staged"
+    PARALLEL = "parallel"
 
 
 class SpeculationPolicy(_Named):
@@ -139,6 +140,7 @@ class Started(_Mirror):
     max_new_tokens: int
     lossy: bool  # the text does not follow the target's distribution
     drafter: Drafter
+    tokens_per_pass: int = 0  # that the drafter drafts in one pass; 0 from an older service
 
 
 @dataclass(frozen=True, slots=True)
@@ -466,7 +468,6 @@ class Completion:
 
     @property
     def drafter(self) -> Drafter:
-        """The drafter that was used."""
         return self.started.drafter
 
     @property

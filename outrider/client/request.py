@@ -64,6 +64,7 @@ class CommonOptions(TypedDict, total=False):
     speculation: SpeculationPolicy | str  # chooses gamma; default: `fixed` with `gamma`, else the service's
     max_entropy: float  # nats: a proposal ends before a token whose draft distribution has more
     draft_temperature: float  # of the draft; default: the service's, else `temperature`
+    tokens_per_pass: int  # of the drafter `parallel`: tokens drafted in one pass of the draft model
     outcome_cache: bool  # draft for likely verdicts ahead of time; default: the service's
     drafter: Drafter | str  # one that the service has; default: the service's
     report_rounds: bool

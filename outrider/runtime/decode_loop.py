@@ -5,6 +5,7 @@ is captured once per number of sequences and replayed for each token, without ho
 run eagerly, and `kernels.sampling` samples between them.
 """
 
+import math
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
@@ -38,6 +39,14 @@ class DecodeLoop:
         self.vocab_size = vocab_size
         self.config = config
         self._captured: CapturedSteps | None = None
+
+    def without_mask(self, logits: Tensor) -> Tensor:
+        """The logits `[R, V]` of tokens that may be sampled, in place. Those of the mask token become -inf."""
+        z = logits[:, : self.vocab_size]
+        mask_token = self.model_runner.loaded.mask_token
+        if mask_token is not None and mask_token < self.vocab_size:
+            z[:, mask_token] = -math.inf
+        return z
 
     def obstacle(self, draws: Sequence[Sequence[Draw]]) -> str | None:
         """Why `decode` does not support these draws; None if it does."""
@@ -86,7 +95,7 @@ class DecodeLoop:
         batch = pack(spans, model_runner.pool, model_runner.masks, later_rows=[len(own) - 1 for own in draws])
         last: Tensor | None = torch.tensor(counts, device=model_runner.loaded.device).cumsum(0) - 1
         while active:
-            z = model_runner.run_packed(tokens, batch, last).narrow(1, 0, self.vocab_size)
+            z = self.without_mask(model_runner.run_packed(tokens, batch, last))
             drawn = sample(z, [draws[b][len(samples[b])] for b in active], self.config)
             for b, each in zip(active, drawn, strict=True):
                 samples[b].append(each)
@@ -131,6 +140,7 @@ class DecodeLoop:
             vocab_size=self.vocab_size,
             logits_size=model_runner.loaded.vocab_size,
             with_noise=with_noise,
+            mask_token=model_runner.loaded.mask_token,
         )
         self._captured = CapturedSteps(model_runner, eager, size, self.config)
         return self._captured.capture(capturer, seconds=seconds, most_bytes=most_bytes)
@@ -148,6 +158,7 @@ class DecodeLoopSize:
         vocab_size: tokens that may be sampled.
         logits_size: tokens in the model's logits.
         with_noise: whether draws may use Gumbel noise, which needs the verification kernels.
+        mask_token: is never sampled; None if the model has none.
     """
 
     sequences: int
@@ -157,6 +168,13 @@ class DecodeLoopSize:
     vocab_size: int
     logits_size: int
     with_noise: bool
+    mask_token: int | None = None
+
+    def exclude_mask(self, logits: Tensor) -> Tensor:
+        """Sets the logit of the mask token, in `[…, V]`, to -inf. Returns the same tensor."""
+        if self.mask_token is not None and self.mask_token < logits.size(-1):
+            logits[..., self.mask_token] = -math.inf
+        return logits
 
 
 class CapturedSteps:
@@ -370,7 +388,7 @@ class _StepBuffers:
             (i + 1 for i, each in enumerate(samples) if each.token == NO_LOGITS), count
         )  # later samples have no meaning
         if draws[0].params.is_greedy:
-            rows = self._logits[:end, s, : self._size.vocab_size].clone().unbind(0)
+            rows = self._size.exclude_mask(self._logits[:end, s, : self._size.vocab_size].clone()).unbind(0)
             return [
                 each if each.token == NO_LOGITS else each._replace(scores=row)
                 for each, row in zip(samples[:end], rows, strict=True)
@@ -387,7 +405,7 @@ class _StepBuffers:
         """Samples a token of each sequence from the logits of this step."""
         inputs, V = self._inputs, self._size.vocab_size
         step = inputs["step"].clamp(max=self._size.tokens - 1)
-        self._drawn_from.copy_(self._logits.index_select(0, step).squeeze(0))
+        self._size.exclude_mask(self._drawn_from.copy_(self._logits.index_select(0, step).squeeze(0)))
         bits = inputs["bits"].index_select(0, step).squeeze(0)
         noise = (inputs["by_noise"], inputs["seeds"], inputs["noise_positions"]) if self._size.with_noise else ()
         drawn = sampling_device.sample(

@@ -39,6 +39,8 @@ _ENCODER_DECODERS = {
     "t5": AutoModelForSeq2SeqLM,
     "whisper": AutoModelForSpeechSeq2Seq,
 }
+# Entries of a configuration that name the mask token of parallel drafting (PARD, and others).
+_MASK_TOKENS = ("pard_token", "ptd_token_id")
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
@@ -88,6 +90,7 @@ class LoadedModel:
         fused: the fused program, once it has been built.
         encoder: of a model with encoder and decoder; None for others.
         generation_rules: the changes of transformers' `generate` to the logits of such a model; None: no change.
+        mask_token: stands for an unknown token in parallel drafting; None if the model was not trained so.
     """
 
     model: Any
@@ -107,6 +110,7 @@ class LoadedModel:
     fused: Program | None = field(default=None, repr=False)
     encoder: EncoderDecoder | None = field(default=None, repr=False)
     generation_rules: GenerationRules | None = None
+    mask_token: int | None = None
 
 
 def load_model(source: ModelSource) -> LoadedModel:
@@ -204,6 +208,7 @@ def _ready(
         reference=expected,
         encoder=encoder,
         generation_rules=rules,
+        mask_token=_mask_token(model, vocab_size, name),
     )
 
 
@@ -229,6 +234,8 @@ def _config(folder: Path, source: ModelSource) -> Any:
         raise UnsupportedModel(
             f"'{source.name}' is not a causal language model of transformers: its model type is '{config.model_type}'"
         )
+    if not remote:
+        _check_plain(config, source.name)
     return config
 
 
@@ -369,6 +376,32 @@ def _vocab_size(model: Any) -> int:
     if head is None or getattr(head, "weight", None) is None:
         raise UnsupportedModel(f"{type(model).__name__} has no output embedding: it is not a causal language model")
     return int(head.weight.shape[0])
+
+
+def _mask_key(config: Any) -> str | None:
+    return next((key for key in _MASK_TOKENS if getattr(config, key, None) is not None), None)
+
+
+def _check_plain(config: Any, name: str) -> None:
+    """Refuses heads for a target's hidden states. Some have the model type of a plain model and a mask token."""
+    foreign = set(getattr(config, "architectures", None) or ()).difference(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values())
+    if foreign and (key := _mask_key(config)) is not None:
+        raise UnsupportedModel(
+            f"'{name}' has {key} and the architecture {min(foreign)}, which is no causal language model of "
+            "transformers: such heads need the target's hidden states, which a draft service does not get; give a "
+            "plain causal draft"
+        )
+
+
+def _mask_token(model: Any, vocab_size: int, name: str) -> int | None:
+    key = _mask_key(model.config)
+    if key is None or model.config.is_encoder_decoder:
+        return None
+    token = getattr(model.config, key)
+    rows = min(vocab_size, model.get_input_embeddings().weight.shape[0])
+    if not isinstance(token, int) or not 0 <= token < rows:
+        raise CheckpointError(f"{key} of '{name}' is {token!r}; the mask token must be from 0 to {rows - 1}")
+    return token
 
 
 def _weight_bytes(model: Any) -> int:

@@ -40,6 +40,7 @@ def generation(rule: Rule = Rule.COUPLED, *, temperature: float = 1.0, seed: int
         max_entropy=None,
         drafter=Kind.MODEL,
         draft_temperature=None,
+        tokens_per_pass=1,
         outcome_cache=True,
         seed_is_fresh=True,
         report_rounds=False,

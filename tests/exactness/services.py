@@ -16,6 +16,7 @@ class PairServices:
     def __init__(self, cluster: Cluster, folder: Path, *, seed: int, markov: bool) -> None:
         self.target = pairs.write_target(folder / "target", seed=seed, markov=markov)
         self.drafts = {kind: pairs.write_draft(folder / kind, self.target, kind) for kind in pairs.HEADS}
+        self.drafts["parallel"] = pairs.write_parallel_draft(folder / "parallel", self.target)
         self.verifier = cluster.verifier(model=self.target, flags=sampling.FLAGS)
         self._cluster = cluster
         self._running: dict[tuple[str, str, str | None], Service] = {}

@@ -78,6 +78,24 @@ def test_tokens_are_the_same_with_and_without_deaths(attentive: PairServices) ->
         service.end()
 
 
+def test_a_resumed_text_keeps_its_tokens_per_pass(attentive: PairServices) -> None:
+    """Where draws decide, a seed's text depends on them, and the services that a text moves between differ in them."""
+    fault = "dies_after_every_round"
+    mortal = [attentive.start_draft("parallel", f"--tokens-per-pass {s}", fault) for s in (2, 3)]
+    requests = [each | Options(gamma=5) for each in REQUESTS if each["rule"] != "coupled" and each["temperature"]]
+    broken = complete(mortal, requests)
+    named = [
+        each | Options(tokens_per_pass=text.started.tokens_per_pass)
+        for each, text in zip(requests, broken, strict=True)
+    ]
+    assert {each["tokens_per_pass"] for each in named} <= {2, 3}
+    for found, wanted in zip(broken, complete([attentive.draft("parallel")], named), strict=True):
+        assert found.token_ids == wanted.token_ids
+        assert found.samples[0].num_resumes >= 2
+    for service in mortal:
+        service.end()
+
+
 @pytest.mark.slow
 def test_the_distribution_is_the_targets_after_deaths_with_held_text(attentive: PairServices) -> None:
     """By χ², with services of different drafts: the target usually accepts one's drafts, and rejects the other's. Half

@@ -10,7 +10,7 @@ of 0.1 % with 99 %.
 
 Services with one deliberate fault must be refuted. Their draft is a good one that is too sure of itself, since a fault
 bends the distribution most where acceptance and rejection are both frequent. Sizes are the smallest that refute at
-`REFUTED` by a wide margin. Three faults are in every run, the others are slow.
+`REFUTED` by a wide margin. Four faults are in every run, the others are slow.
 """
 
 from __future__ import annotations
@@ -64,6 +64,7 @@ DRAFTING = {
     "staged by ngram": STAGED._replace(flags="--drafter staged --ngram-learn --staged-by ngram"),
     "outcome cache": MODEL._replace(fault="eager_outcome_cache", params=TOP_6),
     "restless": MODEL._replace(fault="restless_gamma", options={"gamma": 6, "speculation": "adaptive"}),
+    "parallel": MODEL._replace(kind="parallel", options={"gamma": 4, "tokens_per_pass": 3}),
     "model": MODEL,
 }
 
@@ -90,6 +91,8 @@ CASES: list[tuple[str, dict[str, Any], int]] = [
     ("staged by ngram", {}, 830),
     ("outcome cache", {}, 31),
     ("outcome cache", {"rule": "block"}, 32),
+    ("parallel", {}, 840),
+    ("parallel", {"rule": "block"}, 841),
     ("restless", {}, 900),
     ("restless", {"rule": "block"}, 901),
     ("restless", {"rule": "block", "max_entropy": UNSURE}, 911),
@@ -156,6 +159,7 @@ def test_every_token_of_350_000_is_distributed_as_the_targets(kind: str, rule: s
     [
         ("untruncated_q", "model", NARROW, 48, {}),
         ("negative_residual", "model", NARROW, 48, {}),
+        ("neighbouring_q", "parallel", TOP_20, 128, {}),
         ("gamma_after_drafting", "restless", PARAMS, 200, {}),
         slow("repeated_noise", "model", NARROW, 32, {}),
         slow("shared_noise", "model", PARAMS, 96, {}),

@@ -23,6 +23,7 @@ class Drafter(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
     DRAFTER_RANDOM: _ClassVar[Drafter]
     DRAFTER_NONE: _ClassVar[Drafter]
     DRAFTER_STAGED: _ClassVar[Drafter]
+    DRAFTER_PARALLEL: _ClassVar[Drafter]
 
 class SpeculationPolicy(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
     __slots__ = ()
@@ -44,6 +45,7 @@ DRAFTER_LOOKUP: Drafter
 DRAFTER_RANDOM: Drafter
 DRAFTER_NONE: Drafter
 DRAFTER_STAGED: Drafter
+DRAFTER_PARALLEL: Drafter
 SPECULATION_POLICY_UNSPECIFIED: SpeculationPolicy
 SPECULATION_POLICY_FIXED: SpeculationPolicy
 SPECULATION_POLICY_HEURISTIC: SpeculationPolicy
@@ -74,7 +76,7 @@ class TokenIds(_message.Message):
     def __init__(self, ids: _Optional[_Iterable[int]] = ...) -> None: ...
 
 class SpeculationParams(_message.Message):
-    __slots__ = ("gamma", "report_rounds", "drafter", "draft_temperature", "policy", "max_entropy", "outcome_cache", "fixed_size", "report_probabilities")
+    __slots__ = ("gamma", "report_rounds", "drafter", "draft_temperature", "policy", "max_entropy", "outcome_cache", "fixed_size", "report_probabilities", "tokens_per_pass")
     GAMMA_FIELD_NUMBER: _ClassVar[int]
     REPORT_ROUNDS_FIELD_NUMBER: _ClassVar[int]
     DRAFTER_FIELD_NUMBER: _ClassVar[int]
@@ -84,6 +86,7 @@ class SpeculationParams(_message.Message):
     OUTCOME_CACHE_FIELD_NUMBER: _ClassVar[int]
     FIXED_SIZE_FIELD_NUMBER: _ClassVar[int]
     REPORT_PROBABILITIES_FIELD_NUMBER: _ClassVar[int]
+    TOKENS_PER_PASS_FIELD_NUMBER: _ClassVar[int]
     gamma: int
     report_rounds: bool
     drafter: Drafter
@@ -93,7 +96,8 @@ class SpeculationParams(_message.Message):
     outcome_cache: bool
     fixed_size: bool
     report_probabilities: bool
-    def __init__(self, gamma: _Optional[int] = ..., report_rounds: _Optional[bool] = ..., drafter: _Optional[_Union[Drafter, str]] = ..., draft_temperature: _Optional[float] = ..., policy: _Optional[_Union[SpeculationPolicy, str]] = ..., max_entropy: _Optional[float] = ..., outcome_cache: _Optional[bool] = ..., fixed_size: _Optional[bool] = ..., report_probabilities: _Optional[bool] = ...) -> None: ...
+    tokens_per_pass: int
+    def __init__(self, gamma: _Optional[int] = ..., report_rounds: _Optional[bool] = ..., drafter: _Optional[_Union[Drafter, str]] = ..., draft_temperature: _Optional[float] = ..., policy: _Optional[_Union[SpeculationPolicy, str]] = ..., max_entropy: _Optional[float] = ..., outcome_cache: _Optional[bool] = ..., fixed_size: _Optional[bool] = ..., report_probabilities: _Optional[bool] = ..., tokens_per_pass: _Optional[int] = ...) -> None: ...
 
 class EmissionPrivacy(_message.Message):
     __slots__ = ("frame_bytes", "pace")
@@ -170,7 +174,7 @@ class Transcription(_message.Message):
     def __init__(self, language: _Optional[str] = ..., task: _Optional[str] = ..., timestamps: _Optional[bool] = ...) -> None: ...
 
 class GenerateStarted(_message.Message):
-    __slots__ = ("request_id", "prompt_token_ids", "seed", "weights_fingerprint", "rule", "max_new_tokens", "lossy", "drafter")
+    __slots__ = ("request_id", "prompt_token_ids", "seed", "weights_fingerprint", "rule", "max_new_tokens", "lossy", "drafter", "tokens_per_pass")
     REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
     PROMPT_TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
     SEED_FIELD_NUMBER: _ClassVar[int]
@@ -179,6 +183,7 @@ class GenerateStarted(_message.Message):
     MAX_NEW_TOKENS_FIELD_NUMBER: _ClassVar[int]
     LOSSY_FIELD_NUMBER: _ClassVar[int]
     DRAFTER_FIELD_NUMBER: _ClassVar[int]
+    TOKENS_PER_PASS_FIELD_NUMBER: _ClassVar[int]
     request_id: str
     prompt_token_ids: _containers.RepeatedScalarFieldContainer[int]
     seed: int
@@ -187,7 +192,8 @@ class GenerateStarted(_message.Message):
     max_new_tokens: int
     lossy: bool
     drafter: Drafter
-    def __init__(self, request_id: _Optional[str] = ..., prompt_token_ids: _Optional[_Iterable[int]] = ..., seed: _Optional[int] = ..., weights_fingerprint: _Optional[str] = ..., rule: _Optional[_Union[_sampling_pb2.AcceptanceRule, str]] = ..., max_new_tokens: _Optional[int] = ..., lossy: _Optional[bool] = ..., drafter: _Optional[_Union[Drafter, str]] = ...) -> None: ...
+    tokens_per_pass: int
+    def __init__(self, request_id: _Optional[str] = ..., prompt_token_ids: _Optional[_Iterable[int]] = ..., seed: _Optional[int] = ..., weights_fingerprint: _Optional[str] = ..., rule: _Optional[_Union[_sampling_pb2.AcceptanceRule, str]] = ..., max_new_tokens: _Optional[int] = ..., lossy: _Optional[bool] = ..., drafter: _Optional[_Union[Drafter, str]] = ..., tokens_per_pass: _Optional[int] = ...) -> None: ...
 
 class RoundReport(_message.Message):
     __slots__ = ("round", "output_length", "drafted_token_ids", "drafted_texts", "accepted", "beta", "draft_start_us", "sent_us", "timings", "target_probabilities", "draft_probabilities")
@@ -368,7 +374,7 @@ class GenerateResponse(_message.Message):
     def __init__(self, started: _Optional[_Union[GenerateStarted, _Mapping]] = ..., chunk: _Optional[_Union[GenerateChunk, _Mapping]] = ..., finished: _Optional[_Union[GenerateFinished, _Mapping]] = ..., prompt_logprobs: _Optional[_Union[_sampling_pb2.PromptLogprobs, _Mapping]] = ..., padding: _Optional[_Iterable[bytes]] = ..., queue_position: _Optional[int] = ...) -> None: ...
 
 class OpenDraft(_message.Message):
-    __slots__ = ("prompt_token_ids", "committed_token_ids", "sampling", "required_features", "drafter", "draft_temperature", "encoder_input")
+    __slots__ = ("prompt_token_ids", "committed_token_ids", "sampling", "required_features", "drafter", "draft_temperature", "encoder_input", "tokens_per_pass")
     PROMPT_TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
     COMMITTED_TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
     SAMPLING_FIELD_NUMBER: _ClassVar[int]
@@ -376,6 +382,7 @@ class OpenDraft(_message.Message):
     DRAFTER_FIELD_NUMBER: _ClassVar[int]
     DRAFT_TEMPERATURE_FIELD_NUMBER: _ClassVar[int]
     ENCODER_INPUT_FIELD_NUMBER: _ClassVar[int]
+    TOKENS_PER_PASS_FIELD_NUMBER: _ClassVar[int]
     prompt_token_ids: _containers.RepeatedScalarFieldContainer[int]
     committed_token_ids: _containers.RepeatedScalarFieldContainer[int]
     sampling: _sampling_pb2.SamplingParams
@@ -383,7 +390,8 @@ class OpenDraft(_message.Message):
     drafter: Drafter
     draft_temperature: float
     encoder_input: _input_pb2.EncoderInput
-    def __init__(self, prompt_token_ids: _Optional[_Iterable[int]] = ..., committed_token_ids: _Optional[_Iterable[int]] = ..., sampling: _Optional[_Union[_sampling_pb2.SamplingParams, _Mapping]] = ..., required_features: _Optional[_Iterable[str]] = ..., drafter: _Optional[_Union[Drafter, str]] = ..., draft_temperature: _Optional[float] = ..., encoder_input: _Optional[_Union[_input_pb2.EncoderInput, _Mapping]] = ...) -> None: ...
+    tokens_per_pass: int
+    def __init__(self, prompt_token_ids: _Optional[_Iterable[int]] = ..., committed_token_ids: _Optional[_Iterable[int]] = ..., sampling: _Optional[_Union[_sampling_pb2.SamplingParams, _Mapping]] = ..., required_features: _Optional[_Iterable[str]] = ..., drafter: _Optional[_Union[Drafter, str]] = ..., draft_temperature: _Optional[float] = ..., encoder_input: _Optional[_Union[_input_pb2.EncoderInput, _Mapping]] = ..., tokens_per_pass: _Optional[int] = ...) -> None: ...
 
 class Advance(_message.Message):
     __slots__ = ("round", "base_length", "committed_token_ids", "gamma")

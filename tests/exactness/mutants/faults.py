@@ -82,6 +82,23 @@ def untruncated_q() -> None:
     _send_all_of_q(SparseConfig(keep_mass=1.0), engine, decode_loop)
 
 
+def neighbouring_q() -> None:
+    """The drafter `parallel` sends the q̂ of the next token of the pass, if that has the drafted token."""
+    original = engine.DraftEngine.draw
+
+    def draw(self: engine.DraftEngine, work: Sequence[Any]) -> Any:
+        return [_shifted(drawn) for drawn in original(self, work)]
+
+    def _shifted(drawn: Sequence[Any]) -> list[Any]:
+        sent = []
+        for own, following in zip(drawn, [*drawn[1:], *drawn[:1]], strict=True):
+            has_token = own.token in following.distribution.ids
+            sent.append(own._replace(distribution=following.distribution) if has_token else own)
+        return sent
+
+    engine.DraftEngine.draw = draw  # type: ignore[method-assign]
+
+
 def untruncated_ngrams() -> None:
     """The same in the drafter `ngram`."""
     _send_all_of_q(SparseConfig(keep_mass=1.0, max_support=8), ngram)

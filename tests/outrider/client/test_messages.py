@@ -43,6 +43,7 @@ SPECULATION: dict[str, Any] = {
     "gamma": 0,
     "draft_temperature": 0.5,
     "outcome_cache": False,
+    "tokens_per_pass": 3,
     "max_entropy": 1.5,
     "report_rounds": True,
     "report_probabilities": True,
