@@ -77,8 +77,9 @@ def write_with_logits(
 
 
 def model_log_probabilities(model: LlamaForCausalLM) -> LogProbabilities:
-    """Log-probabilities of a language model."""
-    return lambda ids: Writer(model, *ids.shape).extend(ids).log_softmax(dim=-1)
+    """Log-probabilities of a language model, without the mask token of a parallel draft, which is never drafted."""
+    end = getattr(model.config, "pard_token", None)
+    return lambda ids: Writer(model, *ids.shape).extend(ids)[..., :end].log_softmax(dim=-1)
 
 
 def table_log_probabilities(table: np.ndarray) -> LogProbabilities:

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 from transformers import LlamaConfig, LlamaForCausalLM
 
+from models.measure import model_log_probabilities
 from models.measure_parallel import POSITIONS, accepted, accepted_of_proposal, measure, scores_by_position
 from models.parallel import parallel_logits, with_mask_token
 from models.train_parallel_draft import SIZES, some_groups, train
@@ -55,6 +56,13 @@ def test_the_mask_is_one_more_row_that_changes_no_other_and_is_named_in_the_conf
     assert (saved.config.vocab_size, saved.config.pard_token) == (V + 1, V)
     assert saved.lm_head.weight.data_ptr() == saved.model.embed_tokens.weight.data_ptr()
     assert with_mask_token(saved).config.vocab_size == V + 1
+
+
+def test_log_probabilities_leave_the_mask_out() -> None:
+    plain, draft = tiny(), with_mask_token(tiny())
+    ids = torch.arange(20)[None] % V
+    with torch.no_grad():
+        assert torch.equal(model_log_probabilities(draft)(ids), model_log_probabilities(plain)(ids))
 
 
 def test_masks_that_share_a_call_compute_what_a_pass_for_each_would() -> None:
