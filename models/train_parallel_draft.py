@@ -37,6 +37,7 @@ MASKS = 7
 SIZES = (7, 1, 4, 2, 3, 1, 5, 2)
 REPEATED = {False: 6, True: 16}  # for written texts, for long windows
 REJECTION_FROM = 0.5  # share of the time after which the masks' loss is the rejection rate
+REAL_WEIGHT = 2.0  # from then on, of the rejection rate after real tokens: the draft regains what the masks cost it
 
 
 def some_groups(length: int, repeated: int, generator: np.random.Generator) -> Groups:
@@ -89,7 +90,10 @@ def train(
                 top_ids[:, groups.rows].flatten(0, 1),
                 top_probabilities[:, groups.rows].flatten(0, 1),
             )
-            loss = rejected.mean() + (kl if progress < REJECTION_FROM else missed).mean()
+            if progress < REJECTION_FROM:
+                loss = rejected.mean() + kl.mean()
+            else:
+                loss = REAL_WEIGHT * rejected.mean() + missed.mean()
             (loss / len(parts)).backward()
             total += loss.item() / len(parts)
             if not long:
