@@ -161,7 +161,7 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--work", type=Path, required=True, help="folder for checkpoints")
     parser.add_argument("--out", type=Path, default=HERE, help="where target/ and draft/ are written")
     parser.add_argument("--target-minutes", type=float, default=16.0, help="CPU minutes")
-    parser.add_argument("--draft-minutes", type=float, default=4.0, help="CPU minutes")
+    parser.add_argument("--draft-minutes", type=float, default=10.0, help="CPU minutes")
     parser.add_argument("--quick", action="store_true", help="seconds in place of minutes: the pair will know nothing")
     options = parser.parse_args(arguments)
     options.work.mkdir(parents=True, exist_ok=True)
