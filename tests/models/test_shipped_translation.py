@@ -24,7 +24,7 @@ def test_the_shipped_pair_is_as_its_card_says() -> None:
     assert megabytes(HERE) < 5
 
 
-# Seen with 256 sentences: 90 % right at T = 0; α 0.727 ± 0.005 and 0.748 ± 0.006.
+# Seen with 256 sentences: 90 % right at T = 0; α 0.914 ± 0.004 and 0.895 ± 0.004.
 def test_the_shipped_pair_translates_and_the_draft_is_often_right() -> None:
     torch.set_num_threads(1)
     result = measure(HERE / "target", HERE / "draft", ROWS)
@@ -33,4 +33,4 @@ def test_the_shipped_pair_translates_and_the_draft_is_often_right() -> None:
     assert quality["target at T=0"]["right"] > 0.75
     assert quality["target at T=0"]["word_error_rate"] < 0.05
     assert [row.temperature for row in alphas] == [1.0, 0.0]
-    assert all(0.6 < row.alpha < 0.85 for row in alphas)
+    assert all(0.85 < row.alpha < 0.95 for row in alphas)
