@@ -37,6 +37,7 @@ class Generation:
         drafter: `NONE` if `gamma` is 0.
         draft_temperature: None is the target's.
         tokens_per_pass: of the drafter; 1 unless it is `PARALLEL`.
+        chooses_tokens_per_pass: it names none, and `adaptive` may choose 1 instead, before drafting begins.
         outcome_cache: whether the drafter may draft while a verdict is on its way.
         seed_is_fresh: this service has just drawn the seed.
         report_probabilities: add p and q of drafted tokens to the reports of rounds.
@@ -80,6 +81,7 @@ class Generation:
     draft_encoder_input: Tensor | None = field(default=None, repr=False, compare=False)
     top_prompt_logprobs: int | None = None
     report_probabilities: bool = False
+    chooses_tokens_per_pass: bool = False
 
     @property
     def prompt_tokens(self) -> int:

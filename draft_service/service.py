@@ -205,7 +205,7 @@ class GenerateCall:
         """Writes all samples. The first error ends them all."""
         try:
             await self._wait_for_turn(request, claim)
-            request = await self._with_draft_input(request)
+            request = self._pair.gamma.settle(await self._with_draft_input(request))
             async with asyncio.TaskGroup() as group:
                 for index in range(request.samples):
                     group.create_task(self._write(request, index))

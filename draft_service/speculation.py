@@ -8,12 +8,16 @@ nor a future draw: draws are keyed by the length of the text at the start of the
 import math
 import time
 from abc import ABC, abstractmethod
+from collections.abc import Callable
+from dataclasses import replace
 from enum import StrEnum
+from functools import partial
 from typing import TYPE_CHECKING
 
 from prometheus_client import Histogram
 
 from draft_service.drafters.base import Draft, Kind
+from draft_service.pass_size import PassSizes
 from draft_service.statistics import Acceptance, AcceptanceStatistics, CostModel, JudgedRound
 from kernels.verify import Rule
 from outrider.service.best_effort import Component
@@ -23,6 +27,9 @@ from protos.outrider.v1 import speculation_pb2
 
 if TYPE_CHECKING:
     from draft_service.request import Generation
+
+OnRound = Callable[..., None]
+"""Takes the `tokens`, `seconds` and `active` sequences of a round."""
 
 GAMMA = Component("gamma_policy")
 
@@ -166,8 +173,9 @@ class GammaController:
     """Gives each sequence its policy, with the statistics that sequences share. Used on the event loop only."""
 
     def __init__(self, metrics: Metrics) -> None:
-        self._costs: dict[Kind, CostModel] = {}
+        self._costs: dict[tuple[Kind, int], CostModel] = {}  # by drafter and tokens of a pass
         self._statistics: dict[tuple[object, ...], AcceptanceStatistics] = {}
+        self._pass_sizes = PassSizes()
         self._chosen = Histogram(
             "outrider_spec_decode_gamma",
             "Gamma as chosen for each round; 0 for each token that the target generated alone.",
@@ -184,10 +192,24 @@ class GammaController:
             self._chosen.labels(policy=request.policy),
             default=request.first_gamma,
             has_beta=request.sampling.rule is Rule.TOKENWISE,  # `block` accepts more than β
+            on_round=self._on_round(request),
         )
 
+    def settle(self, request: "Generation") -> "Generation":
+        """Return the request with its tokens of a pass chosen, if it leaves that to the service."""
+        if not request.chooses_tokens_per_pass:
+            return request
+        given = request.tokens_per_pass
+        chosen = GAMMA.run(lambda: self._pass_sizes.choose(_kind_of(request), given), given)
+        return replace(request, tokens_per_pass=chosen)
+
+    def _on_round(self, request: "Generation") -> "OnRound | None":
+        if not request.chooses_tokens_per_pass or not _may_share(request):
+            return None
+        return partial(self._pass_sizes.add, _kind_of(request), request.tokens_per_pass)
+
     def _policy(self, request: "Generation") -> Policy:
-        costs = self._costs.setdefault(request.drafter, CostModel())
+        costs = self._costs.setdefault((request.drafter, request.tokens_per_pass), CostModel())
         match request.policy:
             case PolicyKind.FIXED:
                 return Fixed(request.gamma, costs)
@@ -209,19 +231,8 @@ class GammaController:
         do not decide the text, and requests with a fresh seed, add to shared statistics. Others start from a copy.
         Times depend on lengths only; all requests share them.
         """
-        params = request.sampling.params
-        may_share = request.seed_is_fresh or params.is_greedy or request.sampling.rule is Rule.COUPLED
-        kind = (
-            request.drafter,
-            request.tokens_per_pass,
-            request.sampling.rule,
-            params.is_greedy,
-            _class_of(params.temperature),
-            _class_of(request.draft_temperature),
-            _class_of(request.max_entropy),
-        )
-        shared = self._statistics.setdefault(kind, AcceptanceStatistics())
-        return shared if may_share else shared.copy()
+        shared = self._statistics.setdefault((_kind_of(request), request.tokens_per_pass), AcceptanceStatistics())
+        return shared if _may_share(request) else shared.copy()
 
 
 class SequenceGamma:
@@ -231,13 +242,18 @@ class SequenceGamma:
         gamma: of the current round; 0 for a `Decode`.
     """
 
-    def __init__(self, policy: Policy, histogram: Histogram, *, default: int, has_beta: bool) -> None:
-        """`default` is γ if the policy fails; `has_beta` is whether a verdict's β are chances of acceptance."""
+    def __init__(
+        self, policy: Policy, histogram: Histogram, *, default: int, has_beta: bool, on_round: "OnRound | None" = None
+    ) -> None:
+        """`default` is γ if the policy fails; `has_beta` is whether a verdict's β are chances of acceptance. `on_round`
+        is called with each round but the first, which reads the prompt.
+        """
         self.gamma = 0
         self._default = default
         self._policy = policy
         self._histogram = histogram
         self._has_beta = has_beta
+        self._on_round = on_round
         self._drafted = 0
         self._drafting = 0.0  # seconds, of the current proposal
         self._since: float | None = None  # the last verdict or the start; None if other work followed it
@@ -274,6 +290,8 @@ class SequenceGamma:
         at_verifier = (timings.queue_us + timings.forward_us + timings.verify_us) / 1e6
         seconds = None if self._since is None else now - self._since
         is_usual = self.gamma and self._last_gamma
+        if self._on_round is not None and seconds is not None and self._last_gamma is not None:
+            self._on_round(tokens=len(verdict.token_ids), seconds=seconds, active=load.active)
         self._since, self._last_gamma = now, self.gamma
         self._policy.observe(
             JudgedRound(
@@ -297,6 +315,25 @@ class SequenceGamma:
     def disturbed(self) -> None:
         """Exclude the current cycle from the measurements: a client that does not read, for example, delays it."""
         self._since = None
+
+
+def _may_share(request: "Generation") -> bool:
+    """Whether other requests may learn from its rounds: no other text depends on the draws that decide them."""
+    is_scored = request.sampling.params.is_greedy or request.sampling.rule is Rule.COUPLED
+    return request.seed_is_fresh or is_scored
+
+
+def _kind_of(request: "Generation") -> tuple[object, ...]:
+    """Requests of one kind have about the same acceptance."""
+    params = request.sampling.params
+    return (
+        request.drafter,
+        request.sampling.rule,
+        params.is_greedy,
+        _class_of(params.temperature),
+        _class_of(request.draft_temperature),
+        _class_of(request.max_entropy),
+    )
 
 
 def _step_cost(load: speculation_pb2.VerifierLoad) -> CostLine | None:

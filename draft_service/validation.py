@@ -171,6 +171,11 @@ def check_generate(
             drafter,
             default=default_tokens_per_pass,
         ),
+        chooses_tokens_per_pass=(
+            policy is PolicyKind.ADAPTIVE
+            and drafter is Kind.PARALLEL
+            and not message.speculation.HasField("tokens_per_pass")
+        ),
         outcome_cache=(
             message.speculation.outcome_cache
             if message.speculation.HasField("outcome_cache")

@@ -137,12 +137,8 @@ class ModelSequence:
 
     @property
     def masks(self) -> int:
-        """Mask tokens of the next pass: for all tokens that it drafts but the first.
-
-        A pass ends at a multiple of `tokens_per_pass` or at γ.
-        """
-        s = self.opening.tokens_per_pass
-        return max(0, min(s - self.drafted % s, self.gamma - self.drafted) - 1)
+        """Mask tokens of the next pass: for all tokens that it drafts but the first."""
+        return max(0, min(self.opening.tokens_per_pass, self.gamma - self.drafted) - 1)
 
     def draw(self, index: int) -> Draw:
         """How to draw the token at `index` of the proposal."""

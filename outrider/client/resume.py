@@ -252,7 +252,7 @@ class Generation(Call):
         request.sampling.rule = cast("sampling_pb2.AcceptanceRule", started.rule.number)
         request.weights_fingerprint = started.weights_fingerprint
         request.max_new_tokens = started.max_new_tokens
-        if started.tokens_per_pass > 1:  # a seed's text depends on it, and services may have other defaults
+        if started.tokens_per_pass:  # a seed's text depends on it, and services may have other defaults
             request.speculation.tokens_per_pass = started.tokens_per_pass
         if request.HasField("time_limit"):
             request.time_limit.FromTimedelta(timedelta(seconds=max(self._time_limit_left(), 0.001)))

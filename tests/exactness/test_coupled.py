@@ -85,6 +85,9 @@ def test_tokens_are_the_same_with_every_draft_and_gamma_and_after_a_resume(
         assert whole.token_ids == text, s
         assert (whole.started.drafter, whole.started.tokens_per_pass) == ("parallel", s)
         assert whole.statistics.num_draft_failures == 0 < whole.statistics.num_accepted_tokens
+    chosen = write(attentive.draft("parallel"), kind, gamma=5, speculation="adaptive")
+    assert chosen.token_ids == text
+    assert chosen.started.tokens_per_pass in (1, 2)
     assert len(accepted) > 2, "different drafts did differ"
     for cut, draft, gamma in ((1, "reversed", 5), (22, "point_mass", 0), (LENGTH - 1, "uniform", 2)):
         rest = write(attentive.draft(draft), kind, gamma=gamma, committed_token_ids=text[:cut])

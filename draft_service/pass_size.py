@@ -1,0 +1,78 @@
+"""Chooses s, the tokens of one pass of the draft model, for each request with the drafter `parallel`.
+
+The tokens after the first of a pass cost next to nothing, and are accepted less often. Which is faster, s = 1 or the
+given s, depends on temperature, load and times. So both are measured, in tokens a second of judged rounds: the faster
+one is taken, and the other one by a request now and then.
+
+Invariant 4: s is chosen before a request drafts anything, from rounds of other requests that share no draws with it.
+"""
+
+import random
+from collections import defaultdict
+from collections.abc import Hashable
+from dataclasses import dataclass, field
+
+# Rounds with each s before they are compared, and that the measurements remember.
+KNOWN_ROUNDS, REMEMBERED_ROUNDS = 128, 512
+# One request in so many takes the other s: before both are known, and after.
+FIRST_EVERY, EVERY = 4, 32
+# The other s is taken if it is this much faster.
+GAIN = 1.03
+
+
+@dataclass(slots=True)
+class _Rate:
+    """Tokens and seconds of the last rounds."""
+
+    tokens: float = 0.0
+    seconds: float = 0.0
+    rounds: int = 0
+
+    def add(self, tokens: int, seconds: float) -> None:
+        kept = 1 - 1 / REMEMBERED_ROUNDS
+        self.tokens, self.seconds = kept * self.tokens + tokens, kept * self.seconds + seconds
+        self.rounds += 1
+
+    @property
+    def is_known(self) -> bool:
+        return self.rounds >= KNOWN_ROUNDS and self.seconds > 0
+
+
+@dataclass(slots=True)
+class _Arms:
+    """s = 1 and the given s, of requests of one kind at one load."""
+
+    is_parallel: bool = False  # the given s is the better one
+    rates: dict[bool, _Rate] = field(default_factory=lambda: {False: _Rate(), True: _Rate()})
+
+    def compare(self) -> bool:
+        """Takes the faster s. Returns whether both are known."""
+        best, other = self.rates[self.is_parallel], self.rates[not self.is_parallel]
+        if not (best.is_known and other.is_known):
+            return False
+        if other.tokens * best.seconds > GAIN * best.tokens * other.seconds:
+            self.is_parallel = not self.is_parallel
+        return True
+
+
+class PassSizes:
+    """The choices of all kinds of requests. Used on the event loop only."""
+
+    def __init__(self) -> None:
+        self._arms: defaultdict[Hashable, _Arms] = defaultdict(_Arms)  # by kind and load
+        self._load = 0
+        self._coin = random.Random(0)
+
+    def choose(self, kind: Hashable, s: int) -> int:
+        """Return 1 or `s` for a request of this kind."""
+        if s == 1:
+            return 1
+        arms = self._arms[kind, self._load]
+        every = EVERY if arms.compare() else FIRST_EVERY
+        is_parallel = arms.is_parallel is (self._coin.random() >= 1 / every)
+        return s if is_parallel else 1
+
+    def add(self, kind: Hashable, s: int, *, tokens: int, seconds: float, active: int) -> None:
+        """Record a round: its tokens, its time from verdict to verdict, and how many sequences were active."""
+        self._load = (max(1, active) - 1).bit_length()
+        self._arms[kind, self._load].rates[s > 1].add(tokens, seconds)

@@ -1,0 +1,98 @@
+"""The choice between one token a pass and several: the faster one, by judged rounds, for each kind of request."""
+
+from __future__ import annotations
+
+import random
+from collections import Counter
+from dataclasses import replace
+from itertools import count
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from draft_service import speculation
+from draft_service.drafters.base import Kind
+from draft_service.pass_size import EVERY, FIRST_EVERY, KNOWN_ROUNDS, PassSizes
+from draft_service.request import Generation
+from draft_service.speculation import GammaController
+from kernels.verify import Rule
+from outrider.service.metrics import Metrics
+from protos.outrider.v1 import speculation_pb2
+from tests.draft_service.records import generation
+
+ROUNDS = 16  # of one request
+
+
+def serve(sizes: PassSizes, kind: str, gain: float, requests: int, *, active: int = 1) -> Counter[int]:
+    """Rounds of 1 to 5 tokens in 10 ms; with s = 4 they take less by the factor `gain`. Counts the choices."""
+    noise, chosen = random.Random(1), Counter[int]()
+    for _ in range(requests):
+        s = sizes.choose(kind, 4)
+        chosen[s] += 1
+        for _ in range(ROUNDS):
+            seconds = 0.01 / (gain if s > 1 else 1.0)
+            sizes.add(kind, s, tokens=noise.randint(1, 5), seconds=seconds, active=active)
+    return chosen
+
+
+@pytest.mark.parametrize(("gain", "best"), [(1.3, 4), (0.8, 1)])
+def test_the_faster_one_is_taken_and_the_other_now_and_then(gain: float, best: int) -> None:
+    """The seconds of a wrong choice are few: a request in `EVERY`, once both are known."""
+    sizes = PassSizes()
+    first = serve(sizes, "cold", gain, 8 * KNOWN_ROUNDS // ROUNDS)
+    assert first[4] >= KNOWN_ROUNDS / ROUNDS
+    then = serve(sizes, "cold", gain, 2000)
+    assert 0.5 / EVERY < 1 - then[best] / 2000 < 2 / EVERY
+
+
+def test_a_change_is_followed_and_kinds_and_loads_are_measured_apart() -> None:
+    sizes = PassSizes()
+    serve(sizes, "cold", 1.3, 400)
+    assert serve(sizes, "hot", 0.8, 400)[1] > 300
+    assert serve(sizes, "cold", 1.3, 400)[4] > 350
+    assert serve(sizes, "cold", 0.8, 400, active=8)[1] > 300
+    assert serve(sizes, "cold", 0.8, 4000)[1] > 2000, "slower now"
+    assert serve(sizes, "cold", 0.8, 400)[1] > 350
+
+
+def test_one_token_a_pass_is_no_choice() -> None:
+    sizes = PassSizes()
+    assert {sizes.choose("cold", 1) for _ in range(10 * FIRST_EVERY)} == {1}
+
+
+def request(**fields: Any) -> Generation:
+    plain = generation(Rule.TOKENWISE, drafter=Kind.PARALLEL, tokens_per_pass=4, chooses_tokens_per_pass=True)
+    return replace(plain, **fields)
+
+
+def write(controller: GammaController, asked: Generation, texts: int) -> None:
+    """Texts of which each round accepts all tokens with s = 4, and none with s = 1."""
+    for _ in range(texts):
+        settled = controller.settle(asked)
+        gamma = controller.of(settled)
+        accepted = 4 if settled.tokens_per_pass > 1 else 0
+        for _ in range(ROUNDS + 1):  # the first one reads the prompt
+            gamma.next(4)
+            gamma.sent(None)
+            gamma.judged(speculation_pb2.Verdict(token_ids=[1] * (accepted + 1)))
+
+
+def chosen(controller: GammaController, asked: Generation) -> int:
+    return Counter(controller.settle(asked).tokens_per_pass for _ in range(100)).most_common(1)[0][0]
+
+
+def test_a_request_that_names_it_or_shares_its_draws_teaches_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Texts of one seed share draws, and acceptance depends on them. Each reading of the clock is 1 ms later."""
+    milliseconds = count()
+    clock = SimpleNamespace(perf_counter=lambda: next(milliseconds) / 1000)
+    monkeypatch.setattr(speculation, "time", clock)
+    controller = GammaController(Metrics())
+    named, seeded = request(chooses_tokens_per_pass=False), request(seed_is_fresh=False)
+    assert controller.settle(named).tokens_per_pass == 4
+    for each in (named, seeded):
+        write(controller, each, 200)
+        assert chosen(controller, request()) == 1, "as without measurements"
+    write(controller, request(), 200)
+    assert chosen(controller, request()) == 4
+    assert chosen(controller, seeded) == 4, "it follows rounds of others"
