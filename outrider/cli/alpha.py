@@ -26,7 +26,8 @@ if TYPE_CHECKING:
     from outrider.evaluation.target_text import Report
 
 # As `outrider.evaluation.alpha.DRAFTERS`, which cannot be imported without torch.
-DRAFTERS = ("model", "unigram", "bigram", "ngram", "lookup")
+DRAFTERS = ("model", "parallel", "unigram", "bigram", "ngram", "lookup")
+_WITH_MODEL = frozenset({"model", "parallel"})
 _COUNTING = {"unigram", "bigram"}
 _WORK = {
     "loading": "Loading the models",
@@ -59,7 +60,7 @@ class Leniences(click.ParamType[tuple[float, ...]]):
 @click.command("alpha", short_help="Measure the chance that a drafted token is accepted.")
 @click.option("--target", metavar="DIR_OR_ID", help="Target: a folder or a hub id. Default: the demo's.")
 @click.option(
-    "--draft", metavar="DIR_OR_ID", help="Draft of the drafter model. Default: the demo's, if --target is not given."
+    "--draft", metavar="DIR_OR_ID", help="Draft of model and parallel. Default: the demo's, if --target is not given."
 )
 @click.option(
     "--drafter",
@@ -67,7 +68,7 @@ class Leniences(click.ParamType[tuple[float, ...]]):
     type=click.Choice(DRAFTERS),
     multiple=True,
     help="Source of drafted tokens. unigram and bigram are ngram with n-grams of 1 and 2 tokens. The drafter staged "
-    "has the α of model. Repeatable. Default: model.",
+    "has the α of model. Of parallel, α is the mean over a pass. Repeatable. Default: model.",
 )
 @click.option(
     "--prompts-file",
@@ -145,6 +146,14 @@ class Leniences(click.ParamType[tuple[float, ...]]):
     "--ngram-entries", type=click.IntRange(min=1), default=1 << 20, show_default=True, help="Maximum n-grams to keep."
 )
 @click.option(
+    "--tokens-per-pass",
+    metavar="N",
+    type=click.IntRange(1, 256),
+    default=2,
+    show_default=True,
+    help="Tokens that parallel drafts in one pass of the draft.",
+)
+@click.option(
     "--lookup-min-match",
     type=click.IntRange(1, 64),
     default=2,
@@ -196,7 +205,7 @@ def alpha_command(
     outrider alpha --target DIR_OR_ID --draft DIR_OR_ID --prompts-file prompts.jsonl --top-k 40
     """  # noqa: D301  # click reads the backspace: no rewrapping of the paragraph
     drafters = tuple(dict.fromkeys(values.pop("drafters"))) or ("model",)
-    if draft is None and "model" in drafters:
+    if draft is None and _WITH_MODEL.intersection(drafters):
         if target is not None:
             raise click.UsageError("--target is given, so give --draft too, or a --drafter that needs no draft model")
         draft = demo_model("draft")

@@ -21,7 +21,14 @@ from torch import Tensor
 
 from kernels.sampling import SamplingParams, probabilities
 from kernels.sparse import SparseConfig, SparseDistribution
-from outrider.evaluation.drafters import Drafter, LookupDrafter, ModelDrafter, NGramDrafter, point_mass
+from outrider.evaluation.drafters import (
+    Drafter,
+    LookupDrafter,
+    ModelDrafter,
+    NGramDrafter,
+    ParallelDrafter,
+    point_mass,
+)
 from outrider.evaluation.local_models import PromptText, build_runner, encode_prompts, load, load_tokenizer_of
 from outrider.evaluation.target_text import (
     SEQUENCES,
@@ -44,7 +51,8 @@ from outrider.service.model_info import vocabulary_end
 FEW_PROMPTS = 8
 """With fewer prompts an interval treats each text as one observation, and holds for these prompts only."""
 
-DRAFTERS = ("model", "unigram", "bigram", "ngram", "lookup")
+DRAFTERS = ("model", "parallel", "unigram", "bigram", "ngram", "lookup")
+MODELS = frozenset({"model", "parallel"})  # drafters that run the draft model
 """Drafters that can be measured without a service."""
 
 COUNTING = frozenset({"unigram", "bigram", "ngram"})
@@ -213,7 +221,7 @@ class Options:
 
     Attributes:
         target: a folder, or a hub id.
-        draft: the same; only the drafter `model` needs it.
+        draft: the same; only the drafters `model` and `parallel` need it.
         drafters: of `DRAFTERS`.
         prompts: texts or conversations to continue.
         tokens: about how many tokens the target writes.
@@ -226,6 +234,7 @@ class Options:
         ngram_by_line: no n-gram crosses two lines.
         ngram_order: tokens of the longest n-grams of the drafter `ngram`.
         ngram_entries: the most n-grams to keep.
+        tokens_per_pass: of the drafter `parallel`; its α is the mean over the positions of a pass.
         lookup_min_match: tokens of the shortest match of the drafter `lookup`.
         seed: of the texts.
         device: as in `ModelSource`, and the next ones.
@@ -250,6 +259,7 @@ class Options:
     ngram_by_line: bool = False
     ngram_order: int = 4
     ngram_entries: int = 1 << 20
+    tokens_per_pass: int = 2
     lookup_min_match: int = 2
     seed: int = 0
     device: str = "auto"
@@ -309,7 +319,8 @@ def run(options: Options, report: Report = lambda *_: None) -> Measurement:
     check_environment()
     if options.threads is not None:
         torch.set_num_threads(options.threads)
-    draft_source = options.source(options.draft) if options.draft and "model" in options.drafters else None
+    passes = MODELS.intersection(options.drafters)  # each holds a sequence
+    draft_source = options.source(options.draft) if options.draft and passes else None
     report("loading", 0, 0)
     source = options.source(options.target)
     tokenizer = load_tokenizer_of(source, draft_source)
@@ -320,7 +331,7 @@ def run(options: Options, report: Report = lambda *_: None) -> Measurement:
     room = length + max(len(prompt.tokens) for prompt in prompts)
     target = build_runner(loaded, min(SEQUENCES, -(-options.tokens // length)), room)
     vocab_size = min(vocabulary_end(tokenizer), loaded.vocab_size)
-    draft = None if draft_model is None else build_runner(draft_model, 1, room)
+    draft = None if draft_model is None else build_runner(draft_model, len(passes), room)
     if COUNTING.intersection(options.drafters):
         report("counting", 0, 0)
     documents = _documents(options, tokenizer)
@@ -381,6 +392,10 @@ def _drafter(
             if draft is None:
                 raise MeasurementError("--drafter model needs --draft")
             return ModelDrafter(draft, vocab_size, params, sparse)
+        case "parallel":
+            if draft is None or draft.loaded.mask_token is None:
+                raise MeasurementError(f"--drafter parallel: '{options.draft}' has no mask token")
+            return ParallelDrafter(draft, vocab_size, params, sparse, options.tokens_per_pass)
         case "lookup":
             return LookupDrafter(options.lookup_min_match)
         case _:

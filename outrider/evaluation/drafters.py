@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from itertools import islice
 from typing import Protocol
 
 import numpy as np
@@ -12,7 +13,8 @@ from torch import Tensor
 
 from kernels.sampling import SamplingParams, probabilities
 from kernels.sparse import SparseConfig, SparseDistribution, truncate
-from outrider.evaluation.target_text import Text, blocks, read_logits
+from outrider.evaluation.target_text import Text, blocks, read_logits, refuse_bad
+from outrider.runtime.batch import Chunk
 from outrider.runtime.lookup import TextIndex
 from outrider.runtime.model_runner import ModelRunner
 from outrider.runtime.ngram import NGramCounts, back_off
@@ -37,7 +39,41 @@ class ModelDrafter:
     def read(self, text: Text, rows: int) -> Iterator[Sequence[SparseDistribution | None]]:
         """See `Drafter`."""
         for z in read_logits(self.runner, text, rows, "the draft"):
-            yield draft_distributions(z[:, : self.vocab_size], self.params, self.sparse)
+            yield draft_distributions(_of_target(z, self.vocab_size, self.runner), self.params, self.sparse)
+
+
+@dataclass(frozen=True, slots=True)
+class ParallelDrafter:
+    """A draft model with a mask token. Each pass gives q̂ of `tokens_per_pass` positions of the text, in turn."""
+
+    runner: ModelRunner
+    vocab_size: int
+    params: SamplingParams
+    sparse: SparseConfig
+    tokens_per_pass: int
+
+    def read(self, text: Text, rows: int) -> Iterator[Sequence[SparseDistribution | None]]:
+        """See `Drafter`."""
+        drafted = self._drafted(text)
+        for block in blocks(text, rows):
+            yield list(islice(drafted, block.end - block.start - block.first))
+
+    def _drafted(self, text: Text) -> Iterator[SparseDistribution]:
+        """Yields q̂ of each written token. A pass runs the tokens before the first of its positions, and masks."""
+        runner, mask_token = self.runner, self.runner.loaded.mask_token
+        assert mask_token is not None
+        slot = runner.pool.allocate()
+        try:
+            for begin in range(text.begin, len(text.tokens), self.tokens_per_pass):
+                masks = min(self.tokens_per_pass, len(text.tokens) - begin) - 1
+                held = runner.pool.length(slot)
+                tokens = [*text.tokens[held:begin], *[mask_token] * masks]
+                z = runner.logits([Chunk(slot, tokens, held, begin - held - 1)])
+                runner.pool.rollback(slot, begin)
+                refuse_bad(z, "the draft")
+                yield from draft_distributions(_of_target(z, self.vocab_size, runner), self.params, self.sparse)
+        finally:
+            runner.pool.free(slot)
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,6 +117,14 @@ class LookupDrafter:
                     copied = index.copy(1)
                     drafted.append(point_mass(copied[0]) if copied else None)
             yield drafted
+
+
+def _of_target(z: Tensor, vocab_size: int, runner: ModelRunner) -> Tensor:
+    """The logits `[n, V]` of tokens that the target has, in place. The mask token is never drafted."""
+    z, mask_token = z[:, :vocab_size], runner.loaded.mask_token
+    if mask_token is not None and mask_token < vocab_size:
+        z[:, mask_token] = -torch.inf
+    return z
 
 
 def draft_distributions(z: Tensor, params: SamplingParams, sparse: SparseConfig) -> list[SparseDistribution]:

@@ -158,14 +158,15 @@ def _draw(z: Tensor, params: SamplingParams, generator: torch.Generator) -> list
     # z: [n, V]
     if not len(z):
         return []
-    _refuse_bad(z, "the target")
+    refuse_bad(z, "the target")
     p = probabilities(z, params).cpu()
     drawn = p.argmax(-1) if params.is_greedy else torch.multinomial(p, 1, generator=generator)[:, 0]
     tokens: list[int] = drawn.tolist()
     return tokens
 
 
-def _refuse_bad(z: Tensor, name: str) -> None:
+def refuse_bad(z: Tensor, name: str) -> None:
+    """Raises `MeasurementError` if a row of the logits `[n, V]` gives no distribution."""
     if bad_rows(z).any():
         raise MeasurementError(f"{name} gives logits that are NaN or infinite; try --dtype float32")
 
@@ -217,7 +218,7 @@ def read_logits(runner: ModelRunner, text: Text, rows: int, name: str) -> Iterat
     try:
         for block in blocks(text, rows):
             z = runner.logits([Chunk(slot, text.tokens[block.start : block.end], block.start, block.first)])
-            _refuse_bad(z, name)
+            refuse_bad(z, name)
             yield z
     finally:
         runner.pool.free(slot)

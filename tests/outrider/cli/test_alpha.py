@@ -20,6 +20,7 @@ def pair(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("pair")
     target = pairs.write_target(folder / "target", seed=1)
     pairs.write_draft(folder / "draft", target, "flattened")
+    pairs.write_parallel_draft(folder / "parallel", target)
     (folder / "prompts.jsonl").write_text("\n".join(json.dumps({"text": text}) for text in PROMPTS) + "\n\n")
     (folder / "corpus.txt").write_text("abcabdacbabc\nabcdefabc\n" * 20)
     return folder
@@ -36,7 +37,7 @@ def run(
 def test_one_text_serves_all_drafters_and_leniences(pair: Path) -> None:
     every = [word for name in DRAFTERS for word in ("--drafter", name)]
     corpus = ("--ngram-corpus", str(pair / "corpus.txt"), "--ngram-documents", "line")
-    done = run(pair, *every, *corpus, "--lenience", "1,.5,.1", "--text-tokens", "20", "--json")
+    done = run(pair, *every, *corpus, "--lenience", "1,.5,.1", "--text-tokens", "20", "--json", draft="parallel")
     assert done.exit_code == 0, done.output
     found = json.loads(done.stdout)
     assert {name: found[name] for name in ("temperature", "top_k", "seed", "dtype", "observation")} == {
@@ -92,7 +93,12 @@ def test_the_options_are_those_of_the_measurement() -> None:
         (["--lenience", "0"], 2, "'--lenience': 0 is not above 0 and at most 1"),
         (["--lenience", "1,1.5"], 2, "'--lenience': 1.5 is not above 0 and at most 1"),
         (["--lenience", "half"], 2, "'--lenience': 'half' is not a number"),
-        (["--drafter", "staged"], 2, "'staged' is not one of 'model', 'unigram', 'bigram', 'ngram', 'lookup'"),
+        (
+            ["--drafter", "staged"],
+            2,
+            "'staged' is not one of 'model', 'parallel', 'unigram', 'bigram', 'ngram'",
+        ),
+        (["--drafter", "parallel"], 1, "draft' has no mask token"),
         (["--drafter", "bigram"], 2, "--drafter bigram has no text to count: give --ngram-corpus FILE"),
         (["--ngram-corpus", "no/such.txt"], 2, "File 'no/such.txt' does not exist"),
         (["--prompts-file", "no/such.jsonl"], 2, "File 'no/such.jsonl' does not exist"),

@@ -27,7 +27,7 @@ from kernels.sparse import SparseConfig, SparseDistribution, sparsify
 from kernels.verify import Proposed, Uniforms, verify
 from outrider.evaluation import alpha, chisquare
 from outrider.evaluation.alpha import FEW_PROMPTS, Estimate, Options, acceptance, clusters_of, estimate, measure
-from outrider.evaluation.drafters import Drafter, LookupDrafter, ModelDrafter, NGramDrafter
+from outrider.evaluation.drafters import Drafter, LookupDrafter, ModelDrafter, NGramDrafter, ParallelDrafter
 from outrider.evaluation.local_models import build_runner, load
 from outrider.evaluation.target_text import MeasurementError, Prompt, Text, block_rows, text_length, write
 from outrider.runtime.loader import LoadedModel, ModelSource, adopt, load_model
@@ -149,6 +149,23 @@ def test_alpha_equals_a_slow_computation_in_float64(setting: str, pair: Pair) ->
             expected[row] = [chance(z[at], p, q_hat, each, greedy=params.is_greedy) for each in LENIENCES]
         np.testing.assert_allclose(own, expected, atol=3e-5)
     assert np.concatenate(betas)[:, 0].std() > 0.05, "positions differ"
+
+
+def test_alpha_of_parallel_drafting_is_that_of_passes_over_the_text(pair: Pair, tmp_path: Path) -> None:
+    """Position i of a pass has the distribution after i masks, by transformers; so in blocks of any size."""
+    folder = pairs.write_parallel_draft(tmp_path / "parallel", pair.target)
+    params, s = SamplingParams(), 3
+    texts = write(pair.target_runner, prompts(), params, tokens=6 * LENGTH, length=LENGTH, seed=5)
+    drafter = ParallelDrafter(runner_of(folder, 1), V, params, SparseConfig(), s)
+    betas = measure(pair.target_runner, {"parallel": drafter}, texts, params, (1.0,))["parallel"]
+    for text, own in zip(texts, betas, strict=True):
+        z, expected = reference_logits(pair.target, text.tokens), []
+        for at in range(text.begin - 1, len(text.tokens) - 1):
+            masks = (at - text.begin + 1) % s
+            w = reference_logits(folder, [*text.tokens[: at - masks + 1], *[V] * masks])[-1, :V]
+            p, q = standardise(z[at], params), standardise(w, params)
+            expected.append(np.minimum(p, truncated(q, SparseConfig())).sum())
+        assert own[:, 0] == pytest.approx(expected, abs=3e-5)
 
 
 def test_alpha_of_encoder_decoder_models_equals_transformers() -> None:
