@@ -57,13 +57,13 @@ def write_draft(folder: Path, target: Path, kind: str) -> Path:
     return _save(model, folder)
 
 
-def write_parallel_draft(folder: Path, target: Path, *, seed: int = 0) -> Path:
-    """Write a draft with a mask token and return its folder: the "sharpened" one, with a random row more."""
+def write_parallel_draft(folder: Path, target: Path, kind: str = "sharpened") -> Path:
+    """Write the draft of one of the `HEADS`, with a mask token: a random row more. Return its folder."""
     model = LlamaForCausalLM.from_pretrained(target, dtype=torch.float32)
     with torch.no_grad():
-        model.lm_head.weight.copy_(HEADS["sharpened"](model.lm_head.weight))
+        model.lm_head.weight.copy_(HEADS[kind](model.lm_head.weight))
         model.resize_token_embeddings(VOCABULARY + 1, mean_resizing=False)
-        generator = torch.Generator().manual_seed(seed)
+        generator = torch.Generator().manual_seed(0)
         model.get_input_embeddings().weight[VOCABULARY].normal_(generator=generator)
         model.lm_head.weight[VOCABULARY] = model.lm_head.weight[:VOCABULARY].mean(0)
     model.config.pard_token = VOCABULARY

@@ -20,7 +20,7 @@ def pair(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("pair")
     target = pairs.write_target(folder / "target", seed=1)
     pairs.write_draft(folder / "draft", target, "flattened")
-    pairs.write_parallel_draft(folder / "parallel", target)
+    pairs.write_parallel_draft(folder / "parallel", target, "flattened")
     (folder / "prompts.jsonl").write_text("\n".join(json.dumps({"text": text}) for text in PROMPTS) + "\n\n")
     (folder / "corpus.txt").write_text("abcabdacbabc\nabcdefabc\n" * 20)
     return folder
