@@ -3,7 +3,8 @@
 From every place of such texts the draft is asked for 8 tokens in one pass: α of position i is the mean of Σ min(p, q_i)
 over the places, p being the target's distribution after the true text before that token; at temperature 0 it is the
 share of places where both models name the same likeliest token. No mask sees a drafted token, so the figures of s
-tokens a pass are the first s of these, over and over. It prints two tables, then one JSON document.
+tokens a pass are the first s of these, over and over. The same at the ends of the demo's prompts alone. It prints three
+tables, then one JSON document.
 
     python -m models.measure_parallel
 """
@@ -27,6 +28,7 @@ from models.training import ATTENTION
 TEMPERATURES = (0.0, 0.3, 0.7, 1.0)
 POSITIONS = 8
 PER_PASS = (1, 2, 4, 8)
+CONTINUATIONS = 16  # of each of the demo's prompts
 
 
 def accepted(p_logits: Tensor, q_logits: Tensor, temperature: float) -> Tensor:
@@ -65,6 +67,17 @@ def accepted_of_proposal(scores: Tensor, per_pass: int) -> Tensor:
     return torch.stack(columns, dim=-1).cumprod(dim=-1).sum(dim=-1)
 
 
+def at_prompts(
+    target: LlamaForCausalLM, draft: LlamaForCausalLM, mask_token: int, temperature: float, prompts: list[Tensor]
+) -> list[float]:
+    """α by position of the pass that begins at the end of each of `prompts` `[n]`, over `CONTINUATIONS` of each."""
+    scores = []
+    for prompt in prompts:
+        ids, logits = write_with_logits(target, prompt.expand(CONTINUATIONS, -1), POSITIONS, temperature)
+        scores.append(scores_by_position(draft, mask_token, ids, logits, temperature)[:, 0].mean(dim=0))
+    return [float(alpha) for alpha in torch.stack(scores).mean(dim=0)]
+
+
 @torch.no_grad()
 def measure(target_folder: Path, draft_folder: Path, rows: int = ROWS) -> list[dict[str, object]]:
     """What the model card states, for each temperature, as plain data. Raises ValueError for a draft without a mask."""
@@ -75,6 +88,8 @@ def measure(target_folder: Path, draft_folder: Path, rows: int = ROWS) -> list[d
     draft.config._attn_implementation = ATTENTION
     tokenizer = load_tokenizer(target_folder)
     prompts = line_starts(held_out_documents(), tokenizer, rows, PROMPT)
+    lines = (DEMO / "prompts.jsonl").read_text(encoding="utf-8").splitlines()
+    ends = [torch.tensor(tokenizer.encode(json.loads(line)["text"])) for line in lines[:rows]]
     report = []
     for temperature in TEMPERATURES:
         ids, logits = write_with_logits(target, prompts, NEW, temperature)
@@ -95,6 +110,7 @@ def measure(target_folder: Path, draft_folder: Path, rows: int = ROWS) -> list[d
                     per_pass: mean_over_texts("draft", temperature, accepted_of_proposal(scores, per_pass), whole).alpha
                     for per_pass in PER_PASS
                 },
+                "alpha_at_prompts": at_prompts(target, draft, mask_token, temperature, ends),
                 "tokens": positions[0].tokens,
             }
         )
@@ -111,9 +127,10 @@ def main() -> None:
     parser.add_argument("--rows", type=int, default=ROWS, help=f"texts of {NEW} new tokens each (default {ROWS})")
     arguments = parser.parse_args()
     report = measure(arguments.target, arguments.draft, arguments.rows)
-    print("α by position\nT   " + "".join(f"{position:>7}" for position in range(1, POSITIONS + 1)))
-    for row in report:
-        print(f"{row['temperature']:<4}" + "".join(f"{alpha:7.3f}" for alpha in row["alpha"]))  # type: ignore[attr-defined]
+    for key, title in (("alpha", "α by position"), ("alpha_at_prompts", "α by position at the ends of prompts")):
+        print(f"{title}\nT   " + "".join(f"{position:>7}" for position in range(1, POSITIONS + 1)))
+        for row in report:
+            print(f"{row['temperature']:<4}" + "".join(f"{alpha:7.3f}" for alpha in row[key]))  # type: ignore[attr-defined]
     print("accepted of 8 drafted, by tokens a pass\nT   " + "".join(f"{per_pass:>7}" for per_pass in PER_PASS))
     for row in report:
         print(f"{row['temperature']:<4}" + "".join(f"{row['accepted_of_8'][s]:7.2f}" for s in PER_PASS))  # type: ignore[index]

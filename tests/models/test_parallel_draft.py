@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from models.measure import model_log_probabilities
-from models.measure_parallel import POSITIONS, accepted, accepted_of_proposal, measure, scores_by_position
+from models.measure import model_log_probabilities, write_with_logits
+from models.measure_parallel import POSITIONS, accepted, accepted_of_proposal, at_prompts, measure, scores_by_position
 from models.parallel import parallel_logits, with_mask_token
 from models.train_parallel_draft import SIZES, some_groups, train
 from models.training import ATTENTION, alone
@@ -167,6 +167,21 @@ def test_scores_are_those_of_one_pass_from_each_place() -> None:
                 torch.testing.assert_close(scores[1, place, position], expected)
     assert torch.isnan(scores[:, 13, 1:]).all()
     assert torch.isnan(scores[:, 7, 7]).all()
+
+
+def test_at_the_ends_of_prompts_only_what_follows_them_counts() -> None:
+    target, draft = tiny(1), with_mask_token(tiny(2))
+    draft.config._attn_implementation = ATTENTION
+    prompt = torch.arange(9)
+    with torch.no_grad():
+        alphas = at_prompts(target, draft, V, 0.0, [prompt])
+        _, logits = write_with_logits(target, prompt[None], POSITIONS, 0.0)
+    agreed = [float(one_pass(draft, prompt, masks).argmax() == logits[0, masks].argmax()) for masks in range(POSITIONS)]
+    assert alphas == agreed
+    twin = with_mask_token(tiny(1))
+    twin.config._attn_implementation = ATTENTION
+    with torch.no_grad():
+        assert at_prompts(target, twin, V, 1.0, [prompt])[0] == pytest.approx(1.0, abs=1e-4)
 
 
 def test_acceptance_follows_the_temperature() -> None:
