@@ -114,9 +114,12 @@ async def load(client: AsyncClient, requests: Iterable[ShortText]) -> Counter[st
 
 
 def write_tiny_pair(folder: Path) -> tuple[Path, Path]:
-    """Write a target, and a draft that is right half of the time; both cost little beside the work of the services."""
+    """Write a target, and a draft that is right half of the time; both cost little beside the work of the services.
+
+    The draft has a mask token, so that the service offers `parallel` too.
+    """
     target = pairs.write_target(folder / "target", seed=1)
-    return target, pairs.write_draft(folder / "draft", target, "flattened")
+    return target, pairs.write_parallel_draft(folder / "draft", target, "flattened")
 
 
 def wait_idle(*services: Service) -> None:

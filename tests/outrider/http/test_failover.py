@@ -9,7 +9,7 @@ import pytest
 
 from outrider.cli.processes import Pair
 from outrider.client import Client
-from tests.cluster import Cluster, Service, wait_healthy
+from tests.cluster import Cluster, Service, wait_healthy, wait_until
 from tests.outrider.http.conftest import events, plain, running_front, stream
 from tests.proxy import Proxy, Way
 
@@ -87,6 +87,7 @@ def test_a_full_service_is_429_and_a_slow_one_504(demo_pair: Pair, chat_folder: 
             answer = http.post("/v1/completions", json=long)
             assert answer.status_code == 504
             assert answer.json()["error"]["type"] == "server_error"
+            wait_until(lambda: draft.count("outrider_num_requests_running") == 0, 10.0, "the late text is cancelled")
             assert stream(http, "/v1/completions", prompt="x", max_tokens=1)
 
 
