@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
@@ -11,19 +9,18 @@ from typing import TYPE_CHECKING, Any, cast
 import click
 from rich import box
 from rich.console import Console
-from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeRemainingColumn
 from rich.table import Table
 
 from outrider.cli.bench import read_prompts
 from outrider.cli.demo import MODELS, demo_model
 from outrider.cli.options import DeviceName
 from outrider.cli.output import Failure, needs_extra, write_json
+from outrider.cli.progress import progress
 from outrider.runtime.errors import CheckpointError
 
 if TYPE_CHECKING:
     from outrider.evaluation.alpha import Estimate, Measurement, Options
     from outrider.evaluation.local_models import PromptText
-    from outrider.evaluation.target_text import Report
 
 # As `outrider.evaluation.alpha.DRAFTERS`, which cannot be imported without torch.
 DRAFTERS = ("model", "parallel", "unigram", "bigram", "ngram", "lookup")
@@ -220,8 +217,8 @@ def alpha_command(
     try:
         prompts = tuple(cast("list[PromptText]", read_prompts(prompts_file or _demo_prompts())))
         options = alpha.Options(target=target, draft=draft, drafters=drafters, prompts=prompts, **values)
-        with _progress() as report:
-            found = alpha.run(options, report)
+        with progress("tokens") as update:
+            found = alpha.run(options, lambda work, done, total: update(_WORK[work], done, total))
     except (MeasurementError, CheckpointError) as error:
         raise Failure(str(error)) from error
     if as_json:
@@ -235,29 +232,6 @@ def _demo_prompts() -> Path:
     if not path.is_file():
         raise Failure(f"the demo's prompts are not at {path}; give --prompts-file FILE")
     return path
-
-
-@contextmanager
-def _progress() -> Iterator[Report]:
-    """A bar on stderr for each kind of work, if that is a terminal."""
-    columns = (
-        TextColumn("{task.description}"),
-        BarColumn(),
-        TextColumn("{task.fields[count]}"),
-        TimeRemainingColumn(elapsed_when_finished=True),
-    )
-    console = Console(stderr=True)
-    with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as bars:
-        tasks: dict[str, TaskID] = {}
-
-        def report(work: str, done: int, total: int) -> None:
-            if work not in tasks:
-                for task in tasks.values():
-                    bars.update(task, visible=False)
-                tasks[work] = bars.add_task(_WORK[work], total=total or None, count="")
-            bars.update(tasks[work], completed=done, count=f"{done:,} of {total:,} tokens" if total else "")
-
-        yield report
 
 
 def document(options: Options, found: Measurement) -> dict[str, Any]:

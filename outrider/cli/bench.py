@@ -7,22 +7,21 @@ import json
 import shlex
 import sys
 from collections.abc import Iterable
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 import click
-from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
 from outrider.cli.demo import warn_of_busy_processors
 from outrider.cli.options import DRAFTERS, Address, Numbers, calling_options, connected
 from outrider.cli.output import Failure, fails_in_one_line, write_json
-from outrider.client import AsyncClient, Drafter, Prompt
+from outrider.cli.progress import progress
+from outrider.client import AsyncClient, Drafter, OutriderError, Prompt
 from outrider.environment import installed_version
-from outrider.evaluation.deployment import PROMPTS, Json, Run, Settings, measure, summarise
+from outrider.evaluation.deployment import PROMPTS, Json, Run, Settings, measure, missing, summarise
 from outrider.rpc.channel import is_local
 from protos.outrider.v1 import draft_service_pb2 as pb
 
@@ -64,7 +63,7 @@ _QUICK: Json = {"gammas": (2, 6), "streams": (1, 4), "texts": 2, "max_new_tokens
     type=click.Path(file_okay=False, path_type=Path),
     default=Path("bench-report"),
     show_default=True,
-    help="Folder of report.html and report.json; made if it is missing.",
+    help="Folder of report.html, report.md and report.json; made if it is missing.",
 )
 @click.option("--json", "as_json", is_flag=True, help="Print the figures as one JSON object in place of the table.")
 @click.option(
@@ -90,7 +89,8 @@ def bench_command(
     """Measure a draft service with its target: the target alone, fixed gammas, the default policy, each drafter.
 
     The command is a client like any other. It prints a table, and writes a report with pictures and a JSON file. Use
-    services without other load: they share their time with other clients.
+    services without other load: they share their time with other clients. If it is interrupted, or a text fails, it
+    writes what it has measured, and says what is missing.
 
     \b
     outrider bench --quick
@@ -114,36 +114,62 @@ def bench_command(
         "time": datetime.now(UTC).strftime("%Y-%m-%d %H:%M UTC"),
         "version": installed_version(),
     }
-    models, settings, runs = asyncio.run(_measured(draft, timeout, values, settings, names))
-    document |= {"models": models, "settings": _settings(settings, prompts_file), "cells": summarise(runs, settings)}
+    found, failure = _Measured(settings), None
+    try:
+        asyncio.run(_measure(draft, timeout, values, names, found))
+    except OutriderError as error:
+        if not found.runs:
+            raise
+        failure = Failure(str(error))
+    except KeyboardInterrupt:
+        failure = Interrupted("interrupted" if found.runs else "interrupted: nothing was measured")
+        if not found.runs:
+            raise failure from None
+    cells = summarise(found.runs, found.settings)
+    document |= {"models": found.models, "settings": _settings(found.settings, prompts_file), "cells": cells}
+    document["missing"] = missing(cells, found.settings)
     _write(document, output, as_json)
+    if failure is not None:
+        for sentence in document["missing"]:
+            click.echo(f"outrider: not measured: {sentence}", err=True)
+        raise failure
 
 
-async def _measured(
-    address: str, timeout: float, calling: Json, settings: Settings, drafters: list[Drafter] | None
-) -> tuple[Json, Settings, list[Run]]:
+class Interrupted(Failure):
+    """Ends the command as a shell reports an interrupt."""
+
+    exit_code = 130
+
+
+@dataclass(slots=True)
+class _Measured:
+    """What a measurement has found so far."""
+
+    settings: Settings
+    models: Json = field(default_factory=dict)
+    runs: list[Run] = field(default_factory=list)
+
+
+async def _measure(
+    address: str, timeout: float, calling: Json, drafters: list[Drafter] | None, found: _Measured
+) -> None:
     client = connected(address, timeout, _RETRY_TIMEOUT_S, calling, kind=AsyncClient)
     async with client:
-        found = await client.get_model()
-        settings = replace(settings, drafters=_chosen(found, drafters))
-        _check(found, settings)
+        pair = await client.get_model()
+        settings = found.settings = replace(found.settings, drafters=_chosen(pair, drafters))
+        found.models = {"target": _model(pair.target), "draft": _model(pair.model)}
+        _check(pair, settings)
         if all(map(is_local, address.split(","))):
             warn_of_busy_processors()
-        err = Console(stderr=True)
-        with Progress(
-            TextColumn("{task.description}"),
-            BarColumn(),
-            MofNCompleteColumn(),
-            TimeRemainingColumn(),
-            console=err,
-            transient=True,
-            disable=not err.is_terminal,
-        ) as progress:
-            task = progress.add_task("", total=settings.num_texts)
-            runs = await measure(
-                client, settings, lambda cell, texts: progress.update(task, description=cell, advance=texts)
-            )
-    return {"target": _model(found.target), "draft": _model(found.model)}, settings, runs
+        written = 0
+        with progress("texts") as update:
+
+            def report(stage: str, cell: str, texts: int) -> None:
+                nonlocal written
+                written += texts
+                update(stage, written, settings.num_texts, cell)
+
+            await measure(client, settings, found.runs, report)
 
 
 # A service that is not there is an error soon; one that is full for a moment is not.
@@ -250,12 +276,11 @@ def _write(document: Json, output: Path, as_json: bool) -> None:
 
     text = json.dumps(document, ensure_ascii=False, indent=1)
     (output / "report.json").write_text(text + "\n", encoding="utf-8")
+    summary = "\n".join([deployment_report.table(document).markdown(), "", *deployment_report.conclusions(document)])
+    (output / "report.md").write_text(summary + "\n", encoding="utf-8")
     (output / "report.html").write_text(deployment_report.html(document), encoding="utf-8")
     if as_json:
         write_json(document)
         return
-    click.echo(deployment_report.table(document).markdown())
-    click.echo()
-    for sentence in deployment_report.conclusions(document):
-        click.echo(sentence)
+    click.echo(summary)
     click.echo(f"Report: {output / 'report.html'}")

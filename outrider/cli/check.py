@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import asdict
@@ -12,12 +13,12 @@ from typing import TYPE_CHECKING, Any
 import click
 from rich import box
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeRemainingColumn
 from rich.table import Table
 
 from outrider.cli.bench import read_prompts
 from outrider.cli.options import DRAFTERS, Address, DeviceName, Numbers, calling_options, connected
 from outrider.cli.output import Failure, needs_extra, write_json
+from outrider.cli.progress import progress
 from outrider.client import AsyncClient, OutriderError
 
 if TYPE_CHECKING:
@@ -29,7 +30,7 @@ _RETRY_TIMEOUT_S = 5.0
 # Sampled texts of each rule under load, and tokens of each: the reference without --target is one request a token.
 _TEXTS, _TOKENS = {True: 1536, False: 768}, {True: 9, False: 6}
 _QUICK = 6
-_STAGES = {"alone": "one at a time", "under load": "under load", "reference": "reference"}
+_STAGES = {"alone": "Texts one at a time", "under load": "Texts under load", "reference": "Reference"}
 _CALLING = ("tls", "tls_ca", "tls_cert", "tls_key", "tls_name", "token_file", "plaintext")
 _FILTERS = ("temperature", "top_k", "top_p", "min_p")
 
@@ -185,15 +186,13 @@ def _plan(values: dict[str, Any]) -> Plan:
 
 @contextmanager
 def _progress() -> Iterator[Step]:
-    """A bar on stderr for each stage."""
-    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
-    with Progress(*columns, console=Console(stderr=True), transient=True) as bars:
-        tasks: dict[str, TaskID] = {}
+    """Counts the steps of each stage, and shows them."""
+    with progress() as update:
+        counts = Counter[str]()
 
         def step(stage: str, done: int, total: int) -> None:
-            if stage not in tasks:
-                tasks[stage] = bars.add_task(_STAGES[stage], total=total)
-            bars.advance(tasks[stage], done)
+            counts[stage] += done
+            update(_STAGES[stage], counts[stage], total)
 
         yield step
 

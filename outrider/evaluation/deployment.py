@@ -127,23 +127,28 @@ class Run:
 
 
 async def measure(
-    client: AsyncClient, settings: Settings, report: Callable[[str, int], None] = lambda cell, texts: None
-) -> list[Run]:
+    client: AsyncClient,
+    settings: Settings,
+    runs: list[Run],
+    report: Callable[[str, str, int], None] = lambda stage, cell, texts: None,
+) -> None:
     """Measure all cells.
 
     Args:
         client: of the draft service.
         settings: of the measurement.
-        report: called with the name of the current cell and the number of texts that were written since the last call.
+        runs: takes each run when it is complete: what an error or a cancellation leaves.
+        report: called with the names of the current repeat and of the current cell, and the number of texts that were
+            written since the last call.
 
     Raises:
         OutriderError: a request failed.
     """
-    runs, salts = list[Run](), count()
+    salts = count()
 
-    async def write(run: Run, arm: Arm, texts: int, max_new_tokens: int) -> Run:
+    async def write(stage: str, run: Run, arm: Arm, texts: int, max_new_tokens: int) -> Run:
         name = f"T = {run.temperature:g}, {run.streams} stream{'s' * (run.streams > 1)}, {arm.name}"
-        report(name, 0)
+        report(stage, name, 0)
         options = arm.options | {
             "temperature": run.temperature, "max_new_tokens": max_new_tokens, "ignore_eos": not settings.stop_at_eos,
         }  # fmt: skip
@@ -152,22 +157,22 @@ async def measure(
             (prompt, options | {"cache_salt": f"outrider bench {next(salts)}"})
             for prompt in _turn(settings.prompts, run.repeat, texts * run.streams)
         ]
-        run.served = await serve(client, requests, run.streams, report=lambda: report(name, 1))
+        run.served = await serve(client, requests, run.streams, report=lambda: report(stage, name, 1))
         return run
 
     arms = settings.arms()
     for temperature, streams in product(settings.temperatures, settings.streams):
         for arm in arms:  # the policy learns from whole texts
             tokens = settings.max_new_tokens if arm.name == POLICY else _WARM_UP_TOKENS
-            await write(Run(temperature, streams, arm.name, 0), arm, 1, min(tokens, settings.max_new_tokens))
+            await write("Warm-up", Run(temperature, streams, arm.name, 0), arm, 1, min(tokens, settings.max_new_tokens))
     cells = list(product(settings.temperatures, settings.streams))
     for repeat in range(settings.repeats):
+        stage = f"Repeat {repeat + 1} of {settings.repeats}"
         for nth, (temperature, streams) in enumerate(cells):
             first = (repeat + nth) % len(arms)  # none always follows the same one
             for arm in (*arms[first:], *arms[:first]):
                 run = Run(temperature, streams, arm.name, repeat)
-                runs.append(await write(run, arm, settings.texts, settings.max_new_tokens))
-    return runs
+                runs.append(await write(stage, run, arm, settings.texts, settings.max_new_tokens))
 
 
 def _turn(prompts: Sequence[Prompt], repeat: int, number: int) -> Iterator[Prompt]:
@@ -193,6 +198,21 @@ def summarise(runs: Sequence[Run], settings: Settings) -> list[Json]:
             own = [run for run in here if run.arm == arm.name]
             cells.append({"temperature": temperature, "streams": streams, "arm": arm.name, **_cell(own, alone)})
     return cells
+
+
+def missing(cells: Sequence[Json], settings: Settings) -> list[str]:
+    """Return what an incomplete measurement lacks: a sentence for each temperature and number of streams."""
+    found = []
+    for temperature, streams in product(settings.temperatures, settings.streams):
+        here = [cell for cell in cells if (cell["temperature"], cell["streams"]) == (temperature, streams)]
+        lacking = {cell["arm"]: cell["repeats"] for cell in here if cell["repeats"] < settings.repeats}
+        if lacking:
+            arms = ", ".join(f"{arm} has {number}" for arm, number in lacking.items())
+            if len(lacking) == len(here) and len(set(lacking.values())) == 1:
+                arms = f"each arm has {min(lacking.values())}"
+            plural = "s" * (streams > 1)
+            found.append(f"T = {temperature:g}, {streams} stream{plural}: {arms} of {settings.repeats} repeats.")
+    return found
 
 
 def _cell(runs: Sequence[Run], alone: dict[int, float]) -> Json:

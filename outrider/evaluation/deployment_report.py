@@ -65,7 +65,8 @@ def conclusions(document: Json) -> list[str]:
         where = f"T = {temperature:g}, {_streams(streams)}"
         drafting = [cell for name, cell in measured.items() if name != ALONE]
         if not drafting:
-            found.append(f"{where}: nothing was measured; {sum(cell['refused'] for cell in cells)} texts were refused.")
+            refused = sum(cell["refused"] for cell in cells)
+            found.append(f"{where}: nothing was measured" + (f"; {refused} texts were refused." if refused else "."))
             continue
         best = max(drafting, key=lambda cell: float(cell["ratio"]["median"]))
         ratio = best["ratio"]
@@ -91,6 +92,8 @@ def html(document: Json) -> str:
         Points(conclusions(document)),
         f"In brackets: the lowest and the highest of {settings['repeats']} repeats.",
     ]
+    if document["missing"]:
+        lead[1:1] = ["The measurement is incomplete:", Points(document["missing"])]
     return page(
         "Benchmark of a deployment",
         lead,

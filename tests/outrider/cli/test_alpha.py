@@ -1,6 +1,7 @@
 """`outrider alpha` on a tiny pair: what it prints, and what it refuses."""
 
 import json
+import re
 from pathlib import Path
 
 import pytest
@@ -87,6 +88,17 @@ def test_the_options_are_those_of_the_measurement() -> None:
         assert defaults[name] == getattr(alpha.Options("", "", (), ()), name)
 
 
+def test_progress_in_a_log_is_a_line_for_each_kind_of_work(pair: Path) -> None:
+    done = run(pair, "--text-tokens", "20")
+    assert not {"\r", "\x1b"}.intersection(done.stderr)
+    lines = [re.sub(r"^outrider: \d+ s: ", "", line) for line in done.stderr.splitlines()]
+    assert [line.partition(":")[0] for line in lines] == [
+        "Loading the models", "The target writes", "The target writes", "Measuring", "Measuring",
+    ]  # fmt: skip
+    assert lines[2] == "The target writes: 200 of 200 tokens"
+    assert re.fullmatch(r"Measuring: (2\d\d) of \1 tokens", lines[4])
+
+
 @pytest.mark.parametrize(
     ("arguments", "code", "message"),
     [
@@ -127,7 +139,8 @@ def test_bad_prompts_are_one_line(pair: Path, content: str, message: str) -> Non
     (pair / "bad.jsonl").write_text(content)
     refused = run(pair, prompts="bad.jsonl")
     assert (refused.exit_code, refused.stdout) == (1, "")
-    (line,) = refused.stderr.splitlines()
+    *progress, line = refused.stderr.splitlines()
+    assert progress in ([], ["outrider: 0 s: Loading the models"])
     assert line.startswith("outrider: --prompts-file")
     assert message in line
 

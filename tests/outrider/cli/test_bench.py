@@ -1,7 +1,9 @@
 """`outrider bench` against a real pair: its figures, its page in a browser, and its refusals."""
 
 import json
-from collections.abc import Iterator
+import re
+import signal
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +14,8 @@ from selenium import webdriver
 from outrider.cli import bench, main
 from outrider.evaluation.deployment import ALONE, POLICY, ROUND
 from tests.browser import errors, needs_browser, open_browser
+from tests.commands import Command
+from tests.proxy import Proxy
 
 ARMS = [ALONE, "γ = 2", POLICY, "lookup, γ = 2"]
 TINY = ["--gammas", "2", "--drafters", "model,lookup", "--streams", "1,2", "--texts", "1", "--max-new-tokens", "8"]
@@ -85,6 +89,63 @@ def test_stdout_has_a_table_and_a_sentence_for_each_load(done: Result, document:
     assert len({line.count("|") for line in rows}) == 1
     for where in ("T = 0, 1 stream: ", "T = 0, 2 streams: ", "T = 1, 1 stream: ", "T = 1, 2 streams: "):
         assert f"\n{where}" in done.stdout
+
+
+def test_progress_in_a_log_is_a_plain_line_at_each_repeat(done: Result, document: Any) -> None:
+    assert not {"\r", "\x1b"}.intersection(done.stderr)
+    lines = [line for line in done.stderr.splitlines() if "busy" not in line]
+    stages = ["Warm-up: 0 of 72", "Repeat 1 of 2: 24 of 72", "Repeat 2 of 2: 48 of 72", "Repeat 2 of 2: 72 of 72"]
+    found = [re.sub(r"^outrider: \d+ s: ", "", line).partition(" texts")[0] for line in lines]
+    assert [line for line in found if line in stages] == stages
+    assert document["missing"] == []
+
+
+LONG = ["--gammas", "2", "--drafters", "model", "--temperatures", "0", "--streams", "1,2"]
+LONG += ["--texts", "1", "--max-new-tokens", "8", "--repeats", "5000"]
+
+
+def _stopped(command: Command, stop: Callable[[], None]) -> tuple[int, str, str]:
+    """Stops a command, which measures for many minutes, when it has measured each cell once."""
+    assert command.process.stderr is not None
+    while "Repeat 2 of 5000" not in command.process.stderr.readline():
+        assert command.process.poll() is None
+    stop()
+    return command.ended()
+
+
+def _partial(ended: tuple[int, str, str], folder: Path) -> str:
+    """Checks the reports of a command that was stopped; returns its stderr."""
+    _, out, err = ended
+    document = json.loads((folder / "report.json").read_text())
+    repeats = [cell["repeats"] for cell in document["cells"]]
+    assert len(repeats) == 6
+    assert 1 <= min(repeats) <= max(repeats) < 5000
+    assert max(repeats) - min(repeats) <= 1
+    assert all(cell["tokens_per_second"]["median"] > 0 for cell in document["cells"])
+    assert len(document["missing"]) == 2
+    for sentence in document["missing"]:
+        assert "of 5000 repeats" in sentence
+        assert f"outrider: not measured: {sentence}\n" in err
+    page = (folder / "report.html").read_text()
+    assert "The measurement is incomplete" in page
+    assert "of 5000 repeats" in page
+    assert (folder / "report.md").read_text().strip() in out
+    return err
+
+
+def test_an_interrupt_keeps_what_was_measured(draft_address: str, tmp_path: Path) -> None:
+    command = Command("outrider.cli", "bench", "--draft", draft_address, *LONG, "--output", str(tmp_path))
+    ended = _stopped(command, lambda: command.process.send_signal(signal.SIGINT))
+    assert ended[0] == 130
+    assert _partial(ended, tmp_path).endswith("outrider: interrupted\n")
+
+
+def test_a_service_that_dies_leaves_what_was_measured(draft_address: str, tmp_path: Path) -> None:
+    with Proxy(draft_address) as proxy:
+        command = Command("outrider.cli", "bench", "--draft", proxy.address, *LONG, "--output", str(tmp_path))
+        ended = _stopped(command, proxy.close)
+    assert ended[0] == 1
+    assert f"outrider: UNAVAILABLE: nothing listens at {proxy.address}" in _partial(ended, tmp_path).splitlines()[-1]
 
 
 @pytest.fixture(scope="module")

@@ -175,6 +175,9 @@ def test_the_command_without_a_local_target(pair: PairServices, tmp_path: Path) 
     assert document["reference"] == TARGET_ALONE
     assert len(document["tests"]) == 39
     assert document["finds"] > 0
+    assert not {"\r", "\x1b"}.intersection(done.stderr)
+    stages = [line.partition(" s: ")[2].partition(":")[0] for line in done.stderr.splitlines()]
+    assert list(dict.fromkeys(stages)) == ["Texts one at a time", "Texts under load", "Reference"]
 
 
 def test_a_biased_deployment_is_exit_code_1(pair: PairServices, tmp_path: Path) -> None:
@@ -201,5 +204,6 @@ def test_a_check_that_cannot_run_is_exit_code_2(
     folder = str(pair.drafts["uniform"])
     done = command(pair, tmp_path, "--texts", "4", *(folder if each == "DRAFT" else each for each in arguments))
     assert done.exit_code == 2, done.output
-    assert message in done.stderr
-    assert len(done.stderr.strip().splitlines()) == 1
+    *progress, line = done.stderr.strip().splitlines()
+    assert message in line
+    assert all(" s: Texts " in each for each in progress)

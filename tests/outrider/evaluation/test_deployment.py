@@ -1,11 +1,13 @@
 """Figures of a deployment: computed by hand from known texts, and the closed loop against a real pair."""
 
 import itertools
+from dataclasses import asdict, replace
 
 import pytest
 
 from outrider.client import AsyncClient, Drafter, Finished, OutriderError
-from outrider.evaluation.deployment import ALONE, POLICY, Run, Settings, predicted_seconds, summarise
+from outrider.evaluation import deployment_report
+from outrider.evaluation.deployment import ALONE, POLICY, Run, Settings, missing, predicted_seconds, summarise
 from outrider.evaluation.streams import Request, Served, serve
 from protos.outrider.v1 import draft_service_pb2 as pb
 
@@ -124,3 +126,26 @@ async def test_the_first_error_ends_all_streams(draft_address: str) -> None:
     async with AsyncClient(draft_address, timeout=60) as client:
         with pytest.raises(OutriderError, match="top_p"):
             await serve(client, requests, 2)
+
+
+def test_an_incomplete_measurement_has_a_report() -> None:
+    """One run of one cell, of 12 cells: the report has gaps, and names them."""
+    settings = replace(TINY, temperatures=(0.0, 1.0), streams=(1, 4))
+    text = Served(0.0, ((0.5, 1), (1.0, 1)), finished=_finished(2, 0, 0, 0.0))
+    cells = summarise([_run(ALONE, 0, text)], settings)
+    lacking = missing(cells, settings)
+    assert lacking == [
+        "T = 0, 1 stream: target alone has 1, γ = 2 has 0, default policy has 0 of 2 repeats.",
+        "T = 0, 4 streams: each arm has 0 of 2 repeats.",
+        "T = 1, 1 stream: each arm has 0 of 2 repeats.",
+        "T = 1, 4 streams: each arm has 0 of 2 repeats.",
+    ]
+    model = {"name": "m", "dtype": "float32", "device": "cpu"}
+    document = {
+        "models": {"target": model, "draft": model}, "settings": asdict(settings) | {"prompts": None},
+        "cells": cells, "missing": lacking, "address": "a:1", "time": "now", "version": "1", "command": "bench",
+    }  # fmt: skip
+    assert deployment_report.conclusions(document)[0] == "T = 0, 1 stream: nothing was measured."
+    page = deployment_report.html(document)
+    assert all(sentence in page for sentence in lacking)
+    assert page.count("<svg") == 2
