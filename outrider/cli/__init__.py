@@ -1,5 +1,9 @@
 """The `outrider` command. It starts services and talks to them; only `alpha` and `check` run models in it."""
 
+# First: it prepares gRPC, which the others import.
+from outrider.rpc import core  # noqa: F401
+
+# isort: split
 import click
 
 from outrider.cli.alpha import alpha_command
