@@ -5,38 +5,17 @@ Enums are strings in lower case. A value that only a newer server has is `unspec
 
 from __future__ import annotations
 
-import struct
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, fields, replace
-from enum import StrEnum
-from functools import cache, lru_cache
-from typing import Any, Self, TypeAlias, TypeVar, get_args, get_origin, get_type_hints
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, Self, TypeAlias, TypeVar
 
+from outrider.client.mirror import Mirror, Named
 from protos.outrider.v1 import draft_service_pb2
 
 T = TypeVar("T")
 
 
-class _Named(StrEnum):
-    """An enum of the contract: its names without their prefix, in lower case."""
-
-    @classmethod
-    def of(cls, number: int) -> Self:
-        known: tuple[Self, ...] = _members(cls)
-        return known[number] if 0 <= number < len(known) else known[0]
-
-    @property
-    def number(self) -> int:
-        return _members(type(self)).index(self)
-
-
-@cache
-def _members(kind: type[_Named]) -> tuple[Any, ...]:
-    """In the order of their numbers, from 0."""
-    return tuple(kind)
-
-
-class FinishReason(_Named):
+class FinishReason(Named):
     """Why a sample ended; see the contract's `FinishReason`."""
 
     UNSPECIFIED = "unspecified"
@@ -47,7 +26,7 @@ class FinishReason(_Named):
     TIME_LIMIT = "time_limit"
 
 
-class AcceptanceRule(_Named):
+class AcceptanceRule(Named):
     """How proposals are accepted; see the contract's `AcceptanceRule`. `sigmoid` is lossy."""
 
     UNSPECIFIED = "unspecified"
@@ -57,7 +36,7 @@ class AcceptanceRule(_Named):
     SIGMOID = "sigmoid"
 
 
-class Drafter(_Named):
+class Drafter(Named):
     """The source of proposals; see the contract's `Drafter`."""
 
     UNSPECIFIED = "unspecified"
@@ -70,7 +49,7 @@ class Drafter(_Named):
     PARALLEL = "parallel"
 
 
-class SpeculationPolicy(_Named):
+class SpeculationPolicy(Named):
     """How γ is chosen; see the contract's `SpeculationPolicy`."""
 
     UNSPECIFIED = "unspecified"
@@ -79,7 +58,7 @@ class SpeculationPolicy(_Named):
     ADAPTIVE = "adaptive"
 
 
-class TokenOrigin(_Named):
+class TokenOrigin(Named):
     """Origin of a token; see the contract's `TokenOrigin`."""
 
     UNSPECIFIED = "unspecified"
@@ -88,48 +67,8 @@ class TokenOrigin(_Named):
     TARGET = "target"
 
 
-class _Mirror:
-    """A dataclass whose fields are those of one message, by name."""
-
-    __slots__ = ()
-
-    @classmethod
-    def of(cls, message: Any) -> Self:
-        return cls(**cls._read(message))
-
-    @classmethod
-    def _read(cls, message: Any) -> dict[str, Any]:
-        kind: Any = cls
-        return {name: convert(getattr(message, name)) for name, convert in _converters(kind, message.DESCRIPTOR)}
-
-
-@cache
-def _converters(kind: Any, message: Any) -> tuple[tuple[str, Callable[[Any], Any]], ...]:
-    hints = get_type_hints(kind)
-    names = (each.name for each in fields(kind) if each.name in message.fields_by_name)
-    return tuple((name, _converter(hints[name])) for name in names)
-
-
-def _converter(hint: Any) -> Callable[[Any], Any]:
-    if hint is float:
-        return _shortest
-    if isinstance(hint, type) and issubclass(hint, _Named | _Mirror):
-        return hint.of
-    if get_origin(hint) is tuple:
-        item = _converter(get_args(hint)[0])
-        return lambda items: tuple(map(item, items))
-    return lambda value: value
-
-
-@lru_cache(1024)  # of a prompt, `raw` and `adjusted` are the same
-def _shortest(value: float) -> float:
-    """The shortest decimal of the same float32: 0.7, not 0.699999988079071."""
-    exact = struct.pack("<f", value)
-    return next((short for n in (6, 7, 8) if struct.pack("<f", short := float(f"{value:.{n}g}")) == exact), value)
-
-
 @dataclass(frozen=True, slots=True)
-class Started(_Mirror):
+class Started(Mirror):
     """The request is accepted; the first event."""
 
     request_id: str
@@ -144,7 +83,7 @@ class Started(_Mirror):
 
 
 @dataclass(frozen=True, slots=True)
-class TokenLogprob(_Mirror):
+class TokenLogprob(Mirror):
     """Natural logs of one token's probability: by the target's own distribution, and after all adjustments."""
 
     token_id: int
@@ -153,7 +92,7 @@ class TokenLogprob(_Mirror):
 
 
 @dataclass(frozen=True, slots=True)
-class PositionLogprobs(_Mirror):
+class PositionLogprobs(Mirror):
     """Of the token at a position, and of the most probable ones, best first."""
 
     token: TokenLogprob
@@ -161,7 +100,7 @@ class PositionLogprobs(_Mirror):
 
 
 @dataclass(frozen=True, slots=True)
-class PromptLogprobs(_Mirror):
+class PromptLogprobs(Mirror):
     """Of the next tokens of the prompt, from `first_position` on, which begins at 1; `adjusted` equals `raw`."""
 
     first_position: int
@@ -169,7 +108,7 @@ class PromptLogprobs(_Mirror):
 
 
 @dataclass(frozen=True, slots=True)
-class RoundTimings(_Mirror):
+class RoundTimings(Mirror):
     """Times of one round, in microseconds."""
 
     draft_us: int = 0
@@ -180,7 +119,7 @@ class RoundTimings(_Mirror):
 
 
 @dataclass(frozen=True, slots=True)
-class Round(_Mirror):
+class Round(Mirror):
     """One round: the drafted tokens, how many of them were accepted, and when.
 
     `draft_start_us` and `sent_us` are microseconds from the request's arrival at the draft service. The verdict came
@@ -203,7 +142,7 @@ class Round(_Mirror):
 
 
 @dataclass(frozen=True, slots=True)
-class Chunk(_Mirror):
+class Chunk(Mirror):
     """More of one sample. `token_texts`, `logprobs` and `rounds` are empty unless requested.
 
     Tokens arrive once they are committed, their text perhaps later: the text of the last `held_tokens` so far is
@@ -222,7 +161,7 @@ class Chunk(_Mirror):
 
 
 @dataclass(frozen=True, slots=True)
-class Usage(_Mirror):
+class Usage(Mirror):
     """Token counts of a sample."""
 
     prompt_tokens: int
@@ -231,7 +170,7 @@ class Usage(_Mirror):
 
 
 @dataclass(frozen=True, slots=True)
-class Statistics(_Mirror):
+class Statistics(Mirror):
     """Statistics of speculation, of one sample.
 
     `alpha` is the mean of β over verified positions; under `coupled`, which has no β, the accepted share of them.
@@ -266,7 +205,7 @@ class Statistics(_Mirror):
 
 
 @dataclass(frozen=True, slots=True)
-class Timings(_Mirror):
+class Timings(Mirror):
     """Times of one sample at the services, in microseconds. `first_round` reads the prompt; the sums include it."""
 
     time_to_first_token_us: int
@@ -282,7 +221,7 @@ class Timings(_Mirror):
 
 
 @dataclass(frozen=True, slots=True)
-class Finished(_Mirror):
+class Finished(Mirror):
     """The end of one sample; the last event about it.
 
     The last `cut_tokens` of its tokens are not part of the output: a stop string begins in their text or before it.
@@ -303,7 +242,7 @@ class Finished(_Mirror):
 
     @classmethod
     def of(cls, message: Any) -> Self:
-        finished = cls(**cls._read(message))
+        finished = cls(*cls._read(message))
         return replace(
             finished,
             stop=finished.stop if finished.finish_reason is FinishReason.STOP_STRING else None,
@@ -312,7 +251,7 @@ class Finished(_Mirror):
 
 
 @dataclass(frozen=True, slots=True)
-class Tokenized(_Mirror):
+class Tokenized(Mirror):
     """The tokens of a prompt, and the text of each by itself."""
 
     token_ids: tuple[int, ...]
@@ -320,7 +259,7 @@ class Tokenized(_Mirror):
 
 
 @dataclass(frozen=True, slots=True)
-class Detokenized(_Mirror):
+class Detokenized(Mirror):
     """The text of tokens, and the text of each by itself."""
 
     text: str
@@ -328,7 +267,7 @@ class Detokenized(_Mirror):
 
 
 @dataclass(frozen=True, slots=True)
-class SpecialToken(_Mirror):
+class SpecialToken(Mirror):
     """A special token. `name` is its role in transformers, for example `eos_token`."""
 
     name: str
@@ -337,7 +276,7 @@ class SpecialToken(_Mirror):
 
 
 @dataclass(frozen=True, slots=True)
-class TokenizerInfo(_Mirror):
+class TokenizerInfo(Mirror):
     """The tokenizer of the pair. `chat_template` is empty if there is none."""
 
     tokenizer_class: str

@@ -177,6 +177,9 @@ class Generation(Call):
 
     def take(self, event: Event) -> list[Event]:
         """Takes in an event of the current attempt, and returns the events to deliver."""
+        if isinstance(event, Chunk):  # most events are chunks
+            self.failures = 0
+            return self._take_chunk(event)
         if isinstance(event, Started):  # not progress: a service may fail each time after it
             if self._started is not None:
                 self.resumes += 1
@@ -187,8 +190,6 @@ class Generation(Call):
         match event:
             case PromptLogprobs():
                 return self._take_prompt_logprobs(event)
-            case Chunk():
-                return self._take_chunk(event)
             case Finished():
                 self._has_text = True
                 self._ends += 1
@@ -218,7 +219,7 @@ class Generation(Call):
             # deliver the whole text of the token again.
             self._parts.append(replace(chunk, token_ids=(), origins=(), token_texts=(), logprobs=(), rounds=()))
             return [replace(chunk, text="")] if chunk.token_ids else []
-        return [*self._pop_parts(), chunk]
+        return [*self._pop_parts(), chunk] if self._parts else [chunk]
 
     def _pop_parts(self) -> list[Chunk]:
         parts, self._parts = self._parts, []

@@ -18,7 +18,7 @@ from starlette.middleware.cors import CORSMiddleware
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 from starlette.routing import Route
-from starlette.types import Receive, Scope, Send
+from starlette.types import ASGIApp, Receive, Scope, Send
 
 from outrider.client import AsyncClient, Message, OutriderError
 from outrider.environment import installed_version
@@ -37,7 +37,7 @@ from outrider.http.requests import (
     parse,
     read_json,
 )
-from outrider.http.security import Guard, GuardSettings, Requests
+from outrider.http.security import DIRECT, Guard, GuardSettings, Requests
 from outrider.http.transcription import transcribe
 from outrider.rpc.auth import count_sequences
 from outrider.rpc.errors import RequestError
@@ -76,11 +76,11 @@ class AppSettings:
     vllm_metrics: bool = False
 
 
-def create_app(client: AsyncClient, settings: AppSettings) -> Starlette:
+def create_app(client: AsyncClient, settings: AppSettings) -> ASGIApp:
     """The application in front of `client`, which its caller closes."""
     front = Front(client, settings)
     routes = front.routes()
-    middleware = [Middleware(Requests, metrics=front.metrics)]
+    middleware = []
     if settings.cors_origins:
         cors = Middleware(
             CORSMiddleware,
@@ -99,7 +99,7 @@ def create_app(client: AsyncClient, settings: AppSettings) -> Starlette:
         HTTPException: _http_error,
         Exception: _unexpected_error,
     }
-    return Starlette(routes=routes, middleware=middleware, exception_handlers=handlers)
+    return Requests(Starlette(routes=routes, middleware=middleware, exception_handlers=handlers), front.metrics)
 
 
 class Front:
@@ -414,7 +414,7 @@ class _Stream(Response):
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
         try:
-            await _unless_gone(receive, self._write(send))
+            await _unless_gone(receive, self._write(scope.get(DIRECT, send)))
         except ClientGone:
             pass
         finally:

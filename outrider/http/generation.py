@@ -143,53 +143,45 @@ class Generation:
                 found[part.choice].append(part)
         return found
 
-    async def parts(self) -> AsyncGenerator[Part, None]:
+    def parts(self) -> AsyncGenerator[Part, None]:
         """Parts of all choices as they come. Closing it cancels the calls.
 
         Raises:
             OutriderError: a call failed.
         """
-        choices = [_Choice(self._pair, call, self.tally) for call in self._calls]
-        async with aclosing(self._events()) as events:
-            async for number, event in events:
-                if (part := choices[number].take(event)) is None:
-                    continue
-                text, entries = part
-                if choices[number].echoes:
-                    text, entries = await choices[number].echo(text, entries)
-                finished = event if isinstance(event, Finished) else None
-                if text or entries or finished is not None:
-                    yield Part(number, text, entries, finished)
+        choices = [_Choice(self._pair, call, self.tally, number) for number, call in enumerate(self._calls)]
+        return self._of_one(choices[0]) if len(choices) == 1 else self._of_several(choices)
 
-    async def _events(self) -> AsyncGenerator[tuple[int, Event], None]:
-        if len(self._calls) == 1:
-            async with aclosing(self._begin(self._calls[0])) as events:
-                async for event in events:
-                    yield 0, event
-            return
-        arrived: asyncio.Queue[tuple[int, Event | Exception | None]] = asyncio.Queue(maxsize=len(self._calls))
+    async def _of_one(self, choice: _Choice) -> AsyncGenerator[Part, None]:
+        async with aclosing(self._begin(choice.call)) as events:
+            async for event in events:
+                if (part := choice.take(event)) is not None:
+                    yield await choice.echoed(part) if choice.echoes else part
+
+    async def _of_several(self, choices: Sequence[_Choice]) -> AsyncGenerator[Part, None]:
+        arrived: asyncio.Queue[tuple[_Choice, Event | Exception | None]] = asyncio.Queue(maxsize=len(choices))
         gate = asyncio.Semaphore(self._pair.most_calls)
 
-        async def feed(number: int, call: Call) -> None:
+        async def feed(choice: _Choice) -> None:
             try:
-                async with gate, aclosing(self._begin(call)) as events:
+                async with gate, aclosing(self._begin(choice.call)) as events:
                     async for event in events:
-                        await arrived.put((number, event))
-                await arrived.put((number, None))
+                        await arrived.put((choice, event))
+                await arrived.put((choice, None))
             except Exception as error:
-                await arrived.put((number, error))
+                await arrived.put((choice, error))
 
-        tasks = [asyncio.create_task(feed(number, call)) for number, call in enumerate(self._calls)]
+        tasks = [asyncio.create_task(feed(choice)) for choice in choices]
         try:
             left = len(tasks)
             while left:
-                number, found = await arrived.get()
+                choice, found = await arrived.get()
                 if isinstance(found, Exception):
                     raise found
                 if found is None:
                     left -= 1
-                else:
-                    yield number, found
+                elif (part := choice.take(found)) is not None:
+                    yield await choice.echoed(part) if choice.echoes else part
         finally:
             for task in tasks:
                 task.cancel()
@@ -206,57 +198,63 @@ class _Choice:
     """One choice under way.
 
     Attributes:
+        call: that writes it.
         echoes: the prompt is yet to come before its text.
     """
 
-    def __init__(self, pair: Pair, call: Call, tally: Tally) -> None:
+    def __init__(self, pair: Pair, call: Call, tally: Tally, number: int) -> None:
+        self.call = call
         self.echoes = call.echo
         self._pair = pair
-        self._call = call
         self._tally = tally
+        self._number = number
         self._ids: Sequence[int] = ()  # of the prompt
         self._prompt: list[Entry] = []
         self._waiting: list[Entry] = []  # of tokens that a stop string may still cut
 
-    def take(self, event: Event) -> tuple[str, Sequence[Entry]] | None:
-        """The text and the entries that the event completes; None: it has none of this choice's output."""
+    def take(self, event: Event) -> Part | None:
+        """The text and the entries that the event completes; None: there is nothing to show."""
+        if isinstance(event, Chunk):  # most events are chunks
+            return self._take_chunk(event)
         match event:
-            case Chunk():
-                return self._take_chunk(event)
             case Finished():
-                return "", self._end(event)
+                return Part(self._number, "", self._end(event), event)
             case PromptLogprobs():
                 self._prompt += zip(self._ids[event.first_position :], event.logprobs, strict=False)
             case Started():
                 self._ids = event.prompt_token_ids
                 self._prompt = [(self._ids[0], None)] if self._ids else []
-                self._tally.prompt_tokens += 0 if self._call.is_repeat else len(self._ids)
+                self._tally.prompt_tokens += 0 if self.call.is_repeat else len(self._ids)
         return None
 
-    async def echo(self, text: str, entries: Sequence[Entry]) -> tuple[str, Sequence[Entry]]:
+    async def echoed(self, part: Part) -> Part:
         """The first part, with the prompt before it."""
         self.echoes = False
-        prompt = self._call.prompt
+        prompt = self.call.prompt
         before = prompt if isinstance(prompt, str) else await self._pair.text_of(self._ids)
-        return before + text, [*self._prompt, *entries] if self._call.wants_logprobs else ()
+        entries = [*self._prompt, *part.entries] if self.call.wants_logprobs else ()
+        return part._replace(text=before + part.text, entries=entries)
 
-    def _take_chunk(self, chunk: Chunk) -> tuple[str, Sequence[Entry]]:
-        if self._call.without_output:
-            return "", ()
-        self._tally.completion_tokens += len(chunk.token_ids)
-        if not self._call.wants_logprobs:
-            return chunk.text, ()
-        self._waiting += zip(chunk.token_ids, chunk.logprobs, strict=False)
-        return chunk.text, self._release(chunk.held_tokens)
+    def _take_chunk(self, chunk: Chunk) -> Part | None:
+        text = chunk.text
+        entries: Sequence[Entry] = ()
+        if self.call.without_output:
+            text = ""
+        else:
+            self._tally.completion_tokens += len(chunk.token_ids)
+            if self.call.wants_logprobs:
+                self._waiting += zip(chunk.token_ids, chunk.logprobs, strict=False)
+                entries = self._release(chunk.held_tokens)
+        return Part(self._number, text, entries, None) if text or entries or self.echoes else None
 
     def _end(self, end: Finished) -> Sequence[Entry]:
         tally = self._tally
         tally.add(end.statistics)
-        if not self._call.is_repeat:
+        if not self.call.is_repeat:
             # Of an encoder–decoder model only the end counts the input of the encoder.
             tally.prompt_tokens += end.usage.prompt_tokens - len(self._ids)
             tally.cached_tokens += end.usage.cached_tokens
-        if not self._call.without_output:
+        if not self.call.without_output:
             tally.completion_tokens -= end.cut_tokens
         return self._release(end.cut_tokens)
 

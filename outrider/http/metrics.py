@@ -94,16 +94,16 @@ class TextWatch:
     @HTTP_METRICS.quiet
     def take(self, event: Event) -> None:
         """Records an event of the text."""
-        match event:
-            case Queued():
-                self._become("waiting")
-            case Started():
-                self._become("running")
-            case Chunk() if event.token_ids:
+        if isinstance(event, Chunk):  # most events are chunks
+            if event.token_ids:
                 self._become("running")
                 self._take_tokens(len(event.token_ids))
-            case Finished():
-                self._finish(event)
+        elif isinstance(event, Finished):
+            self._finish(event)
+        elif isinstance(event, Queued):
+            self._become("waiting")
+        elif isinstance(event, Started):
+            self._become("running")
 
     @HTTP_METRICS.quiet
     def ends(self) -> None:

@@ -152,8 +152,12 @@ class Guard:
         await send({"type": "http.response.body", "body": body})
 
 
+DIRECT = "outrider.send"
+"""Key of a scope: what sends to the connection, past all middleware. Of a stream only the beginning concerns those."""
+
+
 class Requests:
-    """Counts requests, for /metrics. The outermost middleware, so that refused ones count as well."""
+    """Counts requests, for /metrics. Around the whole application, so that refused ones count as well."""
 
     def __init__(self, app: ASGIApp, metrics: FrontMetrics) -> None:
         self._app = app
@@ -170,6 +174,7 @@ class Requests:
                 status = message["status"]
             await send(message)
 
+        scope[DIRECT] = send
         self._metrics.request_began()
         try:
             await self._app(scope, receive, noting)

@@ -61,7 +61,7 @@ class InactivityTimer:
         Raises:
             TimeoutError: it took too long, and was cancelled. Do not use the timer again.
         """
-        self._since, self._task = self._loop.time(), asyncio.current_task()
+        self._since, self._task = self._loop.time(), asyncio.current_task(self._loop)
         try:
             return await step
         except asyncio.CancelledError:

@@ -70,7 +70,10 @@ class Component:
 
         @functools.wraps(function)
         def call(*arguments: Parameters.args, **named: Parameters.kwargs) -> None:
-            self.run(lambda: function(*arguments, **named), None)
+            try:
+                function(*arguments, **named)
+            except Exception as error:
+                self._note(error)
 
         return call
 

@@ -6,7 +6,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from outrider.client import InvalidRequest, Message, Options
+from outrider.client import Chunk, InvalidRequest, Message, Options, TokenOrigin
 from outrider.client.audio import Samples
 from outrider.client.request import build
 from protos.outrider.v1 import draft_service_pb2 as pb
@@ -182,3 +182,13 @@ def test_a_value_that_the_wire_cannot_carry_names_its_field(field: str, value: A
         build(prompt, options)
     assert caught.value.field == field
     assert caught.value.message.startswith(message or field)
+
+
+def test_values_of_a_newer_service_are_unspecified() -> None:
+    """An event has every field of its message, and an enum's number that this client does not know is no error."""
+    chunk = pb.GenerateChunk(
+        index=2, text="ab", token_ids=[5, 6], origins=["TOKEN_ORIGIN_DRAFT"], token_texts=["a", "b"], held_tokens=1
+    )  # fmt: skip
+    found = Chunk.of(pb.GenerateChunk.FromString(chunk.SerializeToString() + b"\x22\x01\x63"))  # a second origin: 99
+    origins = (TokenOrigin.DRAFT, TokenOrigin.UNSPECIFIED)
+    assert found == Chunk(2, "ab", (5, 6), origins, ("a", "b"), (), (), 1)

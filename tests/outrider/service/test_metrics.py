@@ -6,10 +6,12 @@ from contextlib import ExitStack, suppress
 from urllib.request import urlopen
 
 import pytest
+from prometheus_client import CollectorRegistry, Histogram, generate_latest
 
 from outrider.rpc.server import StartupError
 from outrider.service import metrics as module
-from outrider.service.metrics import MAX_CONNECTIONS, Metrics, exposed
+from outrider.service.metrics import MAX_CONNECTIONS, Metrics, Times, exposed
+from tests.metrics import parse
 
 
 def test_metrics_are_served_and_the_port_is_free_afterwards() -> None:
@@ -62,3 +64,18 @@ def test_an_invalid_request_harms_no_other(head: bytes) -> None:
                 while connection.recv(1 << 16):
                     pass
         assert urlopen(f"http://{address}/metrics", timeout=60).status == 200
+
+
+def test_times_are_those_of_a_histogram() -> None:
+    buckets, values = (0.5, 1.0, 2.0), (0.1, 0.5, 0.75, 1.0, 2.5)
+    registries = CollectorRegistry(), CollectorRegistry()
+    expected = Histogram("t_seconds", "Times.", registry=registries[0], buckets=buckets)
+    times = Times("t_seconds", "Times.", buckets, registries[1])
+    for count, seconds in enumerate(values, 1):
+        for _ in range(count):
+            expected.observe(seconds)
+        times.observe(seconds, count)
+    shown, wanted = (parse(generate_latest(registry).decode()) for registry in reversed(registries))
+    assert shown == wanted
+    with pytest.raises(ValueError, match="Duplicated"):
+        Times("t_seconds", "Times.", buckets, registries[1])
