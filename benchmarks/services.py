@@ -167,7 +167,7 @@ def verifier(target: Path, *more: str, max_sequences: int) -> Iterator[str]:
 def one_process(target: Path, draft: Path, *, dtype: str = "bfloat16", max_sequences: int = 2) -> Iterator[Client]:
     """Both services in one process, without a network between them; yields a client. γ is fixed by default."""
     command = ("benchmarks.one_process", str(target))
-    flags = ("--speculation", "fixed")
+    flags = ("--speculation", "fixed", *NO_PREFIXES)
     with (
         terminated_as_interrupted(),
         _start("draft_service", draft, *flags, dtype=dtype, max_sequences=max_sequences, command=command) as service,
@@ -194,6 +194,7 @@ class Services:
     max_sequences: int = 2
     verifier_flags: Sequence[str] = NO_PREFIXES
     draft_flags: Sequence[str] = ()
+    prefix_cache: bool = False  # of the draft; the verifier has `verifier_flags`
     distant: bool = False  # whether `proxy`, which can delay bytes, stands between the two
     command: Sequence[str] = ()  # before a service's name on its command line
 
@@ -222,6 +223,7 @@ class Services:
                 address = self.proxy.address
             # A run that names no speculation policy has a fixed γ.
             flags = ("--verifier", address, "--speculation", "fixed", *self.draft_flags)
+            flags += () if self.prefix_cache else NO_PREFIXES
             self.draft = self._started(opening, "draft_service", second, *flags)
             for service in (self.verifier, self.draft):
                 service.wait_healthy(_START_S)

@@ -165,7 +165,7 @@ class DraftApp(Service):
             service="draft_service", version=draft.server_version, model=draft.name, device=draft.device
         )
         chosen = guarded(drafters, settings, target, sparse, probe=probe)
-        show_drafters(self.metrics, chosen, None if self.engine is None else self.engine.staging)
+        show_drafters(self.metrics, chosen, self.engine)
         self._servicer.attach(
             Pair(
                 drafters=chosen,
@@ -239,6 +239,7 @@ def build_engine(
         prefill_tokens=settings.prefill_tokens,
         staging=Staging(settings.staged_guesses, model_runner.loaded.vocab_size),
         threads=settings.threads,
+        prefix_cache=settings.prefix_cache,
     )
     built.log_memory(built.capture(settings, _captures(engine, target, settings)))
     return engine

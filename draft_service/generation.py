@@ -271,6 +271,7 @@ class Sample:
             uses_outcome_cache=self._request.outcome_cache,
             max_entropy=self._request.max_entropy,
             tokens_per_pass=self._request.tokens_per_pass,
+            cache_salt=self._request.cache_salt,
             encoder_input=self._request.draft_encoder_input,
         )
 

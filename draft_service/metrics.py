@@ -9,8 +9,9 @@ from prometheus_client.registry import Collector
 
 from draft_service.concurrency import ConcurrencyLimit
 from draft_service.drafters.base import RUN_A_MODEL, Kind
+from draft_service.drafters.engine import DraftEngine
 from draft_service.drafters.guard import Cost, GuardedDrafter
-from draft_service.drafters.staged import StagedCounts, Staging
+from draft_service.drafters.staged import StagedCounts
 from draft_service.replicas import LOAD_SECONDS, STATUSES, Replicas, State
 from outrider.runtime.kv_cache import KVPool
 from outrider.service.best_effort import Component
@@ -228,13 +229,15 @@ def show_vllm(shown: VllmMetrics, requests: RequestMetrics, limit: ConcurrencyLi
     )
 
 
-def show_drafters(metrics: Metrics, drafters: Mapping[Kind, GuardedDrafter], staging: Staging | None) -> None:
-    """Registers the totals of each drafter, of the outcome cache, and of staged drafting if there is a draft model."""
+def show_drafters(metrics: Metrics, drafters: Mapping[Kind, GuardedDrafter], engine: DraftEngine | None) -> None:
+    """Registers the totals of each drafter, of the outcome cache, and of a draft model if there is one."""
     metrics.registry.register(_Drafters(drafters))
     if costs := [drafter.cost for kind, drafter in drafters.items() if kind in RUN_A_MODEL]:
         metrics.registry.register(_OutcomeCache(costs))
-    if staging is not None:
-        metrics.registry.register(_Staged(staging.counts))
+    if engine is not None:
+        metrics.registry.register(_PrefixCache(engine))
+        if engine.staging is not None:
+            metrics.registry.register(_Staged(engine.staging.counts))
 
 
 class _Drafters(Collector):
@@ -280,6 +283,24 @@ class _Drafters(Collector):
         for kind, value in values.items():
             family.add_metric([kind.value], float(value))
         return family
+
+
+class _PrefixCache(Collector):
+    def __init__(self, engine: DraftEngine) -> None:
+        self._engine = engine
+
+    def collect(self) -> Iterator[Metric]:
+        """Its verifiers' caches have metrics of their own."""
+        yield CounterMetricFamily(
+            "outrider_draft_prefix_cache_queries",
+            "Prompt and committed tokens looked up in the prefix cache of the draft model.",
+            value=self._engine.prefix_queries,
+        )
+        yield CounterMetricFamily(
+            "outrider_draft_prefix_cache_hits",
+            "Looked-up tokens that were found, so that the draft model did not run them again.",
+            value=self._engine.prefix_hits,
+        )
 
 
 class _Staged(Collector):

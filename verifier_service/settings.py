@@ -43,7 +43,6 @@ class VerifierSettings(ServiceSettings):
         "auto",
         description="implementation of verification; auto: the fastest on the device",
     )
-    prefix_cache: bool = Field(True, description="share the KV cache of prompts that begin alike")
     idle_timeout: float = Field(60.0, gt=0, description="seconds without a message after which a stream ends")
     contended_idle_timeout: float = Field(
         5.0,

@@ -83,6 +83,7 @@ class DraftSequence:
         max_entropy: nats. A proposal ends before a token whose q has a higher entropy, but has at least one token.
             Drafters without distributions ignore it. None is no bound.
         tokens_per_pass: s, tokens that one pass of the draft model drafts. Only the drafter `parallel` reads it.
+        cache_salt: only sequences with an equal salt share the KV cache of a common prefix; None shares with nobody.
         encoder_input: of an encoder–decoder draft: token ids `[S]`, or log-Mel features `[mels, frames]`; `prompt` is
             then that of the decoder.
     """
@@ -98,6 +99,7 @@ class DraftSequence:
     uses_outcome_cache: bool = True
     max_entropy: float | None = None
     tokens_per_pass: int = 1
+    cache_salt: str | None = None
     encoder_input: Tensor | None = field(default=None, repr=False, compare=False)
 
     def after(self, written: Sequence[int]) -> "DraftSequence":

@@ -23,9 +23,11 @@ from outrider.runtime.encoder_decoder import encoder_length
 from outrider.runtime.engine import Engine
 from outrider.runtime.kv_cache import grow_with_preemption
 from outrider.runtime.model_runner import Chunk, ModelRunner
+from outrider.runtime.prefix_cache import PrefixCache
 from outrider.service.best_effort import Component
 
 OUTCOME_CACHE = Component("outcome_cache")
+PREFIX_CACHE = Component("draft_prefix_cache")
 
 Result = TypeVar("Result")
 
@@ -52,6 +54,8 @@ class DraftEngine(Engine[Propose | Close, DraftWork, list[Drawn]]):
         loop: the decode loop.
         mask_token: of the model, for parallel drafting; None without one. It is never drafted.
         staging: None without staged drafting.
+        prefix_queries: prompt and committed tokens that were looked up in the prefix cache.
+        prefix_hits: those that were found.
     """
 
     def __init__(
@@ -63,6 +67,7 @@ class DraftEngine(Engine[Propose | Close, DraftWork, list[Drawn]]):
         prefill_tokens: int,
         staging: Staging | None = None,
         threads: int | None = None,
+        prefix_cache: bool = True,
     ) -> None:
         """`vocab_size` is the target's: higher ids are padding and never drafted. `staging` serves sequences with a
         guesser.
@@ -75,6 +80,9 @@ class DraftEngine(Engine[Propose | Close, DraftWork, list[Drawn]]):
         self._prefill_tokens = prefill_tokens
         self._busy: list[ModelSequence] = []  # with a round in progress, in the order of requests
         self._held: dict[ModelSequence, None] = {}  # with a slot, by the time of the last request
+        # With an encoder, keys and values of a prefix depend on its input too.
+        self._prefixes = PrefixCache(model_runner.pool, enabled=prefix_cache and model_runner.loaded.encoder is None)
+        self.prefix_queries = self.prefix_hits = 0
         width = BRANCHES_ON_CPU if model_runner.loaded.device.type == "cpu" else BRANCHES_ELSEWHERE
         self.cache = OutcomeCache(model_runner.pool, width=width, max_length=model_runner.max_length)
 
@@ -118,9 +126,27 @@ class DraftEngine(Engine[Propose | Close, DraftWork, list[Drawn]]):
             self._busy.remove(sequence)
         self._call_cache(lambda: self.cache.drop(sequence), None)
         if sequence.slot is not None:
+            self._keep_prefix(sequence)
             self.model_runner.pool.free(sequence.slot)
             sequence.slot = None
             del self._held[sequence]
+
+    def _adopt_prefix(self, sequence: ModelSequence) -> None:
+        """Fills the empty slot of a sequence with its cached prefix."""
+        slot, salt = sequence.slot, sequence.opening.cache_salt
+        if slot is None or salt is None:
+            return
+        found = PREFIX_CACHE.run(lambda: self._prefixes.adopt(slot, sequence.tokens, salt), None)
+        if found is None:
+            self.model_runner.pool.rollback(slot, 0)
+        self.prefix_queries += len(sequence.tokens)
+        self.prefix_hits += found or 0
+
+    def _keep_prefix(self, sequence: ModelSequence) -> None:
+        """Caches what the slot of a sequence holds. At any time that is a prefix of its tokens (invariant 5)."""
+        slot, salt = sequence.slot, sequence.opening.cache_salt
+        if slot is not None and salt is not None and not sequence.failed:
+            PREFIX_CACHE.run(lambda: self._prefixes.keep(slot, sequence.tokens, salt), None)
 
     def _call_cache(self, call: Callable[[], Result], default: Result) -> Result:
         """The result of a call of the outcome cache. If it fails, all branches are dropped and their slots freed."""
@@ -156,6 +182,8 @@ class DraftEngine(Engine[Propose | Close, DraftWork, list[Drawn]]):
         encodes = self.model_runner.lacks_encoder(sequence.slot)
         if encodes and not may_encode:
             return None
+        if self.model_runner.pool.is_empty(sequence.slot):
+            self._adopt_prefix(sequence)
         start = self.model_runner.pool.length(sequence.slot)
         behind = len(sequence.tokens) - start  # at least 1: the last token has never run
         piece = min(behind - 1, budget)
@@ -274,6 +302,9 @@ class DraftEngine(Engine[Propose | Close, DraftWork, list[Drawn]]):
             return
         self._busy.remove(sequence)
         sequence.finish()
+        if not sequence.prefix_kept:  # early, for sequences with the same prefix that come meanwhile
+            sequence.prefix_kept = True
+            self._keep_prefix(sequence)
         self._call_cache(lambda: self.cache.sent(sequence, time.perf_counter()), None)
 
     def fail(self, work: DraftWork, error: Exception, *, is_own: bool) -> None:
@@ -285,4 +316,5 @@ class DraftEngine(Engine[Propose | Close, DraftWork, list[Drawn]]):
     def _end(self, sequence: ModelSequence, error: Exception) -> None:
         if sequence in self._busy:
             self._busy.remove(sequence)
+        sequence.failed = True
         sequence.finish(error if isinstance(error, DraftError) else DraftError(f"{type(error).__name__}: {error}"))

@@ -85,6 +85,8 @@ class ModelSequence:
         had_branches: whether the outcome cache held branches when this round began; None if this round does not
             follow the last proposal directly.
         cache_use: the use of the outcome cache in this round; None if it drafted nothing.
+        prefix_kept: whether its prompt is in the prefix cache.
+        failed: whether a round failed; the KV cache may be bad then.
     """
 
     opening: DraftSequence
@@ -103,6 +105,8 @@ class ModelSequence:
     sent: float = 0.0
     had_branches: bool | None = None
     cache_use: CacheUse | None = None
+    prefix_kept: bool = False
+    failed: bool = False
 
     @staticmethod
     def begin(opening: DraftSequence, vocab_size: int) -> "ModelSequence":

@@ -182,6 +182,7 @@ class ServiceSettings(SecuritySettings):
         description="share for the KV cache of the GPU memory that is left after weights, CUDA graphs and the largest "
         "batch",
     )
+    prefix_cache: bool = Field(True, description="share the KV cache of prompts that begin alike")
     graphs: bool = Field(True, description="on a GPU: capture frequent batch sizes as CUDA graphs")
     graph_seconds: float = Field(
         120.0,

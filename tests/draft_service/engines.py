@@ -37,12 +37,21 @@ def engine_of(
     guesses: int = 0,
     max_sequences: int = 4,
     max_length: int = 96,
+    prefix_cache: bool = True,
     **pool: Any,
 ) -> Any:
     """An engine that is not started; `guesses` tokens at once, in staged drafting."""
     runner = ModelRunner.build(loaded, max_sequences=max_sequences, max_length=max_length, **pool)
     staging = Staging(guesses, loaded.vocab_size) if guesses else None
-    return kind(runner, vocab_size=vocab_size, config=config, prefill_tokens=prefill_tokens, staging=staging, threads=1)
+    return kind(
+        runner,
+        vocab_size=vocab_size,
+        config=config,
+        prefill_tokens=prefill_tokens,
+        staging=staging,
+        threads=1,
+        prefix_cache=prefix_cache,
+    )
 
 
 @contextmanager

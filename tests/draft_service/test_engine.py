@@ -17,6 +17,7 @@ from kernels.sparse import SparseDistribution, sparsify
 from kernels.verify import Rule
 from outrider.runtime.loader import LoadedModel
 from outrider.runtime.model_runner import Chunk, ModelRunner
+from outrider.runtime.prefix_cache import PrefixCache
 from tests.draft_service.engines import CONFIG, PLAIN, PROMPT, VOCABULARY, Driver, engine_of, running, sequence
 from tests.kernels.reference import coupled_choice, standardise
 
@@ -203,3 +204,66 @@ def test_nan_logits_end_one_sequence(engine: DraftEngine) -> None:
         bad.result()
     assert caught.value.reason == "BAD_LOGITS"
     assert len(good.result().token_ids) == 2
+
+
+# -------------------------------------------------------------------------------------------------------- prefix cache
+
+LONG = [7 * i % VOCABULARY for i in range(70)]  # two full blocks, and some
+
+
+def drafted(engine: DraftEngine, opening: DraftSequence, *commits: list[int]) -> list[int]:
+    driver, tokens = Driver(engine, opening), list[int]()
+    for committed in ([], *commits):
+        tokens += driver.propose(4, committed).token_ids
+    driver.close()
+    return tokens
+
+
+@pytest.mark.parametrize("rule", [Rule.TOKENWISE, Rule.COUPLED])
+def test_a_cached_prefix_changes_no_draft(loaded: LoadedModel, rule: Rule) -> None:
+    """Of a prompt, of a prompt that only begins alike, and of one with committed tokens of an earlier sequence."""
+    alike = replace(sequence(rule=rule), prompt=[*LONG[:40], 3, 4, 5], cache_salt="")
+    first = replace(alike, prompt=LONG)
+    later = replace(first, committed=[8] * 6)
+    texts = []
+    for prefix_cache in (False, True):
+        with running(engine_of(loaded, prefix_cache=prefix_cache)) as engine:
+            texts.append([drafted(engine, each, [8] * 6, [9]) for each in (first, first, alike, later)])
+            hits = engine.prefix_hits
+        assert hits == (2 * 32 * 2 + 32 if prefix_cache else 0)
+    assert texts[0] == texts[1]
+
+
+def test_only_equal_salts_share_a_prefix(loaded: LoadedModel) -> None:
+    with running(engine_of(loaded)) as engine:
+        for salt, found in (("a", 0), ("b", 0), (None, 0), ("", 0), (None, 0), ("a", 64)):
+            before = engine.prefix_hits
+            drafted(engine, replace(sequence(), prompt=LONG, cache_salt=salt))
+            assert engine.prefix_hits - before == found
+        assert engine.prefix_queries == 4 * len(LONG)
+
+
+def test_a_failed_round_caches_nothing(loaded: LoadedModel, monkeypatch: pytest.MonkeyPatch) -> None:
+    opening = replace(sequence(), prompt=LONG, cache_salt="")
+    with running(engine_of(loaded)) as engine:
+        with monkeypatch.context() as patch:
+            patch.setattr(engine.loop, "without_mask", lambda logits: logits[:, :VOCABULARY] * torch.nan)
+            driver = Driver(engine, opening)
+            with pytest.raises(DraftError, match="NaN or infinite"):
+                driver.propose(4)
+            driver.close()
+        drafted(engine, opening)
+        assert engine.prefix_hits == 0
+
+
+def test_a_prefix_cache_that_fails_fails_no_draft(loaded: LoadedModel, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*_: object) -> int:
+        raise RuntimeError("broken")
+
+    opening = replace(sequence(), prompt=LONG, cache_salt="")
+    with running(engine_of(loaded)) as engine:
+        expected = drafted(engine, opening)
+        monkeypatch.setattr(PrefixCache, "adopt", fail)
+        monkeypatch.setattr(PrefixCache, "keep", fail)
+        assert drafted(engine, opening) == expected
+    assert engine.model_runner.pool.used_blocks == 0
