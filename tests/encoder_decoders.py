@@ -261,6 +261,32 @@ def first_scores(name: str, encoder_input: Tensor) -> tuple[Tensor, Tensor]:
     return seen[0][0], seen[1]
 
 
+def scores_along(
+    name: str, encoder_input: Tensor, prompt: Sequence[int], tokens: Sequence[int], noise: float
+) -> Tensor:
+    """The logits before each of these tokens, `[len(tokens), V]`, with the rules of `generate`; no end is forced."""
+    seen, left = list[Tensor](), iter(tokens)
+
+    class Follow(LogitsProcessor):
+        """Writes the given tokens."""
+
+        def __call__(self, _: Tensor, scores: Tensor) -> Tensor:
+            seen.append(scores[0].clone())
+            forced = torch.full_like(scores, -torch.inf)
+            forced[0, next(left, EOS)] = 0
+            return forced
+
+    model, processors = build(name, noise), list[LogitsProcessor]()
+    if name == "whisper" and SILENT not in prompt:
+        processors = [WhisperTimeStampLogitsProcessor(model.generation_config, begin_index=len(prompt))]
+    with torch.inference_mode():
+        GenerationMixin.generate(
+            model, **_arguments(encoder_input, [prompt]), do_sample=False, max_new_tokens=len(tokens) + 1,
+            logits_processor=[*processors, Follow()], use_cache=False,
+        )  # fmt: skip
+    return torch.stack(seen[: len(tokens)])
+
+
 def _arguments(encoder_input: Tensor, decoder_inputs: Sequence[Sequence[int]]) -> dict[str, Tensor]:
     rows = encoder_input.expand(len(decoder_inputs), *encoder_input.shape)
     key = "input_ids" if encoder_input.dim() == 1 else "input_features"

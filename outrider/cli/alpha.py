@@ -13,9 +13,10 @@ from rich.table import Table
 
 from outrider.cli.bench import read_prompts
 from outrider.cli.demo import MODELS, demo_model
-from outrider.cli.options import DeviceName
+from outrider.cli.options import DeviceName, check_speech_options, speech_options
 from outrider.cli.output import Failure, needs_extra, write_json
 from outrider.cli.progress import progress
+from outrider.rpc.errors import counted
 from outrider.runtime.errors import CheckpointError
 
 if TYPE_CHECKING:
@@ -73,6 +74,7 @@ class Leniences(click.ParamType[tuple[float, ...]]):
     type=_FILE,
     help="Prompts: a JSON object a line, with the field text or messages. Default: the demo's.",
 )
+@speech_options
 @click.option(
     "--tokens",
     type=click.IntRange(min=1),
@@ -192,14 +194,15 @@ def alpha_command(
 ) -> None:
     """Measure α, the chance that a drafted token is accepted, without services.
 
-    The target continues the prompts. At each position of its text both distributions are computed as the services
-    compute them; α is the mean of Σ min(p, q). The intervals are of 95 %. With several drafters and leniences, one text
-    serves all.
+    The target continues the prompts, or transcribes --audio. At each position of its text both distributions are
+    computed as the services compute them; α is the mean of Σ min(p, q). The intervals are of 95 %. With several
+    drafters and leniences, one text serves all.
 
     \b
     outrider alpha
     outrider alpha --temperature 0 --lenience 1,0.5,0.3,0.1
     outrider alpha --target DIR_OR_ID --draft DIR_OR_ID --prompts-file prompts.jsonl --top-k 40
+    outrider alpha --target models/speech/target --draft models/speech/draft --audio models/speech/clips
     """  # noqa: D301  # click reads the backspace: no rewrapping of the paragraph
     drafters = tuple(dict.fromkeys(values.pop("drafters"))) or ("model",)
     if draft is None and _WITH_MODEL.intersection(drafters):
@@ -207,6 +210,7 @@ def alpha_command(
             raise click.UsageError("--target is given, so give --draft too, or a --drafter that needs no draft model")
         draft = demo_model("draft")
     target = target or demo_model("target")
+    check_speech_options(values, prompts_file)
     for name in drafters:
         if name in _COUNTING and values["ngram_corpus"] is None:
             raise click.UsageError(f"--drafter {name} has no text to count: give --ngram-corpus FILE")
@@ -215,7 +219,9 @@ def alpha_command(
         from outrider.evaluation import alpha
         from outrider.evaluation.target_text import MeasurementError
     try:
-        prompts = tuple(cast("list[PromptText]", read_prompts(prompts_file or _demo_prompts())))
+        prompts: tuple[PromptText, ...] = ()
+        if not values["audio"]:
+            prompts = tuple(cast("list[PromptText]", read_prompts(prompts_file or _demo_prompts())))
         options = alpha.Options(target=target, draft=draft, drafters=drafters, prompts=prompts, **values)
         with progress("tokens") as update:
             found = alpha.run(options, lambda work, done, total: update(_WORK[work], done, total))
@@ -237,8 +243,11 @@ def _demo_prompts() -> Path:
 def document(options: Options, found: Measurement) -> dict[str, Any]:
     """The measurement as one JSON object: the settings, without the prompts, and what was found."""
     settings = {name: value for name, value in asdict(options).items() if name not in ("prompts", "drafters")}
-    corpus = {"ngram_corpus": options.ngram_corpus and str(options.ngram_corpus)}
-    return settings | corpus | {"requested_tokens": options.tokens} | asdict(found)
+    paths = {
+        "ngram_corpus": options.ngram_corpus and str(options.ngram_corpus),
+        "audio": [str(path) for path in options.audio],
+    }
+    return settings | paths | {"requested_tokens": options.tokens} | asdict(found)
 
 
 def draw(out: Console, options: Options, found: Measurement) -> None:
@@ -257,7 +266,8 @@ def draw(out: Console, options: Options, found: Measurement) -> None:
     out.print(table)
     out.print()
     lines = [
-        f"{found.tokens:,} tokens of the target in {found.texts} texts after {found.prompts} prompts; "
+        f"{found.tokens:,} tokens of the target in {found.texts} texts after "
+        f"{counted(found.prompts, 'speech window' if options.audio else 'prompt')}; "
         f"{_sampling(options)}; {found.dtype} on {found.device}."
     ]
     if any(each.interval for each in found.estimates):

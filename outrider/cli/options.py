@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping
+from pathlib import Path
 from typing import Any, TypeAlias, TypeVar, cast
 
 import click
@@ -18,6 +19,41 @@ _FILE = click.Path(exists=True, dir_okay=False)
 _RULES = [rule.value for rule in AcceptanceRule if rule is not AcceptanceRule.UNSPECIFIED]
 POLICIES = [policy.value for policy in SpeculationPolicy if policy is not SpeculationPolicy.UNSPECIFIED]
 DRAFTERS = [drafter.value for drafter in Drafter if drafter is not Drafter.UNSPECIFIED]
+
+
+def speech_options(command: Command) -> Command:
+    """Adds the options of commands that measure a pair on speech; see `check_speech_options`."""
+    options = (
+        click.option(
+            "--audio",
+            metavar="FILE_OR_FOLDER",
+            type=click.Path(exists=True, path_type=Path),
+            multiple=True,
+            help="Speech, for a target that takes speech: a WAV, FLAC, OGG or MP3 file, or a folder of them. Longer "
+            "speech than the model takes at once is cut into windows. Repeatable.",
+        ),
+        click.option("--language", metavar="NAME", default="", help="Language of --audio. Default: the model's."),
+        click.option(
+            "--task", metavar="NAME", default="", help="transcribe, or translate (into English). Default: transcribe."
+        ),
+        click.option("--timestamps", is_flag=True, help="The target writes timestamps of --audio."),
+    )
+    for option in reversed(options):
+        command = option(command)
+    return command
+
+
+def check_speech_options(values: Mapping[str, Any], prompts_file: Path | None) -> None:
+    """Refuses speech beside prompts, and options of speech without it.
+
+    Raises:
+        UsageError: as above.
+    """
+    if values["audio"] and prompts_file is not None:
+        raise click.UsageError("--audio and --prompts-file are given; give one of them")
+    for name in ("language", "task", "timestamps"):
+        if values[name] and not values["audio"]:
+            raise click.UsageError(f"--{name} is given; give --audio too")
 
 
 class TokenBias(click.ParamType[tuple[int, float]]):

@@ -1,7 +1,8 @@
 """α, the chance that a drafted token is accepted: the mean of Σ min(p, q̂) over text of the target [L Cor. 3.6].
 
-The target continues prompts. Then it reads its texts again, and so does each drafter: p and q̂ at every position are
-computed as the services compute them, q̂ truncated and rounded (`kernels.sparse`).
+The target continues prompts, or transcribes speech. Then it reads its texts again, and so does each drafter: p and q̂
+at every position are computed as the services compute them: with the rules of each model's generation config, and q̂
+truncated and rounded (`kernels.sparse`). Drafters without a model have no such rules.
 
 With lenience l the services accept a drafted token x if u · l · q̂(x) < p(x), that is with probability
 min(1, p(x) / (l · q̂(x))). Over x from q̂ this is Σ min(p/l, q̂) [L A.5]. At temperature 0 they accept the most probable
@@ -29,7 +30,14 @@ from outrider.evaluation.drafters import (
     ParallelDrafter,
     point_mass,
 )
-from outrider.evaluation.local_models import PromptText, build_runner, encode_prompts, load, load_tokenizer_of
+from outrider.evaluation.local_models import (
+    PromptText,
+    Speech,
+    build_runner,
+    encode_prompts,
+    encode_speech,
+    load_tokenizer_of,
+)
 from outrider.evaluation.target_text import (
     SEQUENCES,
     MeasurementError,
@@ -42,7 +50,7 @@ from outrider.evaluation.target_text import (
     write,
 )
 from outrider.runtime.device import check_environment
-from outrider.runtime.loader import LoadedModel, ModelSource
+from outrider.runtime.loader import LoadedModel, ModelSource, load_model
 from outrider.runtime.model_runner import ModelRunner
 from outrider.runtime.ngram import NGramCounts, read_documents
 from outrider.runtime.tokenizer import Tokenizer
@@ -223,7 +231,11 @@ class Options:
         target: a folder, or a hub id.
         draft: the same; only the drafters `model` and `parallel` need it.
         drafters: of `DRAFTERS`.
-        prompts: texts or conversations to continue.
+        prompts: texts or conversations to continue; for a target of text.
+        audio: files of speech, and folders of them; for a target of speech.
+        language: of the text of speech; empty is the model's default, and so with the next one.
+        task: `transcribe` or `translate`.
+        timestamps: the target writes timestamps of speech.
         tokens: about how many tokens the target writes.
         text_tokens: the most tokens of one text; None chooses.
         temperature: as in `SamplingParams`, and the next three.
@@ -245,6 +257,10 @@ class Options:
     draft: str | None
     drafters: tuple[str, ...]
     prompts: tuple[PromptText, ...]
+    audio: tuple[Path, ...] = ()
+    language: str = ""
+    task: str = ""
+    timestamps: bool = False
     tokens: int = 10_000
     text_tokens: int | None = None
     temperature: float = 1.0
@@ -291,7 +307,7 @@ class Measurement:
     Attributes:
         tokens: that the target wrote.
         texts: how many.
-        prompts: how many different ones they continue.
+        prompts: how many different ones they continue; windows of speech.
         text_tokens: the most tokens of one text.
         observation: what intervals treat as one observation: "prompt" or "text".
         dtype: of the target.
@@ -324,9 +340,14 @@ def run(options: Options, report: Report = lambda *_: None) -> Measurement:
     report("loading", 0, 0)
     source = options.source(options.target)
     tokenizer = load_tokenizer_of(source, draft_source)
-    loaded = load(source, "--target")
-    prompts = encode_prompts(options.prompts, tokenizer, loaded)
-    draft_model = None if draft_source is None else load(draft_source, "--draft")
+    loaded = load_model(source)
+    draft_model = None if draft_source is None else load_model(draft_source)
+    if options.audio:
+        speech = Speech(options.audio, options.language, options.task, options.timestamps)
+        located = None if draft_model is None or draft_source is None else (draft_model, draft_source)
+        prompts = encode_speech(speech, (loaded, source), located)
+    else:
+        prompts = encode_prompts(options.prompts, tokenizer, loaded)
     length = _text_tokens(options, prompts, loaded, draft_model)
     room = length + max(len(prompt.tokens) for prompt in prompts)
     target = build_runner(loaded, min(SEQUENCES, -(-options.tokens // length)), room)

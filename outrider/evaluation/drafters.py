@@ -13,7 +13,7 @@ from torch import Tensor
 
 from kernels.sampling import SamplingParams, probabilities
 from kernels.sparse import SparseConfig, SparseDistribution, truncate
-from outrider.evaluation.target_text import Text, blocks, read_logits, refuse_bad
+from outrider.evaluation.target_text import Text, blocks, read_logits, refuse_bad, rules_of
 from outrider.runtime.batch import Chunk
 from outrider.runtime.lookup import TextIndex
 from outrider.runtime.model_runner import ModelRunner
@@ -38,8 +38,10 @@ class ModelDrafter:
 
     def read(self, text: Text, rows: int) -> Iterator[Sequence[SparseDistribution | None]]:
         """See `Drafter`."""
-        for z in read_logits(self.runner, text, rows, "the draft"):
-            yield draft_distributions(_of_target(z, self.vocab_size, self.runner), self.params, self.sparse)
+        for z in read_logits(
+            self.runner, text.for_draft(), rows, "the draft", lambda z: _of_target(z, self.vocab_size, self.runner)
+        ):
+            yield draft_distributions(z, self.params, self.sparse)
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,7 +64,7 @@ class ParallelDrafter:
         """Yields q̂ of each written token. A pass runs the tokens before the first of its positions, and masks."""
         runner, mask_token = self.runner, self.runner.loaded.mask_token
         assert mask_token is not None
-        slot = runner.pool.allocate()
+        slot, rules = runner.pool.allocate(), rules_of(runner, text, self.vocab_size)
         try:
             for begin in range(text.begin, len(text.tokens), self.tokens_per_pass):
                 masks = min(self.tokens_per_pass, len(text.tokens) - begin) - 1
@@ -70,8 +72,9 @@ class ParallelDrafter:
                 tokens = [*text.tokens[held:begin], *[mask_token] * masks]
                 z = runner.logits([Chunk(slot, tokens, held, begin - held - 1)])
                 runner.pool.rollback(slot, begin)
+                z = rules.apply(_of_target(z, self.vocab_size, runner), text.tokens[begin : begin + masks + 1])
                 refuse_bad(z, "the draft")
-                yield from draft_distributions(_of_target(z, self.vocab_size, runner), self.params, self.sparse)
+                yield from draft_distributions(z, self.params, self.sparse)
         finally:
             runner.pool.free(slot)
 

@@ -3,19 +3,29 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
 
 import torch
+from torch import Tensor
 
+from outrider.client.audio import Samples
+from outrider.evaluation.clips import ClipError, read_clips
 from outrider.evaluation.target_text import MeasurementError, Prompt
+from outrider.rpc.errors import RequestError
+from outrider.runtime.checkpoint import resolve_folder
 from outrider.runtime.device import work_on
-from outrider.runtime.encoder_decoder import SPEECH
-from outrider.runtime.loader import LoadedModel, ModelSource, load_model
+from outrider.runtime.encoder_decoder import SPEECH, EncoderInfo
+from outrider.runtime.loader import LoadedModel, ModelSource
 from outrider.runtime.memory import explain_out_of_memory, kv_dtype, memory_of
 from outrider.runtime.model_runner import ModelRunner
 from outrider.runtime.paged_attention import AUTO, choose_attention
 from outrider.runtime.tokenizer import ChatTemplateError, Tokenizer, load_tokenizer
 from outrider.service.decoder_prompt import DecoderPrompts
+from outrider.service.encoder_input import SAMPLE_RATE, EncoderInputs
 from outrider.service.model_info import vocabulary_end
+from protos.outrider.v1.draft_service_pb2 import Transcription
+from protos.outrider.v1.input_pb2 import EncoderInput
 
 
 def load_tokenizer_of(target: ModelSource, draft: ModelSource | None) -> Tokenizer:
@@ -37,24 +47,6 @@ def load_tokenizer_of(target: ModelSource, draft: ModelSource | None) -> Tokeniz
     return own
 
 
-def load(source: ModelSource, flag: str) -> LoadedModel:
-    """Loads a model.
-
-    Raises:
-        CheckpointError: it cannot be loaded or run.
-        MeasurementError: its input is speech, or its generation config changes the logits.
-    """
-    loaded = load_model(source)
-    if loaded.encoder is not None and loaded.encoder.info.kind == SPEECH:
-        raise MeasurementError(f"{flag}: '{source.name}' has an encoder of speech; only models of text are supported")
-    if loaded.generation_rules is not None:
-        raise MeasurementError(
-            f"{flag}: the generation config of '{source.name}' changes the logits, which is not supported here: "
-            f"{loaded.generation_rules}"
-        )
-    return loaded
-
-
 PromptText = str | Sequence[Mapping[str, str]]
 """A text to continue, or a conversation: messages with `role` and `content`."""
 
@@ -63,11 +55,13 @@ def encode_prompts(texts: Sequence[PromptText], tokenizer: Tokenizer, target: Lo
     """Prompts of the target by its tokenizer. The text is the input of the encoder, if there is one.
 
     Raises:
-        MeasurementError: a prompt has no token, or does not fit the model.
+        MeasurementError: a prompt has no token, or does not fit the model; or the target takes speech.
     """
     encoder, begin = target.encoder, list[int]()
     longest = target.context_length - 1
     if encoder is not None:
+        if encoder.info.kind == SPEECH:
+            raise MeasurementError(f"{target.name} takes speech: give --audio FILE_OR_FOLDER")
         longest = encoder.info.max_length
         begin = DecoderPrompts.read(target.model.generation_config, encoder.info.start_token).tokens()
     prompts = []
@@ -79,6 +73,65 @@ def encode_prompts(texts: Sequence[PromptText], tokenizer: Tokenizer, target: Lo
             )
         prompts.append(Prompt(ids) if encoder is None else Prompt(begin, torch.tensor(ids)))
     return prompts
+
+
+@dataclass(frozen=True, slots=True)
+class Speech:
+    """Speech to transcribe.
+
+    Attributes:
+        paths: audio files, and folders of them.
+        language: of the text; empty is the model's default.
+        task: `transcribe` or `translate`; empty is the model's default.
+        timestamps: the model writes timestamps.
+    """
+
+    paths: tuple[Path, ...]
+    language: str = ""
+    task: str = ""
+    timestamps: bool = False
+
+
+Located = tuple[LoadedModel, ModelSource]
+"""A model, and where its feature extractor is."""
+
+
+def encode_speech(speech: Speech, target: Located, draft: Located | None) -> list[Prompt]:
+    """Prompts of a target that takes speech: a window of audio each.
+
+    Raises:
+        CheckpointError: a feature extractor cannot be read.
+        MeasurementError: the target or the draft takes no speech or lacks the language, or a clip cannot be used.
+    """
+    encoder = _speech_encoder(target)
+    wanted = Transcription(language=speech.language, task=speech.task, timestamps=speech.timestamps)
+    try:
+        prompts = DecoderPrompts.read(target[0].model.generation_config, encoder.start_token)
+        tokens = prompts.transcription(wanted)
+        clips = read_clips(speech.paths, SAMPLE_RATE, encoder.frames)
+    except RequestError as error:
+        raise MeasurementError(f"--{error.message.removeprefix('transcription.')}") from error
+    except ClipError as error:
+        raise MeasurementError(str(error)) from error
+    if draft is None:
+        return [Prompt(tokens, features) for features in _features(target, clips)]
+    if (frames := _speech_encoder(draft).frames) < encoder.frames:
+        raise MeasurementError(f"{draft[0].name} takes {frames} frames of speech, and the target {encoder.frames}")
+    both = zip(_features(target, clips), _features(draft, clips), strict=True)
+    return [Prompt(tokens, own, other) for own, other in both]
+
+
+def _features(located: Located, clips: Sequence[Samples]) -> list[Tensor]:
+    source = located[1]
+    inputs = EncoderInputs(_speech_encoder(located), resolve_folder(source.name, source.revision, weights=False))
+    return [inputs.tensor(EncoderInput(audio=clip.to_message())) for clip in clips]
+
+
+def _speech_encoder(located: Located) -> EncoderInfo:
+    model, _ = located
+    if model.encoder is None or model.encoder.info.kind != SPEECH:
+        raise MeasurementError(f"--audio is given, and {model.name} takes no speech: give --prompts-file")
+    return model.encoder.info
 
 
 def _encode(text: PromptText, tokenizer: Tokenizer, number: int) -> list[int]:

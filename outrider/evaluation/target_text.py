@@ -6,12 +6,14 @@ Many texts are written at once. Texts are read in blocks, so that few rows of lo
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import cycle, islice
 
 import torch
 from torch import Tensor
 
+from kernels.adjustments import Adjuster, LogitRules, RowAdjustment, apply
+from kernels.generation_rules import GenerationRules
 from kernels.sampling import SamplingParams, bad_rows, probabilities
 from outrider.runtime.batch import Chunk
 from outrider.runtime.model_runner import ModelRunner
@@ -38,11 +40,13 @@ class Prompt:
 
     Attributes:
         tokens: of the decoder, at least one.
-        encoder_input: token ids `[S]` of an encoder; None without an encoder.
+        encoder_input: token ids `[S]` or features `[mels, frames]` of an encoder; None without an encoder.
+        draft_input: the same for the draft's encoder, if it takes other features.
     """
 
     tokens: Sequence[int]
     encoder_input: Tensor | None = None
+    draft_input: Tensor | None = None
 
 
 @dataclass(slots=True)
@@ -68,6 +72,46 @@ class Text:
     def written(self) -> int:
         """Tokens that the target wrote."""
         return len(self.tokens) - self.begin
+
+    def for_draft(self) -> Text:
+        """Return the text as the draft reads it."""
+        if self.prompt.draft_input is None:
+            return self
+        return Text(self.index, replace(self.prompt, encoder_input=self.prompt.draft_input), self.tokens)
+
+
+class Rules:
+    """Applies the rules of a model's generation config to its logits after consecutive tokens of a text.
+
+    A text may be cut at any length: no token is forced at its end.
+
+    Args:
+        rules: of the model; None changes nothing.
+        prompt: the tokens before the first row.
+        vocab_size: V.
+    """
+
+    def __init__(self, rules: GenerationRules | None, prompt: Sequence[int], vocab_size: int) -> None:
+        self._adjuster = None if rules is None else Adjuster(LogitRules(generation=rules), prompt, vocab_size)
+
+    def row(self) -> RowAdjustment | None:
+        """Return the change to the logits of the next token."""
+        return None if self._adjuster is None else self._adjuster.row()
+
+    def push(self, token: int) -> None:
+        """Go on after a token."""
+        if self._adjuster is not None:
+            self._adjuster.push(token)
+
+    def apply(self, z: Tensor, tokens: Sequence[int]) -> Tensor:
+        """Return the logits `[n, V]` with the changes, and go on after `tokens`, which follow the rows: n."""
+        if self._adjuster is None:
+            return z
+        rows = []
+        for token in tokens:
+            rows.append(self.row())
+            self.push(token)
+        return apply(z, rows)
 
 
 # ------------------------------------------------------------------------------------------------------------ writing
@@ -118,13 +162,16 @@ def _write_batch(
     """Writes the texts together. Yields after each step how many tokens are written."""
     pool, ends = target.pool, set(target.loaded.eos_token_ids)
     live = {_slot(target, text.prompt): text for text in texts}
+    rules = {slot: rules_of(target, text) for slot, text in live.items()}
     try:
         while live:
             chunks = list(_next_chunks(target, live))
             z = target.logits(chunks)
             drawing = [chunk.slot for chunk in chunks if chunk.logits_from < len(chunk.tokens)]
-            for slot, token in zip(drawing, _draw(z, params, generator), strict=True):
+            changed = apply(z, [rules[slot].row() for slot in drawing])
+            for slot, token in zip(drawing, _draw(changed, params, generator), strict=True):
                 live[slot].tokens.append(token)
+                rules[slot].push(token)
                 if token in ends or live[slot].written == length:
                     del live[slot]
                     pool.free(slot)
@@ -145,6 +192,11 @@ def _next_chunks(target: ModelRunner, live: Mapping[int, Text]) -> Iterator[Chun
         is_last = start + len(piece) == len(text.tokens)
         room -= len(piece)
         yield Chunk(slot, piece, start, len(piece) - is_last)
+
+
+def rules_of(runner: ModelRunner, text: Text, vocab_size: int | None = None) -> Rules:
+    """The rules of a model for a text, before its first written token. V is that of the model, or `vocab_size`."""
+    return Rules(runner.loaded.generation_rules, text.prompt.tokens, vocab_size or runner.loaded.vocab_size)
 
 
 def _slot(runner: ModelRunner, prompt: Prompt) -> int:
@@ -202,22 +254,27 @@ def blocks(text: Text, rows: int) -> Iterator[Block]:
         yield Block(start, end, min(max(text.begin - 1 - start, 0), end - start))
 
 
-def read_logits(runner: ModelRunner, text: Text, rows: int, name: str) -> Iterator[Tensor]:
-    """Yields the logits `[n, V]` after the tokens of each block, from `first` on, in float32.
+def read_logits(
+    runner: ModelRunner, text: Text, rows: int, name: str, change: Callable[[Tensor], Tensor] = lambda z: z
+) -> Iterator[Tensor]:
+    """Yields the logits `[n, V]` after the tokens of each block, from `first` on, in float32, by the model's rules.
 
     Args:
         runner: the model.
         text: to read.
         rows: of a block.
         name: of the model, for the error.
+        change: to the logits, before the rules.
 
     Raises:
         MeasurementError: logits are NaN or infinite.
     """
-    slot = _slot(runner, text.prompt)
+    slot, rules = _slot(runner, text.prompt), None
     try:
         for block in blocks(text, rows):
-            z = runner.logits([Chunk(slot, text.tokens[block.start : block.end], block.start, block.first)])
+            z = change(runner.logits([Chunk(slot, text.tokens[block.start : block.end], block.start, block.first)]))
+            rules = rules or rules_of(runner, text, z.shape[1])
+            z = rules.apply(z, text.tokens[block.start + block.first + 1 : block.end + 1])
             refuse_bad(z, name)
             yield z
     finally:

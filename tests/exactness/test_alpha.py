@@ -21,9 +21,9 @@ from kernels.sparse import SparseConfig
 from outrider.client import Client, Round
 from outrider.evaluation.alpha import measure
 from outrider.evaluation.drafters import Drafter, LookupDrafter, ModelDrafter, NGramDrafter
-from outrider.evaluation.local_models import build_runner, load
+from outrider.evaluation.local_models import build_runner
 from outrider.evaluation.target_text import Prompt, Text
-from outrider.runtime.loader import ModelSource
+from outrider.runtime.loader import ModelSource, load_model
 from outrider.runtime.model_runner import ModelRunner
 from outrider.runtime.ngram import NGramCounts
 from outrider.runtime.tokenizer import load_tokenizer
@@ -41,14 +41,14 @@ def source_of(folder: Path) -> ModelSource:
 
 @pytest.fixture(scope="module")
 def target(markov: PairServices) -> ModelRunner:
-    return build_runner(load(source_of(markov.target), "--target"), 1, 256)
+    return build_runner(load_model(source_of(markov.target)), 1, 256)
 
 
 def drafter_of(name: str, params: SamplingParams, markov: PairServices, counting_flags: str) -> Drafter:
     flags = counting_flags.split()
     sparse = SparseConfig(max_support=int(flags[flags.index("--max-support") + 1]))
     if name == "model":
-        runner = build_runner(load(source_of(markov.drafts["flattened"]), "--draft"), 1, 256)
+        runner = build_runner(load_model(source_of(markov.drafts["flattened"])), 1, 256)
         return ModelDrafter(runner, VOCABULARY, params, sparse)
     if name == "lookup":
         return LookupDrafter(int(flags[flags.index("--lookup-min-match") + 1]))

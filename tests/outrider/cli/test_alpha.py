@@ -5,11 +5,13 @@ import re
 from pathlib import Path
 
 import pytest
+import soundfile
 from click.testing import CliRunner, Result
 
 from outrider.cli import main
 from outrider.cli.alpha import DRAFTERS
 from outrider.evaluation import alpha
+from tests import encoder_decoders
 from tests.cluster import MODELS
 from tests.exactness import pairs
 
@@ -150,3 +152,72 @@ def test_a_target_needs_a_draft_of_its_own(pair: Path) -> None:
     assert refused.exit_code == 2
     assert "--target is given, so give --draft too" in refused.stderr
     assert run(pair, "--drafter", "lookup", "--tokens", "20", draft="").exit_code == 0
+
+
+@pytest.fixture(scope="module")
+def speech(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("speech")
+    encoder_decoders.save("whisper", folder / "target")
+    encoder_decoders.save("whisper", folder / "draft", encoder_decoders.NOISE)
+    (folder / "clips").mkdir()
+    for seed, seconds in enumerate((0.7, 2.3)):  # a window has a second
+        path = folder / "clips" / f"{seed}.wav"
+        soundfile.write(path, encoder_decoders.noise(seconds, seed), encoder_decoders.RATE)
+    (folder / "clips" / "notes.txt").write_text("no speech")
+    return folder
+
+
+def transcribe(folder: Path, *arguments: str) -> Result:
+    models = ["--target", str(folder / "target"), "--draft", str(folder / "draft")]
+    return CliRunner().invoke(main, ["alpha", *models, "--dtype", "float32", "--tokens", "100", *arguments])
+
+
+def test_speech_is_measured_in_windows(speech: Path) -> None:
+    given = [
+        "--audio",
+        str(speech / "clips"),
+        "--text-tokens",
+        "20",
+        "--language",
+        "de",
+        "--timestamps",
+        "--lenience",
+        "1,.5",
+    ]
+    done = transcribe(speech, *given, "--lenience", "1,.5", "--drafter", "model", "--drafter", "lookup", "--json")
+    assert done.exit_code == 0, done.output
+    found = json.loads(done.stdout)
+    assert found["prompts"] == 4, "windows: one of the first clip, three of the second"
+    assert found["tokens"] >= 100
+    exact, lenient, *_ = found["estimates"]
+    assert 0.1 < exact["alpha"] < lenient["alpha"] <= 1
+    assert (found["language"], found["audio"]) == ("de", [str(speech / "clips")])
+    one = transcribe(speech, "--audio", str(speech / "clips" / "0.wav"))
+    assert "after 1 speech window; temperature 1" in one.stdout
+
+
+@pytest.mark.parametrize(
+    ("arguments", "code", "message"),
+    [
+        ([], 1, "target takes speech: give --audio FILE_OR_FOLDER"),
+        (["--audio", "TARGET"], 1, "the folder has no file that ends in .wav, .flac, .ogg, .mp3"),
+        (["--audio", "NOTES"], 1, "cannot decode"),
+        (["--audio", "CLIPS", "--language", "tlh"], 1, "--language is 'tlh'; the model offers de, en"),
+        (["--audio", "CLIPS", "--prompts-file", "NOTES"], 2, "--audio and --prompts-file are given"),
+        (["--language", "de"], 2, "--language is given; give --audio too"),
+    ],
+)
+def test_speech_that_cannot_be_measured_is_one_line(
+    speech: Path, arguments: list[str], code: int, message: str
+) -> None:
+    paths = {"TARGET": speech / "target", "NOTES": speech / "clips" / "notes.txt", "CLIPS": speech / "clips"}
+    refused = transcribe(speech, *(str(paths.get(word, word)) for word in arguments))
+    assert (refused.exit_code, refused.stdout) == (code, "")
+    assert message in refused.stderr.splitlines()[-1]
+
+
+def test_a_target_of_text_takes_no_speech(pair: Path, speech: Path) -> None:
+    models = ["--target", str(pair / "target"), "--draft", str(pair / "draft")]
+    refused = CliRunner().invoke(main, ["alpha", *models, "--audio", str(speech / "clips")])
+    assert refused.exit_code == 1
+    assert "target takes no speech: give --prompts-file" in refused.stderr.splitlines()[-1]
