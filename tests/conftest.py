@@ -1,6 +1,7 @@
 """The environment of all tests: one OpenMP thread, no network; and the pair of services that they share."""
 
 import os
+import sys
 from collections.abc import Iterator
 
 import pytest
@@ -9,6 +10,10 @@ import structlog
 from outrider.cli.processes import Pair, ServiceProcess
 from tests.cluster import Cluster, wait_healthy
 
+# Services, commands and workers import the same modules in many processes: compile them once, also if the environment
+# forbids bytecode. pytest keeps rewritten tests by the same flag.
+sys.dont_write_bytecode = False
+os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
 # Before any test imports torch. Two OpenMP pools that spin on two cores make every timing a matter of luck.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
