@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import os
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from difflib import get_close_matches
@@ -18,6 +19,7 @@ from outrider.cli.options import DRAFTERS, POLICIES, Address, flags_of_pair, mod
 from outrider.cli.output import Failure
 from outrider.cli.processes import Pair, ServiceError, running_pair, terminated_as_interrupted
 from outrider.client import AsyncClient
+from outrider.environment import ENV_PREFIX
 from outrider.rpc.channel import SOCKET
 from outrider.service.logs import dropped_notice, take_over, text_renderer
 
@@ -119,13 +121,12 @@ def serve_command(
     \b
     outrider serve --target DIR_OR_ID --draft DIR_OR_ID --max-sequences 16 --metrics-listen 127.0.0.1:9100
     """  # noqa: D301  # click reads the backspace: no rewrapping of the paragraph
+    more_verifier, more_draft = shared_out(flags)
     front, addresses = None, [""]
     http_values = {name: values.pop(name) for name in list(values) if name.startswith("http_")}
     if http is not None:
-        shows_vllm = "--vllm-metrics" in flags  # as the services do
-        front = make_server(http, http_values, _connect(values, addresses), vllm_metrics=shows_vllm)
+        front = make_server(http, http_values, _connect(values, addresses), vllm_metrics=shows_vllm(more_draft))
     verifier_flags, draft_flags = flags_of_pair({"threads": threads, **values})
-    more_verifier, more_draft = shared_out(flags)
     verifier_flags, draft_flags = verifier_flags + more_verifier, draft_flags + more_draft
     text = text_renderer() if sys.stdout.isatty() else None
     # The pipes of the services must be read even if standard output blocks.
@@ -201,6 +202,19 @@ def _connect(values: Mapping[str, Any], addresses: Sequence[str]) -> Callable[[]
         )
 
     return connect
+
+
+def shows_vllm(draft_flags: Sequence[str]) -> bool:
+    """Whether a draft service with these flags shows vLLM's metrics: its front then does so, too."""
+    given = [flag for flag in draft_flags if flag in ("--vllm-metrics", "--no-vllm-metrics")]
+    if given:
+        return given[-1] == "--vllm-metrics"
+    from pydantic import TypeAdapter, ValidationError
+
+    try:
+        return TypeAdapter(bool).validate_python(os.environ.get(f"{ENV_PREFIX}VLLM_METRICS", "0"))
+    except ValidationError:  # the services name it, and end
+        return False
 
 
 def shared_out(arguments: Sequence[str]) -> tuple[list[str], list[str]]:

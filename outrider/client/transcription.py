@@ -5,7 +5,7 @@ begins.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, Generator, Mapping, Sequence
+from collections.abc import AsyncGenerator, Callable, Generator, Mapping, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Self
@@ -49,12 +49,19 @@ class AsyncTranscription:
     """
 
     def __init__(
-        self, client: AsyncClient, audio: AudioSource, timeout: float | None, options: Mapping[str, Any]
+        self,
+        client: AsyncClient,
+        audio: AudioSource,
+        timeout: float | None,
+        options: Mapping[str, Any],
+        generate: Callable[..., AsyncGenerator[Event, None]] | None = None,
     ) -> None:
+        """`generate` is called for each window in place of the client's."""
         self.segments: list[Segment] = []
         self.completions: list[Completion] = []
         self.duration = 0.0
         self.position = 0.0
+        self._generate = client.generate if generate is None else generate
         self.stream = self._transcribe(client, audio, timeout, dict(options))
 
     @property
@@ -96,7 +103,7 @@ class AsyncTranscription:
             options["audio"] = samples.part(seek, window.frames)
             # Texts of one seed share their random numbers: each window has a seed of its own.
             options["seed"] = None if seed is None else (seed + len(self.completions)) % 2**64
-            async with aclosing(client.generate(timeout=timeout, **options)) as events:
+            async with aclosing(self._generate(timeout=timeout, **options)) as events:
                 async for event in events:
                     for segment in window.take(event):
                         self.position = max(self.position, min(segment.end, self.duration))

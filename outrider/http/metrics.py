@@ -87,7 +87,9 @@ class TextWatch:
         self._began = began
         self._is_repeat = is_repeat
         self._last: float | None = None  # when the last tokens came
+        self._prompt = 0  # its tokens
         self._tokens = 0
+        self._is_counted = False
         self._state = ""
         self._become("waiting")
 
@@ -103,12 +105,14 @@ class TextWatch:
         elif isinstance(event, Queued):
             self._become("waiting")
         elif isinstance(event, Started):
+            self._prompt = len(event.prompt_token_ids)
             self._become("running")
 
     @HTTP_METRICS.quiet
     def ends(self) -> None:
-        """The text has ended, one way or another."""
+        """The text has ended, one way or another: what came of one that was cancelled, or failed, counts as well."""
         self._become("")
+        self._count(self._prompt)
 
     def _become(self, state: str) -> None:
         if state != self._state:
@@ -129,6 +133,11 @@ class TextWatch:
 
     def _finish(self, end: Finished) -> None:
         statistics = end.statistics
-        self._texts.ended(prompt=0 if self._is_repeat else end.usage.prompt_tokens, generated=self._tokens)
+        self._count(end.usage.prompt_tokens)
         self._texts.whole(time.monotonic() - self._began)
         self._texts.judged(statistics.num_drafts, statistics.num_draft_tokens, statistics.num_accepted_tokens_per_pos)
+
+    def _count(self, prompt: int) -> None:
+        if not self._is_counted:
+            self._is_counted = True
+            self._texts.ended(prompt=0 if self._is_repeat else prompt, generated=self._tokens)

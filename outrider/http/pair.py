@@ -8,7 +8,7 @@ from collections.abc import AsyncGenerator, Iterable, Mapping, Sequence
 from contextlib import aclosing
 from typing import Any
 
-from outrider.client import AsyncClient, Event, OutriderError, Prompt
+from outrider.client import AsyncClient, AsyncTranscription, Event, OutriderError, Prompt
 from outrider.environment import served_name
 from outrider.http.metrics import FrontMetrics
 from protos.outrider.v1 import draft_service_pb2 as pb
@@ -49,7 +49,7 @@ class Pair:
         return self._found
 
     async def generate(
-        self, prompt: Prompt, *, began: float, timeout: float, is_repeat: bool = False, **options: Any
+        self, prompt: Prompt | None, *, began: float, timeout: float, is_repeat: bool = False, **options: Any
     ) -> AsyncGenerator[Event, None]:
         """`AsyncClient.generate` with the framing, and with metrics.
 
@@ -66,6 +66,15 @@ class Pair:
                 async for event in events:
                     watch.take(event)
                     yield event
+
+    def transcribe(self, audio: bytes, *, timeout: float, **options: Any) -> AsyncTranscription:
+        """`AsyncClient.transcribe` with the framing, and with metrics: each window is a text."""
+
+        def generate(**of_window: Any) -> AsyncGenerator[Event, None]:
+            return self.generate(None, began=time.monotonic(), **of_window)
+
+        options = {"task": None, "sample_rate": None, **options}
+        return AsyncTranscription(self.client, audio, timeout, options, generate)
 
     async def describe(self) -> pb.DraftServiceGetModelResponse:
         """The description of draft and target, `KNOWN_FOR_S` old, or older while no service answers.

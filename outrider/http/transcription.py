@@ -62,13 +62,12 @@ async def transcribe(
     has_times = kind in ("verbose_json", "srt", "vtt") and bool(encoder.first_timestamp_token_id)
     try:
         await asyncio.to_thread(_check_length, data)
-        transcription = pair.client.transcribe(
+        transcription = pair.transcribe(
             data,
             language=text_fields.get("language") or None,
             timestamps=has_times,
             timeout=timeout,
             temperature=_number("temperature", text_fields.get("temperature") or "0"),
-            **pair.framing,
         )
         await unless_gone(request.receive, transcription.wait())
     except ImportError as error:

@@ -8,7 +8,8 @@ import click
 import pytest
 from click.testing import CliRunner, Result
 
-from outrider.cli import main
+from draft_service.settings import DraftSettings
+from outrider.cli import main, serve
 from outrider.cli.output import completion_document, write_json
 from outrider.cli.serve import shared_out
 from outrider.client import Chunk, Completion, Finished, Options, Started
@@ -114,6 +115,31 @@ def test_serve_passes_each_flag_to_the_services_that_have_it() -> None:
         *("--gamma", "3", "--metrics-listen", "127.0.0.1:1", "--verifier-timeout", "9", "--revision=main"),
         *("--draft-timeout", "5"),
     ]
+
+
+@pytest.mark.parametrize("variable", [None, "true", "1", "off"])
+@pytest.mark.parametrize(
+    "flags",
+    [
+        (),
+        ("--vllm-metrics",),
+        ("--no-vllm-metrics",),
+        ("--no-vllm-metrics", "--draft-vllm-metrics"),
+        ("--verifier-vllm-metrics",),
+    ],
+)
+def test_the_front_of_serve_shows_vllms_metrics_where_its_draft_service_does(
+    flags: tuple[str, ...], variable: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def make_server(*arguments: object, vllm_metrics: bool) -> None:
+        raise click.UsageError(f"vllm_metrics is {vllm_metrics}")
+
+    monkeypatch.setattr(serve, "make_server", make_server)
+    if variable is not None:
+        monkeypatch.setenv("OUTRIDER_VLLM_METRICS", variable)
+    of_draft = DraftSettings.from_command_line(["--model", "x", *shared_out(flags)[1]], program="draft_service")
+    done = _run("serve", "--target", "x", "--draft", "x", "--http", "127.0.0.1:0", *flags)
+    assert f"vllm_metrics is {of_draft.vllm_metrics}\n" in done.stderr
 
 
 def test_generate_has_every_option_of_the_client() -> None:

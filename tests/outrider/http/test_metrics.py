@@ -78,9 +78,13 @@ def test_texts_in_progress(url: str) -> None:
         arriving = events(response)  # kept: its end would close the connection
         next(arriving)
         assert (value(url, "num_requests_running"), value(url, "num_requests_waiting")) == (1, 0)
+        assert value(url, "generation_tokens_total") == 0, "they count at the end"
     wait_until(lambda: value(url, "num_requests_running") == 0)
     assert value(url, "time_to_first_token_seconds_count") == 1
     assert value(url, "e2e_request_latency_seconds_count") == 0, "it was cancelled"
+    assert 0 < value(url, "generation_tokens_total") < 900, "those that came count"
+    prompt = plain.post(f"{url}/tokenize", json={"prompt": BODY["prompt"]}).json()["count"]
+    assert value(url, "prompt_tokens_total") == prompt > 0
 
 
 def test_a_text_in_a_queue_waits() -> None:

@@ -9,6 +9,7 @@ import pytest
 
 from outrider.client import Client
 from tests.cluster import Cluster, wait_healthy
+from tests.metrics import parse
 from tests.outrider.http.conftest import plain, running_front
 from tests.project.tree import ROOT
 
@@ -51,6 +52,22 @@ def test_long_audio_has_segments_with_times(speech: tuple[str, Client]) -> None:
     subtitles = plain.post(url + PATH, files={"file": CLIP.read_bytes()}, data={"response_format": "srt"}, timeout=60)
     assert subtitles.text.startswith("1\n00:00:")
     assert subtitles.text.count(" --> ") >= 1
+
+
+def test_its_windows_count_as_texts(speech: tuple[str, Client]) -> None:
+    url, ours = speech
+    windows = ours.transcribe(LONG, timestamps=True).wait().completions
+    before = parse(plain.get(f"{url}/metrics").text)
+    answer = plain.post(url + PATH, files={"file": LONG.read_bytes()}, data={"response_format": "srt"}, timeout=60)
+    assert answer.status_code == 200
+    after = parse(plain.get(f"{url}/metrics").text)
+
+    def grown(name: str) -> float:
+        return after[f"outrider_http_{name}"][()] - before[f"outrider_http_{name}"][()]
+
+    assert grown("e2e_request_latency_seconds_count") == grown("time_to_first_token_seconds_count") == len(windows) > 1
+    assert grown("generation_tokens_total") == sum(each.usage.completion_tokens for each in windows)
+    assert grown("prompt_tokens_total") == sum(each.usage.prompt_tokens for each in windows)
 
 
 @pytest.mark.parametrize(
