@@ -115,14 +115,14 @@ def main() -> None:
     parser.add_argument("--out", type=Path, required=True, help="where the draft is written")
     parser.add_argument("--target", type=Path, default=DEMO / "target")
     parser.add_argument("--draft", type=Path, default=DEMO / "draft", help="the draft to begin from")
-    parser.add_argument("--lesson-minutes", type=float, default=26.0)
+    parser.add_argument("--lesson-minutes", type=float, default=13.0, help="of two processes (default 13)")
     parser.add_argument("--minutes", type=float, default=55.0, help="CPU time of training (default 55)")
     arguments = parser.parse_args()
     lessons = arguments.work / "lessons"
     tokenizer = load_tokenizer(arguments.draft)
     if not (lessons / "complete").exists():
         stream = token_stream(tokenizer, training_documents())
-        teach(arguments.target, stream, lessons, arguments.lesson_minutes, workers=1)
+        teach(arguments.target, stream, lessons, arguments.lesson_minutes, workers=2)
         (lessons / "complete").touch()
     draft = with_mask_token(LlamaForCausalLM.from_pretrained(arguments.draft, dtype=torch.bfloat16))
     with alone():
