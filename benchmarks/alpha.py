@@ -1,13 +1,15 @@
 """α of each draft at each way to sample, in the layout of [L Tables 3 and 5], by `outrider.evaluation.alpha`.
 
 The demo pair continues code, and the translation pair translates. Unigrams and bigrams count the training text of the
-demo target, and sentences of the language that the translation target writes; none is in the prompts. `ngram` and
-`lookup` are drafters of ours that the paper does not have. In float32.
+demo target, and sentences of the language that the translation target writes; none is in the prompts. `parallel` is the
+demo's parallel draft with 4 tokens a pass. `ngram` and `lookup` are drafters of ours that the paper does not have. In
+float32.
 """
 
 import sys
 import tempfile
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from itertools import islice
 from pathlib import Path
 
@@ -25,9 +27,11 @@ SAMPLING: dict[str, Json] = {
     "T = 1, top-k 40": {"temperature": 1.0, "top_k": 40},
 }
 LENIENCES = (1.0, 0.5, 0.3, 0.1)
-PAPER = ("unigram", "bigram", "model")
-"""The drafters of [L Table 3], first in tables and pictures."""
+PAPER = ("unigram", "bigram", "model", "parallel")
+"""The drafters of [L Table 3], and the one that its section 3.6 asks for: first in tables and pictures."""
 ORDER = (*PAPER, *(name for name in DRAFTERS if name not in PAPER))
+PARALLEL_DRAFT = ROOT / "models" / "demo" / "parallel-draft"
+TOKENS_PER_PASS = 4
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -47,7 +51,8 @@ def measure(bench: Bench) -> None:
     for name in [given.only] if given.only else [DEMO, TRANSLATION]:
         folder = given.target.parent if name == DEMO else ROOT / "models" / "translation"
         target, draft = (given.target, given.draft) if name == DEMO else (folder / "target", folder / "draft")
-        bench.document["models"][name] = {"target": digest_of(target), "draft": digest_of(draft)}
+        models = {"target": target, "draft": draft} | ({"parallel": PARALLEL_DRAFT} if name == DEMO else {})
+        bench.document["models"][name] = {role: digest_of(each) for role, each in models.items()}
         with tempfile.TemporaryDirectory() as temporary:
             corpus = Path(temporary) / "corpus.txt"
             corpus.write_text(_corpus(name, given.corpus_mb), encoding="utf-8")
@@ -57,7 +62,7 @@ def measure(bench: Bench) -> None:
                 options = Options(
                     str(target),
                     str(draft),
-                    ORDER,
+                    tuple(drafter for drafter in ORDER if drafter != "parallel"),
                     tuple(bench.prompts if name == DEMO else _sentences(given.sentences)),
                     tokens=given.tokens,
                     leniences=LENIENCES,
@@ -68,8 +73,12 @@ def measure(bench: Bench) -> None:
                     **params,
                 )
                 found = run(options)
+                estimates = list(found.estimates)
+                if name == DEMO:  # of the same texts
+                    parallel = replace(options, draft=str(PARALLEL_DRAFT), drafters=("parallel",))
+                    estimates += run(replace(parallel, tokens_per_pass=TOKENS_PER_PASS)).estimates
                 keys = {"pair": name, "sampling": sampling, "tokens": found.tokens, "texts": found.texts}
-                bench.add(*(keys | {"prompts": found.prompts} | _run(each) for each in found.estimates))
+                bench.add(*(keys | {"prompts": found.prompts} | _run(each) for each in estimates))
                 progress(f"{name}, {sampling}: {found.tokens} tokens in {found.texts} texts")
 
 
@@ -118,13 +127,13 @@ def tables(document: Json) -> str:
     exact = [
         [pair, drafter, *(_cell(found[way][drafter]["1"]) for way in ways)]
         for pair, found in summary.items()
-        for drafter in ORDER
+        for drafter in _drafters(found)
     ]
     lenient = [
         [pair, way, drafter, *(_cell(each) for each in found[way][drafter].values())]
         for pair, found in summary.items()
         for way in ways[:2]
-        for drafter in ORDER
+        for drafter in _drafters(found)
     ]
     headings = [f"l = {each:g}" for each in LENIENCES]
     return "\n".join(
@@ -133,6 +142,11 @@ def tables(document: Json) -> str:
             harness.table(["pair", "T", "drafter", *headings], lenient, "α by lenience, as in [L Table 5]"),
         ]
     )
+
+
+def _drafters(found: Json) -> list[str]:
+    """Of one pair, in order."""
+    return [drafter for drafter in ORDER if drafter in found["T = 1"]]
 
 
 def _cell(found: Json) -> str:
@@ -152,10 +166,13 @@ def draw(document: Json, path: Path) -> None:
     note = f"Error bars: 95 % over prompts. {plots.caption(document)}"
     with picture(path, len(summary), 2, size=(5.2, 3.4), note=note) as panels:
         for (left, right), (pair, found) in zip(panels, summary.items(), strict=True):
-            series = {way: [_point(found[way][name]["1"]) for name in ORDER] for way in SAMPLING}
-            bars(left, ORDER, series, colours=dict(zip(SAMPLING, COLOURS, strict=False)), text="{:.2f}")
+            drafters = _drafters(found)
+            series = {way: [_point(found[way][name]["1"]) for name in drafters] for way in SAMPLING}
+            bars(left, drafters, series, colours=dict(zip(SAMPLING, COLOURS, strict=False)), text="{:.2f}")
             left.set(title=f"{pair} pair", ylabel="α", ylim=(0, 1))
             for name, colour in zip(ORDER, COLOURS[3:], strict=False):
+                if name not in drafters:
+                    continue
                 points = [(float(lenience), one["alpha"]) for lenience, one in found["T = 1"][name].items()]
                 line(right, points, color=colour, marker="o", label=name)
             right.legend(fontsize=7, frameon=False, loc="center right")
