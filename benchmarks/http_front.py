@@ -1,16 +1,19 @@
-"""What the HTTP front adds to our gRPC client: time per token with many streams, and its processor time a chunk.
+"""What the HTTP front adds to our gRPC client: time per token with many streams, and its processor time.
 
-Both ways write the same texts in turns, with the same seeds and the γ of the draft service, all at once. The front is a
-process of its own on the processors of the services. Its chunks are the events with text that it sends.
+All ways write the same texts in turns, with the same seeds and the γ of the draft service, all at once. The front is a
+process of its own on the processors of the services. Its chunks are the events with text that it sends. Texts of two
+lengths tell the time of a chunk from that of a text, for its begin and its end.
+
+At the largest number of streams there are two floors as well, in a process like the front's (`http_floor`): reading the
+draft service's messages by grpc.aio alone, and writing events of that size by uvicorn besides.
 """
 
 import asyncio
 import json
-import os
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Coroutine, Iterator, Sequence
+from collections.abc import Callable, Coroutine, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
@@ -28,12 +31,17 @@ from outrider.evaluation.pictures import BLUE, ORANGE, picture
 from outrider.evaluation.streams import serve
 from tests.cluster import free_address
 
-GRPC, HTTP = "gRPC client", "HTTP front"
+GRPC, HTTP, BOTH, READ = "gRPC client", "HTTP front", "floor: read and write", "floor: read"
 Found = tuple[list[float], int]
 """Seconds per token of each text, and the number of chunks."""
 
 AIM, AIM_US = 0.05, 100
 """The largest share that the front should add to the time per token, and its processor time a chunk."""
+
+FLOOR = "benchmarks.http_floor"
+
+LENGTHS = (1, 2)
+"""Of texts, in `--new-tokens`."""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -53,27 +61,50 @@ def measure(bench: Bench) -> None:
     bench.document["models"] = {models.name: models.document() for models in pairs}
     for models in pairs:
         prompts = tokenised(models.target, harness.spread(bench.prompts, given.prompts))
-        tasks = [task for _, task in texts(prompts, given.new_tokens, 1) if task.temperature > 0]
+        tasks = {
+            length: [task for _, task in texts(prompts, length, 1) if task.temperature > 0]
+            for length in (given.new_tokens * each for each in LENGTHS)
+        }
         flags = {"verifier_flags": NO_PREFIXES, "max_sequences": max(given.streams)}
-        with Services(models.target, models.draft, **flags) as services, front(services.draft.address) as (url, pid):
-            for streams in given.streams:
-                own = [tasks[nth % len(tasks)] for nth in range(max(streams, len(tasks)))]
-                ways: dict[str, Callable[[], Coroutine[Any, Any, Found]]] = {
-                    GRPC: partial(over_grpc, services.draft.address, own, streams),
-                    HTTP: partial(over_http, url, own, streams),
-                }
-                for way in ways.values():  # not measured
-                    asyncio.run(way())
-                for repetition in range(given.repetitions):
-                    for arm in harness.rotated(ways, repetition):
-                        where = {"pair": models.name, "streams": streams, "repetition": repetition, "arm": arm}
-                        if bench.has(**where):
-                            continue
-                        before = processor_seconds(pid)
-                        per_token, chunks = asyncio.run(ways[arm]())
-                        spent = processor_seconds(pid) - before
-                        bench.add({**where, "per_token": median(per_token), "chunks": chunks, "front_seconds": spent})
-                progress(f"{models.name}, {streams} streams")
+        with Services(models.target, models.draft, **flags) as services:
+            draft = services.draft.address
+            with server("outrider.cli", "gateway", "--draft", draft, "--http") as front, server(FLOOR, draft) as floor:
+                servers = {HTTP: front, BOTH: floor, READ: (f"{floor[0]}/read", floor[1])}
+                for streams in given.streams:
+                    compare(bench, models.name, streams, tasks, draft, servers)
+                    progress(f"{models.name}, {streams} streams")
+
+
+def compare(
+    bench: Bench,
+    pair: str,
+    streams: int,
+    tasks: Mapping[int, Sequence[Task]],
+    draft: str,
+    servers: Mapping[str, tuple[str, int]],
+) -> None:
+    """All ways with so many streams. `tasks` are those of each length, `servers` have a URL and a process each."""
+    measured = servers if streams == max(bench.given.streams) else {HTTP: servers[HTTP]}
+    ways: dict[tuple[str, int], Callable[[], Coroutine[Any, Any, Found]]] = {}
+    for length, known in tasks.items():
+        own = [known[nth % len(known)] for nth in range(max(streams, len(known)))]
+        if length == bench.given.new_tokens:
+            ways[GRPC, length] = partial(over_grpc, draft, own, streams)
+        ways |= {(arm, length): partial(over_http, url, own, streams) for arm, (url, _) in measured.items()}
+    for (_, length), way in ways.items():  # not measured
+        if length == bench.given.new_tokens:
+            asyncio.run(way())
+    for repetition in range(bench.given.repetitions):
+        for arm, length in harness.rotated(ways, repetition):
+            where = {"pair": pair, "streams": streams, "repetition": repetition, "arm": arm, "tokens": length}
+            if bench.has(**where):
+                continue
+            pid = measured[arm][1] if arm in measured else None
+            before = processor_seconds(pid)
+            per_token, chunks = asyncio.run(ways[arm, length]())
+            spent = processor_seconds(pid) - before
+            found = {"per_token": median(per_token), "texts": len(per_token), "chunks": chunks, "seconds": spent}
+            bench.add({**where, **found})
 
 
 async def over_grpc(address: str, tasks: Sequence[Task], streams: int) -> Found:
@@ -102,23 +133,23 @@ async def over_http(url: str, tasks: Sequence[Task], streams: int) -> Found:
                 "prompt": list(task.token_ids), "max_tokens": task.new_tokens, "temperature": task.temperature,
                 "seed": task.seed, "ignore_eos": True, "stream": True,
             }  # fmt: skip
-            async with client.stream("POST", "/v1/completions", json=body) as answer:
+            async with client.stream("POST", f"{url}/v1/completions", json=body) as answer:
                 answer.raise_for_status()
                 async for line in answer.aiter_lines():
                     if line.startswith("data: {") and json.loads(line[6:])["choices"][0]["text"]:
                         chunks, end = chunks + 1, time.perf_counter()
             seconds.append((end - began) / task.new_tokens)
 
-    async with httpx.AsyncClient(base_url=url, timeout=600, limits=httpx.Limits(max_connections=streams)) as client:
+    async with httpx.AsyncClient(timeout=600, limits=httpx.Limits(max_connections=streams)) as client:
         await asyncio.gather(*(stream(client) for _ in range(streams)))
     return seconds, chunks
 
 
 @contextmanager
-def front(draft: str) -> Iterator[tuple[str, int]]:
-    """A front of a draft service; yields its URL and the id of its process."""
+def server(module: str, *arguments: str) -> Iterator[tuple[str, int]]:
+    """A server, whose address is its last argument; yields its URL and the id of its process."""
     address = free_address()
-    command = [sys.executable, "-m", "outrider.cli", "gateway", "--draft", draft, "--http", address]
+    command = [sys.executable, "-m", module, *arguments, address]
     with subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL) as process:
         try:
             for _ in range(200):
@@ -132,51 +163,74 @@ def front(draft: str) -> Iterator[tuple[str, int]]:
             process.terminate()
 
 
-def processor_seconds(pid: int) -> float:
-    """Processor time of a process so far."""
-    fields = Path(f"/proc/{pid}/stat").read_text(encoding="ascii").rpartition(")")[2].split()
-    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+def processor_seconds(pid: int | None) -> float:
+    """Processor time of all threads of a process so far, by its clock (`clock_getcpuclockid`); 0 without a process."""
+    return 0.0 if pid is None else time.clock_gettime(~pid << 3 | 2)
 
 
 def figures(runs: Sequence[Json]) -> Json:
-    """Both ways: medians over repetitions. `added` is the share that the way adds to the time per token over gRPC."""
-    by_arm = {arm: harness.grouped(own, "repetition") for arm, own in harness.grouped(runs, "arm").items()}
+    """All ways. `added` is the share that the way adds to the time per token over gRPC, the median over repetitions.
+
+    `us_per_chunk` is the processor time that a chunk more costs, by the difference between texts of both lengths;
+    `ms_per_text` is the rest of the time of a text. `us_per_chunk_in_all` has both in it, of the shorter texts.
+    """
+    short = min(run["tokens"] for run in runs)
+    by_arm = harness.grouped([run for run in runs if run["tokens"] == short], "arm")
+    long = harness.grouped([run for run in runs if run["tokens"] > short], "arm")
+    base = {run["repetition"]: run["per_token"] for run in by_arm[GRPC]}
     found = {}
-    for arm in (GRPC, HTTP):
-        times = {repetition: own[0]["per_token"] for repetition, own in by_arm[arm].items()}
-        added = [times[each] / by_arm[GRPC][each][0]["per_token"] - 1 for each in times]
-        chunks = sum(own[0]["chunks"] for own in by_arm[arm].values())
-        spent = sum(own[0]["front_seconds"] for own in by_arm[arm].values())
+    for arm in (each for each in (GRPC, HTTP, BOTH, READ) if each in by_arm):
+        own = by_arm[arm]
+        added = [run["per_token"] / base[run["repetition"]] - 1 for run in own]
         found[arm] = {
-            "ms_per_token": 1e3 * median(times.values()),
+            "ms_per_token": 1e3 * median(run["per_token"] for run in own),
             "added": median(added),
             "added_range": [min(added), max(added)],
-            "chunks": chunks,
-            "front_us_per_chunk": 1e6 * spent / chunks if arm == HTTP else None,
+            **(costs(own, long[arm]) if arm in long else {}),
         }
     return found
+
+
+def costs(short: Sequence[Json], long: Sequence[Json]) -> Json:
+    """Processor time by chunk and by text, from texts of two lengths."""
+
+    def total(runs: Sequence[Json], name: str) -> float:
+        return float(sum(run[name] for run in runs))
+
+    chunks, seconds = total(short, "chunks"), total(short, "seconds")
+    more = total(long, "chunks") - chunks
+    per_chunk = (total(long, "seconds") - seconds) / more
+    return {
+        "chunks": int(2 * chunks + more),
+        "us_per_chunk": 1e6 * per_chunk,
+        "ms_per_text": 1e3 * (seconds - chunks * per_chunk) / total(short, "texts"),
+        "us_per_chunk_in_all": 1e6 * seconds / chunks,
+    }
 
 
 def table(document: Json) -> str:
     columns: harness.Columns = {
         "ms per token": lambda arm: number(arm["ms_per_token"], 2),
         "added": lambda arm: f"{arm['added']:+.1%} ({arm['added_range'][0]:+.1%} to {arm['added_range'][1]:+.1%})",
-        "chunks": lambda arm: str(arm["chunks"]),
-        "processor µs a chunk": lambda arm: (
-            "–" if arm["front_us_per_chunk"] is None else number(arm["front_us_per_chunk"], 0)
-        ),
+        "µs a chunk": lambda arm: _known(arm, "us_per_chunk", 0),
+        "ms a text": lambda arm: _known(arm, "ms_per_text", 1),
+        "µs a chunk, in all": lambda arm: _known(arm, "us_per_chunk_in_all", 0),
     }
     lines = [
         f"- ABOVE the aims of {AIM:.0%} and {AIM_US} µs: {pair} pair, {streams} streams"
         for (pair, streams), arms in harness.flat(document["summary"], 2)
-        if pair == "deepened" and (arms[HTTP]["added"] > AIM or arms[HTTP]["front_us_per_chunk"] > AIM_US)
+        if pair == "deepened" and (arms[HTTP]["added"] > AIM or arms[HTTP]["us_per_chunk"] > AIM_US)
     ]
     return "\n".join([*lines, "", harness.summary_table(document["summary"], ["pair", "streams", ""], columns)])
 
 
+def _known(arm: Json, name: str, digits: int) -> str:
+    return number(arm[name], digits) if name in arm else "–"
+
+
 def draw(document: Json, path: Path) -> None:
     rows = list(harness.flat(document["summary"], 2))
-    with picture(path, 1, 1, size=(6.0, 0.6 + 0.6 * len(rows)), note=plots.caption(document)) as panels:
+    with picture(path, 1, 2, size=(10.0, 0.8 + 0.6 * len(rows)), note=plots.caption(document)) as panels:
         panel: Any = panels.flat[0]
         for at, (_, arms) in enumerate(rows):
             base = arms[GRPC]["ms_per_token"]
@@ -192,6 +246,22 @@ def draw(document: Json, path: Path) -> None:
         panel.invert_yaxis()
         panel.set_xlabel("time per token, relative to the gRPC client", fontsize=8)
         panel.legend(fontsize=8)
+        costs_of(document, panels.flat[1])
+
+
+def costs_of(document: Json, panel: Any) -> None:
+    """Processor time of a chunk: of the front, and of both floors where they were measured."""
+    bars = [
+        (f"{pair}, {streams}: {arm}", arms[arm]["us_per_chunk"], ORANGE if arm == HTTP else BLUE)
+        for (pair, streams), arms in harness.flat(document["summary"], 2)
+        for arm in (HTTP, BOTH, READ)
+        if BOTH in arms
+    ]
+    panel.barh(range(len(bars)), [value for _, value, _ in bars], color=[colour for *_, colour in bars])
+    panel.set_yticks(range(len(bars)), [label for label, *_ in bars], fontsize=7)
+    panel.axvline(AIM_US, color="grey", linewidth=0.8, linestyle="--")
+    panel.invert_yaxis()
+    panel.set_xlabel("processor time of a chunk in µs; the aim is dashed", fontsize=8)
 
 
 if __name__ == "__main__":

@@ -51,9 +51,13 @@ def check_gamma(summary: Json, runs: list[Json]) -> None:
 
 def check_http_front(summary: Json, runs: list[Json]) -> None:
     found = summary["demo"]["2"]
-    assert list(found) == ["gRPC client", "HTTP front"]
-    assert found["HTTP front"]["front_us_per_chunk"] > 0
-    assert all(run["chunks"] > 0 for run in runs)
+    assert list(found) == ["gRPC client", "HTTP front", "floor: read and write", "floor: read"]
+    assert found["HTTP front"]["us_per_chunk_in_all"] > 0
+    assert "us_per_chunk" not in found["gRPC client"]
+    assert {(run["arm"], run["tokens"]) for run in runs} == {(arm, 8) for arm in found} | {
+        (arm, 16) for arm in found if arm != "gRPC client"
+    }
+    assert all(run["chunks"] > 0 for run in runs), "each server sends the text"
 
 
 def check_drafters(summary: Json, runs: list[Json]) -> None:
