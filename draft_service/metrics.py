@@ -12,7 +12,7 @@ from draft_service.drafters.base import RUN_A_MODEL, Kind
 from draft_service.drafters.engine import DraftEngine
 from draft_service.drafters.guard import Cost, GuardedDrafter
 from draft_service.drafters.staged import StagedCounts
-from draft_service.replicas import LOAD_SECONDS, STATUSES, Replicas, State
+from draft_service.replicas import LOAD_SECONDS, STATUSES, Replica, Replicas, State
 from outrider.runtime.kv_cache import KVPool
 from outrider.service.best_effort import Component
 from outrider.service.metrics import FIRST_TOKEN_S, SHORT_S, Metrics, TextMetrics, VllmMetrics
@@ -227,6 +227,28 @@ def show_vllm(shown: VllmMetrics, requests: RequestMetrics, limit: ConcurrencyLi
         "Share of the verifiers' KV cache that sequences hold, as last reported; 0 if unknown, 1 is all of it.",
         lambda: verifiers_load(replicas).kv_usage,
     )
+    shown.add("cache_config_info", CacheConfig(replicas.all), "block_size", "num_gpu_blocks")
+
+
+class CacheConfig(Collector):
+    """Sizes of the KV caches of all ready verifiers together, whose usage the draft service shows as its own."""
+
+    def __init__(self, replicas: Callable[[], Iterable[Replica]]) -> None:
+        self._replicas = replicas
+
+    def collect(self) -> Iterator[Metric]:
+        """One series, or none while no verifier has told its size."""
+        family = GaugeMetricFamily(
+            "cache_config_info",
+            "Always 1; the labels are those of the verifiers' KV caches together.",
+            labels=("block_size", "num_gpu_blocks"),
+        )
+        ready = [replica.model for replica in self._replicas() if replica.status == "ready"]
+        limits = [model.limits for model in ready if model is not None and model.limits.kv_blocks]
+        if limits:
+            sizes = limits[0].kv_block_tokens, sum(each.kv_blocks for each in limits)
+            family.add_metric([str(size) for size in sizes], 1.0)
+        yield family
 
 
 def show_drafters(metrics: Metrics, drafters: Mapping[Kind, GuardedDrafter], engine: DraftEngine | None) -> None:

@@ -16,6 +16,7 @@ from outrider.environment import served_name
 from outrider.rpc.errors import RequestError, internal
 from outrider.runtime.checkpoint import vocabulary_size
 from outrider.runtime.device import find_device
+from outrider.runtime.kv_cache import BLOCK_TOKENS
 from outrider.runtime.tensor_parallel import TensorParallel, read_ranks
 from outrider.service.encoder_input import EncoderInputs, smallest_input
 from outrider.service.lifecycle import Service, Warm, in_thread
@@ -207,6 +208,8 @@ def build_engine(
             max_sequence_tokens=tokens,
             max_outstanding=MAX_OUTSTANDING,
             max_stop_token_ids=MAX_STOP_TOKEN_IDS,
+            kv_blocks=built.model_runner.pool.blocks.count,
+            kv_block_tokens=BLOCK_TOKENS,
         ),
         rules=sorted(OFFERED_RULES, key=lambda rule: rule.value),
         default_rule=DEFAULT_RULE,

@@ -1,5 +1,6 @@
 """Metrics under vLLM's names, scraped from both services over HTTP, against the statistics of requests."""
 
+import asyncio
 from collections.abc import Iterator
 from typing import Any
 
@@ -8,8 +9,11 @@ import pytest
 from prometheus_client import Counter, Gauge, Histogram, generate_latest
 from smg_grpc_proto import vllm_engine_pb2 as vllm
 
+from draft_service.metrics import CacheConfig
+from draft_service.replicas import Replica
 from outrider.cli.processes import Pair
 from outrider.service.metrics import Metrics, VllmMetrics
+from protos.outrider.v1 import model_pb2
 from tests.cluster import Service, wait_until
 from tests.draft_service import calls
 from tests.draft_service.vllm_calls import VERIFIER_SEQUENCES, channel_of, request, stub
@@ -48,9 +52,24 @@ def test_names_are_there(services: tuple[Service, Service]) -> None:
     for samples in (draft, verifier):
         assert all(list(samples[f"vllm:{name}"]) == [key] for name in (*LOAD, *COUNTERS))
     assert all(list(draft[f"vllm:{name}_count"]) == [key] for name in HISTOGRAMS)
-    ((sizes, _),) = verifier["vllm:cache_config_info"].items()
-    assert dict(sizes)["block_size"] == "32"
-    assert int(dict(sizes)["num_gpu_blocks"]) == services[1].count("outrider_kv_blocks")
+    blocks = int(services[1].count("outrider_kv_blocks"))
+    sizes = {**MODEL, "block_size": "32", "num_gpu_blocks": str(blocks)}
+    for samples in (draft, verifier):  # the draft service shows those of its verifiers
+        assert samples["vllm:cache_config_info"] == {tuple(sorted(sizes.items())): 1}
+
+
+def test_kv_caches_of_ready_verifiers_add_up() -> None:
+    async def sizes() -> list[dict[str, str]]:
+        verifiers = [Replica(f"127.0.0.1:{port}", max_message_bytes=1, timeout=1.0) for port in range(1, 5)]
+        shown = CacheConfig(verifiers.copy)
+        assert [each.samples for each in shown.collect()] == [[]], "none has answered"
+        for replica, blocks in zip(verifiers, (100, 20, 3, 0), strict=True):  # the last one is older
+            replica.model = model_pb2.ModelInfo(limits=model_pb2.Limits(kv_blocks=blocks, kv_block_tokens=32))
+        verifiers[2].mismatch = "another vocabulary"
+        (family,) = shown.collect()
+        return [sample.labels for sample in family.samples]
+
+    assert asyncio.run(sizes()) == [{"block_size": "32", "num_gpu_blocks": "120"}]
 
 
 def test_counters_of_both_grow_by_the_statistics_of_a_request(

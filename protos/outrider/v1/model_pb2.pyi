@@ -53,7 +53,7 @@ ENCODER_KIND_TEXT: EncoderKind
 ENCODER_KIND_SPEECH: EncoderKind
 
 class Limits(_message.Message):
-    __slots__ = ("max_gamma", "max_support", "max_message_bytes", "max_sequences", "max_sequence_tokens", "max_outstanding", "max_samples", "max_stop_strings", "max_stop_string_chars", "max_stop_token_ids")
+    __slots__ = ("max_gamma", "max_support", "max_message_bytes", "max_sequences", "max_sequence_tokens", "max_outstanding", "max_samples", "max_stop_strings", "max_stop_string_chars", "max_stop_token_ids", "kv_blocks", "kv_block_tokens")
     MAX_GAMMA_FIELD_NUMBER: _ClassVar[int]
     MAX_SUPPORT_FIELD_NUMBER: _ClassVar[int]
     MAX_MESSAGE_BYTES_FIELD_NUMBER: _ClassVar[int]
@@ -64,6 +64,8 @@ class Limits(_message.Message):
     MAX_STOP_STRINGS_FIELD_NUMBER: _ClassVar[int]
     MAX_STOP_STRING_CHARS_FIELD_NUMBER: _ClassVar[int]
     MAX_STOP_TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
+    KV_BLOCKS_FIELD_NUMBER: _ClassVar[int]
+    KV_BLOCK_TOKENS_FIELD_NUMBER: _ClassVar[int]
     max_gamma: int
     max_support: int
     max_message_bytes: int
@@ -74,7 +76,9 @@ class Limits(_message.Message):
     max_stop_strings: int
     max_stop_string_chars: int
     max_stop_token_ids: int
-    def __init__(self, max_gamma: _Optional[int] = ..., max_support: _Optional[int] = ..., max_message_bytes: _Optional[int] = ..., max_sequences: _Optional[int] = ..., max_sequence_tokens: _Optional[int] = ..., max_outstanding: _Optional[int] = ..., max_samples: _Optional[int] = ..., max_stop_strings: _Optional[int] = ..., max_stop_string_chars: _Optional[int] = ..., max_stop_token_ids: _Optional[int] = ...) -> None: ...
+    kv_blocks: int
+    kv_block_tokens: int
+    def __init__(self, max_gamma: _Optional[int] = ..., max_support: _Optional[int] = ..., max_message_bytes: _Optional[int] = ..., max_sequences: _Optional[int] = ..., max_sequence_tokens: _Optional[int] = ..., max_outstanding: _Optional[int] = ..., max_samples: _Optional[int] = ..., max_stop_strings: _Optional[int] = ..., max_stop_string_chars: _Optional[int] = ..., max_stop_token_ids: _Optional[int] = ..., kv_blocks: _Optional[int] = ..., kv_block_tokens: _Optional[int] = ...) -> None: ...
 
 class EncoderInfo(_message.Message):
     __slots__ = ("kind", "max_positions", "mels", "frames", "sample_rate", "decoder_prompt_token_ids", "first_timestamp_token_id")
