@@ -129,6 +129,13 @@ def check_alpha(summary: Json, runs: list[Json]) -> None:
         assert found["unigram"]["1"]["alpha"] < found["model"]["1"]["alpha"]
 
 
+def check_acceptance(summary: Json, runs: list[Json]) -> None:
+    for _, found in flat(summary, 2):
+        assert list(found) == ["Decode", "l = 1", "l = 0.5", "l = 0.3", "l = 0.1"]
+        assert found["Decode"]["alpha"] is None
+        assert found["l = 0.1"]["alpha"] >= found["l = 1"]["alpha"] > 0
+
+
 FLOOD = ["--rates", "40", "--open-seconds", "0.05"]  # so many requests at once that most have to wait
 
 CASES: dict[str, tuple[Callable[[Json, list[Json]], None], list[str]]] = {
@@ -145,6 +152,7 @@ CASES: dict[str, tuple[Callable[[Json, list[Json]], None], list[str]]] = {
     "encoder_decoder": (check_encoder_decoder, ["--texts", "1", "--scored-texts", "1"]),
     "alpha": (check_alpha, []),
     "rules": (check_rules, ["--gammas", "2", "--rounds", "2"]),
+    "acceptance": (check_acceptance, []),
     "http_front": (check_http_front, []),
 }
 
