@@ -3,12 +3,18 @@
 from pathlib import Path
 from typing import Annotated, Literal
 
-from pydantic import BeforeValidator, Field
+from pydantic import AfterValidator, BeforeValidator, Field
 from pydantic_settings import NoDecode, SettingsConfigDict
 
+from outrider.runtime.skip_layers import read_layers
 from outrider.service.settings import ServiceAddress, ServiceSettings, split_commas
 
 Addresses = Annotated[tuple[ServiceAddress, ...], NoDecode, BeforeValidator(split_commas), Field(min_length=1)]
+
+
+def _layers(text: str) -> str:
+    read_layers(text)
+    return text
 
 
 class DraftSettings(ServiceSettings):
@@ -50,6 +56,11 @@ class DraftSettings(ServiceSettings):
         ge=1,
         le=256,
         description="with the drafter parallel: tokens that one pass of the draft model drafts; 1 drafts as model does",
+    )
+    skip_layers: Annotated[str, AfterValidator(_layers)] | None = Field(
+        None,
+        description="layers of --model to leave out, from 0 on: 3,5-7, or every-3 for every third; with the target as "
+        "--model it is its own draft; default: none",
     )
     staged_by: Literal["lookup", "ngram"] = Field(
         "lookup", description="with the drafter staged: source of the tokens that the draft model checks"
@@ -161,3 +172,8 @@ class DraftSettings(ServiceSettings):
         description="seconds of --idle-timeout and --slow-client-timeout while others wait in the queue, if that is "
         "shorter",
     )
+
+    @property
+    def layers_to_skip(self) -> str | None:
+        """Of the model."""
+        return self.skip_layers

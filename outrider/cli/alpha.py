@@ -32,6 +32,7 @@ _WORK = {
     "counting": "Counting n-grams",
     "writing": "The target writes",
     "measuring": "Measuring",
+    "searching": "Searching",
 }
 _FILE = click.Path(exists=True, dir_okay=False, path_type=Path)
 
@@ -153,6 +154,19 @@ class Leniences(click.ParamType[tuple[float, ...]]):
     help="Tokens that parallel drafts in one pass of the draft.",
 )
 @click.option(
+    "--skip-layers",
+    metavar="LAYERS",
+    help="Layers of the target, from 0 on: without them it is the draft. 3,5-7, or every-3 for every third.",
+)
+@click.option(
+    "--find-skip-layers",
+    metavar="N",
+    type=click.IntRange(min=0),
+    default=0,
+    help="Find N layers of the target for --skip-layers: leave out one after another, each time the one without which "
+    "α is highest.",
+)
+@click.option(
     "--lookup-min-match",
     type=click.IntRange(1, 64),
     default=2,
@@ -203,9 +217,15 @@ def alpha_command(
     outrider alpha --temperature 0 --lenience 1,0.5,0.3,0.1
     outrider alpha --target DIR_OR_ID --draft DIR_OR_ID --prompts-file prompts.jsonl --top-k 40
     outrider alpha --target models/speech/target --draft models/speech/draft --audio models/speech/clips
+    outrider alpha --target DIR_OR_ID --prompts-file prompts.jsonl --tokens 2000 --find-skip-layers 8
     """  # noqa: D301  # click reads the backspace: no rewrapping of the paragraph
     drafters = tuple(dict.fromkeys(values.pop("drafters"))) or ("model",)
-    if draft is None and _WITH_MODEL.intersection(drafters):
+    is_own_draft = values["skip_layers"] is not None or values["find_skip_layers"] > 0
+    if is_own_draft and (draft is not None or drafters != ("model",)):
+        raise click.UsageError("--skip-layers and --find-skip-layers make the draft: leave out --draft and --drafter")
+    if values["skip_layers"] is not None and values["find_skip_layers"]:
+        raise click.UsageError("give --skip-layers, or --find-skip-layers, not both")
+    if draft is None and not is_own_draft and _WITH_MODEL.intersection(drafters):
         if target is not None:
             raise click.UsageError("--target is given, so give --draft too, or a --drafter that needs no draft model")
         draft = demo_model("draft")
@@ -251,19 +271,10 @@ def document(options: Options, found: Measurement) -> dict[str, Any]:
 
 
 def draw(out: Console, options: Options, found: Measurement) -> None:
-    """Draws a row for each drafter and a column for each lenience."""
+    """Draws a row for each drafter and a column for each lenience; or a row for each layer that was found."""
     is_partial = any(each.drafted_share < 1 for each in found.estimates)
     is_lenient = options.leniences != (1.0,)
-    table = Table(box=box.SIMPLE_HEAD, pad_edge=False, show_edge=False)
-    table.add_column("drafter", no_wrap=True)
-    for lenience in options.leniences:
-        table.add_column(f"α, l = {lenience:g}" if is_lenient else "α", no_wrap=True)
-    if is_partial:
-        table.add_column("drafted", justify="right", no_wrap=True)
-    for drafter in options.drafters:
-        own = [each for each in found.estimates if each.drafter == drafter]
-        table.add_row(drafter, *map(_cell, own), *([f"{own[0].drafted_share:.0%}"] if is_partial else []))
-    out.print(table)
+    out.print(_table_of_steps(found) if found.steps else _table_of_drafters(options, found))
     out.print()
     lines = [
         f"{found.tokens:,} tokens of the target in {found.texts} texts after "
@@ -282,8 +293,32 @@ def draw(out: Console, options: Options, found: Measurement) -> None:
             f"{options.tokens:,} tokens were requested, but at temperature 0 each prompt gives one text: give more "
             "prompts, or a larger --text-tokens."
         )
+    if found.steps:
+        name, flag = options.target, found.steps[-1].skip_layers
+        lines.append(f"To serve: outrider serve --target {name} --draft {name} --drafter model --skip-layers {flag}")
     for line in lines:
         out.print(line, soft_wrap=True)
+
+
+def _table_of_drafters(options: Options, found: Measurement) -> Table:
+    is_partial = any(each.drafted_share < 1 for each in found.estimates)
+    table = Table(box=box.SIMPLE_HEAD, pad_edge=False, show_edge=False)
+    table.add_column("drafter", no_wrap=True)
+    for lenience in options.leniences:
+        table.add_column("α" if options.leniences == (1.0,) else f"α, l = {lenience:g}", no_wrap=True)
+    if is_partial:
+        table.add_column("drafted", justify="right", no_wrap=True)
+    for drafter in options.drafters:
+        own = [each for each in found.estimates if each.drafter == drafter]
+        table.add_row(drafter, *map(_cell, own), *([f"{own[0].drafted_share:.0%}"] if is_partial else []))
+    return table
+
+
+def _table_of_steps(found: Measurement) -> Table:
+    table = Table("layers left out", "α", box=box.SIMPLE_HEAD, pad_edge=False, show_edge=False)
+    for step in found.steps:
+        table.add_row(step.skip_layers, f"{step.alpha:.3f}")
+    return table
 
 
 def _cell(each: Estimate) -> str:

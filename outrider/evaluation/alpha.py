@@ -38,6 +38,7 @@ from outrider.evaluation.local_models import (
     encode_speech,
     load_tokenizer_of,
 )
+from outrider.evaluation.skipped_layers import Step, find_layers
 from outrider.evaluation.target_text import (
     SEQUENCES,
     MeasurementError,
@@ -247,6 +248,8 @@ class Options:
         ngram_order: tokens of the longest n-grams of the drafter `ngram`.
         ngram_entries: the most n-grams to keep.
         tokens_per_pass: of the drafter `parallel`; its α is the mean over the positions of a pass.
+        skip_layers: of the target; without them it is the draft, in place of `draft`.
+        find_skip_layers: how many of the target's layers to find that a draft can do without; `drafters` is not used.
         lookup_min_match: tokens of the shortest match of the drafter `lookup`.
         seed: of the texts.
         device: as in `ModelSource`, and the next ones.
@@ -276,6 +279,8 @@ class Options:
     ngram_order: int = 4
     ngram_entries: int = 1 << 20
     tokens_per_pass: int = 2
+    skip_layers: str | None = None
+    find_skip_layers: int = 0
     lookup_min_match: int = 2
     seed: int = 0
     device: str = "auto"
@@ -295,9 +300,24 @@ class Options:
             return self.params
         return replace(self.params, temperature=self.draft_temperature)
 
-    def source(self, name: str) -> ModelSource:
+    def source(self, name: str, skip_layers: str | None = None) -> ModelSource:
         """Where a model comes from, and how it runs."""
-        return ModelSource(name, dtype=self.dtype, device=self.device, trust_remote_code=self.trust_remote_code)
+        return ModelSource(
+            name,
+            dtype=self.dtype,
+            device=self.device,
+            trust_remote_code=self.trust_remote_code,
+            skip_layers=skip_layers,
+        )
+
+    @property
+    def draft_source(self) -> ModelSource | None:
+        """The same of the draft model; None if there is none."""
+        if self.find_skip_layers:
+            return None
+        if self.skip_layers is not None:
+            return self.source(self.target, self.skip_layers)
+        return self.source(self.draft) if self.draft else None
 
 
 @dataclass(frozen=True, slots=True)
@@ -313,6 +333,7 @@ class Measurement:
         dtype: of the target.
         device: of both models.
         estimates: by drafter, then by lenience.
+        steps: of the search for layers, the last one with all of them.
     """
 
     tokens: int
@@ -323,6 +344,7 @@ class Measurement:
     dtype: str
     device: str
     estimates: list[Estimate]
+    steps: list[Step]
 
 
 def run(options: Options, report: Report = lambda *_: None) -> Measurement:
@@ -336,7 +358,7 @@ def run(options: Options, report: Report = lambda *_: None) -> Measurement:
     if options.threads is not None:
         torch.set_num_threads(options.threads)
     passes = MODELS.intersection(options.drafters)  # each holds a sequence
-    draft_source = options.source(options.draft) if options.draft and passes else None
+    draft_source = options.draft_source if passes else None
     report("loading", 0, 0)
     source = options.source(options.target)
     tokenizer = load_tokenizer_of(source, draft_source)
@@ -356,11 +378,17 @@ def run(options: Options, report: Report = lambda *_: None) -> Measurement:
     if COUNTING.intersection(options.drafters):
         report("counting", 0, 0)
     documents = _documents(options, tokenizer)
-    drafters = {name: _drafter(name, options, draft, documents, vocab_size) for name in options.drafters}
+    names = () if options.find_skip_layers else options.drafters
+    drafters = {name: _drafter(name, options, draft, documents, vocab_size) for name in names}
     texts = write(
         target, prompts, options.params, tokens=options.tokens, length=length, seed=options.seed, report=report
     )
-    betas = measure(target, drafters, texts, options.params, options.leniences, report=report)
+    steps: list[Step] = []
+    betas: dict[str, list[np.ndarray]] = {}
+    if options.find_skip_layers:
+        steps = _find_layers(options, source, target, texts, vocab_size, room, report)
+    else:
+        betas = measure(target, drafters, texts, options.params, options.leniences, report=report)
     observation, clusters = clusters_of(texts)
     return Measurement(
         tokens=sum(text.written for text in texts),
@@ -372,9 +400,34 @@ def run(options: Options, report: Report = lambda *_: None) -> Measurement:
         device=str(loaded.device),
         estimates=[
             estimate(name, lenience, [each[:, column] for each in betas[name]], clusters)
-            for name in options.drafters
+            for name in betas
             for column, lenience in enumerate(options.leniences)
         ],
+        steps=steps,
+    )
+
+
+def _find_layers(
+    options: Options,
+    source: ModelSource,
+    target: ModelRunner,
+    texts: Sequence[Text],
+    vocab_size: int,
+    length: int,
+    report: Report,
+) -> list[Step]:
+    def alpha_of(draft: ModelRunner) -> float:
+        drafter = _drafter("model", options, draft, [], vocab_size)
+        (betas,) = measure(target, {"model": drafter}, texts, options.params, (1.0,)).values()
+        return float(np.concatenate(betas).mean())
+
+    tokens = sum(text.written for text in texts)
+    return find_layers(
+        load_model(source),
+        options.find_skip_layers,
+        length,
+        alpha_of,
+        report=lambda work, tried, most: report(work, tried * tokens, most * tokens),
     )
 
 

@@ -145,8 +145,8 @@ def _encode(text: PromptText, tokenizer: Tokenizer, number: int) -> list[int]:
         raise MeasurementError(f"--prompts-file: prompt {number}: {error}") from error
 
 
-def build_runner(loaded: LoadedModel, sequences: int, length: int) -> ModelRunner:
-    """A model runner for `sequences` of at most `length` tokens.
+def build_runner(loaded: LoadedModel, sequences: int, length: int, *, fuse: bool = True) -> ModelRunner:
+    """A model runner for `sequences` of at most `length` tokens; with `fuse` the weights move into it.
 
     Raises:
         CheckpointError: it does not fit the memory of the device.
@@ -157,4 +157,4 @@ def build_runner(loaded: LoadedModel, sequences: int, length: int) -> ModelRunne
         attention = choose_attention(
             AUTO, loaded.layers, kv_dtype(loaded), loaded.device, has_encoder=loaded.encoder is not None
         )
-        return ModelRunner.build(loaded, sequences, length, attention=attention)
+        return ModelRunner.build(loaded, sequences, length, fuse=fuse, attention=attention)

@@ -6,6 +6,7 @@ line with the reason.
 """
 
 import contextlib
+import hashlib
 import inspect
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -29,6 +30,7 @@ from outrider.runtime.encoder_decoder import LONGEST, EncoderDecoder, prepare
 from outrider.runtime.errors import CheckpointError, UnsupportedModel
 from outrider.runtime.fused_layers import is_changed, is_plain_tensor
 from outrider.runtime.selfcheck import Reference, check_program, logits_tolerance, reference
+from outrider.runtime.skip_layers import skip_layers
 
 # Packages of modules with plain weights; quantised modules come from other packages.
 _ORDINARY = ("torch.nn.", "transformers.models.", "transformers.pytorch_utils", "transformers_modules.")
@@ -57,6 +59,7 @@ class ModelSource:
         device: `auto` (CUDA if available), `cpu`, `cuda` (the first) or `cuda:N`.
         trust_remote_code: run Python code that comes with the checkpoint.
         ranks: number of processes that share the model; each loads its part.
+        skip_layers: layers to leave out, see `outrider.runtime.skip_layers`.
     """
 
     name: str
@@ -65,6 +68,7 @@ class ModelSource:
     device: str = "auto"
     trust_remote_code: bool = False
     ranks: int = 1
+    skip_layers: str | None = None
 
 
 @dataclass
@@ -138,6 +142,9 @@ def load_model(source: ModelSource) -> LoadedModel:
             raise CheckpointError(f"the weights are quantised by '{quantisation}': {error}") from error
         if quantisation is not None:
             settle_dtype(model, dtype)
+        if source.skip_layers is not None:
+            skipped = skip_layers(model, source.skip_layers, source.name)
+            fingerprint = hashlib.sha256(f"{fingerprint} without {skipped}".encode()).hexdigest()
         return _ready(model.to(device), source.name, fingerprint, device, dtype, dtype_reason, quantisation)
 
 

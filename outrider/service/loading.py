@@ -64,6 +64,7 @@ def load(settings: ServiceSettings) -> tuple[LoadedModel, Tokenizer]:
         **describe_device(loaded.device),
         dtype=str(loaded.dtype).removeprefix("torch."),
         reason=loaded.dtype_reason,
+        **({"layers": len(loaded.layers), "skip_layers": source.skip_layers} if source.skip_layers else {}),
     )
     return loaded, load_tokenizer(source)
 
@@ -140,6 +141,7 @@ def model_source(settings: ServiceSettings, *, device: torch.device | None = Non
         device=settings.device if device is None else str(device),
         trust_remote_code=settings.trust_remote_code,
         ranks=ranks,
+        skip_layers=settings.layers_to_skip,
     )
 
 

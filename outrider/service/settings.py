@@ -234,6 +234,11 @@ class ServiceSettings(SecuritySettings):
     )
     log_level: Literal["debug", "info", "warning", "error"] = Field("info", description="lowest level of log lines")
 
+    @property
+    def layers_to_skip(self) -> str | None:
+        """Layers of the model to leave out, if any; see `outrider.runtime.skip_layers`."""
+        return None
+
     @classmethod
     def from_command_line(cls, arguments: list[str] | None = None, *, program: str) -> Any:
         """Reads flags and environment. If some are wrong, prints a line for each and exits with 2.
@@ -270,6 +275,7 @@ _METAVARS = {
     "--device": "DEVICE",
     "--revision": "NAME",
     "--verifier-tls-name": "NAME",
+    "--skip-layers": "LAYERS",
     "Path": "FILE",
     "int": "N",
     "float": "X",

@@ -136,6 +136,12 @@ def check_acceptance(summary: Json, runs: list[Json]) -> None:
         assert found["l = 0.1"]["alpha"] >= found["l = 1"]["alpha"] > 0
 
 
+def check_skip_layers(summary: Json, runs: list[Json]) -> None:
+    for _, found in flat(summary, 2):
+        assert list(found) == ["Decode", "1 left out"]
+        assert 0.5 < found["1 left out"]["alpha"] <= 1
+
+
 FLOOD = ["--rates", "40", "--open-seconds", "0.05"]  # so many requests at once that most have to wait
 
 CASES: dict[str, tuple[Callable[[Json, list[Json]], None], list[str]]] = {
@@ -154,6 +160,7 @@ CASES: dict[str, tuple[Callable[[Json, list[Json]], None], list[str]]] = {
     "rules": (check_rules, ["--gammas", "2", "--rounds", "2"]),
     "acceptance": (check_acceptance, []),
     "http_front": (check_http_front, []),
+    "skip_layers": (check_skip_layers, []),
 }
 
 

@@ -6,7 +6,9 @@ from pathlib import Path
 
 import pytest
 import soundfile
+import torch
 from click.testing import CliRunner, Result
+from transformers import AutoConfig, AutoModelForCausalLM
 
 from outrider.cli import main
 from outrider.cli.alpha import DRAFTERS
@@ -112,6 +114,8 @@ def test_progress_in_a_log_is_a_line_for_each_kind_of_work(pair: Path) -> None:
             2,
             "'staged' is not one of 'model', 'parallel', 'unigram', 'bigram', 'ngram'",
         ),
+        (["--skip-layers", "0"], 2, "make the draft: leave out --draft and --drafter"),
+        (["--find-skip-layers", "1"], 2, "make the draft: leave out --draft and --drafter"),
         (["--drafter", "parallel"], 1, "draft' has no mask token"),
         (["--drafter", "bigram"], 2, "--drafter bigram has no text to count: give --ngram-corpus FILE"),
         (["--ngram-corpus", "no/such.txt"], 2, "File 'no/such.txt' does not exist"),
@@ -221,3 +225,63 @@ def test_a_target_of_text_takes_no_speech(pair: Path, speech: Path) -> None:
     refused = CliRunner().invoke(main, ["alpha", *models, "--audio", str(speech / "clips")])
     assert refused.exit_code == 1
     assert "target takes no speech: give --prompts-file" in refused.stderr.splitlines()[-1]
+
+
+@pytest.fixture(scope="module")
+def idle(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A target whose layers 0 and 2 of 4 do nothing."""
+    folder = tmp_path_factory.mktemp("idle")
+    target = pairs.write_target(folder / "target", seed=1)
+    (folder / "prompts.jsonl").write_text("\n".join(json.dumps({"text": text}) for text in PROMPTS))
+    config = AutoConfig.from_pretrained(target, num_hidden_layers=4)
+    torch.manual_seed(5)
+    model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+    with torch.no_grad():
+        for number, layer in enumerate(model.model.layers):
+            for output in (layer.self_attn.o_proj, layer.mlp.down_proj):
+                output.weight.mul_(0 if number in (0, 2) else 20)
+    model.save_pretrained(target)
+    return folder
+
+
+def test_the_search_finds_the_layers_that_do_least(idle: Path) -> None:
+    """Idle ones first, without trying more; then the better of the other two, by α of each measured alone."""
+    done = run(idle, "--find-skip-layers", "3", "--json", draft="")
+    assert done.exit_code == 0, done.output
+    found = json.loads(done.stdout)
+    assert [step["skip_layers"] for step in found["steps"][:2]] == ["0", "0,2"]
+    alphas = {}
+    for text in ("0,2", "0-2", "0,2-3"):
+        alone = run(idle, "--skip-layers", text, "--json", draft="")
+        assert alone.exit_code == 0, alone.output
+        (estimate,) = json.loads(alone.stdout)["estimates"]
+        alphas[text] = estimate["alpha"]
+    assert found["steps"][1]["alpha"] == pytest.approx(alphas.pop("0,2"), abs=1e-4)
+    best = max(alphas, key=lambda text: alphas[text])
+    assert found["steps"][2] == {
+        "layer": 1 if best == "0-2" else 3, "skip_layers": best, "alpha": pytest.approx(alphas[best], abs=1e-4)
+    }  # fmt: skip
+    assert abs(alphas["0-2"] - alphas["0,2-3"]) > 0.01
+
+
+def test_the_search_says_how_to_serve_its_layers(idle: Path) -> None:
+    done = run(idle, "--find-skip-layers", "1", draft="")
+    assert done.exit_code == 0, done.output
+    target = idle / "target"
+    serve = f"outrider serve --target {target} --draft {target} --drafter model --skip-layers 0"
+    assert done.stdout.splitlines()[-1] == f"To serve: {serve}"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "code", "message"),
+    [
+        (["--find-skip-layers", "4"], 1, "--find-skip-layers is 4, and"),
+        (["--skip-layers", "4"], 1, "has layers 0 to 3, and no layer 4"),
+        (["--skip-layers", "0", "--find-skip-layers", "1"], 2, "give --skip-layers, or --find-skip-layers, not both"),
+        (["--skip-layers", "0", "--drafter", "lookup"], 2, "make the draft: leave out --draft and --drafter"),
+    ],
+)
+def test_layers_that_cannot_be_left_out_are_one_line(idle: Path, arguments: list[str], code: int, message: str) -> None:
+    refused = run(idle, *arguments, draft="")
+    assert (refused.exit_code, refused.stdout) == (code, "")
+    assert message in refused.stderr.splitlines()[-1]
