@@ -10,17 +10,17 @@ ENV_PREFIX = "OUTRIDER_"
 
 # A client's installation lacks the services, and neither service knows the other's settings. A test compares.
 _SETTINGS_OF_SERVICES = """
-    allow_client_san attention auth_token_file client_burst client_rate contended_idle_timeout device draft_temperature
-    draft_timeout drafter dtype failover_timeout gamma grace graph_memory_mb graph_seconds graphs health_listen
-    idle_timeout keep_mass kv_cache_mb kv_memory_fraction listen liveness_timeout log_level lookup_min_match
-    max_batch_tokens max_client_sequences max_concurrent_streams max_connection_age max_entropy max_gamma max_linger
-    max_message_bytes max_prompt_tokens max_samples max_sequence_tokens max_sequences max_stop_string_chars
-    max_stop_strings max_support max_waiting metrics_listen model ngram_corpus ngram_documents ngram_entries
-    ngram_learn ngram_order otlp_endpoint outcome_cache plaintext prefill_tokens prefix_cache rank_timeout
-    request_timeout revision slow_client_timeout speculation staged_by staged_guesses tensor_parallel_size threads
-    tls_cert tls_client_ca tls_key tokens_per_pass trace_sample trust_remote_code verifier verifier_resolve_interval
-    verifier_timeout verifier_tls_ca verifier_tls_cert verifier_tls_key verifier_tls_name verify_path vllm_grpc
-    vllm_metrics
+    allow_client_san attention auth_token_file client_burst client_rate contended_idle_timeout device
+    draft_temperature draft_timeout drafter dtype failover_timeout gamma grace graph_memory_mb graph_seconds graphs
+    health_listen idle_timeout keep_mass kv_cache_mb kv_memory_fraction listen liveness_timeout log_level
+    lookup_min_match max_batch_tokens max_client_sequences max_concurrent_streams max_connection_age max_entropy
+    max_gamma max_linger max_message_bytes max_prompt_tokens max_samples max_sequence_tokens max_sequences
+    max_stop_string_chars max_stop_strings max_support max_waiting metrics_listen model ngram_corpus
+    ngram_documents ngram_entries ngram_learn ngram_order otlp_endpoint outcome_cache plaintext prefill_tokens
+    prefix_cache rank_timeout request_timeout revision skip_layers slow_client_timeout speculation staged_by
+    staged_guesses tensor_parallel_size threads tls_cert tls_client_ca tls_key tokens_per_pass trace_sample
+    trust_remote_code verifier verifier_resolve_interval verifier_timeout verifier_tls_ca verifier_tls_cert
+    verifier_tls_key verifier_tls_name verify_path vllm_grpc vllm_metrics
 """
 SERVICE_SETTINGS = frozenset(_SETTINGS_OF_SERVICES.split())
 """The settings of both services."""
