@@ -9,13 +9,13 @@ from collections.abc import Sequence
 from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 from benchmarks import harness, plots
 from benchmarks.contenders import Write, outrider_writer, take_turns, texts, tokenised
 from benchmarks.harness import Bench, Json, arms_table, compared, number
 from benchmarks.services import Models, Services, models_of
 from outrider.evaluation.alpha import Options, run
+from outrider.evaluation.pictures import COLOURS, level, line, picture
 
 ALONE = "Decode"
 
@@ -105,18 +105,20 @@ def table(document: Json) -> str:
 
 
 def draw(document: Json, path: Path) -> None:
-    panels: dict[str, dict[str, Any]] = {}
-    for (pair, temperature), arms in harness.flat(document["summary"], 2):
-        layers = document["models"][pair]["target_layers"]
-        panels.setdefault(f"{pair} target, {layers} layers", {})[f"T = {temperature}"] = arms
-    plots.comparison(
-        path,
-        document,
-        panels,
-        label="tokens/s, to the target alone",
-        note=". White: α.",
-        text=lambda arm: "" if arm["alpha"] is None else f"{arm['alpha']:.2f}",
-    )
+    note = f"{plots.caption(document)}. Numbers: α of the proposals."
+    with picture(path, 1, len(document["summary"]), size=(4.8, 3.6), note=note) as (panels,):
+        for panel, (pair, by_temperature) in zip(panels, document["summary"].items(), strict=True):
+            for (temperature, arms), colour in zip(by_temperature.items(), COLOURS, strict=False):
+                points = {int(arm.split()[0]): found for arm, found in arms.items() if arm != ALONE}
+                offset = 5 if temperature == "0" else -10
+                ratios = [(float(left_out), found["ratio"]) for left_out, found in points.items()]
+                line(panel, ratios, marker="o", color=colour, label=f"T = {temperature}")
+                for (x, y), found in zip(ratios, points.values(), strict=True):
+                    panel.annotate(f"{found['alpha']:.2f}", (x, y), (3, offset), textcoords="offset points", fontsize=7)
+            level(panel)
+            panel.set(title=f"{pair} target, {document['models'][pair]['target_layers']} layers", ylim=(0, None))
+            panel.margins(y=0.12)
+            panel.set(xlabel="layers left out of the draft", ylabel="tokens/s, to the target alone")
 
 
 if __name__ == "__main__":
