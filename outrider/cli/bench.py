@@ -6,7 +6,7 @@ import asyncio
 import json
 import shlex
 import sys
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime
 from importlib.util import find_spec
@@ -16,11 +16,21 @@ from typing import Any
 import click
 
 from outrider.cli.demo import warn_of_busy_processors
-from outrider.cli.options import DRAFTERS, Address, Numbers, calling_options, connected
+from outrider.cli.options import (
+    DRAFTERS,
+    Address,
+    Numbers,
+    calling_options,
+    check_speech_options,
+    connected,
+    speech_options,
+)
 from outrider.cli.output import Failure, fails_in_one_line, write_json
 from outrider.cli.progress import progress
 from outrider.client import AsyncClient, Drafter, OutriderError, Prompt
+from outrider.client.transcription import most_tokens
 from outrider.environment import installed_version
+from outrider.evaluation.clips import ClipError, clips_for
 from outrider.evaluation.deployment import PROMPTS, Json, Run, Settings, measure, missing, summarise
 from outrider.rpc.channel import is_local
 from protos.outrider.v1 import draft_service_pb2 as pb
@@ -56,6 +66,7 @@ _QUICK: Json = {"gammas": (2, 6), "streams": (1, 4), "texts": 2, "max_new_tokens
     type=click.Path(exists=True, dir_okay=False, path_type=Path),
     help="Prompts: a JSON object a line, with the field text or messages. Default: built-in ones.",
 )
+@speech_options
 @click.option("--quick", is_flag=True, help="Fewer and shorter texts: less than two minutes for small models.")
 @click.option(
     "--output",
@@ -95,11 +106,14 @@ def bench_command(
     \b
     outrider bench --quick
     outrider bench --draft 127.0.0.1:50051 --streams 1,4,16,64 --prompts-file mine.jsonl --output report
+    outrider bench --audio clips --language en
     """  # noqa: D301  # click reads the backspace: no rewrapping of the paragraph
     if find_spec("matplotlib") is None:
         raise Failure("matplotlib is not installed, and the report needs it: pip install '.[bench]'")
     prompts = PROMPTS if prompts_file is None else read_prompts(prompts_file)
     names = None if drafters is None else _drafters(drafters)
+    check_speech_options(values, prompts_file)
+    speech = {name: values.pop(name) for name in ("audio", "language", "task", "timestamps")}
     asked = {name: values.pop(name) for name in list(values) if name in Settings.__dataclass_fields__}
     settings = Settings(
         prompts, **{**(_QUICK if quick else {}), **{name: value for name, value in asked.items() if value}}
@@ -116,7 +130,7 @@ def bench_command(
     }
     found, failure = _Measured(settings), None
     try:
-        asyncio.run(_measure(draft, timeout, values, names, found))
+        asyncio.run(_measure(draft, timeout, values, names, speech, found))
     except OutriderError as error:
         if not found.runs:
             raise
@@ -126,7 +140,11 @@ def bench_command(
         if not found.runs:
             raise failure from None
     cells = summarise(found.runs, found.settings)
-    document |= {"models": found.models, "settings": _settings(found.settings, prompts_file), "cells": cells}
+    document |= {
+        "models": found.models,
+        "settings": _settings(found.settings, prompts_file, speech["audio"]),
+        "cells": cells,
+    }
     document["missing"] = missing(cells, found.settings)
     _write(document, output, as_json)
     if failure is not None:
@@ -151,12 +169,13 @@ class _Measured:
 
 
 async def _measure(
-    address: str, timeout: float, calling: Json, drafters: list[Drafter] | None, found: _Measured
+    address: str, timeout: float, calling: Json, drafters: list[Drafter] | None, speech: Json, found: _Measured
 ) -> None:
     client = connected(address, timeout, _RETRY_TIMEOUT_S, calling, kind=AsyncClient)
     async with client:
         pair = await client.get_model()
-        settings = found.settings = replace(found.settings, drafters=_chosen(pair, drafters))
+        settings = replace(found.settings, drafters=_chosen(pair, drafters))
+        settings = found.settings = _of_speech(pair, settings, speech)
         found.models = {"target": _model(pair.target), "draft": _model(pair.model)}
         _check(pair, settings)
         if all(map(is_local, address.split(","))):
@@ -263,10 +282,28 @@ def _prompt(line: str, where: str) -> Prompt:
     return value
 
 
-def _settings(settings: Settings, prompts_file: Path | None) -> Json:
+def _of_speech(pair: pb.DraftServiceGetModelResponse, settings: Settings, speech: Json) -> Settings:
+    """The settings for clips of speech, if there are any: a transcription ends where the model ends it.
+
+    Raises:
+        Failure: a clip cannot be used, or the pair takes text.
+    """
+    options = dict(speech)
+    try:
+        clips = clips_for(pair.target, options.pop("audio"), **options)
+    except ClipError as error:
+        raise Failure(str(error)) from error
+    if not clips:
+        return settings
+    most = min(settings.max_new_tokens, most_tokens(pair))
+    return replace(settings, prompts=clips, stop_at_eos=True, max_new_tokens=most)
+
+
+def _settings(settings: Settings, prompts_file: Path | None, audio: Sequence[Path]) -> Json:
     shown: Json = {name: getattr(settings, name) for name in Settings.__dataclass_fields__ if name != "prompts"}
     return shown | {
         "prompts": None if prompts_file is None else prompts_file.name,
+        "audio": [path.name for path in audio],
         "drafters": [each.value for each in settings.drafters],
     }
 

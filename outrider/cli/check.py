@@ -16,7 +16,16 @@ from rich.console import Console
 from rich.table import Table
 
 from outrider.cli.bench import read_prompts
-from outrider.cli.options import DRAFTERS, Address, DeviceName, Numbers, calling_options, connected
+from outrider.cli.options import (
+    DRAFTERS,
+    Address,
+    DeviceName,
+    Numbers,
+    calling_options,
+    check_speech_options,
+    connected,
+    speech_options,
+)
 from outrider.cli.output import Failure, needs_extra, write_json
 from outrider.cli.progress import progress
 from outrider.client import AsyncClient, OutriderError
@@ -81,6 +90,7 @@ class CheckFailure(Failure):
     type=click.Path(exists=True, dir_okay=False, path_type=Path),
     help="Prompts: a JSON object a line, with the field text or messages. Default: built-in ones.",
 )
+@speech_options
 @click.option("--temperature", type=click.FloatRange(min=1e-6, max=100), help="Sample with this setting alone.")
 @click.option("--top-k", type=click.IntRange(min=0), help="Sample with this setting alone.")
 @click.option("--top-p", type=click.FloatRange(min=0, max=1, min_open=True), help="Sample with this setting alone.")
@@ -121,8 +131,10 @@ def check_command(draft: str, timeout: float, as_json: bool, **values: Any) -> N
     outrider check --quick --target models/demo/target
     outrider check --draft 127.0.0.1:50051 --target DIR_OR_ID --device cuda
     outrider check --top-p 0.9 --temperature 0.7 --json
+    outrider check --audio clips --language en
     """  # noqa: D301  # click reads the backspace: no rewrapping of the paragraph
     calling = {name: values.pop(name) for name in _CALLING}
+    check_speech_options(values, values["prompts_file"])
     try:
         report = _checked(draft, timeout, calling, values)
     except (Failure, OutriderError) as error:
@@ -145,10 +157,11 @@ def _checked(address: str, timeout: float, calling: dict[str, Any], values: dict
     if values["target"] is not None:
         copy = Copy(values["target"], values["dtype"], values["device"], values["trust_remote_code"])
     plan = _plan(values)
+    speech = {"paths": values["audio"], **{name: values[name] for name in ("language", "task", "timestamps")}}
 
     async def run(step: Step) -> Report:
         async with connected(address, timeout, _RETRY_TIMEOUT_S, calling, kind=AsyncClient) as client:
-            return await check(client, plan, copy, step)
+            return await check(client, plan, copy, step, speech)
 
     try:
         with _progress() as step:

@@ -95,7 +95,7 @@ class AsyncTranscription:
             options["timestamps"] = True
         first = (encoder.first_timestamp_token_id or None) if options["timestamps"] else None
         options.setdefault("temperature", 0.0)
-        options.setdefault("max_new_tokens", _most_tokens(pair))
+        options.setdefault("max_new_tokens", most_tokens(pair))
         options["report_rounds"] = True  # with the text of each token
         seed, seek = options.pop("seed", None), 0
         while seek < samples.frames:
@@ -175,7 +175,7 @@ def _check_timestamps(encoder: model_pb2.EncoderInfo, samples: Samples) -> None:
         )
 
 
-def _most_tokens(pair: draft_service_pb2.DraftServiceGetModelResponse) -> int:
+def most_tokens(pair: draft_service_pb2.DraftServiceGetModelResponse) -> int:
     """As many tokens as fit after the decoder's prompt."""
     longest = pair.model.limits.max_sequence_tokens
     return max(1, longest - max(_DECODER_PROMPT, len(pair.target.encoder.decoder_prompt_token_ids)))

@@ -15,15 +15,17 @@ from __future__ import annotations
 
 import time
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
 import numpy as np
 
 from outrider.client import AsyncClient
 from outrider.evaluation.check_requests import Plan, Requester, Step, Text, requests
+from outrider.evaluation.clips import ClipError, clips_for
 from outrider.evaluation.reference import Copy, DecodeReference, LocalTarget, Prefix, Reference, scores
+from outrider.evaluation.target_text import MeasurementError
 from outrider.evaluation.token_fit import next_tokens, three_tokens
 from outrider.evaluation.verdict import (
     ALONE,
@@ -53,7 +55,9 @@ class CheckError(Exception):
     """The check cannot run. The text is one line."""
 
 
-async def check(client: AsyncClient, plan: Plan, copy: Copy | None, step: Step) -> Report:
+async def check(
+    client: AsyncClient, plan: Plan, copy: Copy | None, step: Step, speech: Mapping[str, Any] | None = None
+) -> Report:
     """Check the deployment behind a client.
 
     Args:
@@ -61,6 +65,7 @@ async def check(client: AsyncClient, plan: Plan, copy: Copy | None, step: Step) 
         plan: what to ask for.
         copy: a local copy of the target; None: the deployment without a draft is the reference.
         step: progress.
+        speech: for a target of speech: `paths`, and options of `Clip`; its clips replace the prompts of the plan.
 
     Raises:
         CheckError: the plan does not fit the deployment, or the copy cannot be used.
@@ -68,21 +73,24 @@ async def check(client: AsyncClient, plan: Plan, copy: Copy | None, step: Step) 
     """
     began = time.perf_counter()
     pair = await client.get_model()
-    plan = _fitted(plan, pair)
+    plan = _fitted(_of_speech(plan, pair.target, speech or {}), pair)
     rounding = plan.rounding if plan.rounding is not None else ROUNDING[pair.target.dtype]
     requester = await Requester.of(client, plan, pair.target)
     local = None
     if copy is not None:
         try:
-            local = LocalTarget(copy, pair.target, requester.ids, max(plan.tokens, plan.equal_tokens), rounding)
-        except CheckpointError as error:
+            longest = max(plan.tokens, plan.equal_tokens)
+            sources = requester.prompts if pair.target.HasField("encoder") else None
+            local = LocalTarget(copy, pair.target, requester.ids, longest, rounding, sources, plan.tokens)
+        except (CheckpointError, MeasurementError) as error:
             raise CheckError(str(error)) from error
     asks = requests(plan, pair.target)
     texts = await requester.texts(ALONE, [ask for ask in asks if ask.where == ALONE], 1, step)
     texts += await requester.texts(LOAD, [ask for ask in asks if ask.where != ALONE], plan.at_once, step)
     drafted, accepted = _drafted(texts)
     sampled = [text for text in texts if text.ask.params is not None]
-    reference = local or DecodeReference(client, requester.prompts, plan.at_once, rounding)
+    fixed = plan.tokens if pair.target.HasField("encoder") else None
+    reference = local or DecodeReference(client, requester.prompts, plan.at_once, rounding, fixed)
     return Report(
         draft=pair.model.name,
         target=pair.target.name,
@@ -114,10 +122,16 @@ def _drafted(texts: Sequence[Text]) -> tuple[dict[str, int], dict[str, int]]:
     return dict(drafted), dict(accepted)
 
 
+def _of_speech(plan: Plan, target: model_pb2.ModelInfo, speech: Mapping[str, Any]) -> Plan:
+    try:
+        clips = clips_for(target, **({"paths": ()} | dict(speech)))
+    except ClipError as error:
+        raise CheckError(str(error)) from error
+    return replace(plan, prompts=clips) if clips else plan
+
+
 def _fitted(plan: Plan, pair: draft_service_pb2.DraftServiceGetModelResponse) -> Plan:
     target, most = pair.target, pair.model.limits.max_gamma
-    if target.encoder.kind == model_pb2.ENCODER_KIND_SPEECH:
-        raise CheckError(f"the target {target.name} takes speech; the check writes text prompts only")
     if plan.rounding is None and target.dtype not in ROUNDING:
         raise CheckError(
             f"the target's dtype is {target.dtype}, whose rounding is not known; give it as --rounding, in nats, or "

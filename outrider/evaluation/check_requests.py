@@ -8,14 +8,15 @@ from dataclasses import dataclass
 from typing import Any, Self
 
 from kernels.sampling import SamplingParams
-from outrider.client import AcceptanceRule, AsyncClient, Chunk, Options, PositionLogprobs, Prompt, Started
+from outrider.client import AcceptanceRule, AsyncClient, Chunk, Options, PositionLogprobs, Started
 from outrider.evaluation import deployment
+from outrider.evaluation.clips import Source, request_of
 from outrider.evaluation.reference import TOP_N, for_each, sampling_options
 from outrider.evaluation.verdict import ALONE, COUPLED, GREEDY, LOAD, NO_DRAFT, RESUMED
 from protos.outrider.v1 import model_pb2
 
 SETTINGS = (SamplingParams(), SamplingParams(top_k=10, top_p=0.8))
-PROMPTS: tuple[Prompt, ...] = (
+PROMPTS: tuple[Source, ...] = (
     *deployment.PROMPTS,
     "Once upon a time there was",
     "class Stack:\n    def __init__(self):\n",
@@ -40,7 +41,7 @@ class Plan:
         equal: prompts of which texts are compared token for token.
         equal_tokens: of each of them.
         at_once: requests under load.
-        prompts: to continue.
+        prompts: to continue; clips for a pair of speech models.
         settings: how sampled texts are sampled.
         gammas: of requests, in turn; None: the service's default policy.
         drafter: by name; None: the service's default.
@@ -55,7 +56,7 @@ class Plan:
     equal: int = 8
     equal_tokens: int = 32
     at_once: int = 32
-    prompts: Sequence[Prompt] = PROMPTS
+    prompts: Sequence[Source] = PROMPTS
     settings: Sequence[SamplingParams] = SETTINGS
     gammas: Sequence[int | None] = (1, 2, 4, None)
     drafter: str | None = None
@@ -170,7 +171,7 @@ class Requester:
         ids: of each prompt; of the decoder's for encoder–decoder models.
     """
 
-    def __init__(self, client: AsyncClient, prompts: Sequence[Prompt], ids: Sequence[Sequence[int]]) -> None:
+    def __init__(self, client: AsyncClient, prompts: Sequence[Source], ids: Sequence[Sequence[int]]) -> None:
         self.prompts = prompts
         self.ids = ids
         self._client = client
@@ -178,7 +179,9 @@ class Requester:
     @classmethod
     async def of(cls, client: AsyncClient, plan: Plan, target: model_pb2.ModelInfo) -> Self:
         """Has the service tokenise the prompts."""
-        done = [await client.complete(prompt, max_new_tokens=1, gamma=0) for prompt in plan.prompts]
+        done = []
+        for prompt, speech in map(request_of, plan.prompts):
+            done.append(await client.complete(prompt, **(speech | Options(max_new_tokens=1, gamma=0))))
         ids = [each.started.prompt_token_ids for each in done]
         return cls(client, plan.prompts if target.HasField("encoder") else ids, ids)
 
@@ -194,7 +197,8 @@ class Requester:
         return await for_each(asks, text, at_once)
 
     async def _whole(self, ask: Ask, options: Options, kept: Sequence[int] = ()) -> Text:
-        done = await self._client.complete(self.prompts[ask.prompt], **options)
+        prompt, speech = request_of(self.prompts[ask.prompt])
+        done = await self._client.complete(prompt, **(speech | options))
         statistics = done.statistics
         return Text(
             ask,
@@ -209,9 +213,10 @@ class Requester:
     async def _resumed(self, ask: Ask) -> Text:
         """Drops the stream, and asks for the rest with the tokens so far, as the client does after a failure."""
         kept: list[int] = []
-        options, begin = ask.options, 0
+        prompt, speech = request_of(self.prompts[ask.prompt])
+        options, begin = speech | ask.options, 0
         for cut in range(ask.cuts):
-            events = self._client.generate(self.prompts[ask.prompt], **options)
+            events = self._client.generate(prompt, **options)
             async for event in events:
                 match event:
                     case Started():

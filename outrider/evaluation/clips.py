@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any, TypeAlias
 
-from outrider.client import OutriderError
+from outrider.client import Options, OutriderError, Prompt
 from outrider.client.audio import Samples, read_samples
+from protos.outrider.v1 import model_pb2
 
 SUFFIXES = (".wav", ".flac", ".ogg", ".mp3")
 """Of the files that are read in a folder."""
@@ -14,6 +17,58 @@ SUFFIXES = (".wav", ".flac", ".ogg", ".mp3")
 
 class ClipError(Exception):
     """A clip cannot be used. The text is one line."""
+
+
+@dataclass(frozen=True, slots=True)
+class Clip:
+    """Speech that a request asks about.
+
+    Attributes:
+        samples: at most a window.
+        language: of the text; empty is the model's default.
+        task: `transcribe` or `translate`; empty is the model's default.
+        timestamps: the model writes timestamps.
+    """
+
+    samples: Samples
+    language: str = ""
+    task: str = ""
+    timestamps: bool = False
+
+    @property
+    def options(self) -> Options:
+        """Of a request, in place of a prompt."""
+        options = Options(audio=self.samples, timestamps=self.timestamps)
+        if self.language:
+            options["language"] = self.language
+        if self.task:
+            options["task"] = self.task
+        return options
+
+
+Source: TypeAlias = Prompt | Clip
+"""What a target continues or transcribes."""
+
+
+def request_of(source: Source) -> tuple[Prompt | None, Options]:
+    """Return the prompt of a request, if there is one, and the options of speech."""
+    return (None, source.options) if isinstance(source, Clip) else (source, Options())
+
+
+def clips_for(target: model_pb2.ModelInfo, paths: Sequence[Path], **options: Any) -> list[Clip]:
+    """Return the windows of audio for a target, with options of `Clip`; none if it takes text and no path is given.
+
+    Raises:
+        ClipError: the target takes speech and no path is given, or the reverse; or a clip cannot be used.
+    """
+    if target.encoder.kind != model_pb2.ENCODER_KIND_SPEECH:
+        if paths:
+            raise ClipError(f"--audio is given, and the target {target.name} takes no speech: give --prompts-file")
+        return []
+    if not paths:
+        raise ClipError(f"the target {target.name} takes speech: give --audio FILE_OR_FOLDER")
+    windows = read_clips(paths, target.encoder.sample_rate, target.encoder.frames)
+    return [Clip(samples, **options) for samples in windows]
 
 
 def find_clips(paths: Sequence[Path]) -> list[Path]:

@@ -14,7 +14,8 @@ from statistics import median
 from typing import Any
 
 from outrider import theory
-from outrider.client import AsyncClient, Drafter, Prompt, Statistics, Timings
+from outrider.client import AsyncClient, Drafter, Statistics, Timings
+from outrider.evaluation.clips import Clip, Source, request_of
 from outrider.evaluation.streams import PHASES, Request, Served, phase_seconds, serve
 
 Json = dict[str, Any]
@@ -48,7 +49,7 @@ class Settings:
     """The settings of a measurement.
 
     Attributes:
-        prompts: taken in turn.
+        prompts: taken in turn; clips for a pair of speech models.
         gammas: the fixed γ.
         drafters: the first one is that of the fixed γ and the default policy; each other one drafts with one γ.
         temperatures: of the texts.
@@ -59,7 +60,7 @@ class Settings:
         stop_at_eos: texts end where the model ends them; otherwise all have the same length.
     """
 
-    prompts: Sequence[Prompt]
+    prompts: Sequence[Source]
     gammas: tuple[int, ...] = (2, 4, 8)
     drafters: tuple[Drafter, ...] = (Drafter.MODEL,)
     temperatures: tuple[float, ...] = (0.0, 1.0)
@@ -95,13 +96,14 @@ class Settings:
 
 @dataclass(slots=True)
 class Run:
-    """One repeat of one cell."""
+    """One repeat of one cell. `speech` are the seconds of speech of each text that is `served`; none without speech."""
 
     temperature: float
     streams: int
     arm: str
     repeat: int
     served: list[Served] = field(default_factory=list)
+    speech: list[float] = field(default_factory=list)
 
     @property
     def answered(self) -> list[Served]:
@@ -110,9 +112,18 @@ class Run:
     @property
     def tokens_per_second(self) -> float:
         """Tokens of all streams over the time from the first request to the last token."""
-        tokens = sum(each.tokens for each in self.answered)
+        return self._per_second(sum(each.tokens for each in self.answered))
+
+    @property
+    def speech_per_second(self) -> float | None:
+        """Seconds of speech that were transcribed in a second, by all streams; None without speech."""
+        if not any(self.speech):
+            return None
+        return self._per_second(sum(s for s, each in zip(self.speech, self.served, strict=True) if each.stamps))
+
+    def _per_second(self, amount: float) -> float:
         seconds = max((each.end for each in self.answered), default=0.0)
-        return tokens / seconds if seconds else 0.0
+        return amount / seconds if seconds else 0.0
 
     @property
     def ttft_ms(self) -> float | None:
@@ -152,12 +163,13 @@ async def measure(
         options = arm.options | {
             "temperature": run.temperature, "max_new_tokens": max_new_tokens, "ignore_eos": not settings.stop_at_eos,
         }  # fmt: skip
-        requests: list[Request] = [
+        sources = list(_turn(settings.prompts, run.repeat, texts * run.streams))
+        requests: list[Request] = []
+        for prompt, speech in map(request_of, sources):
             # A salt of its own: no text finds its prompt in a prefix cache.
-            (prompt, options | {"cache_salt": f"outrider bench {next(salts)}"})
-            for prompt in _turn(settings.prompts, run.repeat, texts * run.streams)
-        ]
+            requests.append((prompt, options | speech | {"cache_salt": f"outrider bench {next(salts)}"}))
         run.served = await serve(client, requests, run.streams, report=lambda: report(stage, name, 1))
+        run.speech = [each.samples.seconds if isinstance(each, Clip) else 0.0 for each in sources]
         return run
 
     arms = settings.arms()
@@ -175,7 +187,7 @@ async def measure(
                 runs.append(await write(stage, run, arm, settings.texts, settings.max_new_tokens))
 
 
-def _turn(prompts: Sequence[Prompt], repeat: int, number: int) -> Iterator[Prompt]:
+def _turn(prompts: Sequence[Source], repeat: int, number: int) -> Iterator[Source]:
     """So many prompts; each repeat begins where the one before has ended, so that all prompts occur."""
     return (prompts[nth % len(prompts)] for nth in range(repeat * number, (repeat + 1) * number))
 
@@ -184,6 +196,7 @@ def summarise(runs: Sequence[Run], settings: Settings) -> list[Json]:
     """Return the figures of each cell, in the order of temperatures, streams and arms. None: nothing to measure.
 
     - `tokens_per_second`, `ttft_ms`, `tpot_ms`: median, lowest and highest repeat; see `Run`.
+    - `speech_per_second`: seconds of speech transcribed in a second; None without speech.
     - `ratio`: tokens/s over those of the target alone in the same repeat.
     - `alpha`: mean over texts, by their drafted tokens. `gamma`: drafted tokens of a round. `policy`: that chose γ.
     - `round_us`: means over all rounds but the first of each text, which reads the prompt.
@@ -227,6 +240,7 @@ def _cell(runs: Sequence[Run], alone: dict[int, float]) -> Json:
         "drafter": statistics[0].drafter.value if drafted else Drafter.NONE.value,
         "policy": statistics[0].policy.value if statistics else None,
         "tokens_per_second": _spread(run.tokens_per_second for run in runs),
+        "speech_per_second": _spread(run.speech_per_second for run in runs),
         "ratio": _spread(run.tokens_per_second / alone[run.repeat] for run in runs if alone.get(run.repeat)),
         "ttft_ms": _spread(run.ttft_ms for run in runs),
         "tpot_ms": _spread(run.tpot_ms for run in runs),

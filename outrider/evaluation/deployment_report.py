@@ -37,6 +37,7 @@ _COLOURS_OF_ROUND = dict(zip(ROUND, (ORANGE, SAND, LIGHT, BLUE, GREEN, GREY), st
 
 def table(document: Json) -> Table:
     """Return a row for each cell."""
+    has_speech = any(cell["speech_per_second"] is not None for cell in document["cells"])
     head = ("T", "streams", "", "tokens/s", "ratio", "TTFT ms", "ms a token", "predicted", "α", "γ", "tokens a round")
     rows = [
         (
@@ -51,10 +52,11 @@ def table(document: Json) -> Table:
             _number(cell["alpha"], 3),
             _number(cell["gamma"] or None, 1),
             _number(cell["tokens_per_round"], 2),
+            *([_middle(cell["speech_per_second"], 1)] if has_speech else []),
         )
         for cell in document["cells"]
     ]
-    return Table(head, rows, keys=3)
+    return Table((*head, *(["speech s/s"] if has_speech else [])), rows, keys=3)
 
 
 def conclusions(document: Json) -> list[str]:
@@ -129,6 +131,10 @@ def html(document: Json) -> str:
 def _method(document: Json) -> list[str]:
     settings = document["settings"]
     prompts = "built-in prompts" if settings["prompts"] is None else f"prompts of `{settings['prompts']}`"
+    if settings["audio"]:
+        prompts = (
+            f"the start tokens of a transcription; speech of {', '.join(f'`{name}`' for name in settings['audio'])}"
+        )
     return [
         f"Command: `{document['command']}`.",
         f"Each stream asked for its next text when one had ended: {settings['texts']} texts in each repeat, of "

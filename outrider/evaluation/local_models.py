@@ -5,12 +5,13 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import cast
 
 import torch
 from torch import Tensor
 
 from outrider.client.audio import Samples
-from outrider.evaluation.clips import ClipError, read_clips
+from outrider.evaluation.clips import Clip, ClipError, Source, read_clips
 from outrider.evaluation.target_text import MeasurementError, Prompt
 from outrider.rpc.errors import RequestError
 from outrider.runtime.checkpoint import resolve_folder
@@ -119,6 +120,20 @@ def encode_speech(speech: Speech, target: Located, draft: Located | None) -> lis
         raise MeasurementError(f"{draft[0].name} takes {frames} frames of speech, and the target {encoder.frames}")
     both = zip(_features(target, clips), _features(draft, clips), strict=True)
     return [Prompt(tokens, own, other) for own, other in both]
+
+
+def encoder_inputs(sources: Sequence[Source], model: LoadedModel, source: ModelSource) -> list[Tensor]:
+    """What the encoder of a model reads, of texts, conversations or clips.
+
+    Raises:
+        CheckpointError: its tokenizer or feature extractor cannot be read.
+        MeasurementError: a source does not fit the model.
+    """
+    clips = [each.samples for each in sources if isinstance(each, Clip)]
+    if clips:
+        return _features((model, source), clips)
+    texts = cast("Sequence[PromptText]", sources)
+    return [cast("Tensor", prompt.encoder_input) for prompt in encode_prompts(texts, load_tokenizer(source), model)]
 
 
 def _features(located: Located, clips: Sequence[Samples]) -> list[Tensor]:

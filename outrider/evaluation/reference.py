@@ -8,6 +8,7 @@ the target.
 from __future__ import annotations
 
 import asyncio
+import math
 from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol, TypeAlias, TypeVar
@@ -18,8 +19,11 @@ from torch import Tensor
 
 from kernels.rng import gumbel
 from kernels.sampling import SamplingParams, probabilities
-from outrider.client import AsyncClient, Options, Prompt
+from outrider.client import AsyncClient, Options
 from outrider.evaluation.chisquare import Array
+from outrider.evaluation.clips import Source, request_of
+from outrider.evaluation.local_models import encoder_inputs
+from outrider.evaluation.target_text import Rules
 from outrider.evaluation.token_fit import Distribution
 from outrider.runtime.batch import Chunk
 from outrider.runtime.errors import CheckpointError
@@ -117,9 +121,12 @@ class LocalTarget:
         prompts: token ids of each prompt.
         longest: tokens after a prompt, at most.
         rounding: see `distribution`.
+        sources: for an encoder–decoder model: what each prompt's encoder reads.
+        sampled_tokens: of each sampled text, at whose end such a model may force a token.
 
     Raises:
-        CheckpointError: the copy cannot be loaded, has other weights, or is an encoder–decoder model.
+        CheckpointError: the copy cannot be loaded, or has other weights.
+        MeasurementError: a prompt does not fit it.
     """
 
     def __init__(
@@ -129,18 +136,19 @@ class LocalTarget:
         prompts: Sequence[Sequence[int]],
         longest: int,
         rounding: float,
+        sources: Sequence[Source] | None = None,
+        sampled_tokens: int = 0,
     ) -> None:
         dtype = copy.dtype or target.dtype
-        loaded = load_model(
-            ModelSource(copy.name, dtype=dtype, device=copy.device, trust_remote_code=copy.trust_remote_code)
-        )
+        source = ModelSource(copy.name, dtype=dtype, device=copy.device, trust_remote_code=copy.trust_remote_code)
+        loaded = load_model(source)
         if loaded.weights_fingerprint != target.weights_fingerprint:
             raise CheckpointError(
                 f"--target {copy.name} has the weights {loaded.weights_fingerprint[:12]}; the deployment's target, "
                 f"{target.name}, has {target.weights_fingerprint[:12]}; give the checkpoint that the verifier loads"
             )
-        if loaded.encoder is not None:
-            raise CheckpointError(f"--target {copy.name} is an encoder–decoder model; leave --target out")
+        self._inputs = None if sources is None else encoder_inputs(sources, loaded, source)
+        self._sampled_tokens = sampled_tokens
         self.dtype = str(loaded.dtype).removeprefix("torch.")
         self._vocab_size = target.vocab_size
         self._prompts = prompts
@@ -160,7 +168,7 @@ class LocalTarget:
             parents = {tokens[:-1] for tokens in prefixes if tokens}
             # One token more: the logits of a text are those before each of its tokens.
             texts = sorted((*tokens, 0) for tokens in prefixes - parents)
-            for text, logits in self.logits(prompt, texts):
+            for text, logits in self.logits(prompt, texts, self._sampled_tokens):
                 for params in every:
                     names = [(prompt, text[:at], params) for at in range(len(text))]
                     rows = [at for at, name in enumerate(names) if name in wanted and name not in found]
@@ -170,10 +178,17 @@ class LocalTarget:
         return found
 
     @torch.inference_mode()
-    def logits(self, prompt: int, texts: Sequence[Sequence[int]]) -> Iterator[tuple[tuple[int, ...], Tensor]]:
-        """Yield each text after a prompt with the logits before each of its tokens, `[len(text), V]`."""
+    def logits(
+        self, prompt: int, texts: Sequence[Sequence[int]], max_new_tokens: int
+    ) -> Iterator[tuple[tuple[int, ...], Tensor]]:
+        """Yield each text after a prompt with the logits before each of its tokens, `[len(text), V]`.
+
+        They are those by the rules of the model's generation config, for a request of `max_new_tokens`.
+        """
         pool, ids = self._runner.pool, list(self._prompts[prompt])
         begin = pool.allocate()
+        if self._inputs is not None:
+            self._runner.encode(begin, self._inputs[prompt])
         if len(ids) > 1:
             self._runner.forward([Chunk(begin, ids[:-1], 0, len(ids) - 1)])
         for start in range(0, len(texts), _AT_ONCE):
@@ -184,7 +199,8 @@ class LocalTarget:
             ]
             rows = self._runner.forward(chunks)[:, : self._vocab_size]
             for text, own in zip(batch, rows.split([len(text) for text in batch]), strict=True):
-                yield tuple(text), own
+                rules = Rules(self._runner.loaded.generation_rules, ids, self._vocab_size, max_new_tokens)
+                yield tuple(text), rules.apply(own, text)
             for slot in slots:
                 pool.free(slot)
         pool.free(begin)
@@ -202,7 +218,7 @@ class LocalTarget:
 
         Scores are logits; with a seed, with the noise of the rule `coupled` added, at temperature 1.
         """
-        ((_, logits),) = self.logits(prompt, [text])
+        ((_, logits),) = self.logits(prompt, [text], len(text))
         scores = logits.double().cpu()
         if seed is not None:
             begin = len(self._prompts[prompt])
@@ -227,9 +243,13 @@ class DecodeReference:
         prompts: text or token ids.
         at_once: requests in progress.
         rounding: see `distribution`.
+        longest: for an encoder–decoder model: tokens of the texts that are compared, since its rules may depend on it.
     """
 
-    def __init__(self, client: AsyncClient, prompts: Sequence[Prompt], at_once: int, rounding: float) -> None:
+    def __init__(
+        self, client: AsyncClient, prompts: Sequence[Source], at_once: int, rounding: float, longest: int | None = None
+    ) -> None:
+        self._longest = longest
         self._client = client
         self._prompts = prompts
         self._at_once = at_once
@@ -249,10 +269,20 @@ class DecodeReference:
     async def _ask(self, prefix: Prefix) -> Distribution:
         prompt, tokens, params = prefix
         options = Options(
-            committed_token_ids=tokens, max_new_tokens=len(tokens) + 1, ignore_eos=True, gamma=0, logprobs=TOP_N
+            committed_token_ids=tokens,
+            max_new_tokens=self._longest or len(tokens) + 1,
+            ignore_eos=True,
+            gamma=0,
+            logprobs=TOP_N,
         )
-        done = await self._client.complete(self._prompts[prompt], **(options | sampling_options(params)))
-        top = done.logprobs[0].top
+        source, speech = request_of(self._prompts[prompt])
+        done = await self._client.complete(source, **(speech | options | sampling_options(params)))
+        entry = done.logprobs[0]
+        if self._longest is not None:  # rules may ban tokens of the highest log-probabilities
+            known = {each.token_id: each.adjusted for each in (entry.token, *entry.top) if each.adjusted > -math.inf}
+            order = sorted(known, key=lambda token: -known[token])
+            return Distribution(np.array(order, np.int64), np.exp([known[token] for token in order]))
+        top = entry.top
         raw, adjusted = (np.array([getattr(each, name) for each in top]) for name in ("raw", "adjusted"))
         ids = np.array([each.token_id for each in top])
         return distribution(ids, raw / params.temperature, np.exp(adjusted), params, self._rounding)

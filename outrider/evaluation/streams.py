@@ -75,8 +75,8 @@ class Served:
         return self.statistics.alpha if self.statistics is not None and self.drafted else None
 
 
-Request = tuple[Prompt, Mapping[str, Any]]
-"""A prompt, and the options of the client."""
+Request = tuple[Prompt | None, Mapping[str, Any]]
+"""A prompt, or None for speech, and the options of the client."""
 
 
 async def serve(

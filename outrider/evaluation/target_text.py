@@ -83,16 +83,20 @@ class Text:
 class Rules:
     """Applies the rules of a model's generation config to its logits after consecutive tokens of a text.
 
-    A text may be cut at any length: no token is forced at its end.
-
     Args:
         rules: of the model; None changes nothing.
         prompt: the tokens before the first row.
         vocab_size: V.
+        max_new_tokens: of the text, at whose end the rules may force a token; 0: they do not.
     """
 
-    def __init__(self, rules: GenerationRules | None, prompt: Sequence[int], vocab_size: int) -> None:
-        self._adjuster = None if rules is None else Adjuster(LogitRules(generation=rules), prompt, vocab_size)
+    def __init__(
+        self, rules: GenerationRules | None, prompt: Sequence[int], vocab_size: int, max_new_tokens: int = 0
+    ) -> None:
+        self._adjuster: Adjuster | None = None
+        if rules is not None:
+            every = LogitRules(generation=rules, max_new_tokens=max_new_tokens)
+            self._adjuster = Adjuster(every, prompt, vocab_size)
 
     def row(self) -> RowAdjustment | None:
         """Return the change to the logits of the next token."""
