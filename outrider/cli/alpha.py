@@ -13,7 +13,7 @@ from rich.table import Table
 
 from outrider.cli.bench import read_prompts
 from outrider.cli.demo import MODELS, demo_model
-from outrider.cli.options import DeviceName, check_speech_options, speech_options
+from outrider.cli.options import DeviceName, check_speech_options, speech_options, timestamps_option
 from outrider.cli.output import Failure, needs_extra, write_json
 from outrider.cli.progress import progress
 from outrider.rpc.errors import counted
@@ -76,6 +76,7 @@ class Leniences(click.ParamType[tuple[float, ...]]):
     help="Prompts: a JSON object a line, with the field text or messages. Default: the demo's.",
 )
 @speech_options
+@timestamps_option
 @click.option(
     "--tokens",
     type=click.IntRange(min=1),

@@ -24,6 +24,7 @@ from outrider.cli.options import (
     check_speech_options,
     connected,
     speech_options,
+    timestamps_option,
 )
 from outrider.cli.output import Failure, fails_in_one_line, write_json
 from outrider.cli.progress import progress
@@ -67,6 +68,7 @@ _QUICK: Json = {"gammas": (2, 6), "streams": (1, 4), "texts": 2, "max_new_tokens
     help="Prompts: a JSON object a line, with the field text or messages. Default: built-in ones.",
 )
 @speech_options
+@timestamps_option
 @click.option("--quick", is_flag=True, help="Fewer and shorter texts: less than two minutes for small models.")
 @click.option(
     "--output",

@@ -21,6 +21,9 @@ POLICIES = [policy.value for policy in SpeculationPolicy if policy is not Specul
 DRAFTERS = [drafter.value for drafter in Drafter if drafter is not Drafter.UNSPECIFIED]
 
 
+timestamps_option = click.option("--timestamps", is_flag=True, help="The target writes timestamps of --audio.")
+
+
 def speech_options(command: Command) -> Command:
     """Adds the options of commands that measure a pair on speech; see `check_speech_options`."""
     options = (
@@ -36,7 +39,6 @@ def speech_options(command: Command) -> Command:
         click.option(
             "--task", metavar="NAME", default="", help="transcribe, or translate (into English). Default: transcribe."
         ),
-        click.option("--timestamps", is_flag=True, help="The target writes timestamps of --audio."),
     )
     for option in reversed(options):
         command = option(command)
@@ -52,7 +54,7 @@ def check_speech_options(values: Mapping[str, Any], prompts_file: Path | None) -
     if values["audio"] and prompts_file is not None:
         raise click.UsageError("--audio and --prompts-file are given; give one of them")
     for name in ("language", "task", "timestamps"):
-        if values[name] and not values["audio"]:
+        if values.get(name) and not values["audio"]:
             raise click.UsageError(f"--{name} is given; give --audio too")
 
 

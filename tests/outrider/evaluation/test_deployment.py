@@ -142,7 +142,7 @@ def test_an_incomplete_measurement_has_a_report() -> None:
     ]
     model = {"name": "m", "dtype": "float32", "device": "cpu"}
     document = {
-        "models": {"target": model, "draft": model}, "settings": asdict(settings) | {"prompts": None},
+        "models": {"target": model, "draft": model}, "settings": asdict(settings) | {"prompts": None, "audio": []},
         "cells": cells, "missing": lacking, "address": "a:1", "time": "now", "version": "1", "command": "bench",
     }  # fmt: skip
     assert deployment_report.conclusions(document)[0] == "T = 0, 1 stream: nothing was measured."
