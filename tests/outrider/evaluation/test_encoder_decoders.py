@@ -18,7 +18,7 @@ from click.testing import CliRunner, Result
 from kernels.sampling import SamplingParams
 from kernels.sparse import SparseConfig
 from outrider.cli import main
-from outrider.client import AsyncClient, Client
+from outrider.client import AsyncClient, Client, Options
 from outrider.evaluation.alpha import measure
 from outrider.evaluation.check import check
 from outrider.evaluation.check_requests import Plan
@@ -76,9 +76,10 @@ def test_alpha_of_speech_is_what_services_accept(pairs: Callable[[str], Pair], c
             prompts = encode_speech(Speech((clips,), "de", timestamps=timestamps), target, draft)
             asked = clips_for(info, [clips], language="de", timestamps=timestamps)
             for prompt, (_, speech) in zip(prompts, map(request_of, asked), strict=True):
-                done = client.complete(
-                    **speech, temperature=0.9, gamma=3, rule="tokenwise", seed=5, max_new_tokens=40, report_rounds=True
+                options = Options(
+                    temperature=0.9, gamma=3, rule="tokenwise", seed=5, max_new_tokens=40, report_rounds=True
                 )
+                done = client.complete(**(speech | options))
                 assert done.started.prompt_token_ids == tuple(prompt.tokens)
                 text = Text(0, prompt, [*prompt.tokens, *done.token_ids])
                 (own,) = measure(runners[0], drafter, [text], params, (1.0,))["model"]
@@ -108,7 +109,8 @@ def test_an_exact_deployment_passes(name: str, local: bool, pairs: Callable[[str
     report = checked(pairs(name), local=local, speech=speech)
     assert report.verdict[0] == "No bias found."
     assert (LOCAL_TARGET in {each.reference for each in report.equalities}) == local
-    assert all(each.tokens > 0 for each in (*report.equalities, *report.tests))
+    assert all(each.tokens > 0 for each in report.equalities)
+    assert all(each.tokens > 0 for each in report.tests)
     assert report.num_resumed > 10
     assert all(number > 0 for number in report.accepted.values())
 
