@@ -81,6 +81,7 @@ _OTHERS = """
 | `OMP_NUM_THREADS` | torch | CPU threads of a model without `--threads` |
 | `HF_HOME`, `HF_TOKEN`, `HF_HUB_OFFLINE` | Hugging Face Hub | folder; token; `1`: use the cache alone |
 | `GRPC_VERBOSITY` | gRPC | its own log lines: `NONE` unless set, `error` for errors |
+| `GRPC_EXPERIMENTS` | gRPC | how its core works; commands: `-event_engine_client` unless set (faster) |
 | `OTEL_EXPORTER_OTLP_CERTIFICATE` | OpenTelemetry | CA (PEM) of an `https://` collector |
 | `TRITON_INTERPRET` | Triton | `1`: run the Triton kernels on a CPU, slowly, for tests |
 """
