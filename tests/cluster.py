@@ -107,12 +107,11 @@ class Service(ServiceProcess):
 class Cluster:
     """Starts services without waiting for them, and stops all that run at the end of its block."""
 
-    def __init__(self, flags: Flags = (), *, fault: str | None = None, server: ForkServer | None = None) -> None:
+    def __init__(self, flags: Flags = (), *, fault: str | None = None) -> None:
         """`fault`, of `tests.exactness.mutants.faults`, is for services without one of their own."""
         self.services: list[Service] = []
         self._flags = flags
         self._fault = fault
-        self._server = server
 
     def __enter__(self) -> Self:
         return self
@@ -149,7 +148,7 @@ class Cluster:
         self, name: str, arguments: Sequence[str], flags: Flags, fault: str | None, start: Mapping[str, Any]
     ) -> Service:
         arguments = [*arguments, *FLAGS, *_words(self._flags), *_words(flags)]
-        service = Service(name, arguments, self._server or fork_server(), fault=fault or self._fault, **start)
+        service = Service(name, arguments, fork_server(), fault=fault or self._fault, **start)
         self.services.append(service)
         return service
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import atexit
 import ctypes
 import functools
+import gc
 import importlib
 import multiprocessing
 import os
@@ -30,10 +31,9 @@ from tests.project.tree import ROOT
 SERVICES = ("verifier_service", "draft_service")
 GRACE_S = 5.0
 _LOOK_S = 0.01
-_CLONE_NEWNET = 0x40000000
 
-Request = tuple[str, list[str], dict[str, str], str | None, str | None]
-"""Service, arguments, environment, fault, and the file of its network namespace."""
+Request = tuple[str, list[str], dict[str, str], str | None, tuple[str, ...]]
+"""Service, arguments, environment, fault, and the files of its namespaces."""
 
 
 class ForkedService(ServiceProcess):
@@ -100,13 +100,12 @@ class Child:
 class ForkServer:
     """The process that forks services. Any thread may call it."""
 
-    def __init__(self, entering: Sequence[str] = ()) -> None:
-        """`entering` is the begin of its command, where it has to run in other namespaces."""
+    def __init__(self) -> None:
         self._channel, theirs = multiprocessing.Pipe()
         self._lock = threading.Lock()
         with theirs:
             self._process = subprocess.Popen(
-                [*entering, sys.executable, "-m", "tests.fork_server", str(theirs.fileno())],
+                [sys.executable, "-m", "tests.fork_server", str(theirs.fileno())],
                 # macOS refuses to fork a process that has loaded certain frameworks unless this is set.
                 env={**os.environ, **service_environment(1), "OBJC_DISABLE_INITIALIZE_FORK_SAFETY": "YES"},
                 stdin=subprocess.DEVNULL,
@@ -121,17 +120,17 @@ class ForkServer:
         *,
         env: Mapping[str, str] | None = None,
         fault: str | None = None,
-        network: str | None = None,
+        namespaces: Sequence[str] = (),
         output: int | None = None,
     ) -> subprocess.Popen[str]:
-        """Fork a service, after one of the `faults` if given, in the network namespace of the file `network`.
+        """Fork a service, after one of the `faults` if given, in the namespaces of these files, entered in turn.
 
         Its output can be read from the result, unless it goes to the descriptor `output`.
         """
         reading, writing = os.pipe()
         environment = {**os.environ, **service_environment(), **(env or {})}
         try:
-            request = service, [*arguments], environment, fault, network
+            request = service, [*arguments], environment, fault, (*namespaces,)
             child: int = self._call(request, writing if output is None else output)
         finally:
             os.close(writing)
@@ -178,6 +177,7 @@ def main() -> int:
         importlib.import_module(f"{service}.__main__")
     # The first model of a process takes half of the time that a child needs to start.
     load_model(ModelSource(str(ROOT / "models" / "demo" / "draft"), dtype="float32", device="cpu"))
+    gc.freeze()  # a child that looked for garbage among these objects would copy their pages
     channel: Connection[Any, Any] = Connection(int(sys.argv[1]))
     children: set[int] = set()
     with suppress(EOFError):
@@ -207,7 +207,7 @@ def _poll(child: int, children: set[int]) -> int | None:
 
 
 def _become(request: Request, output: int) -> NoReturn:
-    service, arguments, environment, fault, network = request
+    service, arguments, environment, fault, namespaces = request
     # Into a session of its own, so that a terminal's Ctrl-C goes to the tests alone.
     os.setsid()
     for descriptor in (1, 2):
@@ -221,11 +221,11 @@ def _become(request: Request, output: int) -> NoReturn:
     from outrider.service.logs import flush_all
 
     try:
-        if network is not None:
+        for name in namespaces:
             # This process has one thread so far. `os.setns` came with Python 3.12.
-            with open(network, "rb") as file:
-                if ctypes.CDLL(None, use_errno=True).setns(file.fileno(), _CLONE_NEWNET):
-                    raise OSError(ctypes.get_errno(), f"cannot enter the network {network}")
+            with open(name, "rb") as file:
+                if ctypes.CDLL(None, use_errno=True).setns(file.fileno(), 0):
+                    raise OSError(ctypes.get_errno(), f"cannot enter the namespace {name}")
         if fault is not None:
             importlib.import_module("tests.exactness.mutants.faults").FAULTS[fault]()
         program = f"{service}.__main__" if service in SERVICES else service

@@ -39,7 +39,7 @@ _SUBNET = "10.77.0"
 class Network:
     """Hosts that are linked to one switch, with their names in the file `names`. A context manager.
 
-    Methods return the prefix of a command that runs on a host, or beside the hosts.
+    `on` and `at_the_switch` return the prefix of a command that runs there.
     """
 
     def __init__(self, folder: Path, hosts: Mapping[str, Sequence[str]], *, own_processes: bool = False) -> None:
@@ -84,9 +84,9 @@ class Network:
         self._holder.kill()
         self._holder.communicate()
 
-    def beside(self) -> list[str]:
-        """On no host, where the hosts' names are known."""
-        return self._entering("--mount")
+    def namespaces(self, host: str) -> list[str]:
+        """The files of what a process on this host enters, in turn."""
+        return [*(f"/proc/{self._pid}/ns/{kind}" for kind in ("user", "mnt")), self.file(host)]
 
     def at_the_switch(self, *, in_mounts: bool = True) -> list[str]:
         """On no host, where all can be reached; without `in_mounts` with the machine's own files."""

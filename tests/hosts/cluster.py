@@ -20,7 +20,6 @@ import tests.cluster
 from outrider.cli.processes import service_environment
 from tests.certificates import Authority
 from tests.cluster import Service, wait_until
-from tests.fork_server import ForkServer
 from tests.machine import TOOLS
 from tests.metrics import Samples, parse
 from tests.network import Network
@@ -78,9 +77,7 @@ class Cluster:
         with ExitStack() as running:
             names = {host: (name,) for host, name in HOSTS.items()}
             self.network = running.enter_context(Network(self._folder, names))
-            fork_server = ForkServer(self.network.beside())
-            running.callback(fork_server.close)
-            self._cluster = running.enter_context(tests.cluster.Cluster(server=fork_server))
+            self._cluster = running.enter_context(tests.cluster.Cluster())
             for host in (*VERIFIERS, *DRAFTS):
                 self._start(host)
             for service in self.services.values():
@@ -99,7 +96,8 @@ class Cluster:
         tls, at = self._tls(host, HOSTS[host]), self.network.address(host)
         flags = ["--listen", f"{at}:{PORT}", "--metrics-listen", f"{at}:{METRICS}"]
         flags += ["--tls-cert", tls["cert"], "--tls-key", tls["key"], "--tls-client-ca", tls["ca"]]
-        start: dict[str, Any] = {"env": {STEP_SECONDS: str(self._step_seconds)}, "network": self.network.file(host)}
+        start: dict[str, Any] = {"env": {STEP_SECONDS: str(self._step_seconds)}}
+        start["namespaces"] = self.network.namespaces(host)
         if host in VERIFIERS:
             flags += ["--allow-client-san", "drafts"]
             self.services[host] = self._cluster.verifier(flags=flags, fault="slow_steps", **start)
