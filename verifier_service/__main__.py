@@ -1,6 +1,10 @@
 """`python -m verifier_service --model DIR_OR_ID --listen HOST:PORT`."""
 
+import gc
 import sys
+
+if __name__ == "__main__":
+    gc.disable()  # imports make no garbage, and looking for it takes a seventh of their time
 
 import structlog
 
@@ -15,6 +19,8 @@ _PROGRAM = "verifier_service"
 
 def main() -> int:
     """Runs the service or a tensor-parallel worker; returns the exit code."""
+    gc.freeze()  # modules stay: later collections leave them out
+    gc.enable()
     settings = VerifierSettings.from_command_line(program=_PROGRAM)
     if is_worker(settings.tensor_parallel_size):
         run_worker(_PROGRAM, settings)
