@@ -6,6 +6,7 @@ Truncate, round, then sample from the integers: the message then holds exactly t
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from dataclasses import dataclass
 
 import numpy as np
@@ -36,7 +37,7 @@ class SparseDistribution:
 
     def probability(self, token: int) -> float:
         """Return q̂(token); 0 outside the support."""
-        slot = int(np.searchsorted(self.ids, token)) if token >= 0 else len(self.ids)
+        slot = bisect_left(self.ids, token)  # numpy's search gives up the GIL, and waits for it, once for each token
         if slot == len(self.ids) or int(self.ids[slot]) != token:
             return 0.0
         return int(self.weights[slot]) / self.total

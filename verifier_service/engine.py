@@ -254,7 +254,10 @@ class VerifierEngine(Engine[Message, TargetWork, StepResult]):
 
     def schedule(self) -> list[TargetWork]:
         self._begin_turn()
-        rounds = [(sequence, _run_for(sequence, sequence.next_round)) for sequence in self.scheduler.running]
+        rounds = [
+            (sequence, _run_for(sequence, sequence.next_round) if sequence.rounds else None)
+            for sequence in self.scheduler.running
+        ]
         plan = self.scheduler.plan(rounds)
         self._observe(lambda observer: _count_plan(observer, plan))
         self.flush()  # STALE verdicts
