@@ -24,6 +24,13 @@ from tests.machine import absent
 
 START_S = 90.0
 OUTRIDER = (sys.executable, "-c", "from outrider.cli import main; main()")
+# `outrider serve` with services from a fork server: its own test starts them as its user does.
+_SERVE = """
+from outrider.cli import main, processes
+from tests.fork_server import ForkedService
+processes.ServiceProcess = ForkedService
+main()
+"""
 
 _PROGRAM = """#!/bin/sh
 case "$*" in
@@ -137,7 +144,7 @@ class Services:
 
     def _run_serve(self, flags: Sequence[str]) -> None:
         address = flags[flags.index("--listen") + 1]
-        self._run([*OUTRIDER, "serve", *flags], lambda: wait_for_health(address, "", 1.0))
+        self._run([sys.executable, "-c", _SERVE, "serve", *flags], lambda: wait_for_health(address, "", 1.0))
 
     def _run_gateway(self, flags: Sequence[str]) -> None:
         scheme = "https" if "--http-tls-cert" in flags else "http"
