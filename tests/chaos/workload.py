@@ -80,9 +80,9 @@ class Behaviour(StrEnum):
 
 
 SHARES: dict[Behaviour, float] = {
-    Behaviour.PLAIN: 0.37,
+    Behaviour.PLAIN: 0.29,
     Behaviour.CANCEL: 0.17,
-    Behaviour.SLOW: 0.08,
+    Behaviour.SLOW: 0.16,  # they take long: with fewer of them the run would last until the last one
     Behaviour.DEADLINE: 0.15,
     Behaviour.TIME_LIMIT: 0.08,
     Behaviour.CUT: 0.15,
