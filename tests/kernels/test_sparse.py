@@ -74,3 +74,11 @@ def test_cell_edges_are_exact() -> None:
 def test_an_invalid_q_is_refused(ids: list[int], weights: list[int], named: str) -> None:
     with pytest.raises(ValueError, match=named):
         validate(np.array(ids, dtype=np.int64), np.array(weights, dtype=np.uint16), 300)
+
+
+@pytest.mark.parametrize("dtype", [np.int64, np.uint32])
+def test_probabilities_are_weights_in_proportion_and_0_elsewhere(dtype: type[np.generic]) -> None:
+    ids, weights = [2, 3, 9, 2**31 + 5], [5, 1, 65535, 9]
+    q = SparseDistribution(np.array(ids, dtype), np.array(weights, np.uint16), sum(weights))
+    assert [q.probability(each) for each in ids] == [weight / sum(weights) for weight in weights]
+    assert [q.probability(each) for each in (-1, 0, 1, 4, 8, 10, 2**31 + 4, 2**31 + 6, 2**32)] == [0.0] * 9
