@@ -20,7 +20,7 @@ from kernels.packed_arrays import Field, PackedArrays
 from kernels.sampling import NO_LOGITS, Draw, Sample, sample
 from kernels.sampling_device import DeviceDraws
 from kernels.sparse import SparseConfig
-from outrider.runtime.batch import Chunk, PagedBatch, build_batch, pack
+from outrider.runtime.batch import Chunk, PagedBatch, build_batch
 from outrider.runtime.cuda_graph import CannotCapture, Capturer, PagedRunner
 from outrider.runtime.model_runner import ModelRunner
 
@@ -86,24 +86,19 @@ class DecodeLoop:
         return samples
 
     def _step_by_step(self, chunks: Sequence[Chunk], draws: Sequence[Sequence[Draw]]) -> list[list[Sample]]:
-        model_runner = self.model_runner
         samples: list[list[Sample]] = [[] for _ in chunks]
         active = list(range(len(chunks)))
-        tokens = [token for chunk in chunks for token in chunk.tokens]
-        counts = [len(chunk.tokens) for chunk in chunks]
-        spans = ((chunk.slot, chunk.start, count) for chunk, count in zip(chunks, counts, strict=True))
-        batch = pack(spans, model_runner.pool, model_runner.masks, later_rows=[len(own) - 1 for own in draws])
-        last: Tensor | None = torch.tensor(counts, device=model_runner.loaded.device).cumsum(0) - 1
-        while active:
-            z = self.without_mask(model_runner.run_packed(tokens, batch, last))
-            drawn = sample(z, [draws[b][len(samples[b])] for b in active], self.config)
+        steps = self.model_runner.steps(chunks, [len(own) - 1 for own in draws])
+        logits = steps.first()
+        while True:
+            drawn = sample(self.without_mask(logits), [draws[b][len(samples[b])] for b in active], self.config)
             for b, each in zip(active, drawn, strict=True):
                 samples[b].append(each)
             going = [i for i, b in enumerate(active) if drawn[i].token >= 0 and len(samples[b]) < len(draws[b])]
-            tokens, last = [drawn[i].token for i in going], None
             active = [active[i] for i in going]
-            batch = batch.next_rows(going)
-        return samples
+            if not active:
+                return samples
+            logits = steps.next(going, [drawn[i].token for i in going])
 
     def capture(
         self,

@@ -78,7 +78,10 @@ class KVPool:
 
     Attributes:
         paged: the memory of a paged pool, or None.
+        keeps_blocks: whether a free block keeps its content until it is taken again, which the prefix cache needs.
     """
+
+    keeps_blocks = True
 
     def __init__(
         self,
@@ -105,8 +108,9 @@ class KVPool:
         shape = MemoryShape(
             _per_layer("kv_heads", kv_heads, layers), _per_layer("head_dim", head_dim, layers), blocks, block_tokens
         )
-        self.paged = PagedMemory(shape, dtype, self.device) if paged else None
-        self._by_head = None if paged else MemoryByHead(shape, dtype, self.device)
+        self.paged: PagedMemory | None = None
+        self._by_head: MemoryByHead | None = None
+        self._reserve_memory(shape, paged=paged)
         self.blocks = BlockPool(blocks)
         self._slots: dict[int, _Slot] = {}
         self._next_slot = 0
@@ -373,6 +377,12 @@ class KVPool:
         memory = self._by_head or self.paged
         assert memory is not None
         return memory
+
+    def _reserve_memory(self, shape: MemoryShape, *, paged: bool) -> None:
+        if paged:
+            self.paged = PagedMemory(shape, self.dtype, self.device)
+        else:
+            self._by_head = MemoryByHead(shape, self.dtype, self.device)
 
     # --------------------------------------------------------------------------------------------------- one sequence
 

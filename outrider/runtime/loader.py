@@ -95,6 +95,7 @@ class LoadedModel:
         encoder: of a model with encoder and decoder; None for others.
         generation_rules: the changes of transformers' `generate` to the logits of such a model; None: no change.
         mask_token: stands for an unknown token in parallel drafting; None if the model was not trained so.
+        kv_dtype: of the KV cache; None: see `outrider.runtime.memory.kv_dtype`.
     """
 
     model: Any
@@ -115,6 +116,7 @@ class LoadedModel:
     encoder: EncoderDecoder | None = field(default=None, repr=False)
     generation_rules: GenerationRules | None = None
     mask_token: int | None = None
+    kv_dtype: torch.dtype | None = None
 
 
 def load_model(source: ModelSource) -> LoadedModel:

@@ -17,6 +17,8 @@ MIB = 1 << 20
 
 def kv_dtype(loaded: LoadedModel) -> torch.dtype:
     """The dtype of the KV cache: float32 on a CPU, where torch's attention reads 16-bit values far slower."""
+    if loaded.kv_dtype is not None:
+        return loaded.kv_dtype
     return torch.float32 if loaded.device.type == "cpu" else loaded.dtype
 
 

@@ -1,5 +1,6 @@
 """The model runner: chunks of many sequences in one forward pass over a KV pool."""
 
+from abc import ABC, abstractmethod
 from collections.abc import Iterable, Sequence
 from typing import Self
 
@@ -21,11 +22,53 @@ from outrider.runtime.paged_attention import ORDINARY, AttentionChoice
 from outrider.runtime.sdpa import CausalMasks
 from outrider.runtime.selfcheck import check_program, logits_tolerance, make_pool
 
-__all__ = ["Chunk", "ModelRunner"]
+__all__ = ["Chunk", "ModelRunner", "Steps"]
+
+
+class Steps(ABC):
+    """The passes of a decode loop: a chunk of each sequence, then one token of each that goes on.
+
+    No pass changes the length of a slot. `first` comes before `next`; logits are valid until the next pass.
+    """
+
+    @abstractmethod
+    def first(self) -> Tensor:
+        """Runs the chunks; returns the logits `[B, V]` of their last rows."""
+
+    @abstractmethod
+    def next(self, going: Sequence[int], tokens: Sequence[int]) -> Tensor:
+        """Runs one token of each sequence that goes on; returns their logits `[len(going), V]`.
+
+        Args:
+            going: indices in the pass before.
+            tokens: of these sequences.
+        """
+
+
+class _PackedSteps(Steps):
+    """The steps over a pool that is not paged."""
+
+    def __init__(self, model_runner: "ModelRunner", chunks: Sequence[Chunk], later_rows: Sequence[int]) -> None:
+        self._model_runner = model_runner
+        self._tokens = [token for chunk in chunks for token in chunk.tokens]
+        counts = [len(chunk.tokens) for chunk in chunks]
+        spans = ((chunk.slot, chunk.start, count) for chunk, count in zip(chunks, counts, strict=True))
+        self._batch = pack(spans, model_runner.pool, model_runner.masks, later_rows=later_rows)
+        self._last = torch.tensor(counts, device=model_runner.loaded.device).cumsum(0) - 1
+
+    def first(self) -> Tensor:
+        return self._model_runner.run_packed(self._tokens, self._batch, self._last)
+
+    def next(self, going: Sequence[int], tokens: Sequence[int]) -> Tensor:
+        self._batch = self._batch.next_rows(going)
+        return self._model_runner.run_packed(tokens, self._batch, None)
 
 
 class ModelRunner:
     """A model and its KV pool. Only one thread may use it.
+
+    A second runtime derives from it (`outrider.runtime.llama_cpp`): it overrides `forward`, `logits` and `steps`, and
+    brings a `KVPool` of its own.
 
     Args:
         loaded: the model.
@@ -134,6 +177,18 @@ class ModelRunner:
         for chunk in chunks:
             self.pool.extend(chunk.slot, chunk.start + len(chunk.tokens))
         return logits
+
+    def steps(self, chunks: Sequence[Chunk], later_rows: Sequence[int]) -> Steps:
+        """The passes of a decode loop over a pool that is not paged. Each slot takes blocks for all its rows at once.
+
+        Args:
+            chunks: of different slots.
+            later_rows: rows of each slot after its chunk.
+
+        Raises:
+            PoolExhausted: the pool has too few free blocks.
+        """
+        return _PackedSteps(self, chunks, later_rows)
 
     def encode(self, slot: int, inputs: Tensor) -> None:
         """Runs the encoder of a sequence. It must come before the first `forward` of the slot.

@@ -14,12 +14,12 @@ class PrefixCache:
 
     Args:
         pool: the pool whose blocks are shared.
-        enabled: if False, nothing is cached.
+        enabled: if False, nothing is cached; nor if the pool does not keep the content of free blocks.
     """
 
     def __init__(self, pool: KVPool, *, enabled: bool = True) -> None:
         self._pool = pool
-        self._enabled = enabled
+        self._enabled = enabled and pool.keeps_blocks
 
     def find(self, tokens: Sequence[int], salt: str = "") -> int:
         """The length of the cached prefix of `tokens`; always below `len(tokens)`, since the last token must run."""
