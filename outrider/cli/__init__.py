@@ -1,4 +1,7 @@
-"""The `outrider` command. It starts services and talks to them; only `alpha` and `check` run models in it."""
+"""The `outrider` command. It starts services and talks to them; only `alpha` and `check` run models in it.
+
+`convert` reads one.
+"""
 
 # First: it prepares gRPC, which the others import.
 from outrider.rpc import core  # noqa: F401
@@ -10,6 +13,7 @@ from outrider.cli.alpha import alpha_command
 from outrider.cli.bench import bench_command
 from outrider.cli.chat import chat_command
 from outrider.cli.check import check_command
+from outrider.cli.convert import convert_command
 from outrider.cli.demo import demo_command
 from outrider.cli.gateway import gateway_command
 from outrider.cli.generate import generate_command
@@ -48,6 +52,7 @@ def main(context: click.Context) -> None:
     outrider alpha --target DIR_OR_ID --draft DIR_OR_ID
     outrider bench --quick
     outrider check --quick --target DIR_OR_ID
+    outrider convert DIR_OR_ID OUT.gguf
     outrider plan --alpha 0.8 --c 0.05
     outrider trace --picture trace.svg "def add(a, b):"
 
@@ -78,6 +83,7 @@ for each in (
     bench_command,
     chat_command,
     check_command,
+    convert_command,
     demo_command,
     gateway_command,
     generate_command,

@@ -15,6 +15,7 @@ from huggingface_hub import snapshot_download
 from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
 
 from kernels.generation_rules import GenerationRules
+from outrider.runtime import gguf
 from outrider.runtime.errors import CheckpointError
 
 # The files of tokenizers and configurations; weights and code have patterns of their own.
@@ -65,6 +66,8 @@ def vocabulary_size(name: str, revision: str | None = None) -> int | None:
     """The vocabulary size in the configuration of a folder or hub id; None if it has none or cannot be read."""
     path = Path(name).expanduser() / "config.json"
     try:
+        if gguf.is_gguf(name):
+            return gguf.vocabulary_size(gguf.read_metadata(gguf.resolve_file(name, revision)))
         if not path.parent.is_dir():
             # Not hf_hub_download: if the hub cannot be reached, that retries for 24 s, and this fails at once.
             path = Path(snapshot_download(name, revision=revision, allow_patterns=["config.json"])) / "config.json"
@@ -96,6 +99,14 @@ def weights_fingerprint(folder: str | os.PathLike[str]) -> str:
     for file in files:
         for part in (file.name.encode(), *_samples(file)):
             digest.update(len(part).to_bytes(8, "little") + part)  # with its length, so that parts cannot run together
+    return digest.hexdigest()
+
+
+def file_fingerprint(path: Path) -> str:
+    """SHA-256, in hex, of the size and of samples of one file that has weights and configuration (GGUF)."""
+    digest = hashlib.sha256()
+    for part in _samples(path):
+        digest.update(len(part).to_bytes(8, "little") + part)
     return digest.hexdigest()
 
 
