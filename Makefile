@@ -2,6 +2,7 @@
 #
 #   make demo     installs Outrider, then runs both services on the model pair in the repository
 #   make test     installs Outrider, then runs the tests, with style, types and import rules
+#   make test-llama  installs the extra `llama` (minutes where it builds llama.cpp), then runs the tests that need it
 #   make gpu      tests and benchmarks on a GPU, in three runs of nine minutes (PART=1..3)
 #
 # Variables:
@@ -43,13 +44,16 @@ MANIFEST := pyproject.toml constraints.txt
 SERVICE := $(VENV)/.installed-service
 BENCH := $(VENV)/.installed-bench
 DEV := $(VENV)/.installed-dev
+LLAMA := $(VENV)/.installed-llama
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test lint format protos reference docs bench gpu gpu-wheels clients constraints clean
+.PHONY: help demo demo-gguf test test-llama lint format protos reference docs bench gpu gpu-wheels clients constraints clean
 
 help:
 	@echo "make demo         run both services on the model pair in the repository"
 	@echo "make test         run the tests, with style, types and import rules"
+	@echo "make test-llama   install llama.cpp, which may build for minutes, and run the tests that need it"
+	@echo "make demo-gguf    write the model pair as build/demo-*.gguf, for llama.cpp"
 	@echo "make lint         style, types and import rules alone"
 	@echo "make format       format the code"
 	@echo "make protos       generate the stubs from the .proto files"
@@ -68,6 +72,16 @@ demo: $(SERVICE)
 # Files run in the order of their names: by default those with few but long tests come last, all in one worker.
 test: $(DEV)
 	@$(BIN)/python -m pytest -n $(TEST_WORKERS) --dist loadfile --no-loadscope-reorder $(TEST_ARGS)
+
+# A stage of its own in CI: where no wheel fits, pip builds llama.cpp for this machine's processor.
+test-llama: $(LLAMA)
+	@$(BIN)/python -m pytest -n 0 tests/outrider/runtime/test_llama_cpp.py tests/exactness/test_llama_cpp.py $(TEST_ARGS)
+
+# The demo pair for llama.cpp, in bfloat16 and with its draft in 8 bits.
+demo-gguf: $(LLAMA)
+	@mkdir -p build
+	@$(BIN)/outrider convert models/demo/target build/demo-target.gguf --type bf16
+	@$(BIN)/outrider convert models/demo/draft build/demo-draft.gguf --type q8_0
 
 # The generated pages first, so that the site has the current ones.
 docs: reference
@@ -132,6 +146,11 @@ $(DEV): $(MANIFEST) | $(BIN)/python
 	@$(PIP_INSTALL) --constraint constraints.txt --editable '.[service,bench,dev,docs]'
 	@touch $(SERVICE) $(BENCH) $@
 
+$(LLAMA): $(MANIFEST) $(DEV)
+	@echo "Installing llama.cpp into $(VENV); where no wheel fits, this builds it, in minutes"
+	@$(PIP_INSTALL) --constraint constraints.txt --editable '.[service,bench,dev,docs,llama]'
+	@touch $(SERVICE) $(BENCH) $(DEV) $@
+
 # For the tests in tests/clients, which are slow: lm-eval, GuideLLM and AIPerf, some 3 GB.
 clients:
 	@$(PYTHON) -m venv build/clients
@@ -144,7 +163,7 @@ constraints:
 	@rm -rf build/constraints && mkdir -p build
 	@$(PYTHON) -m venv build/constraints
 	@build/constraints/bin/python -m pip install --quiet --disable-pip-version-check $(PIP_ARGS) \
-		--editable '.[service,bench,dev,docs]'
+		--editable '.[service,bench,dev,docs,llama]'
 	@sed '/^[^#]/,$$d' constraints.txt > build/constraints.txt
 	@build/constraints/bin/python -m pip freeze --all --exclude-editable \
 		| sed -E -e 's/\+[A-Za-z0-9.]+$$//' -e '/^(pip|wheel|triton|nvidia-[^=]*|cuda-[^=]*)==/d' >> build/constraints.txt

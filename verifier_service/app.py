@@ -29,6 +29,7 @@ from outrider.service.loading import (
     load_share,
     load_tokenizer_alone,
     sequence_tokens,
+    uses_llama,
 )
 from outrider.service.metrics import VllmMetrics
 from outrider.service.model_info import describe
@@ -153,9 +154,9 @@ def find_path(settings: VerifierSettings) -> VerifyPath:
 
     Raises:
         SettingsError: `--verify-path` does not work on the device.
-        CheckpointError: the device does not exist.
+        CheckpointError: the device does not exist, or --runtime does not fit the model.
     """
-    device = find_device(settings.device)
+    device = find_device("cpu" if uses_llama(settings) else settings.device)  # llama.cpp's logits are on the host
     try:
         path = choose(settings.verify_path, device)
         try_out(path.name, device)

@@ -11,12 +11,14 @@ from torch import Tensor
 from transformers import GenerationConfig
 
 from outrider.rpc.errors import counted
+from outrider.runtime import llama_cpp
 from outrider.runtime.batch import Chunk
 from outrider.runtime.checkpoint import resolve_folder
 from outrider.runtime.cuda_graph import capturer_for
 from outrider.runtime.device import describe_device, find_device, work_on
 from outrider.runtime.errors import CheckpointError, ModelLost
 from outrider.runtime.fused_decoder import fuse_model
+from outrider.runtime.kv_cache import BLOCK_TOKENS
 from outrider.runtime.loader import LoadedModel, ModelSource, load_model
 from outrider.runtime.memory import (
     MIB,
@@ -52,6 +54,8 @@ def load(settings: ServiceSettings) -> tuple[LoadedModel, Tokenizer]:
         CheckpointError: the model cannot be loaded or run.
     """
     source = model_source(settings)
+    if uses_llama(settings):
+        return _load_gguf(source)
     device = find_device(source.device)
     work_on(device)
     with explain_out_of_memory(memory_of(device), f"the weights of '{settings.model}'"):
@@ -69,6 +73,23 @@ def load(settings: ServiceSettings) -> tuple[LoadedModel, Tokenizer]:
     return loaded, load_tokenizer(source)
 
 
+def _load_gguf(source: ModelSource) -> tuple[LoadedModel, Tokenizer]:
+    if source.dtype != "auto":
+        _log.warning("--dtype is ignored: a GGUF file has types of its own", dtype=source.dtype, model=source.name)
+    loaded, tokenizer = llama_cpp.load_gguf(source)
+    _log.info("loaded", model=loaded.name, runtime=llama_cpp.NAME, reason=loaded.dtype_reason)
+    return loaded, tokenizer
+
+
+def uses_llama(settings: ServiceSettings) -> bool:
+    """Whether llama.cpp runs the model.
+
+    Raises:
+        CheckpointError: --runtime does not fit the model.
+    """
+    return llama_cpp.chosen_runtime(settings.runtime, settings.model) == llama_cpp.NAME
+
+
 def load_share(settings: ServiceSettings, parallel: TensorParallel) -> LoadedModel:
     """Joins the other ranks and loads this rank's share of the model.
 
@@ -78,6 +99,8 @@ def load_share(settings: ServiceSettings, parallel: TensorParallel) -> LoadedMod
         ModelLost: another rank is gone.
     """
     device = parallel.ranks.device(settings.device)
+    if uses_llama(settings):
+        raise CheckpointError(f"--tensor-parallel-size {parallel.ranks.size}: llama.cpp runs on one rank")
     parallel.join(device)
     try:
         return load_model(model_source(settings, device=device, ranks=parallel.ranks.size))
@@ -93,7 +116,8 @@ def load_tokenizer_alone(settings: ServiceSettings) -> Tokenizer:
     Raises:
         CheckpointError: there is no tokenizer, or it cannot be read.
     """
-    return load_tokenizer(model_source(settings))
+    source = model_source(settings)
+    return llama_cpp.load_gguf_tokenizer(source) if uses_llama(settings) else load_tokenizer(source)
 
 
 def load_encoder_inputs(settings: ServiceSettings, loaded: LoadedModel) -> EncoderInputs | None:
@@ -238,6 +262,8 @@ def build_model_runner(
             context_length=loaded.context_length,
         )
     memory = memory or memory_of(loaded.device)
+    if isinstance(loaded, llama_cpp.LlamaModel):
+        return _build_llama(settings, loaded, length, max_batch_tokens=max_batch_tokens, memory=memory)
     is_shared = parallel is not None
     with explain_out_of_memory(memory, "the self-check of attention"):
         choice = choose_attention(
@@ -284,6 +310,23 @@ def build_model_runner(
     with explain_out_of_memory(memory, f"{batch}, beside the KV cache: lower --kv-memory-fraction or --kv-cache-mb"):
         memory.peak(lambda: largest(model_runner))
     return Built(model_runner, memory, max(0, workspace))
+
+
+def _build_llama(
+    settings: ServiceSettings,
+    loaded: llama_cpp.LlamaModel,
+    length: int,
+    *,
+    max_batch_tokens: int,
+    memory: DeviceMemory,
+) -> Built:
+    """llama.cpp searches all cells at each rollback, so there are no more than the most sequences can fill."""
+    most = settings.max_sequences * sequence_blocks(loaded, length)
+    blocks = min(kv_blocks(settings, loaded, BLOCK_TOKENS, left=0), most)
+    runner = llama_cpp.LlamaRunner(
+        loaded, blocks=blocks, max_length=length, max_batch_tokens=max_batch_tokens, threads=settings.threads
+    )
+    return Built(runner, memory, 0)
 
 
 def kv_blocks(settings: ServiceSettings, loaded: LoadedModel, block_tokens: int, *, left: int) -> int:

@@ -142,11 +142,17 @@ class ServiceSettings(SecuritySettings):
         extra="ignore",
     )
 
-    model: str = Field(description="folder or hub id of the model")
+    model: str = Field(
+        description="folder or hub id of the model; or a GGUF file, on the hub ORG/MODEL/FILE.gguf (extra `llama`)"
+    )
     revision: str | None = Field(
         None, description="branch, tag or commit of a hub id; default: the hub's default branch"
     )
     trust_remote_code: bool = Field(False, description="run Python code that comes with the model")
+    runtime: Literal["auto", "torch", "llama.cpp"] = Field(
+        "auto",
+        description="what runs the model; auto: llama.cpp for a GGUF file, else torch",
+    )
     device: str = Field(
         "auto",
         description="device of the model: cpu, cuda (the first GPU) or cuda:N; auto: the first GPU if there is "

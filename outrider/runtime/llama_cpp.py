@@ -1,0 +1,511 @@
+"""The second runtime: llama.cpp, by the low-level functions of llama-cpp-python.
+
+It stands behind the interface of the first: `load_gguf` returns a `LoadedModel`, `LlamaRunner` is a `ModelRunner`, and
+`LlamaPool` a `KVPool`. llama.cpp keeps keys and values in cells that it places itself, so the pool counts blocks, and
+tells llama.cpp which positions of a sequence to drop or to share. Everything above sees logits, as from torch.
+"""
+
+import ctypes
+import weakref
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from functools import cache
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from outrider.runtime.attention import AttentionLayer
+from outrider.runtime.batch import Chunk
+from outrider.runtime.block_pool import MemoryShape, PoolCorrupted, PoolExhausted
+from outrider.runtime.checkpoint import file_fingerprint, model_fingerprint
+from outrider.runtime.errors import CheckpointError, UnsupportedModel
+from outrider.runtime.gguf import is_gguf, read_metadata, resolve_file
+from outrider.runtime.gguf_tokenizer import gguf_tokenizer
+from outrider.runtime.kv_cache import BLOCK_TOKENS, KVPool
+from outrider.runtime.loader import LoadedModel, ModelSource
+from outrider.runtime.model_runner import ModelRunner, Steps
+from outrider.runtime.paged_attention import ORDINARY
+from outrider.runtime.selfcheck import Reference
+from outrider.runtime.tokenizer import Tokenizer
+
+NAME = "llama.cpp"
+_ALL_F32 = 0  # `general.file_type`
+_MOST_SEQUENCES = 256  # of one context, in llama.cpp
+_CELLS = 256  # llama.cpp rounds the number of cells up to a multiple
+_MICRO_BATCH = 512  # rows that llama.cpp computes at once
+_LEAST_BATCH = 2048
+_NO_SLOT = 1  # of llama_decode: too few cells
+
+
+def chosen_runtime(runtime: str, model: str) -> str:
+    """The runtime of a model, `torch` or `llama.cpp`, by the setting and the model's name.
+
+    Raises:
+        CheckpointError: the runtime cannot run such a model.
+    """
+    if runtime == "torch" and is_gguf(model):
+        raise CheckpointError(f"--runtime torch: '{model}' is a GGUF file; only --runtime llama.cpp runs it")
+    if runtime == NAME and not is_gguf(model):
+        raise CheckpointError(
+            f"--runtime llama.cpp: '{model}' is no GGUF file; make one with: outrider convert {model} OUT.gguf"
+        )
+    return NAME if is_gguf(model) else "torch"
+
+
+@dataclass
+class LlamaModel(LoadedModel):
+    """A model of llama.cpp.
+
+    Attributes:
+        handle: of the model in the library.
+    """
+
+    handle: Any = field(default=None, repr=False)
+
+
+@cache
+def _library() -> ModuleType:
+    """The bindings of llama.cpp, which then logs to `_log_lines` only.
+
+    Raises:
+        CheckpointError: the extra is not installed.
+    """
+    try:
+        import llama_cpp
+    except ImportError as error:
+        raise CheckpointError(
+            f"a GGUF file needs llama.cpp, which is not installed ({error}): pip install 'outrider[llama]'"
+        ) from error
+    except (OSError, RuntimeError) as error:  # of its shared library
+        raise CheckpointError(f"the library of llama-cpp-python cannot be loaded: {error}") from error
+    llama_cpp.llama_log_set(_log_callback(llama_cpp), None)
+    llama_cpp.llama_backend_init()
+    return llama_cpp
+
+
+_log_lines: list[str] = []
+_MOST_LINES = 50
+_ERROR = 3
+
+
+@cache
+def _log_callback(llama_cpp: ModuleType) -> Any:
+    """Keeps the last errors of the library: its functions return none."""
+
+    def keep(level: int, text: bytes, _data: object) -> None:
+        if level == _ERROR:
+            _log_lines.append(text.decode("utf-8", "replace").strip())
+            del _log_lines[:-_MOST_LINES]
+
+    return llama_cpp.llama_log_callback(keep)
+
+
+def _errors() -> str:
+    """The errors that the library logged since the last call, in one line."""
+    lines, _log_lines[:] = list(dict.fromkeys(_log_lines)), []
+    return "; ".join(lines) or "llama.cpp gives no reason"
+
+
+# ------------------------------------------------------------------------------------------------------------- loading
+
+
+def load_gguf(source: ModelSource) -> tuple[LlamaModel, Tokenizer]:
+    """Loads a GGUF file and its tokenizer.
+
+    Raises:
+        CheckpointError: it cannot be found, is not GGUF, or its model cannot be run; the text is one line.
+    """
+    llama_cpp = _library()
+    path = resolve_file(source.name, source.revision)
+    metadata = read_metadata(path)
+    architecture = str(metadata.get("general.architecture"))
+    handle = _load(llama_cpp, path, architecture, vocab_only=False, layers=_gpu_layers(llama_cpp, source.device))
+    if (
+        llama_cpp.llama_model_has_encoder(handle)
+        or not llama_cpp.llama_model_has_decoder(handle)
+        or llama_cpp.llama_model_is_recurrent(handle)
+        or llama_cpp.llama_model_is_hybrid(handle)
+    ):
+        raise UnsupportedModel(
+            f"'{source.name}' is a model of architecture '{architecture}', with an encoder or a recurrent state, which "
+            "cannot be rolled back"
+        )
+    vocab = llama_cpp.llama_model_get_vocab(handle)
+    tokenizer = gguf_tokenizer(llama_cpp, handle, metadata, source.name)
+    heads = llama_cpp.llama_model_n_head(handle)
+    size = metadata.get(f"{architecture}.attention.key_length") or llama_cpp.llama_model_n_embd(handle) // heads
+    layer = AttentionLayer(heads, llama_cpp.llama_model_n_head_kv(handle), size, size**-0.5, None)
+    eos_token_ids = tuple(metadata.get("outrider.eos_token_ids") or _end_tokens(llama_cpp, vocab))
+    is_full = metadata.get("general.file_type") == _ALL_F32
+    return LlamaModel(
+        model=None,
+        config=None,
+        device=torch.device("cpu"),
+        dtype=torch.float32,
+        dtype_reason=f"logits of llama.cpp are float32; the weights: {_description(llama_cpp, handle)}",
+        quantisation=None,
+        vocab_size=llama_cpp.llama_vocab_n_tokens(vocab),
+        context_length=llama_cpp.llama_model_n_ctx_train(handle),
+        name=source.name,
+        eos_token_ids=eos_token_ids,
+        weights_fingerprint=model_fingerprint(file_fingerprint(path), eos_token_ids, None),
+        weight_bytes=llama_cpp.llama_model_size(handle),
+        layers=(layer,) * llama_cpp.llama_model_n_layer(handle),
+        reference=Reference(torch.empty(2, 0, dtype=torch.int64), torch.empty(2, 0, 0)),
+        kv_dtype=torch.float32 if is_full else torch.float16,
+        handle=handle,
+    ), tokenizer
+
+
+def load_gguf_tokenizer(source: ModelSource) -> Tokenizer:
+    """The tokenizer of a GGUF file, without its weights.
+
+    Raises:
+        CheckpointError: see `load_gguf`.
+    """
+    llama_cpp = _library()
+    path = resolve_file(source.name, source.revision)
+    metadata = read_metadata(path)
+    handle = _load(llama_cpp, path, str(metadata.get("general.architecture")), vocab_only=True, layers=0)
+    return gguf_tokenizer(llama_cpp, handle, metadata, source.name)
+
+
+def _load(llama_cpp: ModuleType, path: Path, architecture: str, *, vocab_only: bool, layers: int) -> Any:
+    parameters = llama_cpp.llama_model_default_params()
+    parameters.vocab_only, parameters.n_gpu_layers = vocab_only, layers
+    _errors()
+    handle = llama_cpp.llama_model_load_from_file(str(path).encode(), parameters)
+    if not handle:
+        raise CheckpointError(
+            f"llama.cpp of llama-cpp-python {llama_cpp.__version__} cannot load '{path}', architecture "
+            f"'{architecture}': {_errors()}"
+        )
+    owner = _Owned(handle)
+    weakref.finalize(owner, llama_cpp.llama_model_free, handle).atexit = False
+    return _Handle(owner)
+
+
+class _Owned:
+    """Frees a handle of the library with its last reference."""
+
+    def __init__(self, handle: Any) -> None:
+        self.handle = handle
+
+
+class _Handle:
+    """A handle as an argument of the library's functions, by ctypes' `_as_parameter_`."""
+
+    def __init__(self, owner: _Owned) -> None:
+        self._owner = owner
+        self._as_parameter_ = owner.handle
+
+
+def _gpu_layers(llama_cpp: ModuleType, device: str) -> int:
+    """Layers on a GPU: all (-1) or none."""
+    if device == "cpu":
+        return 0
+    if llama_cpp.llama_supports_gpu_offload():
+        return -1
+    if device != "auto":
+        raise CheckpointError(f"--device is {device}; llama-cpp-python is built for the CPU alone")
+    return 0
+
+
+def _description(llama_cpp: ModuleType, handle: Any) -> str:
+    buffer = ctypes.create_string_buffer(256)
+    llama_cpp.llama_model_desc(handle, buffer, len(buffer))
+    return buffer.value.decode("utf-8", "replace")
+
+
+def _end_tokens(llama_cpp: ModuleType, vocab: Any) -> list[int]:
+    count = llama_cpp.llama_vocab_n_tokens(vocab)
+    return [token for token in range(count) if llama_cpp.llama_vocab_is_eog(vocab, token)]
+
+
+# ----------------------------------------------------------------------------------------------------------------- pool
+
+
+class _Cells:
+    """The memory of llama.cpp, as a `KVMemory`: it shares cells, so that a block is never copied."""
+
+    def __init__(self, size: int) -> None:
+        self.bytes = size
+
+    def copy(self, source: Sequence[int], target: Sequence[int]) -> None:
+        """See `KVMemory`. A sequence that goes on from a shared block writes cells of its own."""
+
+
+class LlamaPool(KVPool):
+    """Counts blocks as the pool of torch does, and keeps llama.cpp's sequences at the same lengths.
+
+    A sequence never takes more cells than its blocks have positions, so that llama.cpp cannot run out of cells before
+    the pool is exhausted.
+
+    Args:
+        llama_cpp: the library.
+        context: of llama.cpp, with a cell for each position of all blocks.
+        blocks: the number of blocks.
+        max_length: the longest sequence, in positions.
+        size: bytes of all cells.
+    """
+
+    keeps_blocks = False
+
+    def __init__(self, llama_cpp: ModuleType, context: Any, *, blocks: int, max_length: int, layers: int, size: int):
+        self._llama_cpp = llama_cpp
+        self._memory_handle = llama_cpp.llama_get_memory(context)
+        self._cells = _Cells(size)
+        self._sequences: dict[int, int] = {}  # llama.cpp's sequence of each slot that has one
+        self._free_sequences = list(range(_MOST_SEQUENCES))
+        self._written: dict[int, int] = {}  # positions of each slot in llama.cpp
+        super().__init__(
+            layers, 1, 1, blocks=blocks, max_length=max_length, dtype=torch.float32, device="cpu"
+        )  # fmt: skip
+
+    def _reserve_memory(self, shape: MemoryShape, *, paged: bool) -> None:
+        self.paged = self._by_head = None
+
+    @property
+    def _memory(self) -> _Cells:
+        return self._cells
+
+    def sequence(self, slot: int) -> int:
+        """llama.cpp's sequence of a slot.
+
+        Raises:
+            PoolExhausted: llama.cpp has no more.
+        """
+        found = self._sequences.get(slot)
+        if found is None:
+            if not self._free_sequences:
+                raise PoolExhausted(f"llama.cpp holds {_MOST_SEQUENCES} sequences at most")
+            found = self._sequences[slot] = self._free_sequences.pop()
+            self._written[slot] = 0
+        return found
+
+    def wrote(self, slot: int, length: int) -> None:
+        """llama.cpp holds `length` positions of a slot now."""
+        self._written[slot] = length
+
+    def truncate(self, slot: int, length: int) -> None:
+        """Drops the positions from `length` on in llama.cpp; the length of the slot is unchanged."""
+        if self._written.get(slot, 0) > length:
+            self._llama_cpp.llama_memory_seq_rm(self._memory_handle, self._sequences[slot], length, -1)
+            self._written[slot] = length
+
+    def rollback(self, slot: int, length: int) -> None:
+        super().rollback(slot, length)
+        self.truncate(slot, length)
+        if not length and slot in self._sequences:
+            self._free_sequences.append(self._sequences.pop(slot))
+            del self._written[slot]
+
+    def fork(self, slot: int) -> int:
+        length = self.length(slot)
+        if length and not self._free_sequences:
+            raise PoolExhausted(f"llama.cpp holds {_MOST_SEQUENCES} sequences at most")
+        fork = super().fork(slot)
+        if length:
+            source, target = self._sequences[slot], self.sequence(fork)
+            self._llama_cpp.llama_memory_seq_cp(self._memory_handle, source, target, 0, length)
+            self.wrote(fork, length)
+        return fork
+
+    def reset(self) -> None:
+        super().reset()
+        self._llama_cpp.llama_memory_clear(self._memory_handle, False)
+        self._sequences, self._written = {}, {}
+        self._free_sequences = list(range(_MOST_SEQUENCES))
+
+    def check_integrity(self) -> None:
+        super().check_integrity()
+        for slot, sequence in self._sequences.items():
+            held = self._llama_cpp.llama_memory_seq_pos_max(self._memory_handle, sequence) + 1
+            if held != self._written[slot] or held < self.length(slot):
+                raise PoolCorrupted(f"slot {slot} holds {self.length(slot)} positions, and llama.cpp {held} of them")
+
+
+# --------------------------------------------------------------------------------------------------------------- runner
+
+
+class LlamaRunner(ModelRunner):
+    """A model of llama.cpp and its sequences. Only one thread may use it.
+
+    Args:
+        loaded: the model.
+        blocks: of the pool.
+        max_length: the longest sequence, in positions.
+        max_batch_tokens: the most rows of a pass.
+        threads: of the CPU; None: as torch.
+
+    Raises:
+        CheckpointError: llama.cpp cannot allocate its memory.
+    """
+
+    def __init__(
+        self,
+        loaded: LlamaModel,
+        *,
+        blocks: int,
+        max_length: int,
+        max_batch_tokens: int = _LEAST_BATCH,
+        threads: int | None = None,
+    ) -> None:
+        self._llama_cpp = llama_cpp = _library()
+        self._most_rows = max(max_batch_tokens, min(_LEAST_BATCH, max_length))
+        context = _context(llama_cpp, loaded, blocks * BLOCK_TOKENS, self._most_rows, threads)
+        self._context = context
+        layer = loaded.layers[0]
+        assert loaded.kv_dtype is not None
+        size = 2 * layer.kv_heads * layer.head_dim * loaded.kv_dtype.itemsize * len(loaded.layers)
+        self._pool = LlamaPool(
+            llama_cpp, context, blocks=blocks, max_length=max_length, layers=len(loaded.layers),
+            size=size * blocks * BLOCK_TOKENS,
+        )  # fmt: skip
+        self.loaded = loaded
+        self.pool = self._pool
+        self.max_length = min(max_length, loaded.context_length)
+        self.attention = ORDINARY
+        self.paged_runner = self.captured = self.layer_choice = None
+        self._batch = _Batch(llama_cpp, self._most_rows)
+
+    def forward(self, chunks: Sequence[Chunk]) -> Tensor:
+        self.check(chunks)
+        for chunk in chunks:
+            self.pool.grow(chunk.slot, chunk.start + len(chunk.tokens))
+        logits = self.decode(chunks)
+        for chunk in chunks:
+            self.pool.extend(chunk.slot, chunk.start + len(chunk.tokens))
+        return logits
+
+    def logits(self, chunks: Sequence[Chunk]) -> Tensor:
+        return self.forward(chunks).clone()
+
+    def decode(self, chunks: Sequence[Chunk]) -> Tensor:
+        """Runs chunks whose slots have the blocks; lengths of slots do not change. The next pass overwrites the result.
+
+        Returns:
+            `[R, V]`, float32, in the memory of llama.cpp.
+
+        Raises:
+            PoolExhausted: llama.cpp has too few cells.
+        """
+        pool, rows = self._pool, sum(len(chunk.tokens) for chunk in chunks)
+        if rows > self._most_rows:
+            raise ValueError(f"a pass of {rows} rows; {self._most_rows} at most are possible")
+        for chunk in chunks:
+            pool.truncate(chunk.slot, chunk.start)
+        wanted = self._batch.fill(chunks, [pool.sequence(chunk.slot) for chunk in chunks])
+        code = self._llama_cpp.llama_decode(self._context, self._batch.struct)
+        for chunk in chunks:
+            pool.wrote(chunk.slot, chunk.start + len(chunk.tokens))
+        if code:
+            for chunk in chunks:  # some of its parts may have run
+                pool.truncate(chunk.slot, chunk.start)
+            if code == _NO_SLOT:
+                raise PoolExhausted(f"llama.cpp has too few cells for {rows} rows: {_errors()}")
+            raise RuntimeError(f"llama_decode returned {code} for {rows} rows: {_errors()}")
+        if not wanted:
+            return torch.empty(0, self.loaded.vocab_size)
+        values = self._llama_cpp.llama_get_logits(self._context)
+        return torch.from_numpy(np.ctypeslib.as_array(values, (wanted, self.loaded.vocab_size)))
+
+    def steps(self, chunks: Sequence[Chunk], later_rows: Sequence[int]) -> Steps:
+        for chunk, later in zip(chunks, later_rows, strict=True):
+            self.pool.grow(chunk.slot, chunk.start + len(chunk.tokens) + later)
+        return _LlamaSteps(self, chunks)
+
+
+class _LlamaSteps(Steps):
+    """See `Steps`."""
+
+    def __init__(self, runner: LlamaRunner, chunks: Sequence[Chunk]) -> None:
+        self._runner = runner
+        self._chunks = [Chunk(each.slot, each.tokens, each.start, len(each.tokens) - 1) for each in chunks]
+
+    def first(self) -> Tensor:
+        return self._runner.decode(self._chunks)
+
+    def next(self, going: Sequence[int], tokens: Sequence[int]) -> Tensor:
+        chunks = [self._chunks[i] for i in going]
+        self._chunks = [
+            Chunk(each.slot, [token], each.start + len(each.tokens), 0)
+            for each, token in zip(chunks, tokens, strict=True)
+        ]
+        return self._runner.decode(self._chunks)
+
+
+def _context(llama_cpp: ModuleType, loaded: LlamaModel, cells: int, rows: int, threads: int | None) -> Any:
+    parameters = llama_cpp.llama_context_default_params()
+    is_full = loaded.kv_dtype == torch.float32
+    parameters.n_ctx = -(-cells // _CELLS) * _CELLS
+    parameters.n_batch, parameters.n_ubatch = rows, min(rows, _MICRO_BATCH)
+    parameters.n_seq_max = 1  # a unified cache takes any sequence; this sizes a buffer of logits alone
+    parameters.kv_unified = True
+    parameters.swa_full = True  # else positions before a window are lost, and a rollback would need them
+    parameters.n_threads = parameters.n_threads_batch = threads or torch.get_num_threads()
+    parameters.type_k = parameters.type_v = llama_cpp.GGML_TYPE_F32 if is_full else llama_cpp.GGML_TYPE_F16
+    if is_full:
+        parameters.flash_attn_type = llama_cpp.LLAMA_FLASH_ATTN_TYPE_DISABLED
+    parameters.no_perf = True
+    _errors()
+    handle = llama_cpp.llama_init_from_model(loaded.handle, parameters)
+    if not handle:
+        raise CheckpointError(
+            f"llama.cpp cannot allocate a context of {parameters.n_ctx} positions for '{loaded.name}': {_errors()}; "
+            "lower --kv-cache-mb or --max-sequences"
+        )
+    owner = _Owned(handle)
+    model = loaded.handle  # freed later than its context
+    weakref.finalize(owner, _free_context, llama_cpp.llama_free, handle, model).atexit = False
+    return _Handle(owner)
+
+
+def _free_context(free: Callable[[Any], None], handle: Any, _model: Any) -> None:
+    free(handle)
+
+
+class _Batch:
+    """The arrays of a `llama_batch`, filled anew for each pass.
+
+    Attributes:
+        struct: the argument of `llama_decode`.
+    """
+
+    def __init__(self, llama_cpp: ModuleType, rows: int) -> None:
+        self._tokens = np.zeros(rows, np.int32)
+        self._positions = np.zeros(rows, np.int32)
+        self._counts = np.ones(rows, np.int32)
+        self._sequences = np.zeros(rows, np.int32)
+        self._wanted = np.zeros(rows, np.int8)
+        pointers = self._sequences.ctypes.data + 4 * np.arange(rows, dtype=np.uintp)
+        self._pointers = np.ascontiguousarray(pointers)
+        self.struct = llama_cpp.llama_batch(
+            n_tokens=0,
+            token=self._tokens.ctypes.data_as(ctypes.POINTER(ctypes.c_int32)),
+            embd=None,
+            pos=self._positions.ctypes.data_as(ctypes.POINTER(ctypes.c_int32)),
+            n_seq_id=self._counts.ctypes.data_as(ctypes.POINTER(ctypes.c_int32)),
+            seq_id=self._pointers.ctypes.data_as(ctypes.POINTER(ctypes.POINTER(ctypes.c_int32))),
+            logits=self._wanted.ctypes.data_as(ctypes.POINTER(ctypes.c_int8)),
+        )
+
+    def fill(self, chunks: Sequence[Chunk], sequences: Sequence[int]) -> int:
+        """Returns the number of rows whose logits are wanted."""
+        row = wanted = 0
+        for chunk, sequence in zip(chunks, sequences, strict=True):
+            count = len(chunk.tokens)
+            end = row + count
+            self._tokens[row:end] = chunk.tokens
+            self._positions[row:end] = np.arange(chunk.start, chunk.start + count)
+            self._sequences[row:end] = sequence
+            self._wanted[row:end] = 0
+            self._wanted[row + chunk.logits_from : end] = 1
+            wanted += count - chunk.logits_from
+            row = end
+        self.struct.n_tokens = row
+        return wanted

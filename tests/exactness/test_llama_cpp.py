@@ -1,0 +1,143 @@
+"""Text by llama.cpp is exact: both services, over gRPC, with GGUF files of float32, and pairs of both runtimes.
+
+The references are transformers' own: its distributions, its text with the noise of each position, and its `generate`.
+Skipped where the extra `llama` is missing.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig, PreTrainedModel
+
+from kernels.rng import gumbel
+from kernels.sampling import SamplingParams
+from outrider.client import Client, Options
+from tests.cluster import MODELS, Cluster, Service, wait_healthy
+from tests.exactness import pairs, sampling
+from tests.exactness.distributions import chain_fits, next_distributions, transitions
+from tests.exactness.pairs import VOCABULARY
+from tests.exactness.test_greedy import NEW_TOKENS, PROMPT_TOKENS, count_ties, generate, speculate
+from tests.gguf_files import write_gguf
+
+pytest.importorskip("llama_cpp", reason="the extra `llama` is not installed: make test-llama")
+pytest.importorskip("gguf", reason="the extra `llama` is not installed: make test-llama")
+
+FLAGS = (*sampling.FLAGS, "--max-sequence-tokens", "64")
+DRAFT_FLAGS = (*sampling.DRAFT_FLAGS, "--max-sequence-tokens", "64")
+LAST = 14
+PROMPT = (15, 12, LAST)
+SEED = 41
+SAMPLING = SamplingParams(0.7, top_p=0.9)
+
+
+class LlamaPairs:
+    """A Markov target and one that attends, each by llama.cpp, with drafts by either runtime."""
+
+    def __init__(self, cluster: Cluster, folder: Path) -> None:
+        self._cluster = cluster
+        self.targets = {
+            "markov": pairs.write_target(folder / "markov", seed=4, markov=True),
+            "attentive": pairs.write_target(folder / "attentive", seed=1),
+        }
+        self._folder = folder
+        self._running: dict[tuple[str, str], Service] = {}
+        self._drafts: dict[tuple[str, str, str], Service] = {}
+
+    def verifier(self, target: str, runtime: str = "llama.cpp") -> Service:
+        if (target, runtime) not in self._running:
+            model = self.targets[target]
+            model = write_gguf(model) if runtime == "llama.cpp" else model
+            self._running[target, runtime] = self._cluster.verifier(model=model, flags=FLAGS)
+        return self._running[target, runtime]
+
+    def draft(self, target: str, runtime: str, verifier: str = "llama.cpp", kind: str = "sharpened") -> Service:
+        key = target, f"{runtime} {kind}", verifier
+        if key not in self._drafts:
+            model = pairs.write_draft(self._folder / f"{target}-{kind}", self.targets[target], kind)
+            model = write_gguf(model) if runtime == "llama.cpp" else model
+            self._drafts[key] = self._cluster.draft(self.verifier(target, verifier), model=model, flags=DRAFT_FLAGS)
+            wait_healthy(self._drafts[key])
+        return self._drafts[key]
+
+
+@pytest.fixture(scope="module")
+def services(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LlamaPairs]:
+    with Cluster() as cluster:
+        yield LlamaPairs(cluster, tmp_path_factory.mktemp("llama"))
+
+
+@pytest.mark.parametrize(
+    ("runtime", "verifier", "rule", "seed"),
+    [
+        ("llama.cpp", "llama.cpp", "tokenwise", 901),
+        ("torch", "llama.cpp", "block", 902),
+        ("llama.cpp", "torch", "tokenwise", 903),
+    ],
+)
+def test_each_token_has_the_targets_distribution(
+    runtime: str, verifier: str, rule: str, seed: int, services: LlamaPairs
+) -> None:
+    """5,376 tokens detect a mean total variation of 0.05 with 95 %, at a level of 1 %."""
+    draft = services.draft("markov", runtime, verifier)
+    run = sampling.sample(draft, PROMPT, params=SAMPLING, samples=192, length=28, seed=seed, gamma=3, rule=rule)
+    assert 0.1 < run.accepted / run.drafted < 0.98
+    for fit in chain_fits(transitions(services.targets["markov"], SAMPLING), LAST, run.tokens):
+        assert fit.p_value > 0.01
+
+
+def written(service: Service, **changes: object) -> tuple[int, ...]:
+    options = Options(max_new_tokens=40, ignore_eos=True, seed=SEED, rule="coupled", temperature=0.7, top_p=0.9)
+    options.update(changes)  # type: ignore[typeddict-item]
+    with Client(service.address) as client:
+        return client.complete(PROMPT, **options).token_ids
+
+
+def test_a_seed_is_one_text_with_any_draft_of_either_runtime(services: LlamaPairs) -> None:
+    target, text = services.targets["attentive"], [*PROMPT]
+    for position in range(len(PROMPT), len(PROMPT) + 40):
+        p = next_distributions(target, [text], SAMPLING)[0]
+        with np.errstate(divide="ignore"):
+            scores = np.log(p) + gumbel(SEED, [position], VOCABULARY, torch.float64)[0].numpy()
+        text.append(int(scores.argmax()))
+    wanted = tuple(text[len(PROMPT) :])
+    for runtime, verifier in (("llama.cpp", "llama.cpp"), ("torch", "llama.cpp"), ("llama.cpp", "torch")):
+        draft = services.draft("attentive", runtime, verifier)
+        for gamma in (0, 1, 4, 8):
+            assert written(draft, gamma=gamma) == wanted, (runtime, verifier, gamma)
+    assert written(services.draft("attentive", "llama.cpp", kind="reversed"), gamma=4) == wanted
+
+
+def test_greedy_text_is_that_of_transformers(tmp_path_factory: pytest.TempPathFactory) -> None:
+    """1,024 tokens of the demo pair, in float32; differences are ties, within units in the last place."""
+    folder = tmp_path_factory.mktemp("demo")
+    files = {}
+    for name in ("target", "draft"):
+        from outrider.runtime.gguf_convert import convert
+
+        files[name] = folder / f"{name}.gguf"
+        convert(str(MODELS / name), files[name], "f32")
+    model = AutoModelForCausalLM.from_pretrained(MODELS / "target", dtype=torch.float32).eval()
+    assert isinstance(model, PreTrainedModel)
+    model.generation_config = GenerationConfig(do_sample=False, eos_token_id=None, pad_token_id=0, use_cache=True)
+    tokenizer = AutoTokenizer.from_pretrained(MODELS / "target")
+    texts = [json.loads(line)["text"] for line in (MODELS / "prompts.jsonl").read_text().splitlines()][:8]
+    prompts = [tokenizer.encode(text)[:PROMPT_TOKENS] for text in texts]
+    theirs = generate(model, prompts, NEW_TOKENS)
+    with Cluster() as cluster:
+        draft = cluster.draft(cluster.verifier(model=files["target"]), model=files["draft"])
+        wait_healthy(draft)
+        found = asyncio.run(speculate(draft.address, prompts))
+    ties = sum(
+        count_ties(model, prompt, [*ours.token_ids], other)
+        for prompt, ours, other in zip(prompts, found, theirs, strict=True)
+    )
+    print(f"{len(prompts) * NEW_TOKENS} tokens, {ties} ties")
+    assert ties <= 4
+    assert sum(each.statistics.num_accepted_tokens for each in found) > 200

@@ -1,0 +1,205 @@
+"""llama.cpp behind the interface of the first runtime: GGUF files, their tokenizers, and steps of many sequences."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+import transformers
+from transformers import PreTrainedConfig
+
+from outrider.runtime import gguf_tokenizer
+from outrider.runtime.block_pool import PoolExhausted
+from outrider.runtime.errors import CheckpointError
+from outrider.runtime.llama_cpp import LlamaRunner, chosen_runtime, load_gguf, load_gguf_tokenizer
+from outrider.runtime.loader import ModelSource
+from outrider.runtime.model_runner import Chunk
+from outrider.runtime.tokenizer import load_tokenizer
+from tests.gguf_files import save_tokenizer, write_gguf
+from tests.outrider.runtime import tiny
+from tests.outrider.runtime.steps import MAX_LENGTH, random_steps, reference_logits
+from tests.outrider.runtime.tiny import SHAPE, VOCABULARY, WINDOW, Reference
+
+pytest.importorskip("llama_cpp", reason="the extra `llama` is not installed: make test-llama")
+pytest.importorskip("gguf", reason="the extra `llama` is not installed: make test-llama")
+
+# llama.cpp scales the queries of Gemma 3 by the size of a head.
+GEMMA3 = transformers.Gemma3TextConfig(
+    **SHAPE,
+    num_key_value_heads=2,
+    head_dim=8,
+    query_pre_attn_scalar=8,
+    sliding_window=WINDOW,
+    layer_types=["sliding_attention", "full_attention", "sliding_attention"],
+)
+FAMILIES: dict[str, Callable[[], PreTrainedConfig]] = {
+    **{name: tiny.FAMILIES[name] for name in ("llama", "llama-tied-mqa", "qwen2", "qwen3", "mistral", "gpt2")},
+    "gemma3": lambda: GEMMA3,
+}
+TEMPLATE = "{{ bos_token }}{% for m in messages %}[{{ m.role }}]{{ m.content }}{% endfor %}[answer]"
+TEXTS = ("the hat", " then and than ", "a<tool>b<end>", "thethe  the\n\nend", "", "é漢 🙂")
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
+    """The checkpoint of a family, with a tokenizer."""
+    made: dict[str, Path] = {}
+
+    def get(name: str) -> Path:
+        if name not in made:
+            made[name] = tiny.save(FAMILIES[name](), tmp_path_factory.mktemp(name))
+            save_tokenizer(made[name], VOCABULARY, chat_template=TEMPLATE)
+        return made[name]
+
+    return get
+
+
+def build(path: Path, *, sequences: int = 8, length: int = MAX_LENGTH) -> LlamaRunner:
+    loaded, _ = load_gguf(ModelSource(str(path), device="cpu"))
+    return LlamaRunner(loaded, blocks=sequences * -(-length // 32), max_length=length, threads=1)
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_any_steps_give_the_logits_of_transformers(name: str, folders: Callable[[str], Path]) -> None:
+    """Prompts, single tokens, forks, rollbacks, rows without logits; several windows long."""
+    found, wanted = random_steps(build(write_gguf(folders(name))), seed=1, steps=24, counts=(1, 1, 1, 2, 4, 7, 24))
+    expected = reference_logits(Reference(folders(name)), wanted)
+    for step, (mine, theirs) in enumerate(zip(found, expected, strict=True)):
+        assert (mine.shape, mine.dtype) == (theirs.shape, torch.float32)
+        size = float(theirs.abs().max()) if len(theirs) else 0.0
+        assert torch.allclose(mine, theirs, rtol=0, atol=2e-5 * max(1.0, size)), step
+
+
+@pytest.mark.parametrize(("kind", "near"), [("f16", 0.01), ("bf16", 0.05), ("q8_0", 0.05)])
+def test_other_types_stay_near_float32(kind: str, near: float, folders: Callable[[str], Path]) -> None:
+    exact, rounded = (
+        torch.cat(random_steps(build(write_gguf(folders("llama"), each)), 3)[0]) for each in ("f32", kind)
+    )
+    distance = (rounded - exact).norm(dim=-1) / exact.norm(dim=-1)
+    assert 0 < distance.median() <= near
+
+
+def test_the_steps_of_a_decode_loop_give_the_logits_of_single_passes(folders: Callable[[str], Path]) -> None:
+    runner = build(write_gguf(folders("llama")))
+    texts = {runner.pool.allocate(): [1, 2, 3], runner.pool.allocate(): [4, 5]}
+    steps = runner.steps([Chunk(slot, text, 0, len(text) - 1) for slot, text in texts.items()], [2, 2])
+    found = [steps.first().clone(), steps.next([0, 1], [6, 7]).clone(), steps.next([1], [8]).clone()]
+    assert [runner.pool.length(slot) for slot in texts] == [0, 0]
+    alone = [runner.logits([Chunk(runner.pool.allocate(), text, 0, 0)]) for text in ([1, 2, 3, 6], [4, 5, 7, 8])]
+    assert torch.allclose(found[0], torch.stack([alone[0][2], alone[1][1]]), atol=1e-5)
+    assert torch.allclose(found[1], torch.stack([alone[0][3], alone[1][2]]), atol=1e-5)
+    assert torch.allclose(found[2][0], alone[1][3], atol=1e-5)
+    for slot in texts:  # what the steps wrote is dropped before the next pass
+        assert torch.allclose(runner.logits([Chunk(slot, [1, 2, 3, 6], 0, 0)]), alone[0], atol=1e-5)
+    runner.pool.check_integrity()
+
+
+def test_a_full_pool_is_exhausted_before_llama_cpp_is(folders: Callable[[str], Path]) -> None:
+    runner = build(write_gguf(folders("llama")), sequences=4, length=64)
+    held = [runner.pool.allocate() for _ in range(4)]
+    for slot in held:
+        runner.forward([Chunk(slot, [1] * 64, 0, 64)])
+    slot = runner.pool.allocate()
+    with pytest.raises(PoolExhausted, match="of 8 are free"):
+        runner.forward([Chunk(slot, [1], 0, 0)])
+    assert runner.pool.length(slot) == 0
+    runner.pool.free(held[0])
+    assert runner.forward([Chunk(slot, [1], 0, 0)]).shape == (1, VOCABULARY)
+    runner.pool.check_integrity()
+
+
+def test_a_failed_pass_changes_no_length(folders: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch) -> None:
+    runner = build(write_gguf(folders("llama")))
+    slot = runner.pool.allocate()
+    runner.forward([Chunk(slot, [1, 2, 3], 0, 3)])
+    with monkeypatch.context() as patch:
+        patch.setattr(runner._llama_cpp, "llama_decode", lambda *_: -3)
+        with pytest.raises(RuntimeError, match="llama_decode returned -3"):
+            runner.forward([Chunk(slot, [4, 5], 3, 0)])
+    assert runner.pool.length(slot) == 3
+    runner.pool.check_integrity()
+    runner.forward([Chunk(slot, [4, 5], 3, 0)])
+
+
+def test_reset_drops_all_sequences(folders: Callable[[str], Path]) -> None:
+    runner = build(write_gguf(folders("llama")))
+    fresh = runner.logits([Chunk(runner.pool.allocate(), [5, 6], 0, 0)])
+    runner.pool.reset()
+    runner.pool.check_integrity()
+    assert torch.equal(runner.logits([Chunk(runner.pool.allocate(), [5, 6], 0, 0)]), fresh)
+
+
+# ----------------------------------------------------------------------------------------------------------- tokenizers
+
+
+def test_a_converted_tokenizer_is_that_of_the_checkpoint(folders: Callable[[str], Path]) -> None:
+    theirs = load_tokenizer(ModelSource(str(folders("llama"))))
+    ours = load_gguf_tokenizer(ModelSource(str(write_gguf(folders("llama")))))
+    assert ours.fingerprint == theirs.fingerprint
+    assert ours.special_tokens() == theirs.special_tokens()
+    for text in TEXTS:
+        assert ours.encode(text) == theirs.encode(text)
+    chat = [("user", "the hat"), ("tool", "an")]
+    assert ours.encode_chat(chat) == theirs.encode_chat(chat)
+
+
+def test_llama_cpps_vocabulary_is_that_of_the_checkpoint(
+    folders: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As of a GGUF file that others converted, without the checkpoint's own tokenizer in it."""
+    read = "outrider.runtime.llama_cpp.read_metadata"
+    from outrider.runtime.gguf import read_metadata
+
+    def without(path: Path) -> dict[str, object]:
+        return {key: value for key, value in read_metadata(path).items() if key != "tokenizer.huggingface.json"}
+
+    monkeypatch.setattr(read, without)
+    theirs = load_tokenizer(ModelSource(str(folders("llama"))))
+    _, ours = load_gguf(ModelSource(str(write_gguf(folders("llama"))), device="cpu"))
+    assert isinstance(ours, gguf_tokenizer.LlamaTokenizer)
+    assert ours.vocabulary() == theirs.vocabulary()
+    assert ours.fingerprint == theirs.fingerprint
+    assert ours.eos_token_ids == theirs.eos_token_ids
+    for text in TEXTS:
+        ids = theirs.encode(text)
+        assert ours.encode(text) == ids, text
+        for skip in (False, True):
+            assert ours.decode(ids, skip) == theirs.decode(ids, skip), text
+    chat = [("user", "the hat"), ("tool", "an")]
+    assert ours.encode_chat(chat) == theirs.encode_chat(chat)
+
+
+# --------------------------------------------------------------------------------------------------------------- errors
+
+
+def test_each_failure_is_one_clear_line(tmp_path: Path, folders: Callable[[str], Path]) -> None:
+    whole = write_gguf(folders("llama")).read_bytes()
+
+    def failure(content: bytes, name: str = "model.gguf") -> str:
+        (tmp_path / name).write_bytes(content)
+        with pytest.raises(CheckpointError) as caught:
+            load_gguf(ModelSource(str(tmp_path / name), device="cpu"))
+        assert "\n" not in str(caught.value)
+        return str(caught.value)
+
+    assert "is not a GGUF file: it begins with b'PK" in failure(b"PK\x03\x04" + whole[4:])
+    assert "version 99 of GGUF" in failure(b"GGUF\x63\0\0\0" + whole[8:])
+    assert "is cut off or damaged" in failure(whole[:100])
+    assert "cannot load" in failure(whole[: len(whole) // 2])
+    unknown = whole.replace(b"\x05\0\0\0\0\0\0\0llama", b"\x05\0\0\0\0\0\0\0lxama", 1)
+    assert "unknown model architecture: 'lxama'" in failure(unknown)
+    with pytest.raises(CheckpointError, match=r"there is no file .*none\.gguf"):
+        load_gguf(ModelSource("./none.gguf"))
+    with pytest.raises(CheckpointError, match="--device is cuda; llama-cpp-python is built for the CPU alone"):
+        load_gguf(ModelSource(str(write_gguf(folders("llama"))), device="cuda"))
+
+
+def test_a_runtime_takes_its_own_kind_of_model() -> None:
+    assert chosen_runtime("auto", "a/b/model-Q8_0.gguf") == chosen_runtime("llama.cpp", "x.GGUF") == "llama.cpp"
+    assert chosen_runtime("auto", "models/demo/target") == chosen_runtime("torch", "org/model") == "torch"
+    with pytest.raises(CheckpointError, match=r"only --runtime llama\.cpp runs it"):
+        chosen_runtime("torch", "x.gguf")
+    with pytest.raises(CheckpointError, match=r"outrider convert models/demo/target OUT\.gguf"):
+        chosen_runtime("llama.cpp", "models/demo/target")
