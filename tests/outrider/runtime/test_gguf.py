@@ -1,0 +1,90 @@
+"""GGUF files without llama.cpp: names, metadata, and a clear line where the extra is missing."""
+
+from __future__ import annotations
+
+import struct
+import sys
+from pathlib import Path
+
+import pytest
+
+from outrider.runtime import llama_cpp
+from outrider.runtime.checkpoint import vocabulary_size
+from outrider.runtime.errors import CheckpointError
+from outrider.runtime.gguf import Texts, read_metadata, resolve_file
+from outrider.runtime.gguf_convert import convert
+from outrider.runtime.llama_cpp import chosen_runtime, load_gguf
+from outrider.runtime.loader import ModelSource
+from tests.cluster import MODELS
+
+
+def text(value: str) -> bytes:
+    return struct.pack("<Q", len(value.encode())) + value.encode()
+
+
+WHOLE = b"".join(
+    (
+        b"GGUF",
+        struct.pack("<IQQ", 3, 0, 4),
+        text("general.architecture") + struct.pack("<I", 8) + text("llama"),
+        text("tokenizer.ggml.tokens") + struct.pack("<IIQ", 9, 8, 3) + text("a") + text("é") + text(""),
+        text("tokenizer.ggml.token_type") + struct.pack("<IIQ3i", 9, 5, 3, 1, 3, -1),
+        text("llama.rope.freq_base") + struct.pack("<If", 6, 0.5),
+    )
+)
+
+
+def write(folder: Path, content: bytes) -> Path:
+    (folder / "model.gguf").write_bytes(content)
+    return folder / "model.gguf"
+
+
+def test_metadata_is_read_and_arrays_of_text_are_counted(tmp_path: Path) -> None:
+    path = write(tmp_path, WHOLE)
+    assert read_metadata(path) == {
+        "general.architecture": "llama",
+        "tokenizer.ggml.tokens": Texts(3),
+        "tokenizer.ggml.token_type": [1, 3, -1],
+        "llama.rope.freq_base": 0.5,
+    }
+    assert vocabulary_size(str(path)) == 3
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        (b"PK\x03\x04" + WHOLE[4:], r"is not a GGUF file: it begins with b'PK\\x03\\x04', not b'GGUF'"),
+        (b"", "is not a GGUF file"),
+        (b"GGUF\x63\0\0\0" + WHOLE[8:], "has version 99 of GGUF; versions 2 and 3 are supported"),
+        *((WHOLE[:size], "is cut off or damaged") for size in (6, 40, 60, 110, len(WHOLE) - 1)),
+    ],
+)
+def test_other_files_are_refused_in_one_line(content: bytes, message: str, tmp_path: Path) -> None:
+    with pytest.raises(CheckpointError, match=message) as caught:
+        read_metadata(write(tmp_path, content))
+    assert "\n" not in str(caught.value)
+
+
+def test_a_missing_file_is_named() -> None:
+    with pytest.raises(CheckpointError, match=r"there is no file './none\.gguf'; give a GGUF file, or"):
+        resolve_file("./none.gguf")
+
+
+def test_a_runtime_takes_its_own_kind_of_model() -> None:
+    assert chosen_runtime("auto", "a/b/model-Q8_0.gguf") == chosen_runtime("llama.cpp", "x.GGUF") == "llama.cpp"
+    assert chosen_runtime("auto", "models/demo/target") == chosen_runtime("torch", "org/model") == "torch"
+    with pytest.raises(CheckpointError, match=r"only --runtime llama\.cpp runs it"):
+        chosen_runtime("torch", "x.gguf")
+    with pytest.raises(CheckpointError, match=r"outrider convert models/demo/target OUT\.gguf"):
+        chosen_runtime("llama.cpp", "models/demo/target")
+
+
+def test_a_missing_extra_is_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for module in ("llama_cpp", "gguf"):
+        monkeypatch.setitem(sys.modules, module, None)
+    llama_cpp._library.cache_clear()
+    with pytest.raises(CheckpointError, match=r"needs llama\.cpp, which is not installed .*'outrider\[llama\]'"):
+        load_gguf(ModelSource(str(write(tmp_path, WHOLE))))
+    with pytest.raises(CheckpointError, match=r"needs the package gguf: pip install 'outrider\[llama\]'"):
+        convert(str(MODELS / "draft"), tmp_path / "out.gguf", "f32")
+    llama_cpp._library.cache_clear()
