@@ -89,7 +89,7 @@ def _library() -> ModuleType:
 
 _log_lines: list[str] = []
 _MOST_LINES = 50
-_ERROR = 3
+_ERROR = 4  # GGML_LOG_LEVEL_ERROR
 
 
 @cache
@@ -248,19 +248,32 @@ class LlamaPool(KVPool):
     Args:
         llama_cpp: the library.
         context: of llama.cpp, with a cell for each position of all blocks.
+        sequences: the most that hold positions at once.
         blocks: the number of blocks.
         max_length: the longest sequence, in positions.
+        layers: of the model.
         size: bytes of all cells.
     """
 
     keeps_blocks = False
 
-    def __init__(self, llama_cpp: ModuleType, context: Any, *, blocks: int, max_length: int, layers: int, size: int):
+    def __init__(
+        self,
+        llama_cpp: ModuleType,
+        context: Any,
+        *,
+        sequences: int,
+        blocks: int,
+        max_length: int,
+        layers: int,
+        size: int,
+    ) -> None:
         self._llama_cpp = llama_cpp
         self._memory_handle = llama_cpp.llama_get_memory(context)
         self._cells = _Cells(size)
+        self._most = sequences
         self._sequences: dict[int, int] = {}  # llama.cpp's sequence of each slot that has one
-        self._free_sequences = list(range(_MOST_SEQUENCES))
+        self._free_sequences = list(range(self._most))
         self._written: dict[int, int] = {}  # positions of each slot in llama.cpp
         super().__init__(
             layers, 1, 1, blocks=blocks, max_length=max_length, dtype=torch.float32, device="cpu"
@@ -282,7 +295,7 @@ class LlamaPool(KVPool):
         found = self._sequences.get(slot)
         if found is None:
             if not self._free_sequences:
-                raise PoolExhausted(f"llama.cpp holds {_MOST_SEQUENCES} sequences at most")
+                raise PoolExhausted(f"llama.cpp holds {self._most} sequences at most")
             found = self._sequences[slot] = self._free_sequences.pop()
             self._written[slot] = 0
         return found
@@ -307,7 +320,7 @@ class LlamaPool(KVPool):
     def fork(self, slot: int) -> int:
         length = self.length(slot)
         if length and not self._free_sequences:
-            raise PoolExhausted(f"llama.cpp holds {_MOST_SEQUENCES} sequences at most")
+            raise PoolExhausted(f"llama.cpp holds {self._most} sequences at most")
         fork = super().fork(slot)
         if length:
             source, target = self._sequences[slot], self.sequence(fork)
@@ -319,7 +332,7 @@ class LlamaPool(KVPool):
         super().reset()
         self._llama_cpp.llama_memory_clear(self._memory_handle, False)
         self._sequences, self._written = {}, {}
-        self._free_sequences = list(range(_MOST_SEQUENCES))
+        self._free_sequences = list(range(self._most))
 
     def check_integrity(self) -> None:
         super().check_integrity()
@@ -357,13 +370,14 @@ class LlamaRunner(ModelRunner):
     ) -> None:
         self._llama_cpp = llama_cpp = _library()
         self._most_rows = max(max_batch_tokens, min(_LEAST_BATCH, max_length))
-        context = _context(llama_cpp, loaded, blocks * BLOCK_TOKENS, self._most_rows, threads)
+        sequences = min(blocks, _MOST_SEQUENCES)
+        context = _context(llama_cpp, loaded, blocks * BLOCK_TOKENS, sequences, self._most_rows, threads)
         self._context = context
         layer = loaded.layers[0]
         assert loaded.kv_dtype is not None
         size = 2 * layer.kv_heads * layer.head_dim * loaded.kv_dtype.itemsize * len(loaded.layers)
         self._pool = LlamaPool(
-            llama_cpp, context, blocks=blocks, max_length=max_length, layers=len(loaded.layers),
+            llama_cpp, context, sequences=sequences, blocks=blocks, max_length=max_length, layers=len(loaded.layers),
             size=size * blocks * BLOCK_TOKENS,
         )  # fmt: skip
         self.loaded = loaded
@@ -439,12 +453,14 @@ class _LlamaSteps(Steps):
         return self._runner.decode(self._chunks)
 
 
-def _context(llama_cpp: ModuleType, loaded: LlamaModel, cells: int, rows: int, threads: int | None) -> Any:
+def _context(
+    llama_cpp: ModuleType, loaded: LlamaModel, cells: int, sequences: int, rows: int, threads: int | None
+) -> Any:
     parameters = llama_cpp.llama_context_default_params()
     is_full = loaded.kv_dtype == torch.float32
     parameters.n_ctx = -(-cells // _CELLS) * _CELLS
     parameters.n_batch, parameters.n_ubatch = rows, min(rows, _MICRO_BATCH)
-    parameters.n_seq_max = 1  # a unified cache takes any sequence; this sizes a buffer of logits alone
+    parameters.n_seq_max = sequences
     parameters.kv_unified = True
     parameters.swa_full = True  # else positions before a window are lost, and a rollback would need them
     parameters.n_threads = parameters.n_threads_batch = threads or torch.get_num_threads()

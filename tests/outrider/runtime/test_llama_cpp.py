@@ -38,6 +38,8 @@ FAMILIES: dict[str, Callable[[], PreTrainedConfig]] = {
     **{name: tiny.FAMILIES[name] for name in ("llama", "llama-tied-mqa", "qwen2", "qwen3", "mistral", "gpt2")},
     "gemma3": lambda: GEMMA3,
 }
+# llama.cpp reads GELU from a table in float16 on a CPU, also between tensors of float32.
+NEAR = {"gemma3": 1e-3, "gpt2": 1e-3}
 TEMPLATE = "{{ bos_token }}{% for m in messages %}[{{ m.role }}]{{ m.content }}{% endfor %}[answer]"
 TEXTS = ("the hat", " then and than ", "a<tool>b<end>", "thethe  the\n\nend", "", "é漢 🙂")
 
@@ -69,7 +71,7 @@ def test_any_steps_give_the_logits_of_transformers(name: str, folders: Callable[
     for step, (mine, theirs) in enumerate(zip(found, expected, strict=True)):
         assert (mine.shape, mine.dtype) == (theirs.shape, torch.float32)
         size = float(theirs.abs().max()) if len(theirs) else 0.0
-        assert torch.allclose(mine, theirs, rtol=0, atol=2e-5 * max(1.0, size)), step
+        assert torch.allclose(mine, theirs, rtol=0, atol=NEAR.get(name, 2e-5) * max(1.0, size)), step
 
 
 @pytest.mark.parametrize(("kind", "near"), [("f16", 0.01), ("bf16", 0.05), ("q8_0", 0.05)])
