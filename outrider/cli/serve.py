@@ -39,12 +39,12 @@ _LOOPBACK = {"0.0.0.0": "127.0.0.1", "[::]": "[::1]"}
     context_settings={"ignore_unknown_options": True},
     options_metavar="[OPTIONS] [FLAGS OF THE SERVICES]",
 )
-@click.option("--target", metavar="DIR_OR_ID", required=True, help="Folder or hub id of the target model.")
+@click.option("--target", metavar="DIR_OR_ID", required=True, help="Folder, hub id or GGUF file of the target.")
 @click.option(
     "--draft",
     metavar="DIR_OR_ID",
     required=True,
-    help="Folder or hub id of the draft model, of the same vocabulary.",
+    help="Folder, hub id or GGUF file of the draft model, of the same vocabulary.",
 )
 @click.option(
     "--listen",
