@@ -263,7 +263,7 @@ def _write_tokenizer(writer: Any, gguf: Any, folder: Path, config: dict[str, Any
     ids = {**vocabulary, **ids}
     if max(ids.values(), default=-1) >= config["vocab_size"]:
         raise CheckpointError(f"the tokenizer of '{folder}' has more tokens than the model's {config['vocab_size']}")
-    if _is_byte_level(found):
+    if _suits_llama_cpp(found):
         writer.add_tokenizer_model("gpt2")
         writer.add_tokenizer_pre(_pre_tokenizer(found))
         size = config["vocab_size"]
@@ -283,10 +283,12 @@ def _write_tokenizer(writer: Any, gguf: Any, folder: Path, config: dict[str, Any
     _write_special(writer, folder, config, options, ids)
 
 
-def _is_byte_level(tokenizer: dict[str, Any]) -> bool:
+def _suits_llama_cpp(tokenizer: dict[str, Any]) -> bool:
+    """Whether it can go in as `gpt2`."""
     steps = tokenizer.get("pre_tokenizer") or {}
     kinds = {each["type"] for each in steps.get("pretokenizers", [steps]) if each}
-    return tokenizer["model"]["type"] == "BPE" and "ByteLevel" in kinds
+    has_merges = bool(tokenizer["model"].get("merges"))  # llama.cpp wants some
+    return tokenizer["model"]["type"] == "BPE" and "ByteLevel" in kinds and has_merges
 
 
 def _pre_tokenizer(tokenizer: dict[str, Any]) -> str:
