@@ -171,6 +171,7 @@ def fork_server() -> ForkServer:
 
 def main() -> int:
     """Serve requests until the connection ends."""
+    gc.disable()  # as the services do while they import
     from outrider.runtime.loader import ModelSource, load_model
 
     for service in SERVICES:
@@ -178,6 +179,7 @@ def main() -> int:
     # The first model of a process takes half of the time that a child needs to start.
     load_model(ModelSource(str(ROOT / "models" / "demo" / "draft"), dtype="float32", device="cpu"))
     gc.freeze()  # a child that looked for garbage among these objects would copy their pages
+    gc.enable()
     channel: Connection[Any, Any] = Connection(int(sys.argv[1]))
     children: set[int] = set()
     with suppress(EOFError):
