@@ -17,7 +17,7 @@ _SETTINGS_OF_SERVICES = """
     max_gamma max_linger max_message_bytes max_prompt_tokens max_samples max_sequence_tokens max_sequences
     max_stop_string_chars max_stop_strings max_support max_waiting metrics_listen model ngram_corpus
     ngram_documents ngram_entries ngram_learn ngram_order otlp_endpoint outcome_cache plaintext prefill_tokens
-    prefix_cache rank_timeout request_timeout revision skip_layers slow_client_timeout speculation staged_by
+    prefix_cache rank_timeout request_timeout revision runtime skip_layers slow_client_timeout speculation staged_by
     staged_guesses tensor_parallel_size threads tls_cert tls_client_ca tls_key tokens_per_pass trace_sample
     trust_remote_code verifier verifier_resolve_interval verifier_timeout verifier_tls_ca verifier_tls_cert
     verifier_tls_key verifier_tls_name verify_path vllm_grpc vllm_metrics
@@ -29,6 +29,7 @@ COMMANDS = (
     "bench",
     "chat",
     "check",
+    "convert",
     "demo",
     "gateway",
     "generate",

@@ -1,16 +1,13 @@
 """The second runtime: llama.cpp, by the low-level functions of llama-cpp-python.
 
-It stands behind the interface of the first: `load_gguf` returns a `LoadedModel`, `LlamaRunner` is a `ModelRunner`, and
-`LlamaPool` a `KVPool`. llama.cpp keeps keys and values in cells that it places itself, so the pool counts blocks, and
-tells llama.cpp which positions of a sequence to drop or to share. Everything above sees logits, as from torch.
+It stands behind the interface of the first: `LlamaRunner` is a `ModelRunner`, and `LlamaPool` a `KVPool`. llama.cpp
+keeps keys and values in cells that it places itself, so the pool counts blocks, and tells llama.cpp which positions of
+a sequence to drop or to share. Everything above sees logits, as from torch.
 """
 
 import ctypes
 import weakref
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
-from functools import cache
-from pathlib import Path
 from types import ModuleType
 from typing import Any
 
@@ -18,212 +15,19 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from outrider.runtime.attention import AttentionLayer
 from outrider.runtime.batch import Chunk
 from outrider.runtime.block_pool import MemoryShape, PoolCorrupted, PoolExhausted
-from outrider.runtime.checkpoint import file_fingerprint, model_fingerprint
-from outrider.runtime.errors import CheckpointError, UnsupportedModel
-from outrider.runtime.gguf import is_gguf, read_metadata, resolve_file
-from outrider.runtime.gguf_tokenizer import gguf_tokenizer
+from outrider.runtime.errors import CheckpointError
 from outrider.runtime.kv_cache import BLOCK_TOKENS, KVPool
-from outrider.runtime.loader import LoadedModel, ModelSource
+from outrider.runtime.llama_loader import Handle, LlamaModel, Owned, errors, library
 from outrider.runtime.model_runner import ModelRunner, Steps
 from outrider.runtime.paged_attention import ORDINARY
-from outrider.runtime.selfcheck import Reference
-from outrider.runtime.tokenizer import Tokenizer
 
-NAME = "llama.cpp"
-_ALL_F32 = 0  # `general.file_type`
 _MOST_SEQUENCES = 256  # of one context, in llama.cpp
 _CELLS = 256  # llama.cpp rounds the number of cells up to a multiple
 _MICRO_BATCH = 512  # rows that llama.cpp computes at once
 _LEAST_BATCH = 2048
 _NO_SLOT = 1  # of llama_decode: too few cells
-
-
-def chosen_runtime(runtime: str, model: str) -> str:
-    """The runtime of a model, `torch` or `llama.cpp`, by the setting and the model's name.
-
-    Raises:
-        CheckpointError: the runtime cannot run such a model.
-    """
-    if runtime == "torch" and is_gguf(model):
-        raise CheckpointError(f"--runtime torch: '{model}' is a GGUF file; only --runtime llama.cpp runs it")
-    if runtime == NAME and not is_gguf(model):
-        raise CheckpointError(
-            f"--runtime llama.cpp: '{model}' is no GGUF file; make one with: outrider convert {model} OUT.gguf"
-        )
-    return NAME if is_gguf(model) else "torch"
-
-
-@dataclass
-class LlamaModel(LoadedModel):
-    """A model of llama.cpp.
-
-    Attributes:
-        handle: of the model in the library.
-    """
-
-    handle: Any = field(default=None, repr=False)
-
-
-@cache
-def _library() -> ModuleType:
-    """The bindings of llama.cpp, which then logs to `_log_lines` only.
-
-    Raises:
-        CheckpointError: the extra is not installed.
-    """
-    try:
-        import llama_cpp
-    except ImportError as error:
-        raise CheckpointError(
-            f"a GGUF file needs llama.cpp, which is not installed ({error}): pip install 'outrider[llama]'"
-        ) from error
-    except (OSError, RuntimeError) as error:  # of its shared library
-        raise CheckpointError(f"the library of llama-cpp-python cannot be loaded: {error}") from error
-    llama_cpp.llama_log_set(_log_callback(llama_cpp), None)
-    llama_cpp.llama_backend_init()
-    return llama_cpp
-
-
-_log_lines: list[str] = []
-_MOST_LINES = 50
-_ERROR = 4  # GGML_LOG_LEVEL_ERROR
-
-
-@cache
-def _log_callback(llama_cpp: ModuleType) -> Any:
-    """Keeps the last errors of the library: its functions return none."""
-
-    def keep(level: int, text: bytes, _data: object) -> None:
-        if level == _ERROR:
-            _log_lines.append(text.decode("utf-8", "replace").strip())
-            del _log_lines[:-_MOST_LINES]
-
-    return llama_cpp.llama_log_callback(keep)
-
-
-def _errors() -> str:
-    """The errors that the library logged since the last call, in one line."""
-    lines, _log_lines[:] = list(dict.fromkeys(_log_lines)), []
-    return "; ".join(lines) or "llama.cpp gives no reason"
-
-
-# ------------------------------------------------------------------------------------------------------------- loading
-
-
-def load_gguf(source: ModelSource) -> tuple[LlamaModel, Tokenizer]:
-    """Loads a GGUF file and its tokenizer.
-
-    Raises:
-        CheckpointError: it cannot be found, is not GGUF, or its model cannot be run; the text is one line.
-    """
-    llama_cpp = _library()
-    path = resolve_file(source.name, source.revision)
-    metadata = read_metadata(path)
-    architecture = str(metadata.get("general.architecture"))
-    handle = _load(llama_cpp, path, architecture, vocab_only=False, layers=_gpu_layers(llama_cpp, source.device))
-    if (
-        llama_cpp.llama_model_has_encoder(handle)
-        or not llama_cpp.llama_model_has_decoder(handle)
-        or llama_cpp.llama_model_is_recurrent(handle)
-        or llama_cpp.llama_model_is_hybrid(handle)
-    ):
-        raise UnsupportedModel(
-            f"'{source.name}' is a model of architecture '{architecture}', with an encoder or a recurrent state, which "
-            "cannot be rolled back"
-        )
-    vocab = llama_cpp.llama_model_get_vocab(handle)
-    tokenizer = gguf_tokenizer(llama_cpp, handle, metadata, source.name)
-    heads = llama_cpp.llama_model_n_head(handle)
-    size = metadata.get(f"{architecture}.attention.key_length") or llama_cpp.llama_model_n_embd(handle) // heads
-    layer = AttentionLayer(heads, llama_cpp.llama_model_n_head_kv(handle), size, size**-0.5, None)
-    eos_token_ids = tuple(metadata.get("outrider.eos_token_ids") or _end_tokens(llama_cpp, vocab))
-    is_full = metadata.get("general.file_type") == _ALL_F32
-    return LlamaModel(
-        model=None,
-        config=None,
-        device=torch.device("cpu"),
-        dtype=torch.float32,
-        dtype_reason=f"logits of llama.cpp are float32; the weights: {_description(llama_cpp, handle)}",
-        quantisation=None,
-        vocab_size=llama_cpp.llama_vocab_n_tokens(vocab),
-        context_length=llama_cpp.llama_model_n_ctx_train(handle),
-        name=source.name,
-        eos_token_ids=eos_token_ids,
-        weights_fingerprint=model_fingerprint(file_fingerprint(path), eos_token_ids, None),
-        weight_bytes=llama_cpp.llama_model_size(handle),
-        layers=(layer,) * llama_cpp.llama_model_n_layer(handle),
-        reference=Reference(torch.empty(2, 0, dtype=torch.int64), torch.empty(2, 0, 0)),
-        kv_dtype=torch.float32 if is_full else torch.float16,
-        handle=handle,
-    ), tokenizer
-
-
-def load_gguf_tokenizer(source: ModelSource) -> Tokenizer:
-    """The tokenizer of a GGUF file, without its weights.
-
-    Raises:
-        CheckpointError: see `load_gguf`.
-    """
-    llama_cpp = _library()
-    path = resolve_file(source.name, source.revision)
-    metadata = read_metadata(path)
-    handle = _load(llama_cpp, path, str(metadata.get("general.architecture")), vocab_only=True, layers=0)
-    return gguf_tokenizer(llama_cpp, handle, metadata, source.name)
-
-
-def _load(llama_cpp: ModuleType, path: Path, architecture: str, *, vocab_only: bool, layers: int) -> Any:
-    parameters = llama_cpp.llama_model_default_params()
-    parameters.vocab_only, parameters.n_gpu_layers = vocab_only, layers
-    _errors()
-    handle = llama_cpp.llama_model_load_from_file(str(path).encode(), parameters)
-    if not handle:
-        raise CheckpointError(
-            f"llama.cpp of llama-cpp-python {llama_cpp.__version__} cannot load '{path}', architecture "
-            f"'{architecture}': {_errors()}"
-        )
-    owner = _Owned(handle)
-    weakref.finalize(owner, llama_cpp.llama_model_free, handle).atexit = False
-    return _Handle(owner)
-
-
-class _Owned:
-    """Frees a handle of the library with its last reference."""
-
-    def __init__(self, handle: Any) -> None:
-        self.handle = handle
-
-
-class _Handle:
-    """A handle as an argument of the library's functions, by ctypes' `_as_parameter_`."""
-
-    def __init__(self, owner: _Owned) -> None:
-        self._owner = owner
-        self._as_parameter_ = owner.handle
-
-
-def _gpu_layers(llama_cpp: ModuleType, device: str) -> int:
-    """Layers on a GPU: all (-1) or none."""
-    if device == "cpu":
-        return 0
-    if llama_cpp.llama_supports_gpu_offload():
-        return -1
-    if device != "auto":
-        raise CheckpointError(f"--device is {device}; llama-cpp-python is built for the CPU alone")
-    return 0
-
-
-def _description(llama_cpp: ModuleType, handle: Any) -> str:
-    buffer = ctypes.create_string_buffer(256)
-    llama_cpp.llama_model_desc(handle, buffer, len(buffer))
-    return buffer.value.decode("utf-8", "replace")
-
-
-def _end_tokens(llama_cpp: ModuleType, vocab: Any) -> list[int]:
-    count = llama_cpp.llama_vocab_n_tokens(vocab)
-    return [token for token in range(count) if llama_cpp.llama_vocab_is_eog(vocab, token)]
 
 
 # ----------------------------------------------------------------------------------------------------------------- pool
@@ -368,7 +172,7 @@ class LlamaRunner(ModelRunner):
         max_batch_tokens: int = _LEAST_BATCH,
         threads: int | None = None,
     ) -> None:
-        self._llama_cpp = llama_cpp = _library()
+        self._llama_cpp = llama_cpp = library()
         self._most_rows = max(max_batch_tokens, min(_LEAST_BATCH, max_length))
         sequences = min(blocks, _MOST_SEQUENCES)
         context = _context(llama_cpp, loaded, blocks * BLOCK_TOKENS, sequences, self._most_rows, threads)
@@ -421,8 +225,8 @@ class LlamaRunner(ModelRunner):
             for chunk in chunks:  # some of its parts may have run
                 pool.truncate(chunk.slot, chunk.start)
             if code == _NO_SLOT:
-                raise PoolExhausted(f"llama.cpp has too few cells for {rows} rows: {_errors()}")
-            raise RuntimeError(f"llama_decode returned {code} for {rows} rows: {_errors()}")
+                raise PoolExhausted(f"llama.cpp has too few cells for {rows} rows: {errors()}")
+            raise RuntimeError(f"llama_decode returned {code} for {rows} rows: {errors()}")
         if not wanted:
             return torch.empty(0, self.loaded.vocab_size)
         values = self._llama_cpp.llama_get_logits(self._context)
@@ -468,17 +272,17 @@ def _context(
     if is_full:
         parameters.flash_attn_type = llama_cpp.LLAMA_FLASH_ATTN_TYPE_DISABLED
     parameters.no_perf = True
-    _errors()
+    errors()
     handle = llama_cpp.llama_init_from_model(loaded.handle, parameters)
     if not handle:
         raise CheckpointError(
-            f"llama.cpp cannot allocate a context of {parameters.n_ctx} positions for '{loaded.name}': {_errors()}; "
+            f"llama.cpp cannot allocate a context of {parameters.n_ctx} positions for '{loaded.name}': {errors()}; "
             "lower --kv-cache-mb or --max-sequences"
         )
-    owner = _Owned(handle)
+    owner = Owned(handle)
     model = loaded.handle  # freed later than its context
     weakref.finalize(owner, _free_context, llama_cpp.llama_free, handle, model).atexit = False
-    return _Handle(owner)
+    return Handle(owner)
 
 
 def _free_context(free: Callable[[Any], None], handle: Any, _model: Any) -> None:

@@ -70,10 +70,7 @@ class Component:
 
         @functools.wraps(function)
         def call(*arguments: Parameters.args, **named: Parameters.kwargs) -> None:
-            try:
-                function(*arguments, **named)
-            except Exception as error:
-                self._note(error)
+            self.run(functools.partial(function, *arguments, **named), None)
 
         return call
 

@@ -11,7 +11,6 @@ from torch import Tensor
 from transformers import GenerationConfig
 
 from outrider.rpc.errors import counted
-from outrider.runtime import llama_cpp
 from outrider.runtime.batch import Chunk
 from outrider.runtime.checkpoint import resolve_folder
 from outrider.runtime.cuda_graph import capturer_for
@@ -19,6 +18,8 @@ from outrider.runtime.device import describe_device, find_device, work_on
 from outrider.runtime.errors import CheckpointError, ModelLost
 from outrider.runtime.fused_decoder import fuse_model
 from outrider.runtime.kv_cache import BLOCK_TOKENS
+from outrider.runtime.llama_cpp import LlamaRunner
+from outrider.runtime.llama_loader import LLAMA_CPP, LlamaModel, chosen_runtime, load_gguf, load_gguf_tokenizer
 from outrider.runtime.loader import LoadedModel, ModelSource, load_model
 from outrider.runtime.memory import (
     MIB,
@@ -76,8 +77,8 @@ def load(settings: ServiceSettings) -> tuple[LoadedModel, Tokenizer]:
 def _load_gguf(source: ModelSource) -> tuple[LoadedModel, Tokenizer]:
     if source.dtype != "auto":
         _log.warning("--dtype is ignored: a GGUF file has types of its own", dtype=source.dtype, model=source.name)
-    loaded, tokenizer = llama_cpp.load_gguf(source)
-    _log.info("loaded", model=loaded.name, runtime=llama_cpp.NAME, reason=loaded.dtype_reason)
+    loaded, tokenizer = load_gguf(source)
+    _log.info("loaded", model=loaded.name, runtime=LLAMA_CPP, reason=loaded.dtype_reason)
     return loaded, tokenizer
 
 
@@ -87,7 +88,7 @@ def uses_llama(settings: ServiceSettings) -> bool:
     Raises:
         CheckpointError: --runtime does not fit the model.
     """
-    return llama_cpp.chosen_runtime(settings.runtime, settings.model) == llama_cpp.NAME
+    return chosen_runtime(settings.runtime, settings.model) == LLAMA_CPP
 
 
 def load_share(settings: ServiceSettings, parallel: TensorParallel) -> LoadedModel:
@@ -117,7 +118,7 @@ def load_tokenizer_alone(settings: ServiceSettings) -> Tokenizer:
         CheckpointError: there is no tokenizer, or it cannot be read.
     """
     source = model_source(settings)
-    return llama_cpp.load_gguf_tokenizer(source) if uses_llama(settings) else load_tokenizer(source)
+    return load_gguf_tokenizer(source) if uses_llama(settings) else load_tokenizer(source)
 
 
 def load_encoder_inputs(settings: ServiceSettings, loaded: LoadedModel) -> EncoderInputs | None:
@@ -262,7 +263,7 @@ def build_model_runner(
             context_length=loaded.context_length,
         )
     memory = memory or memory_of(loaded.device)
-    if isinstance(loaded, llama_cpp.LlamaModel):
+    if isinstance(loaded, LlamaModel):
         return _build_llama(settings, loaded, length, max_batch_tokens=max_batch_tokens, memory=memory)
     is_shared = parallel is not None
     with explain_out_of_memory(memory, "the self-check of attention"):
@@ -314,7 +315,7 @@ def build_model_runner(
 
 def _build_llama(
     settings: ServiceSettings,
-    loaded: llama_cpp.LlamaModel,
+    loaded: LlamaModel,
     length: int,
     *,
     max_batch_tokens: int,
@@ -323,7 +324,7 @@ def _build_llama(
     """llama.cpp searches all cells at each rollback, so there are no more than the most sequences can fill."""
     most = settings.max_sequences * sequence_blocks(loaded, length)
     blocks = min(kv_blocks(settings, loaded, BLOCK_TOKENS, left=0), most)
-    runner = llama_cpp.LlamaRunner(
+    runner = LlamaRunner(
         loaded, blocks=blocks, max_length=length, max_batch_tokens=max_batch_tokens, threads=settings.threads
     )
     return Built(runner, memory, 0)

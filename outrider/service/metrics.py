@@ -138,14 +138,15 @@ class Times(Collector):
     one. Values come from one thread; any thread may read.
     """
 
-    def __init__(self, name: str, text: str, buckets: Sequence[float], registry: CollectorRegistry) -> None:
-        """Registers itself."""
+    def __init__(self, name: str, text: str, buckets: Sequence[float], registry: CollectorRegistry | None) -> None:
+        """Registers itself, unless `registry` is None."""
         self._name = name
         self._text = text
         self._bounds = [*buckets, math.inf]
         self._counts = [0] * len(self._bounds)
         self._sum = 0.0
-        registry.register(self)
+        if registry is not None:
+            registry.register(self)
 
     def observe(self, seconds: float, count: int = 1) -> None:
         """Records `count` times so many seconds."""

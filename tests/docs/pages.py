@@ -20,6 +20,7 @@ NEEDS = (
     "needs two machines",
     "needs a cluster",
     "needs docker",
+    "needs the extra llama",
     "downloads two models",
 )
 """Reasons why no test runs a block."""

@@ -112,8 +112,8 @@ def test_serve_passes_each_flag_to_the_services_that_have_it() -> None:
     assert verifier == [*both, "--no-prefix-cache", "--metrics-listen", "127.0.0.1:2"]
     assert draft == [
         *both,
-        *("--gamma", "3", "--metrics-listen", "127.0.0.1:1", "--verifier-timeout", "9", "--revision=main"),
-        *("--draft-timeout", "5"),
+        *("--gamma", "3", "--no-prefix-cache", "--metrics-listen", "127.0.0.1:1", "--verifier-timeout", "9"),
+        *("--revision=main", "--draft-timeout", "5"),
     ]
 
 

@@ -8,12 +8,11 @@ from pathlib import Path
 
 import pytest
 
-from outrider.runtime import llama_cpp
 from outrider.runtime.checkpoint import vocabulary_size
 from outrider.runtime.errors import CheckpointError
 from outrider.runtime.gguf import Texts, read_metadata, resolve_file
 from outrider.runtime.gguf_convert import convert
-from outrider.runtime.llama_cpp import chosen_runtime, load_gguf
+from outrider.runtime.llama_loader import chosen_runtime, library, load_gguf
 from outrider.runtime.loader import ModelSource
 from tests.cluster import MODELS
 
@@ -82,9 +81,9 @@ def test_a_runtime_takes_its_own_kind_of_model() -> None:
 def test_a_missing_extra_is_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for module in ("llama_cpp", "gguf"):
         monkeypatch.setitem(sys.modules, module, None)
-    llama_cpp._library.cache_clear()
+    library.cache_clear()
     with pytest.raises(CheckpointError, match=r"needs llama\.cpp, which is not installed .*'outrider\[llama\]'"):
         load_gguf(ModelSource(str(write(tmp_path, WHOLE))))
     with pytest.raises(CheckpointError, match=r"needs the package gguf: pip install 'outrider\[llama\]'"):
         convert(str(MODELS / "draft"), tmp_path / "out.gguf", "f32")
-    llama_cpp._library.cache_clear()
+    library.cache_clear()

@@ -13,7 +13,8 @@ from transformers import PreTrainedConfig
 from outrider.runtime import gguf_tokenizer
 from outrider.runtime.block_pool import PoolExhausted
 from outrider.runtime.errors import CheckpointError
-from outrider.runtime.llama_cpp import LlamaRunner, load_gguf, load_gguf_tokenizer
+from outrider.runtime.llama_cpp import LlamaRunner
+from outrider.runtime.llama_loader import load_gguf, load_gguf_tokenizer
 from outrider.runtime.loader import ModelSource
 from outrider.runtime.model_runner import Chunk
 from outrider.runtime.tokenizer import load_tokenizer
@@ -151,7 +152,7 @@ def test_llama_cpps_vocabulary_is_that_of_the_checkpoint(
     folders: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """As of a GGUF file that others converted, without the checkpoint's own tokenizer in it."""
-    read = "outrider.runtime.llama_cpp.read_metadata"
+    read = "outrider.runtime.llama_loader.read_metadata"
     from outrider.runtime.gguf import read_metadata
 
     def without(path: Path) -> dict[str, object]:
