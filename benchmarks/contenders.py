@@ -130,13 +130,14 @@ class Passes:
     def __init__(self, model: Any) -> None:
         self.reset()
         self._begin = 0.0
-        model.register_forward_pre_hook(self._before)
+        model.register_forward_pre_hook(self._before, with_kwargs=True)
         model.register_forward_hook(self._after)
 
     def reset(self) -> None:
-        self.count, self.seconds = 0, 0.0
+        self.count, self.tokens, self.seconds = 0, 0, 0.0
 
-    def _before(self, module: Any, args: Any) -> None:
+    def _before(self, module: Any, args: Any, options: Json) -> None:
+        self.tokens += options["input_ids"].shape[1]
         self._begin = time.perf_counter()
 
     def _after(self, module: Any, args: Any, output: Any) -> None:
@@ -171,8 +172,14 @@ def _generation_config(task: Task) -> GenerationConfig:
     return GenerationConfig(max_new_tokens=task.new_tokens, eos_token_id=-1, pad_token_id=0, use_cache=True, **how)
 
 
-def transformers_writer(target: Any, *, threads: int | None = None, draft: Any = None, tokens: int = 5) -> Write:
-    """`generate` on a model with a dynamic cache; with a draft as its assistant, which drafts `tokens` a round."""
+def transformers_writer(
+    target: Any, *, threads: int | None = None, draft: Any = None, tokens: int = 5, lookup: int | None = None
+) -> Write:
+    """`generate` on a model with a dynamic cache.
+
+    With a draft: assisted generation, `tokens` drafted a round. With `lookup`: prompt lookup, which copies so many
+    tokens a round.
+    """
     passes, drafts = _passes_of(target), _passes_of(torch.nn.Identity() if draft is None else draft)
 
     def write(task: Task) -> Json:
@@ -182,6 +189,7 @@ def transformers_writer(target: Any, *, threads: int | None = None, draft: Any =
             draft.generation_config.num_assistant_tokens_schedule = "constant"
             draft.generation_config.assistant_confidence_threshold = 0.0
             options["assistant_model"] = draft
+        options["generation_config"].prompt_lookup_num_tokens = lookup
         prompt = torch.tensor([task.token_ids], device=target.device)
         if threads is not None:
             torch.set_num_threads(threads)
@@ -192,6 +200,8 @@ def transformers_writer(target: Any, *, threads: int | None = None, draft: Any =
         with torch.inference_mode():
             written = target.generate(prompt, attention_mask=torch.ones_like(prompt), **options)[0].tolist()
         seconds = time.perf_counter() - begin
+        # A pass runs the drafted tokens and the last one before them; the first runs the prompt.
+        drafted = passes.tokens - prompt.shape[1] - (passes.count - 1)
         return text_run(
             "transformers",
             task,
@@ -199,8 +209,8 @@ def transformers_writer(target: Any, *, threads: int | None = None, draft: Any =
             {"draft": drafts.seconds, "forward": passes.seconds},
             seconds=seconds,
             rounds=passes.count,
-            drafted=drafts.count,  # one pass, one token
-            accepted=task.new_tokens - passes.count if drafts.count else 0,  # the rest is the target's own
+            drafted=drafted,
+            accepted=task.new_tokens - passes.count if drafted else 0,  # the rest is the target's own
         )
 
     return write

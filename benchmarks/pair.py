@@ -1,6 +1,7 @@
-"""The gain of speculation over gRPC: the target alone, the pair, and transformers' assisted generation, in turns.
+"""The gain of speculation over gRPC: the target alone, the pair, and transformers' own ways to speculate, in turns.
 
-Both ways of speculating take part with several numbers of drafted tokens, so that each is seen at its best.
+These are assisted generation and prompt lookup. Each way to speculate takes part with several numbers of drafted
+tokens, so that it is seen at its best.
 """
 
 import sys
@@ -28,7 +29,7 @@ from outrider.cli.processes import processors
 
 GENERATE, DECODE = "generate", "Decode"
 ALONE = (GENERATE, DECODE)
-ASSISTED, PAIR = "assisted", "pair"
+ASSISTED, LOOKUP, PAIR = "assisted", "prompt lookup", "pair"
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -37,8 +38,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     harness.text_options(parser, prompts=5, new_tokens=64)
     parser.add_argument("--gammas", type=int, nargs="*", default=[4, 10], help="of the pair, beside `adaptive`")
     parser.add_argument("--assistant-tokens", type=int, nargs="*", default=[8, 12], help="of assisted generation")
+    parser.add_argument("--lookup-tokens", type=int, nargs="*", default=[4, 10], help="of prompt lookup")
     few = {
         "only": "demo", "prompts": 2, "new_tokens": 16, "repetitions": 1, "gammas": [4], "assistant_tokens": [8],
+        "lookup_tokens": [4],
     }  # fmt: skip
     given = harness.parse(parser, arguments, few)
     summarise = harness.summary_of(("pair", "temperature"), figures)
@@ -90,6 +93,10 @@ def _writers(bench: Bench, models: Models, running: ExitStack, task: Task) -> di
         GENERATE: transformers_writer(target, threads=threads),
         DECODE: outrider_writer(alone, gamma=0),
         **assisted,
+        **{
+            f"{LOOKUP}, {tokens}": transformers_writer(target, threads=threads, lookup=tokens)
+            for tokens in given.lookup_tokens
+        },
         **{f"{PAIR}, γ = {gamma}": outrider_writer(pair, gamma=gamma) for gamma in given.gammas},
         f"{PAIR}, adaptive": outrider_writer(pair, speculation="adaptive"),
     }
@@ -111,7 +118,8 @@ def figures(runs: Sequence[Json]) -> Json:
     best = max(rates, key=lambda name: rates[name])
     # Assisted generation reports no α; that of the pair holds for it, whose models are the same.
     alpha = harness.alpha_of([run for run in runs if run["arm"].startswith(PAIR)])
-    found = compared(runs, best, sorted(by_arm, key=lambda name: [*ALONE, ASSISTED, PAIR].index(name.split(",")[0])))
+    order = [*ALONE, ASSISTED, LOOKUP, PAIR]
+    found = compared(runs, best, sorted(by_arm, key=lambda name: order.index(name.split(",")[0])))
     for arm in found.values():
         arm["predicted_ratio"] = predicted_ratio(arm, alpha, rates[best])
     return found
