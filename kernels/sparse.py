@@ -51,6 +51,12 @@ class SparseDistribution:
         return int(self.ids[self.weights.cumsum(dtype=np.int64).searchsorted(target, side="right")])
 
 
+def evenly_spaced(begin: int, vocab_size: int, size: int) -> SparseDistribution:
+    """Return equal weights of `size` of V tokens, V // size apart; they wrap around from `begin`."""
+    ids = np.sort((begin + np.arange(size) * (vocab_size // size)) % vocab_size)
+    return SparseDistribution(ids, np.ones(size, dtype=np.uint16), size)
+
+
 @dataclass(frozen=True, slots=True)
 class SparseConfig:
     """How much of a distribution to keep: the fewest best tokens with `keep_mass`, but `max_support` at most.

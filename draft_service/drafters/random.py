@@ -6,11 +6,9 @@ tokens, at equal distances from a random start. The tokens are then drawn from t
 
 from collections.abc import Sequence
 
-import numpy as np
-
 from draft_service.drafters.base import DraftSequence, Guesser, Guesses, GuessingDrafter
 from kernels.rng import Domain, uniform
-from kernels.sparse import SparseDistribution
+from kernels.sparse import SparseDistribution, evenly_spaced
 
 # Draw numbers of one index: disjoint, so the support does not depend on any token (invariant 1).
 _TOKEN, _SUPPORT = 0, 1
@@ -54,6 +52,4 @@ def support(seed: int, base: int, *, vocab_size: int, size: int) -> SparseDistri
     The tokens are `vocab_size // size` apart, and wrap around from a random start. Over seeds every token is drafted
     equally often.
     """
-    begin = int(uniform(seed, base, 0, Domain.DRAFT, _SUPPORT) * vocab_size)
-    ids = np.sort((begin + np.arange(size) * (vocab_size // size)) % vocab_size)
-    return SparseDistribution(ids, np.ones(size, dtype=np.uint16), size)
+    return evenly_spaced(int(uniform(seed, base, 0, Domain.DRAFT, _SUPPORT) * vocab_size), vocab_size, size)

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from outrider.evaluation.local_models import PromptText
 
 # As `outrider.evaluation.alpha.DRAFTERS`, which cannot be imported without torch.
-DRAFTERS = ("model", "parallel", "unigram", "bigram", "ngram", "lookup")
+DRAFTERS = ("model", "parallel", "unigram", "bigram", "ngram", "lookup", "random")
 _WITH_MODEL = frozenset({"model", "parallel"})
 _COUNTING = {"unigram", "bigram"}
 _WORK = {
@@ -113,6 +113,27 @@ class Leniences(click.ParamType[tuple[float, ...]]):
     default=0.0,
     show_default=True,
     help="Drop tokens less probable than this share of the most probable one.",
+)
+@click.option(
+    "--repetition-penalty",
+    type=click.FloatRange(0.01, 100),
+    default=1.0,
+    show_default=True,
+    help="Divides positive and multiplies negative logits of tokens in prompt or text.",
+)
+@click.option(
+    "--presence-penalty",
+    type=click.FloatRange(-100, 100),
+    default=0.0,
+    show_default=True,
+    help="Subtracted from the logit of each token in the text.",
+)
+@click.option(
+    "--frequency-penalty",
+    type=click.FloatRange(-100, 100),
+    default=0.0,
+    show_default=True,
+    help="Subtracted from the logit of a token for each time it is in the text.",
 )
 @click.option(
     "--draft-temperature",
@@ -335,4 +356,7 @@ def _sampling(options: Options) -> str:
         parts += [f"top-p {options.top_p:g}"] if options.top_p < 1 else []
         parts += [f"min-p {options.min_p:g}"] if options.min_p else []
         parts += [] if options.draft_temperature is None else [f"draft temperature {options.draft_temperature:g}"]
+    penalties = {"repetition": 1.0, "presence": 0.0, "frequency": 0.0}
+    values = {name: getattr(options, f"{name}_penalty") for name in penalties}
+    parts += [f"{name} penalty {value:g}" for name, value in values.items() if value != penalties[name]]
     return ", ".join(parts)

@@ -20,6 +20,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from kernels.adjustments import LogitRules
 from kernels.sampling import SamplingParams, probabilities
 from kernels.sparse import SparseConfig, SparseDistribution
 from outrider.evaluation.drafters import (
@@ -28,6 +29,7 @@ from outrider.evaluation.drafters import (
     ModelDrafter,
     NGramDrafter,
     ParallelDrafter,
+    RandomDrafter,
     point_mass,
 )
 from outrider.evaluation.local_models import (
@@ -60,7 +62,7 @@ from outrider.service.model_info import vocabulary_end
 FEW_PROMPTS = 8
 """With fewer prompts an interval treats each text as one observation, and holds for these prompts only."""
 
-DRAFTERS = ("model", "parallel", "unigram", "bigram", "ngram", "lookup")
+DRAFTERS = ("model", "parallel", "unigram", "bigram", "ngram", "lookup", "random")
 MODELS = frozenset({"model", "parallel"})  # drafters that run the draft model
 """Drafters that can be measured without a service."""
 
@@ -240,6 +242,7 @@ class Options:
         tokens: about how many tokens the target writes.
         text_tokens: the most tokens of one text; None chooses.
         temperature: as in `SamplingParams`, and the next three.
+        repetition_penalty: as in `LogitRules`, and the next two; for the draft too.
         draft_temperature: replaces the temperature for the draft, above temperature 0; None does not.
         leniences: each in (0, 1].
         keep_mass: as in `SparseConfig`, and the next one.
@@ -270,6 +273,9 @@ class Options:
     top_k: int = 0
     top_p: float = 1.0
     min_p: float = 0.0
+    repetition_penalty: float = 1.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
     draft_temperature: float | None = None
     leniences: tuple[float, ...] = (1.0,)
     keep_mass: float = 0.99
@@ -370,6 +376,8 @@ def run(options: Options, report: Report = lambda *_: None) -> Measurement:
         prompts = encode_speech(speech, (loaded, source), located)
     else:
         prompts = encode_prompts(options.prompts, tokenizer, loaded)
+    penalties = LogitRules(options.repetition_penalty, options.presence_penalty, options.frequency_penalty)
+    prompts = [replace(prompt, penalties=penalties) for prompt in prompts]
     length = _text_tokens(options, prompts, loaded, draft_model)
     room = length + max(len(prompt.tokens) for prompt in prompts)
     target = build_runner(loaded, min(SEQUENCES, -(-options.tokens // length)), room)
@@ -472,6 +480,8 @@ def _drafter(
             return ParallelDrafter(draft, vocab_size, params, sparse, options.tokens_per_pass)
         case "lookup":
             return LookupDrafter(options.lookup_min_match)
+        case "random":
+            return RandomDrafter(vocab_size, min(vocab_size, options.max_support), options.seed)
         case _:
             order = {"unigram": 1, "bigram": 2}.get(name, options.ngram_order)
             counts = NGramCounts(order, vocab_size, options.ngram_entries)

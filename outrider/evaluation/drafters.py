@@ -12,8 +12,8 @@ import torch
 from torch import Tensor
 
 from kernels.sampling import SamplingParams, probabilities
-from kernels.sparse import SparseConfig, SparseDistribution, truncate
-from outrider.evaluation.target_text import Text, blocks, read_logits, refuse_bad, rules_of
+from kernels.sparse import SparseConfig, SparseDistribution, evenly_spaced, truncate
+from outrider.evaluation.target_text import Rules, Text, blocks, read_logits, refuse_bad, rules_of
 from outrider.runtime.batch import Chunk
 from outrider.runtime.lookup import TextIndex
 from outrider.runtime.model_runner import ModelRunner
@@ -72,7 +72,8 @@ class ParallelDrafter:
                 tokens = [*text.tokens[held:begin], *[mask_token] * masks]
                 z = runner.logits([Chunk(slot, tokens, held, begin - held - 1)])
                 runner.pool.rollback(slot, begin)
-                z = rules.apply(_of_target(z, self.vocab_size, runner), text.tokens[begin : begin + masks + 1])
+                written = text.tokens[begin : begin + masks + 1]
+                z = rules.apply(_of_target(z, self.vocab_size, runner), written, stand_in=mask_token)
                 refuse_bad(z, "the draft")
                 yield from draft_distributions(z, self.params, self.sparse)
         finally:
@@ -90,6 +91,7 @@ class NGramDrafter:
     def read(self, text: Text, rows: int) -> Iterator[Sequence[SparseDistribution | None]]:
         """See `Drafter`."""
         own = NGramCounts(self.corpus.order, len(self.corpus.singles), self.corpus.bound)
+        rules = Rules(None, text.prompt.tokens, len(own.singles), penalties=text.prompt.penalties)
         for block in blocks(text, rows):
             drafted: list[SparseDistribution | None] = []
             for position in range(block.start, block.end):
@@ -99,8 +101,28 @@ class NGramDrafter:
                     p = back_off([self.corpus, own], before)
                     assert p is not None  # `own` has counted a token
                     z = torch.from_numpy(np.log(p)).to(torch.float32).unsqueeze(0)
+                    z = rules.apply(z, text.tokens[position + 1 : position + 2])
                     drafted += draft_distributions(z, self.params, self.sparse)
             yield drafted
+
+
+@dataclass(frozen=True, slots=True)
+class RandomDrafter:
+    """Draws uniformly from `size` tokens at equal distances, from a random one on: as the draft service's `random`.
+
+    At temperature 0 the service proposes the drawn token alone; q̂ is then what it is drawn from.
+    """
+
+    vocab_size: int
+    size: int
+    seed: int
+
+    def read(self, text: Text, rows: int) -> Iterator[Sequence[SparseDistribution | None]]:
+        """See `Drafter`."""
+        generator = np.random.default_rng((self.seed, *text.tokens))
+        for block in blocks(text, rows):
+            begins = generator.integers(self.vocab_size, size=block.end - block.start - block.first)
+            yield [evenly_spaced(int(begin), self.vocab_size, self.size) for begin in begins]
 
 
 @dataclass(frozen=True, slots=True)

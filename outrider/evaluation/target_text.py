@@ -24,6 +24,8 @@ SEQUENCES = 64
 BATCH_TOKENS = 512
 """The most tokens of a forward pass."""
 
+NO_PENALTIES = LogitRules()
+
 _LOGITS = 1 << 24  # the most logits of a block: 64 MiB in float32
 
 Report = Callable[[str, int, int], None]
@@ -42,11 +44,13 @@ class Prompt:
         tokens: of the decoder, at least one.
         encoder_input: token ids `[S]` or features `[mels, frames]` of an encoder; None without an encoder.
         draft_input: the same for the draft's encoder, if it takes other features.
+        penalties: of the request, for target and draft.
     """
 
     tokens: Sequence[int]
     encoder_input: Tensor | None = None
     draft_input: Tensor | None = None
+    penalties: LogitRules = NO_PENALTIES
 
 
 @dataclass(slots=True)
@@ -81,22 +85,26 @@ class Text:
 
 
 class Rules:
-    """Applies the rules of a model's generation config to its logits after consecutive tokens of a text.
+    """Applies penalties and the rules of a model's generation config to its logits, along a text.
 
     Args:
-        rules: of the model; None changes nothing.
+        rules: of the model, if it has any.
         prompt: the tokens before the first row.
         vocab_size: V.
         max_new_tokens: of the text, at whose end the rules may force a token; 0: they do not.
+        penalties: of the request.
     """
 
     def __init__(
-        self, rules: GenerationRules | None, prompt: Sequence[int], vocab_size: int, max_new_tokens: int = 0
+        self,
+        rules: GenerationRules | None,
+        prompt: Sequence[int],
+        vocab_size: int,
+        max_new_tokens: int = 0,
+        penalties: LogitRules = NO_PENALTIES,
     ) -> None:
-        self._adjuster: Adjuster | None = None
-        if rules is not None:
-            every = LogitRules(generation=rules, max_new_tokens=max_new_tokens)
-            self._adjuster = Adjuster(every, prompt, vocab_size)
+        every = replace(penalties, generation=rules, max_new_tokens=max_new_tokens)
+        self._adjuster = None if every.is_identity else Adjuster(every, prompt, vocab_size)
 
     def row(self) -> RowAdjustment | None:
         """Return the change to the logits of the next token."""
@@ -107,14 +115,22 @@ class Rules:
         if self._adjuster is not None:
             self._adjuster.push(token)
 
-    def apply(self, z: Tensor, tokens: Sequence[int]) -> Tensor:
-        """Return the logits `[n, V]` with the changes, and go on after `tokens`, which follow the rows: n."""
+    def apply(self, z: Tensor, tokens: Sequence[int], stand_in: int | None = None) -> Tensor:
+        """Return the logits `[n, V]` with the changes, and go on after `tokens`, which follow the rows: n.
+
+        Within these rows `stand_in`, if given, counts in place of each token: a model that gives them all in one pass
+        does not know them.
+        """
         if self._adjuster is None:
             return z
-        rows = []
+        rows, begin = [], self._adjuster.n_generated
         for token in tokens:
             rows.append(self.row())
-            self.push(token)
+            self.push(token if stand_in is None else stand_in)
+        if stand_in is not None:
+            self._adjuster.truncate(begin)
+            for token in tokens:
+                self.push(token)
         return apply(z, rows)
 
 
@@ -200,7 +216,8 @@ def _next_chunks(target: ModelRunner, live: Mapping[int, Text]) -> Iterator[Chun
 
 def rules_of(runner: ModelRunner, text: Text, vocab_size: int | None = None) -> Rules:
     """The rules of a model for a text, before its first written token. V is that of the model, or `vocab_size`."""
-    return Rules(runner.loaded.generation_rules, text.prompt.tokens, vocab_size or runner.loaded.vocab_size)
+    size, prompt = vocab_size or runner.loaded.vocab_size, text.prompt
+    return Rules(runner.loaded.generation_rules, prompt.tokens, size, penalties=prompt.penalties)
 
 
 def _slot(runner: ModelRunner, prompt: Prompt) -> int:

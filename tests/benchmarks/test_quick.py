@@ -124,7 +124,7 @@ def check_rules(summary: Json, runs: list[Json]) -> None:
 
 def check_alpha(summary: Json, runs: list[Json]) -> None:
     for found in summary["demo"].values():
-        assert list(found) == ["unigram", "bigram", "model", "ngram", "lookup", "parallel"]
+        assert list(found) == ["unigram", "bigram", "model", "ngram", "lookup", "random", "parallel"]
         for leniences in found.values():
             alphas = [each["alpha"] or 0.0 for each in leniences.values()]  # None without a drafted token
             assert list(leniences) == ["1", "0.5", "0.3", "0.1"]

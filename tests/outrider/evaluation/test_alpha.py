@@ -19,7 +19,7 @@ import scipy.stats
 import torch
 from transformers import AutoModelForCausalLM
 
-from draft_service.drafters import lookup, ngram
+from draft_service.drafters import lookup, ngram, random
 from draft_service.drafters.base import DraftSequence
 from kernels.adjustments import LogitRules
 from kernels.sampling import SamplingParams, probabilities
@@ -27,9 +27,24 @@ from kernels.sparse import SparseConfig, SparseDistribution, sparsify
 from kernels.verify import Proposed, Uniforms, verify
 from outrider.evaluation import alpha, chisquare
 from outrider.evaluation.alpha import FEW_PROMPTS, Estimate, Options, acceptance, clusters_of, estimate, measure
-from outrider.evaluation.drafters import Drafter, LookupDrafter, ModelDrafter, NGramDrafter, ParallelDrafter
+from outrider.evaluation.drafters import (
+    Drafter,
+    LookupDrafter,
+    ModelDrafter,
+    NGramDrafter,
+    ParallelDrafter,
+    RandomDrafter,
+)
 from outrider.evaluation.local_models import build_runner
-from outrider.evaluation.target_text import MeasurementError, Prompt, Text, block_rows, text_length, write
+from outrider.evaluation.target_text import (
+    NO_PENALTIES,
+    MeasurementError,
+    Prompt,
+    Text,
+    block_rows,
+    text_length,
+    write,
+)
 from outrider.runtime.loader import LoadedModel, ModelSource, adopt, load_model
 from outrider.runtime.model_runner import ModelRunner
 from outrider.runtime.ngram import NGramCounts
@@ -119,8 +134,22 @@ def chance(z: np.ndarray, p: np.ndarray, q: np.ndarray, lenience: float, *, gree
     return total
 
 
+PENALTIES = LogitRules(repetition_penalty=1.4, presence_penalty=0.3, frequency_penalty=-0.2)
+
+
+def penalised(z: np.ndarray, text: Text, written: Sequence[int]) -> np.ndarray:
+    """Logits `[V]` with the penalties of a text, token by token."""
+    given, found = text.prompt.penalties, z.copy()
+    for token in {*text.prompt.tokens, *written} - {V}:
+        found[token] = z[token] * given.repetition_penalty ** -np.sign(z[token])
+    for token in set(written) - {V}:
+        found[token] -= given.presence_penalty + given.frequency_penalty * list(written).count(token)
+    return found
+
+
 SETTINGS = {
     "plain": (SamplingParams(), None, SparseConfig()),
+    "penalties": (SamplingParams(), None, SparseConfig()),
     "hot draft": (SamplingParams(temperature=0.7), 1.3, SparseConfig()),
     "greedy draft": (SamplingParams(temperature=0.7), 0.0, SparseConfig()),
     "top-k": (SamplingParams(top_k=6), None, SparseConfig()),
@@ -137,33 +166,44 @@ def test_alpha_equals_a_slow_computation_in_float64(setting: str, pair: Pair) ->
     params, temperature, sparse = SETTINGS[setting]
     options = Options("", "", (), (), temperature=params.temperature, draft_temperature=temperature)
     draft_params = replace(options.draft_params, top_k=params.top_k, top_p=params.top_p, min_p=params.min_p)
-    texts = write(pair.target_runner, prompts(), params, tokens=6 * LENGTH, length=LENGTH, seed=5)
+    given = PENALTIES if setting == "penalties" else NO_PENALTIES
+    starts = [replace(each, penalties=given) for each in prompts()]
+    texts = write(pair.target_runner, starts, params, tokens=6 * LENGTH, length=LENGTH, seed=5)
     drafters = {"model": ModelDrafter(pair.draft_runner, V, draft_params, sparse)}
     betas = measure(pair.target_runner, drafters, texts, params, LENIENCES)["model"]
     for text, own in zip(texts, betas, strict=True):
         z, w = (reference_logits(folder, text.tokens) for folder in (pair.target, pair.draft))
         expected = np.empty((text.written, len(LENIENCES)))
         for row, at in enumerate(range(text.begin - 1, len(text.tokens) - 1)):
-            p, q = standardise(z[at], params), standardise(w[at], draft_params)
+            a, b = (penalised(each[at], text, text.tokens[text.begin : at + 1]) for each in (z, w))
+            p, q = standardise(a, params), standardise(b, draft_params)
             q_hat = q if draft_params.is_greedy else truncated(q, sparse)
-            expected[row] = [chance(z[at], p, q_hat, each, greedy=params.is_greedy) for each in LENIENCES]
+            expected[row] = [chance(a, p, q_hat, each, greedy=params.is_greedy) for each in LENIENCES]
         np.testing.assert_allclose(own, expected, atol=3e-5)
     assert np.concatenate(betas)[:, 0].std() > 0.05, "positions differ"
 
 
-def test_alpha_of_parallel_drafting_is_that_of_passes_over_the_text(pair: Pair, tmp_path: Path) -> None:
-    """Position i of a pass has the distribution after i masks, by transformers; so in blocks of any size."""
+@pytest.mark.parametrize("penalties", [NO_PENALTIES, PENALTIES], ids=["plain", "penalties"])
+def test_alpha_of_parallel_drafting_is_that_of_passes_over_the_text(
+    penalties: LogitRules, pair: Pair, tmp_path: Path
+) -> None:
+    """Position i of a pass has the distribution after i masks, by transformers, and penalties of the draft count these;
+    so in blocks of any size.
+    """
     folder = pairs.write_parallel_draft(tmp_path / "parallel", pair.target)
     params, s = SamplingParams(), 3
-    texts = write(pair.target_runner, prompts(), params, tokens=6 * LENGTH, length=LENGTH, seed=5)
+    starts = [replace(each, penalties=penalties) for each in prompts()]
+    texts = write(pair.target_runner, starts, params, tokens=6 * LENGTH, length=LENGTH, seed=5)
     drafter = ParallelDrafter(runner_of(folder, 1), V, params, SparseConfig(), s)
     betas = measure(pair.target_runner, {"parallel": drafter}, texts, params, (1.0,))["parallel"]
     for text, own in zip(texts, betas, strict=True):
         z, expected = reference_logits(pair.target, text.tokens), []
         for at in range(text.begin - 1, len(text.tokens) - 1):
             masks = (at - text.begin + 1) % s
-            w = reference_logits(folder, [*text.tokens[: at - masks + 1], *[V] * masks])[-1, :V]
-            p, q = standardise(z[at], params), standardise(w, params)
+            known = [*text.tokens[: at - masks + 1], *[V] * masks]
+            a = penalised(z[at], text, text.tokens[text.begin : at + 1])
+            b = penalised(reference_logits(folder, known)[-1, :V], text, known[text.begin :])
+            p, q = standardise(a, params), standardise(b, params)
             expected.append(np.minimum(p, truncated(q, SparseConfig())).sum())
         assert own[:, 0] == pytest.approx(expected, abs=3e-5)
 
@@ -364,16 +404,19 @@ def test_lengths_of_texts() -> None:
 # ----------------------------------------------------------------------------------------------------------- drafters
 
 
+@pytest.mark.parametrize("penalties", [NO_PENALTIES, PENALTIES], ids=["plain", "penalties"])
 @pytest.mark.parametrize("params", [SamplingParams(temperature=0.8, top_k=9), GREEDY], ids=["sampled", "greedy"])
-def test_counting_and_copying_drafters_are_those_of_the_draft_service(params: SamplingParams) -> None:
+def test_counting_and_copying_drafters_are_those_of_the_draft_service(
+    params: SamplingParams, penalties: LogitRules
+) -> None:
     generator = np.random.default_rng(5)
     corpus = generator.integers(0, 8, 300).tolist()
     tokens = generator.integers(0, 8, 60).tolist()
-    text = Text(0, Prompt(tokens[:5]), tokens)
+    text = Text(0, Prompt(tokens[:5], penalties=penalties), tokens)
     sparse = SparseConfig(keep_mass=0.9, max_support=6)
     counts = NGramCounts(3, V, 10_000)
     counts.add(corpus)
-    sequence = DraftSequence(tokens[:5], [], params, LogitRules(), 7)
+    sequence = DraftSequence(tokens[:5], [], params, penalties, 7)
     served = {
         "ngram": ngram.NGramDrafter([corpus], vocab_size=V, sparse=sparse, order=3, entries=10_000).guesser(sequence),
         "lookup": lookup.LookupDrafter(min_match=2).guesser(sequence),
@@ -398,6 +441,17 @@ def test_counting_and_copying_drafters_are_those_of_the_draft_service(params: Sa
             else:
                 assert (q.ids.tolist(), q.weights.tolist()) == (sent.ids.tolist(), sent.weights.tolist())
     assert 5 < copied < 55
+
+
+def test_random_drafts_are_those_of_the_draft_service() -> None:
+    """Each support is one that the service draws; at temperature 0 a β of 1/8 in a third of 240 positions: α = 1/V."""
+    text = Text(0, Prompt([1]), np.random.default_rng(3).integers(0, V, 241).tolist())
+    drafted = [q for block in RandomDrafter(V, 8, 0).read(text, 50) for q in block if q is not None]
+    served = {tuple(random.support(seed, 1, vocab_size=V, size=8).ids.tolist()) for seed in range(300)}
+    assert {tuple(q.ids.tolist()) for q in drafted} == served
+    assert {(q.total, *q.weights.tolist()) for q in drafted} == {(8, *[1] * 8)}
+    z = torch.randn(240, V, generator=torch.Generator().manual_seed(1))
+    assert acceptance(z, drafted, GREEDY, [1.0]).mean() == pytest.approx(1 / V, abs=0.015)
 
 
 # --------------------------------------------------------------------------------------------------------- statistics
