@@ -235,7 +235,7 @@ def figures(outcome: Outcome) -> Json:
     """One run. Times in milliseconds; None where nothing was measured.
 
     - `ttft_ms`: from when a request was due to its first token.
-    - `tpot_ms`: of each text, the time from its first to its last piece over its tokens but one.
+    - `tpot_ms`: of each text, the time per token after its first piece.
     - `piece_ms`: from one piece of a text to the next.
     - `gamma`: drafted tokens over all rounds, those of `Decode` included. `decode_share`: of the rounds, those.
     - `rounds_per_pass`: verdicts over calls of `verify`: how full batches are.
@@ -246,15 +246,14 @@ def figures(outcome: Outcome) -> Json:
     tokens = sum(each.tokens for each in answered)
     seconds = max((each.end for each in answered), default=0.0) - min(each.due for each in served)
     rounds, drafted = sum(each.rounds for each in answered), sum(each.drafted for each in answered)
-    per_token = [(each.end - each.stamps[0][0]) / (each.tokens - 1) for each in answered if each.tokens > 1]
     pieces = [at - before for each in answered for (before, _), (at, _) in pairwise(each.stamps)]
     return {
         "requests": len(served),
         "refused": len(served) - len(answered),
         "tokens_per_second": tokens / seconds if seconds > 0 else 0.0,
         "requests_per_second": len(answered) / seconds if seconds > 0 else 0.0,
-        "ttft_ms": _percentiles(each.stamps[0][0] - each.due for each in answered),
-        "tpot_ms": _percentiles(per_token),
+        "ttft_ms": _percentiles(each.seconds_to_first for each in answered),
+        "tpot_ms": _percentiles(each.seconds_per_token for each in answered),
         "piece_ms": _percentiles(pieces),
         "alpha": harness.alpha_of([{"alpha": each.alpha, "drafted": each.drafted} for each in answered]),
         "gamma": drafted / rounds if drafted else None,
@@ -268,8 +267,8 @@ def figures(outcome: Outcome) -> Json:
     }
 
 
-def _percentiles(seconds: Iterable[float]) -> Json | None:
-    known = list(seconds)
+def _percentiles(seconds: Iterable[float | None]) -> Json | None:
+    known = [each for each in seconds if each is not None]
     if not known:
         return None
     return {f"p{percent}": 1e3 * float(np.percentile(known, percent)) for percent in (50, 95, 99)}

@@ -128,13 +128,12 @@ class Run:
     @property
     def ttft_ms(self) -> float | None:
         """Median time from a request to its first token."""
-        return _median(1e3 * (each.stamps[0][0] - each.due) for each in self.answered)
+        return _median_ms(each.seconds_to_first for each in self.answered)
 
     @property
     def tpot_ms(self) -> float | None:
         """Median over the texts of the time per token after the first piece."""
-        written = [(each.end - each.stamps[0][0], each.tokens - each.stamps[0][1]) for each in self.answered]
-        return _median(1e3 * seconds / tokens for seconds, tokens in written if tokens)
+        return _median_ms(each.seconds_per_token for each in self.answered)
 
 
 async def measure(
@@ -284,9 +283,9 @@ def predicted_seconds(alpha: float, gamma: float, round_seconds: float) -> float
     return round_seconds / (least + (gamma - low) * (most - least))
 
 
-def _median(values: Iterable[float]) -> float | None:
-    known = list(values)
-    return median(known) if known else None
+def _median_ms(seconds: Iterable[float | None]) -> float | None:
+    known = [each for each in seconds if each is not None]
+    return 1e3 * median(known) if known else None
 
 
 def _spread(values: Iterable[float | None]) -> Json | None:

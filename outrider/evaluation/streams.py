@@ -51,6 +51,18 @@ class Served:
         return self.stamps[-1][0] if self.stamps else self.due
 
     @property
+    def seconds_to_first(self) -> float | None:
+        """Time from when it was due to its first piece; None without a piece."""
+        return self.stamps[0][0] - self.due if self.stamps else None
+
+    @property
+    def seconds_per_token(self) -> float | None:
+        """Time per token after the first piece; None without a second one."""
+        if len(self.stamps) < 2:
+            return None
+        return (self.end - self.stamps[0][0]) / (self.tokens - self.stamps[0][1])
+
+    @property
     def statistics(self) -> Statistics | None:
         return None if self.finished is None else self.finished.statistics
 
