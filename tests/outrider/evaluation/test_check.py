@@ -47,6 +47,7 @@ FEW = Plan(
     settings=(SamplingParams(),),
 )  # fmt: skip
 PLAN = replace(FEW, load=60, alone=6, resumed=12, tokens=30)
+ONE_PLACE = replace(FEW, load=1, alone=1, resumed=1, equal=1, equal_tokens=8, gammas=(4,))
 
 
 @pytest.fixture(scope="module")
@@ -90,21 +91,21 @@ def test_an_exact_deployment_passes(pair: PairServices) -> None:
     assert report.verdict[0] == "No bias found."
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     ("fault", "in_verifier", "plan", "test"),
     [
-        ("untruncated_q", False, replace(PLAN, settings=(NARROW,)), BY_PROBABILITY),
-        ("negative_residual", True, PLAN, BY_PROBABILITY),
-        ("draws_again_after_a_resume", True, replace(FEW, load=16, alone=8, resumed=96), BY_ID),
+        ("untruncated_q", False, replace(ONE_PLACE, load=64, tokens=30, settings=(NARROW,)), BY_PROBABILITY),
+        ("negative_residual", True, replace(ONE_PLACE, load=40, tokens=30), BY_PROBABILITY),
+        ("draws_again_after_a_resume", True, replace(ONE_PLACE, resumed=48), BY_ID),
     ],
 )
 def test_a_biased_service_is_found(fault: str, in_verifier: bool, plan: Plan, test: str, pair: PairServices) -> None:
+    """Each has a p-value below 1e-6, where 39 tests at a level of 1e-4 together reject one of 1.3e-6."""
     with pair.with_fault(fault, in_verifier=in_verifier) as service:
         report = checked(pair, service.address, plan)
     assert not report.wrong_texts
     assert test in {each.test for each in report.misfits}
-    assert report.misfits[0].fit.p_value < 1e-9
+    assert report.misfits[0].fit.p_value < 1e-6
     assert report.verdict[0].startswith("Biased")
     is_of_resumes = fault == "draws_again_after_a_resume"
     assert any("cut and resumed" in sentence for sentence in report.verdict) == is_of_resumes
