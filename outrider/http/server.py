@@ -58,6 +58,7 @@ class ServerSettings:
         max_samples: see `AppSettings`.
         timeout: see `AppSettings`.
         max_body_bytes: see `GuardSettings`.
+        body_timeout: see `GuardSettings`.
         playground: see `AppSettings`.
         framing: see `AppSettings`.
         vllm_metrics: see `AppSettings`.
@@ -80,6 +81,7 @@ class ServerSettings:
     max_samples: int = 256
     timeout: float = 600.0
     max_body_bytes: int = 16 * 1024 * 1024
+    body_timeout: float = 60.0
     playground: bool = True
     framing: Mapping[str, Any] = field(default_factory=dict)
     vllm_metrics: bool = False
@@ -321,7 +323,7 @@ def _app_settings(settings: ServerSettings) -> AppSettings:
         )
     elif settings.client_burst is not None:
         raise ValueError("--http-client-burst needs --http-client-rate")
-    guard = GuardSettings(keys, limits, settings.allowed_hosts, settings.max_body_bytes)
+    guard = GuardSettings(keys, limits, settings.allowed_hosts, settings.max_body_bytes, settings.body_timeout)
     return AppSettings(
         model=settings.model,
         max_samples=settings.max_samples,

@@ -49,6 +49,26 @@ def test_a_killed_draft_service_is_not_seen(demo_pair: Pair, chat_folder: Path, 
             assert http.get("/v1/models").status_code == 200  # known still
 
 
+def test_a_killed_verifier_is_not_seen(chat_folder: Path, ours: Client) -> None:
+    wanted = ours.complete("def area(radius):\n", seed=11, max_new_tokens=200, ignore_eos=True)
+    with Cluster() as cluster:
+        verifiers = [cluster.verifier() for _ in range(2)]
+        draft = cluster.draft(*verifiers, model=chat_folder)
+        wait_healthy(*verifiers, draft)
+        body = FIELDS | {"max_tokens": 200, "stream": True}
+        with (
+            running_front(draft.address) as url,
+            httpx.stream("POST", f"{url}/v1/completions", json=body, timeout=60) as response,
+        ):
+            texts = []
+            for event in events(response):
+                texts.append(event["choices"][0]["text"])
+                if len(texts) == 5:
+                    next(each for each in verifiers if each.count("outrider_num_requests_running")).kill()
+        assert draft.count("outrider_verifier_switches_total") == 1
+    assert "".join(texts) == wanted.text
+
+
 def test_a_text_waits_for_its_only_draft_service_to_come_back(demo_pair: Pair, chat_folder: Path, ours: Client) -> None:
     wanted = ours.complete("def area(radius):\n", seed=11, max_new_tokens=80, ignore_eos=True)
     with Cluster() as cluster:

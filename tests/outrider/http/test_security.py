@@ -1,6 +1,7 @@
 """Keys, hosts, limits, and clients that are slow or gone, against a real server."""
 
 import json
+import select
 import socket
 import ssl
 import time
@@ -35,6 +36,7 @@ def guarded(chat_draft: Service, key_file: Path) -> Iterator[str]:
     """A front with keys and small limits."""
     limits: dict[str, Any] = {
         "allowed_hosts": ["api.example.org", "*.inside"],
+        "body_timeout": 1.0,
         "client_burst": 4,
         "client_rate": 50.0,
         "idle_timeout": 1.0,
@@ -195,6 +197,20 @@ def is_closed_while(connection: socket.socket, pieces: Sequence[bytes], pause: f
     except ConnectionError:
         return True
     return False
+
+
+def test_a_body_that_comes_slowly_is_not_waited_for(guarded: str) -> None:
+    """A byte from time to time is not enough."""
+    head = f"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nAuthorization: Bearer {KEYS[0]}\r\n"
+    with connected(guarded) as connection:
+        connection.sendall(f"{head}Content-Length: 1000\r\n\r\n".encode())
+        for _ in range(200):
+            connection.sendall(b" ")
+            if select.select([connection], [], [], 0.05)[0]:
+                break
+        answer = connection.recv(65536)
+    assert answer.startswith(b"HTTP/1.1 408")
+    assert json.loads(answer.partition(b"\r\n\r\n")[2])["error"]["code"] == "timeout"
 
 
 @pytest.mark.parametrize("sent", [b"", b"GET /version HTTP/1.1\r\nHost: localhost\r\n", b"GET /version HT"])
