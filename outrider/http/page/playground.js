@@ -18,7 +18,9 @@ class Pane {
     this.clear();
   }
 
-  clear() {
+  /** Begin anew. `pairRate` are the pair's tokens/s, to compare with while the text is written. */
+  clear(pairRate = 0) {
+    this.pairRate = pairRate;
     this.output.textContent = "";
     this.figures.textContent = "–";
     this.spans = [];
@@ -75,6 +77,7 @@ class Pane {
       const drafted = this.rounds.reduce((sum, round) => sum + round.drafted.length, 0);
       parts.push(`α ${(this.likely / this.judged).toFixed(2)}`, `γ ${(drafted / this.rounds.length).toFixed(1)}`);
     }
+    if (this.pairRate && rate) parts.push(`the pair is ${(this.pairRate / rate).toFixed(2)} times as fast`);
     this.figures.textContent = parts.join(" · ");
   }
 
@@ -97,7 +100,7 @@ class Pane {
 
 const chance = (value) => (value === undefined ? "unknown" : value < 0.0005 ? value.toExponential(1) : value.toFixed(3));
 
-/** One line about a token: its origin, p, q and the chance that it was accepted. */
+/** One line about a token: its origin, p, q and β. */
 function describe(kind, found) {
   const names = {
     draft: "accepted draft token",
@@ -110,7 +113,7 @@ function describe(kind, found) {
   const parts = [`${names[kind]}, round ${round.number}`];
   if (kind === "draft" || kind === "rejected") {
     parts.push(`p ${chance(round.p[i])}`, `q ${chance(round.q[i])}`);
-    if (round.beta[i] !== undefined) parts.push(`chance of acceptance ${chance(round.beta[i])}`);
+    if (round.beta[i] !== undefined) parts.push(`β ${chance(round.beta[i])}: the chance of any draft here`);
   }
   return parts.join(" · ");
 }
@@ -189,8 +192,8 @@ async function write(body, handle, signal) {
 }
 
 /** Write one text into a pane; return its tokens per second. */
-async function fill(pane, alone, signal) {
-  pane.clear();
+async function fill(pane, alone, signal, pairRate = 0) {
+  pane.clear(pairRate);
   let rate = 0;
   await write(request(alone), (event) => {
     if (event.type === "started") {
@@ -222,7 +225,7 @@ async function run(panes) {
     const rate = await fill(panes.pair, false, running.signal);
     if (byId("compare").checked) {
       say("Writing by the target alone…");
-      const alone = await fill(panes.alone, true, running.signal);
+      const alone = await fill(panes.alone, true, running.signal, rate);
       say(alone > 0 ? `The pair wrote ${(rate / alone).toFixed(2)} times as fast as the target alone.` : "");
     } else {
       say("");

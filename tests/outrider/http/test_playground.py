@@ -1,6 +1,7 @@
 """The playground in a browser, and its endpoint."""
 
 import json
+import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -81,10 +82,27 @@ def has_error(status: WebElement) -> bool:
     return "error" in (status.get_dom_attribute("class") or "")
 
 
+def contrast(front: str, back: str) -> float:
+    """Of two colours, as WCAG 2 defines it: 1 to 21."""
+
+    def luminance(colour: str) -> float:
+        red, green, blue, *_ = (float(each) / 255 for each in re.findall(r"[\d.]+", colour))
+        linear = [each / 12.92 if each <= 0.04045 else ((each + 0.055) / 1.055) ** 2.4 for each in (red, green, blue)]
+        return 0.2126 * linear[0] + 0.7152 * linear[1] + 0.0722 * linear[2]
+
+    darker, lighter = sorted((luminance(front), luminance(back)))
+    return (lighter + 0.05) / (darker + 0.05)
+
+
 @browser.needs_browser
-@pytest.mark.parametrize("size", [(1200, 900), (390, 844)], ids=["desk", "phone"])
-def test_a_text_is_written_with_colours(driver: webdriver.Chrome, url: str, size: tuple[int, int]) -> None:
-    driver.set_window_size(*size)
+@pytest.mark.parametrize(
+    ("size", "scheme"), [((1200, 900), "light"), ((390, 844), "dark")], ids=["desk", "phone, in the dark"]
+)
+def test_a_text_is_written_with_colours(driver: webdriver.Chrome, url: str, size: tuple[int, int], scheme: str) -> None:
+    screen = {"width": size[0], "height": size[1], "deviceScaleFactor": 1, "mobile": size[0] < 500}
+    driver.execute_cdp_cmd("Emulation.setDeviceMetricsOverride", screen)
+    scheme_of_user = {"name": "prefers-color-scheme", "value": scheme}
+    driver.execute_cdp_cmd("Emulation.setEmulatedMedia", {"features": [scheme_of_user]})
     driver.get(url)
     tokens = driver.find_element(By.ID, "max_tokens")
     tokens.clear()
@@ -101,12 +119,16 @@ def test_a_text_is_written_with_colours(driver: webdriver.Chrome, url: str, size
         found = driver.find_elements(By.CSS_SELECTOR, f"#{name}-output .token")
         assert len(found) >= 24
         assert kinds <= {each.get_dom_attribute("class").split()[1] for each in found}
-        assert "tokens/s" in driver.find_element(By.ID, f"{name}-figures").text
-    colours = {
-        each.value_of_css_property("background-color")
+        figures = driver.find_element(By.ID, f"{name}-figures").text
+        assert ("tokens/s" in figures, "the pair is" in figures) == (True, name == "alone")
+    origins = [
+        (each.value_of_css_property("color"), each.value_of_css_property("background-color"))
         for each in driver.find_elements(By.CSS_SELECTOR, "#legend .token")
-    }
-    assert len(colours) == 4
+    ]
+    assert len({back for _, back in origins}) == 4
+    assert min(contrast(*colours) for colours in origins) >= 4.5, "the least for text"
+    page = driver.find_element(By.TAG_NAME, "body").value_of_css_property("background-color")
+    assert (contrast(page, "0, 0, 0") < 3) == (scheme == "dark")
     output = driver.find_element(By.ID, "pair-output")
     output.send_keys(Keys.ARROW_RIGHT, Keys.ARROW_RIGHT)
     assert "round 1" in driver.find_element(By.ID, "detail").text
