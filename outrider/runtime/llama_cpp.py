@@ -24,6 +24,9 @@ from outrider.runtime.model_runner import ModelRunner, Steps
 from outrider.runtime.paged_attention import ORDINARY
 
 _MOST_SEQUENCES = 256  # of one context, in llama.cpp
+# llama.cpp reuses the cells of a sequence behind its sliding window, which a rollback would need again, but no cell
+# that two sequences share. So with a window each sequence has a second one beside it, of the same positions.
+_BESIDE_WINDOW = 2
 _CELLS = 256  # llama.cpp rounds the number of cells up to a multiple
 _MICRO_BATCH = 512  # rows that llama.cpp computes at once
 _LEAST_BATCH = 2048
@@ -57,6 +60,7 @@ class LlamaPool(KVPool):
         max_length: the longest sequence, in positions.
         layers: of the model.
         size: bytes of all cells.
+        copies: sequences of llama.cpp for each of ours, `sequences` apart.
     """
 
     keeps_blocks = False
@@ -71,8 +75,10 @@ class LlamaPool(KVPool):
         max_length: int,
         layers: int,
         size: int,
+        copies: int = 1,
     ) -> None:
         self._llama_cpp = llama_cpp
+        self._copies = range(0, copies * sequences, sequences)
         self._memory_handle = llama_cpp.llama_get_memory(context)
         self._cells = _Cells(size)
         self._most = sequences
@@ -111,7 +117,8 @@ class LlamaPool(KVPool):
     def truncate(self, slot: int, length: int) -> None:
         """Drops the positions from `length` on in llama.cpp; the length of the slot is unchanged."""
         if self._written.get(slot, 0) > length:
-            self._llama_cpp.llama_memory_seq_rm(self._memory_handle, self._sequences[slot], length, -1)
+            for copy in self._copies:
+                self._llama_cpp.llama_memory_seq_rm(self._memory_handle, self._sequences[slot] + copy, length, -1)
             self._written[slot] = length
 
     def rollback(self, slot: int, length: int) -> None:
@@ -128,7 +135,8 @@ class LlamaPool(KVPool):
         fork = super().fork(slot)
         if length:
             source, target = self._sequences[slot], self.sequence(fork)
-            self._llama_cpp.llama_memory_seq_cp(self._memory_handle, source, target, 0, length)
+            for copy in self._copies:
+                self._llama_cpp.llama_memory_seq_cp(self._memory_handle, source + copy, target + copy, 0, length)
             self.wrote(fork, length)
         return fork
 
@@ -142,8 +150,11 @@ class LlamaPool(KVPool):
         super().check_integrity()
         for slot, sequence in self._sequences.items():
             held = self._llama_cpp.llama_memory_seq_pos_max(self._memory_handle, sequence) + 1
-            if held != self._written[slot] or held < self.length(slot):
-                raise PoolCorrupted(f"slot {slot} holds {self.length(slot)} positions, and llama.cpp {held} of them")
+            first = self._llama_cpp.llama_memory_seq_pos_min(self._memory_handle, sequence)
+            if held != self._written[slot] or held < self.length(slot) or (held and first):
+                raise PoolCorrupted(
+                    f"slot {slot} holds {self.length(slot)} positions, and llama.cpp {first} to {held - 1} of them"
+                )
 
 
 # --------------------------------------------------------------------------------------------------------------- runner
@@ -174,22 +185,23 @@ class LlamaRunner(ModelRunner):
     ) -> None:
         self._llama_cpp = llama_cpp = library()
         self._most_rows = max(max_batch_tokens, min(_LEAST_BATCH, max_length))
-        sequences = min(blocks, _MOST_SEQUENCES)
-        context = _context(llama_cpp, loaded, blocks * BLOCK_TOKENS, sequences, self._most_rows, threads)
+        copies = _BESIDE_WINDOW if llama_cpp.llama_model_n_swa(loaded.handle) else 1
+        sequences = min(blocks, _MOST_SEQUENCES // copies)
+        context = _context(llama_cpp, loaded, blocks * BLOCK_TOKENS, copies * sequences, self._most_rows, threads)
         self._context = context
         layer = loaded.layers[0]
         assert loaded.kv_dtype is not None
         size = 2 * layer.kv_heads * layer.head_dim * loaded.kv_dtype.itemsize * len(loaded.layers)
         self._pool = LlamaPool(
             llama_cpp, context, sequences=sequences, blocks=blocks, max_length=max_length, layers=len(loaded.layers),
-            size=size * blocks * BLOCK_TOKENS,
+            size=size * blocks * BLOCK_TOKENS, copies=copies,
         )  # fmt: skip
         self.loaded = loaded
         self.pool = self._pool
         self.max_length = min(max_length, loaded.context_length)
         self.attention = ORDINARY
         self.paged_runner = self.captured = self.layer_choice = None
-        self._batch = _Batch(llama_cpp, self._most_rows)
+        self._batch = _Batch(llama_cpp, self._most_rows, copies * sequences, copies)
 
     def forward(self, chunks: Sequence[Chunk]) -> Tensor:
         self.check(chunks)
@@ -292,18 +304,25 @@ def _free_context(free: Callable[[Any], None], handle: Any, _model: Any) -> None
 class _Batch:
     """The arrays of a `llama_batch`, filled anew for each pass.
 
+    Args:
+        llama_cpp: the library.
+        rows: the most of a pass.
+        sequences: of the context.
+        copies: see `LlamaPool`.
+
     Attributes:
         struct: the argument of `llama_decode`.
     """
 
-    def __init__(self, llama_cpp: ModuleType, rows: int) -> None:
+    def __init__(self, llama_cpp: ModuleType, rows: int, sequences: int, copies: int) -> None:
         self._tokens = np.zeros(rows, np.int32)
         self._positions = np.zeros(rows, np.int32)
-        self._counts = np.ones(rows, np.int32)
-        self._sequences = np.zeros(rows, np.int32)
+        self._counts = np.full(rows, copies, np.int32)
         self._wanted = np.zeros(rows, np.int8)
-        pointers = self._sequences.ctypes.data + 4 * np.arange(rows, dtype=np.uintp)
-        self._pointers = np.ascontiguousarray(pointers)
+        # The sequences of each row are those of one row of this table: each of ours, with its copies.
+        table = np.arange(sequences, dtype=np.int32).reshape(copies, -1).T
+        self._table = np.ascontiguousarray(table)
+        self._pointers = np.zeros(rows, np.uintp)
         self.struct = llama_cpp.llama_batch(
             n_tokens=0,
             token=self._tokens.ctypes.data_as(ctypes.POINTER(ctypes.c_int32)),
@@ -322,7 +341,7 @@ class _Batch:
             end = row + count
             self._tokens[row:end] = chunk.tokens
             self._positions[row:end] = np.arange(chunk.start, chunk.start + count)
-            self._sequences[row:end] = sequence
+            self._pointers[row:end] = self._table.ctypes.data + self._table.strides[0] * sequence
             self._wanted[row:end] = 0
             self._wanted[row + chunk.logits_from : end] = 1
             wanted += count - chunk.logits_from

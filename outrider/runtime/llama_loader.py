@@ -64,9 +64,44 @@ def library() -> ModuleType:
         ) from error
     except (OSError, RuntimeError) as error:  # of its shared library
         raise CheckpointError(f"the library of llama-cpp-python cannot be loaded: {error}") from error
+    _check_processor(llama_cpp, processor_flags())
     llama_cpp.llama_log_set(_log_callback(llama_cpp), None)
     llama_cpp.llama_backend_init()
     return llama_cpp
+
+
+# Instructions that llama.cpp may be built for, by its own names, and Linux's flags for them.
+_INSTRUCTIONS = {
+    "avx": "avx", "avx2": "avx2", "f16c": "f16c", "fma": "fma", "bmi2": "bmi2", "avx_vnni": "avx_vnni",
+    "avx512": "avx512f", "avx512_vbmi": "avx512vbmi", "avx512_vnni": "avx512_vnni", "avx512_bf16": "avx512_bf16",
+    "amx_int8": "amx_int8",
+}  # fmt: skip
+
+
+def processor_flags() -> frozenset[str]:
+    """Linux's flags of this processor; empty where there are none."""
+    try:
+        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
+    except OSError:
+        return frozenset()
+    found = (line.partition(":")[2] for line in lines if line.startswith("flags"))
+    return frozenset(next(found, "").split())
+
+
+def _check_processor(llama_cpp: ModuleType, flags: frozenset[str]) -> None:
+    """Compares the instructions of the build with the processor's: a missing one would kill the process with SIGILL.
+
+    Raises:
+        CheckpointError: the processor lacks some.
+    """
+    functions = llama_cpp.llama_cpp._lib
+    built = [name for name in _INSTRUCTIONS if getattr(functions, f"ggml_cpu_has_{name}", int)()]
+    lacking = [name.upper() for name in built if _INSTRUCTIONS[name] not in flags]
+    if flags and lacking:
+        raise CheckpointError(
+            f"llama-cpp-python is built for {', '.join(lacking)}, which this processor lacks: "
+            "pip install --force-reinstall --no-binary llama-cpp-python llama-cpp-python"
+        )
 
 
 _log_lines: list[str] = []

@@ -7,6 +7,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from huggingface_hub import constants
 
 from outrider.runtime.checkpoint import vocabulary_size
 from outrider.runtime.errors import CheckpointError
@@ -67,6 +68,18 @@ def test_other_files_are_refused_in_one_line(content: bytes, message: str, tmp_p
 def test_a_missing_file_is_named() -> None:
     with pytest.raises(CheckpointError, match=r"there is no file './none\.gguf'; give a GGUF file, or"):
         resolve_file("./none.gguf")
+
+
+def test_a_hub_id_names_a_file_of_a_repository(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    repository = tmp_path / "models--org--model"
+    for at, content in (("refs/main", b"abc"), ("snapshots/abc/small/model-Q8_0.gguf", WHOLE)):
+        (repository / at).parent.mkdir(parents=True)
+        (repository / at).write_bytes(content)
+    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path))
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
+    assert resolve_file("org/model/small/model-Q8_0.gguf").read_bytes() == WHOLE
+    with pytest.raises(CheckpointError, match=r"'org/model/none\.gguf' is not a file here, and cannot be downloaded"):
+        resolve_file("org/model/none.gguf")
 
 
 def test_a_runtime_takes_its_own_kind_of_model() -> None:

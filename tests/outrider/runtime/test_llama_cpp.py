@@ -10,14 +10,16 @@ import torch
 import transformers
 from transformers import PreTrainedConfig
 
-from outrider.runtime import gguf_tokenizer
+from outrider.runtime import gguf_tokenizer, llama_loader
 from outrider.runtime.block_pool import PoolExhausted
 from outrider.runtime.errors import CheckpointError
+from outrider.runtime.gguf_convert import convert
 from outrider.runtime.llama_cpp import LlamaRunner
-from outrider.runtime.llama_loader import load_gguf, load_gguf_tokenizer
+from outrider.runtime.llama_loader import library, load_gguf, load_gguf_tokenizer
 from outrider.runtime.loader import ModelSource
 from outrider.runtime.model_runner import Chunk
 from outrider.runtime.tokenizer import load_tokenizer
+from tests.cluster import MODELS
 from tests.gguf_files import save_tokenizer, write_gguf
 from tests.outrider.runtime import tiny
 from tests.outrider.runtime.steps import MAX_LENGTH, random_steps, reference_logits
@@ -82,6 +84,78 @@ def test_other_types_stay_near_float32(kind: str, near: float, folders: Callable
     )
     distance = (rounded - exact).norm(dim=-1) / exact.norm(dim=-1)
     assert 0 < distance.median() <= near
+
+
+@pytest.mark.parametrize("name", ["llama", "qwen2", "qwen3", "gemma3", "gpt2"])
+def test_greedy_text_of_each_family_is_that_of_transformers(name: str, folders: Callable[[str], Path]) -> None:
+    """5 texts of 56 tokens in float32: 1,400 in all. Two logits are a tie if they differ by less than rounding."""
+    runner, texts = (
+        build(write_gguf(folders(name)), length=64),
+        [[nth, 7, 5 * nth + 1, 3, 11, 2, 90, 8] for nth in range(5)],
+    )
+    slots = [runner.pool.allocate() for _ in texts]
+    while len(texts[0]) < 64:
+        held = [runner.pool.length(slot) for slot in slots]
+        chunks = [
+            Chunk(slot, text[at:], at, len(text) - at - 1) for slot, text, at in zip(slots, texts, held, strict=True)
+        ]
+        for text, token in zip(texts, runner.forward(chunks).argmax(1).tolist(), strict=True):
+            text.append(token)
+    ties, reference = 0, Reference(folders(name))
+    for text in texts:
+        rows = reference(text)[7:-1]
+        gaps = rows.max(1).values - rows[torch.arange(len(rows)), text[8:]]
+        assert gaps.max() <= NEAR.get(name, 2e-5) * rows.abs().max()
+        ties += int((gaps > 0).sum())
+    print(f"{name}: {ties} ties")
+    assert ties <= 2
+
+
+def test_other_sequences_and_widths_change_a_text_at_near_ties_only(tmp_path: Path) -> None:
+    """The demo target in bfloat16: 8 × 96 positions one by one, with 7 other sequences, and 6 at a time."""
+    convert(str(MODELS / "target"), tmp_path / "target.gguf", "bf16")
+    runner = build(tmp_path / "target.gguf", length=128)
+    generator = torch.Generator().manual_seed(0)
+    texts = [[*map(int, torch.randint(2048, (96,), generator=generator))] for _ in range(8)]
+
+    def run(text: list[int], width: int) -> torch.Tensor:
+        slot = runner.pool.allocate()
+        found = [runner.logits([Chunk(slot, text[at : at + width], at, 0)]) for at in range(0, len(text), width)]
+        runner.pool.free(slot)
+        return torch.cat(found)
+
+    alone = torch.stack([run(text, 1) for text in texts])
+    slots = [runner.pool.allocate() for _ in texts]
+    steps = [[Chunk(slot, [text[at]], at, 0) for slot, text in zip(slots, texts, strict=True)] for at in range(96)]
+    together = torch.stack([runner.logits(step) for step in steps], 1)
+    for slot in slots:
+        runner.pool.free(slot)
+    wide = torch.stack([run(text, 6) for text in texts])
+    for name, other in (("together", together), ("wide", wide)):
+        distance = (other - alone).abs().amax(-1)
+        flips = int((other.argmax(-1) != alone.argmax(-1)).sum())
+        print(f"{name}: {flips} of {distance.numel()} differ; logits by {distance.max():.3g}")
+        assert distance.max() < 0.5
+        assert flips <= 16
+
+
+@pytest.mark.parametrize(("kind", "near"), [("Q8_0", 0.02), ("Q4_K_M", 0.15)])
+def test_files_that_llama_cpp_quantises_stay_near_their_model(kind: str, near: float, tmp_path: Path) -> None:
+    llama_cpp = library()
+    convert(str(MODELS / "target"), tmp_path / "bf16.gguf", "bf16")
+    parameters = llama_cpp.llama_model_quantize_default_params()
+    parameters.ftype, parameters.nthread = getattr(llama_cpp, f"LLAMA_FTYPE_MOSTLY_{kind}"), 1
+    names = [str(tmp_path / f"{each}.gguf").encode() for each in ("bf16", kind)]
+    assert llama_cpp.llama_model_quantize(*names, parameters) == 0
+    tokens = [*range(20, 84)]
+    exact, rounded = (
+        runner.logits([Chunk(runner.pool.allocate(), tokens, 0, 0)])
+        for runner in (build(tmp_path / f"{each}.gguf", length=64) for each in ("bf16", kind))
+    )
+    distance = (rounded - exact).norm(dim=-1) / exact.norm(dim=-1)
+    assert 0 < distance.median() <= near
+    small, large = (load_gguf_tokenizer(ModelSource(str(tmp_path / f"{each}.gguf"))) for each in (kind, "bf16"))
+    assert small.fingerprint == large.fingerprint  # so it may draft for its own model
 
 
 def test_the_steps_of_a_decode_loop_give_the_logits_of_single_passes(folders: Callable[[str], Path]) -> None:
@@ -192,3 +266,15 @@ def test_each_failure_is_one_clear_line(tmp_path: Path, folders: Callable[[str],
     assert "unknown model architecture: 'lxama'" in failure(unknown)
     with pytest.raises(CheckpointError, match="--device is cuda; llama-cpp-python is built for the CPU alone"):
         load_gguf(ModelSource(str(write_gguf(folders("llama"))), device="cuda"))
+
+
+def test_a_build_for_another_processor_is_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
+    flags = llama_loader.processor_flags()
+    if "avx" not in flags:
+        pytest.skip("the processor has no AVX")
+    monkeypatch.setattr(llama_loader, "processor_flags", lambda: flags - {"avx", "avx512f"})
+    library.cache_clear()
+    with pytest.raises(CheckpointError, match=r"is built for AVX.*, which this processor lacks: pip install .*binary"):
+        library()
+    monkeypatch.undo()
+    library.cache_clear()
