@@ -209,7 +209,8 @@ class GammaController:
         return partial(self._pass_sizes.add, _kind_of(request), request.tokens_per_pass)
 
     def _policy(self, request: "Generation") -> Policy:
-        costs = self._costs.setdefault((request.drafter, request.tokens_per_pass), CostModel())
+        s = request.tokens_per_pass
+        costs = self._costs.setdefault((request.drafter, s), CostModel(s))
         match request.policy:
             case PolicyKind.FIXED:
                 return Fixed(request.gamma, costs)

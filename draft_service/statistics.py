@@ -165,7 +165,7 @@ class _Measured:
     """Measured times at one number of active sequences.
 
     Attributes:
-        overhead: seconds, fitted as a line in γ; None before `FIRST_ROUNDS` proposals.
+        overhead: seconds, fitted as a line in the draft's passes; None before `FIRST_ROUNDS` proposals.
         cycles: of proposals (True) and of `Decode` (False).
         rounds: proposals.
     """
@@ -178,15 +178,15 @@ class _Measured:
         self.cycles = {True: _Cycles(), False: _Cycles()}
         self.rounds = 0
 
-    def add_overhead(self, drafted: int, seconds: float, drafting: float) -> None:
+    def add_overhead(self, passes: int, seconds: float, drafting: float) -> None:
         if self.overhead is not None:
-            self.overhead.add(drafted, seconds)
+            self.overhead.add(passes, seconds)
             return
         drafting = min(max(drafting, 0.0), seconds)
-        self._first.append((seconds - drafting, drafting / (drafted + 1)))  # it also reads the verdict
+        self._first.append((seconds - drafting, drafting / (passes + 1)))  # it also reads the verdict
         if len(self._first) == FIRST_ROUNDS:
-            trip, token = (median(values) for values in zip(*self._first, strict=True))
-            trials = [(n, max(trip + token * (n + 1), 1e-9)) for n in (1, FIRST_ROUNDS)]
+            trip, one = (median(values) for values in zip(*self._first, strict=True))
+            trials = [(n, max(trip + one * (n + 1), 1e-9)) for n in (1, FIRST_ROUNDS)]
             self.overhead = FittedCost(trials, forgetting=self._forgetting)
 
 
@@ -195,10 +195,11 @@ class CostModel:
 
         cycle(γ) = x · (overhead(γ) + step(n)),  cycle(0) = x₀ · step(B),  n = B·(γ + 1)
 
-    overhead(γ) is drafting and the round trip: a line that follows measured rounds. Drafting during a verdict costs
-    nothing there. step is the cost that the verifier publishes. The verifier delays a step for sequences that are about
-    to answer, but no longer than the fixed cost of a step. If overhead is longer, one half of the sequences drafts
-    while the other half is verified: cycle(γ) = x · max(2·step(n / 2), overhead(γ) + step(n / 2)).
+    overhead(γ) is drafting and the round trip: a line in the passes of the draft model, ⌈γ/s⌉, that follows measured
+    rounds. More tokens of one pass cost nothing there, and nor does drafting during a verdict. step is the cost that
+    the verifier publishes. The verifier delays a step for sequences that are about to answer, but no longer than the
+    fixed cost of a step. If overhead is longer, one half of the sequences drafts while the other half is verified:
+    cycle(γ) = x · max(2·step(n / 2), overhead(γ) + step(n / 2)).
 
     x and x₀ are measured cycles divided by these formulas, each with the cost of a step published at that time: a
     verifier is slower beside a busy draft. A cycle lasts from verdict to verdict; the first one from the start of the
@@ -207,10 +208,12 @@ class CostModel:
 
     Attributes:
         active: B, a running mean: texts begin and end all the time.
-        size: the smallest s with B <= 2**s.
+        size: the smallest n with B <= 2**n.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, tokens_per_pass: int = 1) -> None:
+        """`tokens_per_pass` is s, of the draft."""
+        self._tokens_per_pass = tokens_per_pass
         self.active = 1
         self.size = 0
         self._mean_active = 0.0
@@ -261,7 +264,9 @@ class CostModel:
             if round_.overhead is None:
                 is_typical = True  # the first round: its step holds prompts
             elif math.isfinite(round_.overhead) and (is_typical or not self.is_measured):
-                measured.add_overhead(round_.drafted, max(round_.overhead, 1e-9), round_.drafting)
+                measured.add_overhead(
+                    math.ceil(self._passes(round_.drafted)), max(round_.overhead, 1e-9), round_.drafting
+                )
         else:
             is_typical = round_.sequences > ALIKE * self.active
         if self.is_measured and is_typical and round_.seconds is not None and 0 < round_.seconds < math.inf:
@@ -288,6 +293,10 @@ class CostModel:
             rates.append(expected / self.cycle(drafted_share * (position + 1)))
         return rates
 
+    def _passes(self, gamma: float) -> float:
+        """Return the draft's passes for a proposal; `gamma` may be a mean."""
+        return gamma if self._tokens_per_pass == 1 else math.ceil(gamma / self._tokens_per_pass)
+
     def _cycles(self, *, drafts: bool) -> _Cycles:
         """Return the cycles of proposals, or those of `Decode` at the nearest number of active sequences."""
         if drafts or self._now.cycles[False].ratio is not None:
@@ -300,7 +309,7 @@ class CostModel:
         """Return the cycle without x."""
         tokens, line = self.active * (gamma + 1), self._now.overhead
         step = self._cycles(drafts=gamma > 0).step or self._step
-        overhead = line.line.seconds(gamma) if gamma and line is not None else 0.0
+        overhead = line.line.seconds(self._passes(gamma)) if gamma and line is not None else 0.0
         seconds = overhead + step.seconds(tokens)
         if self.active > 1 and overhead > step.fixed:
             half = step.seconds(tokens / 2)

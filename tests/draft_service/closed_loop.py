@@ -25,14 +25,25 @@ class Draft:
 
     Attributes:
         alpha: the chance of each drafted token to be accepted.
-        step: drafting one token.
+        step: one pass of the draft.
         hidden: share of its proposals that were drafted before the verdict came.
+        later: α of the other tokens of one pass, by position.
     """
 
     alpha: float
     step: float = 0.001
     round_trip: float = 0.001
     hidden: float = 0.0
+    later: Sequence[float] = ()
+
+    def alpha_at(self, position: int) -> float:
+        """`position` is that in the proposal, from 0."""
+        in_pass = position % self.tokens_per_pass
+        return self.later[in_pass - 1] if in_pass else self.alpha
+
+    @property
+    def tokens_per_pass(self) -> int:
+        return 1 + len(self.later)
 
 
 @dataclass(slots=True, eq=False)
@@ -89,7 +100,7 @@ class ClosedLoop:
         stream.gamma = stream.policy.next(16)
         stream.gammas.append(stream.gamma)
         hidden = self._random.random() < draft.hidden
-        mean = draft.round_trip + (0.0 if hidden else stream.gamma * draft.step)
+        mean = draft.round_trip + (0.0 if hidden else -(-stream.gamma // draft.tokens_per_pass) * draft.step)
         seconds = self._random.gammavariate(SPREAD**-2, mean * SPREAD**2)
         stream.must_read = stream.gamma > 0 and not was_drafting and stream.judged > 0
         stream.decode = 0 if stream.gamma else max(1, stream.policy.pause)
@@ -135,7 +146,7 @@ class ClosedLoop:
 
     def _judge(self, stream: Stream, tokens: int, sequences: int) -> int:
         accepted = 0
-        while accepted < stream.gamma and self._random.random() < stream.draft.alpha:
+        while accepted < stream.gamma and self._random.random() < stream.draft.alpha_at(accepted):
             accepted += 1
         stream.policy.observe(
             JudgedRound(

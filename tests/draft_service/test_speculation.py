@@ -51,12 +51,12 @@ class DecodeOnly(Policy):
     def observe(self, round_: JudgedRound) -> None: ...
 
 
-def adaptive(sequences: int = 1, *, is_shared: bool = True) -> list[Adaptive]:
+def adaptive(sequences: int = 1, *, is_shared: bool = True, tokens_per_pass: int = 1) -> list[Adaptive]:
     """A policy for each sequence: all of one draft service, or each of its own."""
-    shared = (AcceptanceStatistics(), CostModel())
+    shared = (AcceptanceStatistics(), CostModel(tokens_per_pass))
     policies = []
     for _ in range(sequences):
-        statistics, costs = shared if is_shared else (AcceptanceStatistics(), CostModel())
+        statistics, costs = shared if is_shared else (AcceptanceStatistics(), CostModel(tokens_per_pass))
         policies.append(Adaptive(5, ceiling=CEILING, statistics=statistics, costs=costs))
     return policies
 
@@ -105,19 +105,24 @@ class Case:
     def rates_of_fixed(self) -> dict[int, float]:
         """Tokens a second of all sequences, by the γ of those that draft; 0 is the target alone."""
         rates = {}
-        for gamma in (0, 1, 3, 5, 8):
+        for gamma in (0, 1, 2, 3, 5, 8):
             loop = self.loop([Fixed(gamma) if gamma else DecodeOnly() for _ in self.drafts])
             loop.run(1)
             rates[gamma] = loop.run(self.seconds[0])
         return rates
 
 
+MASKS = (0.74, 0.58, 0.43, 0.35, 0.31, 0.3, 0.3)  # α of mask tokens of the demo pair at temperature 0
 MIXED_ALPHA = [Draft(alpha) for alpha in (0.3, 0.5, 0.6, 0.7, 0.8, 0.85, 0.9, 0.95)]
 MIXED_TRIPS = [Draft(0.8, round_trip=0.0005 * (1 + number)) for number in range(32)]
 ALIKE = {
     "one, fair draft": Case([Draft(0.7)], STEP_COST, (40, 40)),
     "one, useless draft": Case([Draft(0.05)], STEP_COST, (40, 40)),
     "one, far away": Case([Draft(0.8, round_trip=0.03)], STEP_COST, (40, 40)),
+    **{
+        f"one, {name}": Case([Draft(0.94, step, later=MASKS[: s - 1])], STEP_COST, (40, 40))
+        for name, step, s in (("one slow pass", 0.006, 8), ("slow passes of two", 0.006, 2), ("one pass", 0.001, 8))
+    },
     "one, drafted ahead": Case([Draft(0.8, step=0.003, hidden=0.9)], STEP_COST, (40, 40)),
     "eight": Case([Draft(0.8)] * 8, STEP_COST, (15, 15)),
     "sixteen, good drafts": Case([Draft(0.92)] * 16, DEAR_TOKENS, (7, 7)),
@@ -143,7 +148,8 @@ CASES = ALIKE | {
 def test_adaptive_gamma_is_near_the_best_common_gamma_in_small_steps(name: str) -> None:
     case = CASES[name]
     fixed = case.rates_of_fixed()
-    loop = case.loop(adaptive(len(case.drafts), is_shared=case.is_shared))
+    s = case.drafts[0].tokens_per_pass
+    loop = case.loop(adaptive(len(case.drafts), is_shared=case.is_shared, tokens_per_pass=s))
     loop.run(10)
     rate, best = loop.run(case.seconds[1]), max(fixed.values())
     print(f"{name}: {rate:.0f}/s; best γ {max(fixed, key=fixed.__getitem__)}: {best:.0f}/s; alone {fixed[0]:.0f}/s")
