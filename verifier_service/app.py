@@ -41,7 +41,7 @@ from protos.outrider.v1.verifier_service_pb2_grpc import add_VerifierServiceServ
 from verifier_service.engine import Close, Drain, Observer, Open, Submit, VerifierEngine
 from verifier_service.metrics import SequenceMetrics, SpeculationMetrics
 from verifier_service.request import FEATURES, check_decode, check_open, check_proposal
-from verifier_service.sequence import Reply, TargetSequence
+from verifier_service.sequence import Reply, TargetSequence, encoded
 from verifier_service.service import SERVICE_NAME, VerifierService
 from verifier_service.settings import VerifierSettings
 from verifier_service.target_runner import verify_rows
@@ -309,7 +309,7 @@ async def _verdict(engine: VerifierEngine, replies: asyncio.Queue[Reply]) -> spe
     while True:
         try:
             async with asyncio.timeout(CHECK_SECONDS):
-                reply = await replies.get()
+                reply = encoded(await replies.get())
         except TimeoutError:
             if not engine.alive:
                 raise internal(

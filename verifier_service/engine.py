@@ -1,13 +1,15 @@
 """The verifier's engine: one forward pass and one call of `verify` a step, for all sequences with work.
 
 A step: forward and verify; commit and rollback for each sequence (an error ends that sequence only); replies, in one
-call; accounting. Code that only speeds up or observes runs in a `Component` (`outrider.service.best_effort`), so it
-cannot fail a sequence. Loop and thread are those of `outrider.runtime.engine`.
+call. Its accounting follows under the forward pass of the next step, or when the engine is idle. Code that only speeds
+up or observes runs in a `Component` (`outrider.service.best_effort`), so it cannot fail a sequence. Loop
+and thread are those of `outrider.runtime.engine`.
 """
 
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Protocol, TypeVar
 
 import structlog
@@ -163,6 +165,7 @@ class VerifierEngine(Engine[Message, TargetWork, StepResult]):
             max_sequences=model.limits.max_sequences,
         )
         self._load = speculation_pb2.VerifierLoad()  # at the end of the last step, or when idle
+        self._unaccounted: Step | None = None  # the last step
         self._draining = False
         self._unchecked = False  # whether there was a sequence since the last check of the pool
 
@@ -284,7 +287,7 @@ class VerifierEngine(Engine[Message, TargetWork, StepResult]):
             if item.encodes and (inputs := item.sequence.opening.encoder_input) is not None
         ]
         scorings = [Scoring(item.scored_tokens, item.sequence.opening.top_prompt_logprobs) for item in _scored(work)]
-        return self.runner([item.chunk for item in work], proposals, encoder_inputs, scorings)
+        return self.runner([item.chunk for item in work], proposals, encoder_inputs, scorings, self._account)
 
     def fail(self, work: TargetWork, error: Exception, *, is_own: bool) -> None:
         if is_own:
@@ -302,7 +305,8 @@ class VerifierEngine(Engine[Message, TargetWork, StepResult]):
     # ------------------------------------------------------------------------------------------------------- process
 
     def process(self, work: Sequence[TargetWork], output: StepResult) -> None:
-        step = Step(work, output)
+        self._account()
+        self._unaccounted = step = Step(work, output)
         for item, logprobs in zip(_scored(work), output.scores, strict=True):
             _run_for(item.sequence, lambda: item.sequence.add_prompt_logprobs(logprobs))  # noqa: B023
         rounds = [(item.sequence, item.round) for item in work if item.round is not None]
@@ -311,7 +315,6 @@ class VerifierEngine(Engine[Message, TargetWork, StepResult]):
             if judged is not None:
                 step.judged.append(judged)
         self.flush()
-        self._account(step)
 
     def _commit(self, sequence: TargetSequence, round_: Round, result: VerifyResult, step: "Step") -> "JudgedRound":
         """Commits a round's tokens, and rolls the KV cache back to them.
@@ -326,14 +329,17 @@ class VerifierEngine(Engine[Message, TargetWork, StepResult]):
             )
         queued = max(0.0, self.step_started - sequence.owed_since(round_))
         drafted = len(sequence.drafted(round_))
-        verdict = sequence.commit(round_, result, step.timings(queued), self._load)
+        accepted = sequence.commit(round_, result, partial(step.timings, queued), self._load)
         self.scheduler.settle(sequence)
-        return JudgedRound(sequence, drafted, verdict, queued)
+        return JudgedRound(sequence, drafted, accepted, queued)
 
     # ---------------------------------------------------------------------------------------------------- accounting
 
-    def _account(self, step: "Step") -> None:
-        """Updates metrics, cost model and load. Cannot fail the step."""
+    def _account(self) -> None:
+        """Updates metrics, cost model and load after the last step, once. Cannot fail a step."""
+        step, self._unaccounted = self._unaccounted, None
+        if step is None:
+            return
         self._observe(lambda observer: _count_step(observer, step))
         if step.is_of_rounds:  # steps with prompts cost more; γ does not depend on them
             COST_MODEL.run(lambda: self.cost.add(step.tokens, step.seconds), None)
@@ -358,6 +364,7 @@ class VerifierEngine(Engine[Message, TargetWork, StepResult]):
     # ---------------------------------------------------------------------------------------------------------- idle
 
     def idle(self) -> float | None:
+        self._account()
         self._load = LOAD.run(self._measure_load, self._load)
         if self._unchecked and not self.scheduler.running:
             quiet = time.perf_counter() - self.step_ended
@@ -390,12 +397,13 @@ class JudgedRound:
 
     Attributes:
         drafted: its γ.
+        accepted: how many of them are in the text.
         queued: seconds that it waited for its step.
     """
 
     sequence: TargetSequence
     drafted: int
-    verdict: speculation_pb2.Verdict
+    accepted: int
     queued: float
 
 
@@ -453,7 +461,7 @@ def _count_step(observer: Observer, step: Step) -> None:
     if step.has_rounds:
         observer.verified(step.verify_seconds)
     for each in step.judged:
-        observer.judged(each.sequence.opening.sampling.rule, each.drafted, each.verdict.accepted)
+        observer.judged(each.sequence.opening.sampling.rule, each.drafted, each.accepted)
         observer.waited(each.queued)
 
 

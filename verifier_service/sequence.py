@@ -4,7 +4,8 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from functools import partial
+from typing import Any, NamedTuple
 
 from kernels.adjustments import Adjuster, RowAdjustment
 from kernels.verify import Proposed, Status, TokenLogprobs, VerifyResult
@@ -63,7 +64,19 @@ def seconds_to_linger(now: float, since: float, due: Iterable[float], bound: flo
 # Seconds after which a sequence with an overdue round counts as silent.
 SILENT = 1.0
 
-Reply = verifier_service_pb2.VerifyResponse | RequestError | None  # None: the stream ends well
+
+class EncodedLater(NamedTuple):
+    """A reply that its stream builds: protobuf takes microseconds, in which the engine's thread goes on."""
+
+    encode: Callable[[], verifier_service_pb2.VerifyResponse]
+
+
+Reply = verifier_service_pb2.VerifyResponse | EncodedLater | RequestError | None  # None: the stream ends well
+
+
+def encoded(reply: Reply) -> verifier_service_pb2.VerifyResponse | RequestError | None:
+    """The reply, built."""
+    return reply.encode() if isinstance(reply, EncodedLater) else reply
 
 
 @dataclass(slots=True, eq=False)
@@ -265,10 +278,14 @@ class TargetSequence:
         self,
         round_: Round,
         result: VerifyResult,
-        timings: speculation_pb2.VerdictTimings,
+        timings: Callable[[], speculation_pb2.VerdictTimings],
         load: speculation_pb2.VerifierLoad,
-    ) -> speculation_pb2.Verdict:
-        """Commits the tokens of a result, cut at the end of the sequence, and delivers the verdict."""
+    ) -> int:
+        """Commits the tokens of a result, cut at the end of the sequence, and delivers the verdict.
+
+        Returns:
+            How many of the drafted tokens were accepted and committed.
+        """
         base, drafted = len(self.tokens), self.drafted(round_)
         tokens, reason = self._cut([*drafted[: result.accepted], result.next_token])
         self.tokens += tokens
@@ -284,26 +301,17 @@ class TargetSequence:
             self.last_round = round_.number
             self.decoded = 0
         self.finished = reason != sampling_pb2.FINISH_REASON_UNSPECIFIED
-        verdict = speculation_pb2.Verdict(
-            round=round_.number,
-            base_length=base,
-            status=speculation_pb2.VERDICT_STATUS_JUDGED,
-            judged=min(result.accepted + 1, len(drafted)),
-            accepted=min(result.accepted, len(tokens)),
-            token_ids=tokens,
-            beta=result.beta,
-            logprobs=encode_logprobs(result.logprobs[: len(tokens)]),
-            target_probabilities=result.probabilities,
-            finish_reason=reason,
-            timings=timings,
-            load=load,
+        judged = min(result.accepted + 1, len(drafted))
+        encode = partial(
+            _encode_verdict, self.sequence_id, round_.number, base, judged, tokens, result, reason, timings, load
         )
-        self._reply(verdict=verdict)
+        self.backlog += 1
+        self.deliver(EncodedLater(encode))
         if self.finished:
             self.deliver(None)
         else:
             self._end_if_done()
-        return verdict
+        return min(result.accepted, len(tokens))
 
     def _end_if_done(self) -> None:
         if self.half_closed and not self.rounds and not self.finished:
@@ -332,6 +340,34 @@ class TargetSequence:
     def _reply(self, **kind: Any) -> None:
         self.backlog += 1
         self.deliver(verifier_service_pb2.VerifyResponse(sequence_id=self.sequence_id, **kind))
+
+
+def _encode_verdict(
+    sequence_id: str,
+    number: int,
+    base_length: int,
+    judged: int,
+    tokens: list[int],
+    result: VerifyResult,
+    reason: sampling_pb2.FinishReason,
+    timings: Callable[[], speculation_pb2.VerdictTimings],
+    load: speculation_pb2.VerifierLoad,
+) -> verifier_service_pb2.VerifyResponse:
+    verdict = speculation_pb2.Verdict(
+        round=number,
+        base_length=base_length,
+        status=speculation_pb2.VERDICT_STATUS_JUDGED,
+        judged=judged,
+        accepted=min(result.accepted, len(tokens)),
+        token_ids=tokens,
+        beta=result.beta,
+        logprobs=encode_logprobs(result.logprobs[: len(tokens)]),
+        target_probabilities=result.probabilities,
+        finish_reason=reason,
+        timings=timings(),
+        load=load,
+    )
+    return verifier_service_pb2.VerifyResponse(sequence_id=sequence_id, verdict=verdict)
 
 
 def is_sound(result: VerifyResult) -> bool:

@@ -31,7 +31,7 @@ from protos.outrider.v1 import model_pb2, speculation_pb2, verifier_service_pb2
 from verifier_service.engine import Close, HalfClose, Open, Read, Remind, Submit, VerifierEngine
 from verifier_service.request import MAX_NAME_CHARS, Round, check_decode, check_open, check_proposal
 from verifier_service.scheduler import PREFIX_CACHE
-from verifier_service.sequence import Reply, TargetSequence
+from verifier_service.sequence import Reply, TargetSequence, encoded
 from verifier_service.settings import VerifierSettings
 
 if TYPE_CHECKING:
@@ -231,7 +231,7 @@ class VerifyStream:
     async def _write(self, sequence: TargetSequence) -> None:
         limit = self._settings.slow_client_timeout
         with InactivityTimer(limit) as timer:
-            while (reply := await self._replies.get()) is not None:
+            while (reply := encoded(await self._replies.get())) is not None:
                 if isinstance(reply, RequestError):
                     raise reply
                 if sequence.opening.response_bytes:

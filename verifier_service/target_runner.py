@@ -1,11 +1,11 @@
 """Runs the target's forward pass and the verification of a step. The host waits for the device once, for the results.
 
-The host packs the proposals while a GPU runs the forward pass, and queues the verification after it. This holds with
-and without CUDA graphs.
+While a GPU runs the forward pass, the host accounts for the step before, packs the proposals, and queues the
+verification. This holds with and without CUDA graphs.
 """
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -72,17 +72,19 @@ class TargetRunner:
         proposals: Sequence[Proposed],
         encoder_inputs: Sequence[tuple[int, Tensor]] = (),
         scorings: Sequence[Scoring] = (),
+        meanwhile: Callable[[], None] = lambda: None,
     ) -> StepResult:
         """Runs the chunks in one forward pass, judges the proposals, and scores tokens of prompts.
 
         Proposals take the first rows of logits, and scorings those after them, both in order. `encoder_inputs` are
-        slots whose encoder runs first, each with its input. If it raises, all slots keep their lengths.
+        slots whose encoder runs first, each with its input. `meanwhile` is called once the forward pass is queued: a
+        GPU runs it then. If it raises, all slots keep their lengths.
 
         Raises:
             ValueError, PoolExhausted: see `ModelRunner.forward`.
         """
         try:
-            return self._run(chunks, proposals, encoder_inputs, scorings)
+            return self._run(chunks, proposals, encoder_inputs, scorings, meanwhile)
         except Exception:
             for chunk in chunks:  # the forward pass may have lengthened them
                 self._model_runner.pool.rollback(chunk.slot, chunk.start)
@@ -94,11 +96,14 @@ class TargetRunner:
         proposals: Sequence[Proposed],
         encoder_inputs: Sequence[tuple[int, Tensor]],
         scorings: Sequence[Scoring],
+        meanwhile: Callable[[], None],
     ) -> StepResult:
         clock = _clock(self._model_runner.loaded.device)
         for slot, inputs in encoder_inputs:
             self._model_runner.encode(slot, inputs)
         logits = self._model_runner.forward(chunks)[:, : self._vocab_size]
+        clock.mark()
+        meanwhile()
         clock.mark()
         row = len(logits) - sum(len(each.tokens) for each in scorings)
         results = verify(logits[:row], proposals, self._verify_path) if proposals else []
@@ -108,7 +113,7 @@ class TargetRunner:
             scores.append(prompt_logprobs(logits[row : row + len(each.tokens)], each.tokens, each.top))
             row += len(each.tokens)
         clock.mark()
-        forward, verifying, scoring = clock.seconds()
+        forward, _, verifying, scoring = clock.seconds()
         return StepResult(proposals, results, scores, forward + scoring, verifying)
 
     def capture(

@@ -17,7 +17,7 @@ from outrider.service.wire import PrefixHash
 from protos.outrider.v1 import model_pb2, speculation_pb2, verifier_service_pb2
 from verifier_service.engine import Close, Open, Submit, VerifierEngine
 from verifier_service.request import Opening, Round
-from verifier_service.sequence import Reply, TargetSequence
+from verifier_service.sequence import Reply, TargetSequence, encoded
 
 PROMPT = [11, 12, 13]
 STOP = 99
@@ -52,7 +52,7 @@ def make(
         top_logprobs=-1,
         **opening,
     )
-    return TargetSequence("s", opened, VOCABULARY, replies.append)
+    return TargetSequence("s", opened, VOCABULARY, lambda reply: replies.append(encoded(reply)))
 
 
 def a_round(number: int, prefix: Sequence[int], tokens: Sequence[int] = (), *, seen: int = 0, **fields: Any) -> Round:

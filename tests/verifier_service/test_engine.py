@@ -152,6 +152,35 @@ def test_the_load_in_a_verdict_is_that_after_the_previous_step(engine: VerifierE
     assert first.verdicts[-1].load.active == 1
 
 
+def test_a_step_is_accounted_for_under_the_next_pass_or_when_idle(
+    engine: VerifierEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """So on a GPU nothing but the commits lies between two passes."""
+    client, order = Client(engine), list[str]()
+    client.submit(())
+    engine.turn()
+    engine.turn()  # idle; the step with the prompt is no part of the cost of rounds
+    forward, add = engine.model_runner.forward, engine.cost.add
+
+    def forward_and_note(chunks: Any) -> Any:
+        order.append("pass")
+        return forward(chunks)
+
+    def add_and_note(tokens: int, seconds: float) -> None:
+        order.append("accounts")
+        add(tokens, seconds)
+
+    monkeypatch.setattr(engine.model_runner, "forward", forward_and_note)
+    monkeypatch.setattr(engine.cost, "add", add_and_note)
+    for verdicts in (2, 3):
+        client.submit(())
+        engine.turn()
+        assert len(client.verdicts) == verdicts
+    assert order == ["pass", "pass", "accounts"]
+    engine.turn()
+    assert order == ["pass", "pass", "accounts", "accounts"]
+
+
 def test_a_queued_sequence_gets_its_position_with_each_notice(engine: VerifierEngine) -> None:
     clients = [Client(engine) for _ in range(6)]
     for _ in range(2):

@@ -6,7 +6,7 @@ import pytest
 
 from kernels.verify import Status, VerifyResult
 from outrider.rpc.errors import RequestError
-from protos.outrider.v1 import sampling_pb2, speculation_pb2
+from protos.outrider.v1 import sampling_pb2, speculation_pb2, verifier_service_pb2
 from tests.verifier_service.engines import PROMPT, STOP, a_round, make
 from verifier_service.sequence import Reply, TargetSequence
 
@@ -17,11 +17,11 @@ def judge(sequence: TargetSequence, accepted: int, next_token: int) -> None:
     result = VerifyResult(
         status=Status.OK, accepted=accepted, next_token=next_token, beta=(0.5,) * min(accepted + 1, 1)
     )
-    sequence.commit(current, result, speculation_pb2.VerdictTimings(), speculation_pb2.VerifierLoad())
+    sequence.commit(current, result, speculation_pb2.VerdictTimings, speculation_pb2.VerifierLoad())
 
 
 def verdicts(replies: list[Reply]) -> list[Any]:
-    return [reply.verdict for reply in replies if reply is not None and not isinstance(reply, RequestError)]
+    return [reply.verdict for reply in replies if isinstance(reply, verifier_service_pb2.VerifyResponse)]
 
 
 @pytest.mark.parametrize(
