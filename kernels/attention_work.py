@@ -11,7 +11,7 @@ import numpy as np
 
 TILE_ROWS = 8
 
-STRETCH = 256
+STRETCH = 128
 """Positions of a stretch."""
 
 CUT_ITEMS = 256

@@ -90,6 +90,12 @@ def sample(logits: Tensor, draws: DeviceDraws, config: SparseConfig) -> DeviceSa
     return DeviceSamples(tokens.masked_fill(~sound.squeeze(1), NO_LOGITS), ids, weights.int())
 
 
+def sample_greedily(logits: Tensor) -> Tensor:
+    """Return the tokens of `sample`, int64 `[B]`, if all temperatures are 0: two operations in place of some forty."""
+    best, tokens = logits.max(dim=1)  # the lowest id among equals
+    return tokens.masked_fill(~best.isfinite(), NO_LOGITS)
+
+
 def to_samples(tokens: np.ndarray, ids: np.ndarray, weights: np.ndarray, draws: Sequence[Draw]) -> list[Sample]:
     """Return rows of `DeviceSamples`, copied to the host, as `sampling.sample` returns them, without scores."""
     return [

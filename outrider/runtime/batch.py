@@ -317,6 +317,7 @@ class PagedBatch:
         memory: keys and values of all blocks.
         attention: the implementation of attention.
         host_batch: the same batch on the host; None in a CUDA graph, whose tensors are overwritten before each replay.
+        logits: `[T, V]`, where a program may write the logits of all rows; None is a new tensor.
         observer: always None; see `PackedBatch`.
     """
 
@@ -333,6 +334,7 @@ class PagedBatch:
     memory: PagedMemory
     attention: PagedAttention
     host_batch: HostBatch | None = None
+    logits: Tensor | None = None
     observer: Any = None
 
     @property

@@ -284,10 +284,11 @@ class GraphRunner:
         HostBatch.empty().padded(shape, null_position=eager.memory.null_position).pack_into(staging.numpy())
         buffer = staging.to(eager.device)
         batch = on_device(buffer, shape, slots, eager.memory, eager.attention)
-        own = logits.narrow(0, 0, rows)
+        batch.logits = own = logits.narrow(0, 0, rows)
 
         def run() -> None:
-            own.copy_(eager.program(batch.tokens, batch, None))
+            if (found := eager.program(batch.tokens, batch, None)) is not own:
+                own.copy_(found)
 
         return _Captured(shape, staging, buffer, own, capturer.capture(run))
 

@@ -227,7 +227,7 @@ class CapturedSteps:
             logits = logits.index_select(0, torch.from_numpy(last).to(logits.device))
         buffers = next(each for each in self._buffers if each.sequences >= len(chunks))
         buffers.fill(chunks, [pool.block_table(chunk.slot) for chunk in chunks], logits, draws)
-        buffers.run(max(map(len, draws)) - 1)
+        buffers.run(max(map(len, draws)) - 1, greedily=all(own[0].params.is_greedy for own in draws))
         return buffers.fetch(draws)
 
     @torch.inference_mode()
@@ -310,7 +310,6 @@ class _StepBuffers:
         self._outputs = outputs.tensors(self._results)
         self._host_buffer = outputs.buffer(torch.device("cpu"), pinned=on_gpu)
         self._host_results = outputs.arrays(self._host_buffer)
-        self._drawn_from = torch.zeros(S, size.logits_size, dtype=eager.dtype, device=eager.device)
         self._batch = PagedBatch(
             tokens=torch.zeros(S, dtype=torch.int64, device=eager.device),
             positions=torch.zeros(S, dtype=torch.int64, device=eager.device),
@@ -325,15 +324,16 @@ class _StepBuffers:
             memory=eager.memory,
             attention=eager.attention,
         )
-        self._replay_step: Callable[[], None]
         self._replay_draw: Callable[[], None]
+        self._replay_greedy_draw: Callable[[], None]
+        self._replay_advance: Callable[[], None]
 
     def capture(self, capturer: Capturer) -> None:
-        """Captures a step, and the last draw, which runs no token."""
-        self._inputs["step"].zero_()
-        self._replay_step = capturer.capture(self._step)
+        """Captures the two parts of a step: the draw, by either way, and the run of the tokens."""
         self._inputs["step"].zero_()
         self._replay_draw = capturer.capture(self._draw)
+        self._replay_greedy_draw = capturer.capture(self._draw_greedily)
+        self._replay_advance = capturer.capture(self._advance)
 
     def fill(
         self,
@@ -364,11 +364,13 @@ class _StepBuffers:
         self._buffer.copy_(self._staged, non_blocking=True)
         self._logits[0, : len(chunks)].copy_(logits)
 
-    def run(self, steps: int) -> None:
-        """Replays `steps` steps and the last draw."""
+    def run(self, steps: int, *, greedily: bool) -> None:
+        """Replays `steps` steps and the last draw. `greedily`: all temperatures are 0."""
+        draw = self._replay_greedy_draw if greedily else self._replay_draw
         for _ in range(steps):
-            self._replay_step()
-        self._replay_draw()
+            draw()
+            self._replay_advance()
+        draw()
 
     def fetch(self, draws: Sequence[Sequence[Draw]]) -> list[list[Sample]]:
         """Waits for the results and returns the samples."""
@@ -392,24 +394,34 @@ class _StepBuffers:
 
     # ------------------------------------------------------------------------------------------------------- captured
 
-    def _step(self) -> None:
-        self._draw()
-        self._advance()
-
     def _draw(self) -> None:
         """Samples a token of each sequence from the logits of this step."""
-        inputs, V = self._inputs, self._size.vocab_size
-        step = inputs["step"].clamp(max=self._size.tokens - 1)
-        self._size.exclude_mask(self._drawn_from.copy_(self._logits.index_select(0, step).squeeze(0)))
+        inputs, step = self._inputs, self._step()
         bits = inputs["bits"].index_select(0, step).squeeze(0)
         noise = (inputs["by_noise"], inputs["seeds"], inputs["noise_positions"]) if self._size.with_noise else ()
         drawn = sampling_device.sample(
-            self._drawn_from[:, :V], DeviceDraws(inputs["temperatures"], bits, *noise), self._config
+            self._logits_of(step), DeviceDraws(inputs["temperatures"], bits, *noise), self._config
         )
         inputs["noise_positions"].add_(1)
-        for name, each in zip(("tokens", "ids", "weights"), drawn, strict=True):
+        for name, each in zip(("ids", "weights"), drawn[1:], strict=True):
             self._outputs[name].index_copy_(0, step, each.unsqueeze(0))
-        self._batch.tokens.copy_(drawn.tokens.clamp(min=0))
+        self._keep(step, drawn.tokens)
+
+    def _draw_greedily(self) -> None:
+        """The same at temperature 0: no q̂, no noise."""
+        step = self._step()
+        self._keep(step, sampling_device.sample_greedily(self._logits_of(step)))
+
+    def _step(self) -> Tensor:
+        return self._inputs["step"].clamp(max=self._size.tokens - 1)
+
+    def _logits_of(self, step: Tensor) -> Tensor:
+        """A copy of the logits of a step, `[S, V]`."""
+        return self._size.exclude_mask(self._logits.index_select(0, step).squeeze(0))[:, : self._size.vocab_size]
+
+    def _keep(self, step: Tensor, tokens: Tensor) -> None:
+        self._outputs["tokens"].index_copy_(0, step, tokens.unsqueeze(0))
+        self._batch.tokens.copy_(tokens.clamp(min=0))
 
     def _advance(self) -> None:
         """Runs the sampled tokens; their logits are the input of the next step."""

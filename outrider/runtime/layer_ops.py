@@ -104,7 +104,7 @@ def run_paged(ops: LayerOps, batch: PagedBatch, rotations: Tensor, rows: Tensor 
         rows: indices of the rows that need logits, `[R]`; None is all rows.
 
     Returns:
-        Logits `[R, V]`.
+        Logits `[R, V]`; of all rows in `batch.logits`, if that is given and the weights are not packed.
     """
     layers = ops.layers
     x = embedding(batch.tokens, layers.embedding).unsqueeze(1)  # [T, 1, E]
@@ -115,11 +115,34 @@ def run_paged(ops: LayerOps, batch: PagedBatch, rotations: Tensor, rows: Tensor 
         keys, values = batch.memory.keys[i], batch.memory.values[i]
         scoring = Scoring(layers.scaling[i], layers.windows[layers.mask_kind[i]])
         attended = batch.attention(query, keys, values, batch, scoring).to(x.dtype).reshape(len(x), 1, -1)
-        x = linear_add(x, attended, layers.output[i], layers.output_bias[i], packed)
+        x = _add_product(x, attended, layers.output[i], layers.output_bias[i], packed)
         normed = ops.norm(x, layers.mlp_norm[i])
         gated = ops.gated(linear(normed, layers.gate_up[i], layers.gate_up_bias[i], packed))
-        x = linear_add(x, gated, layers.down[i], layers.down_bias[i], packed)
-    return layers.logits(x if rows is None else x.index_select(0, rows))
+        x = _add_product(x, gated, layers.down[i], layers.down_bias[i], packed)
+    x = x if rows is None else x.index_select(0, rows)
+    if not len(x):
+        return x.new_empty(0, layers.vocab_size)
+    normed = ops.norm(x, layers.norm)
+    return _head(layers, normed.squeeze(1), batch.logits if rows is None else None)
+
+
+def _add_product(x: Tensor, y: Tensor, weight: Tensor, bias: Tensor | None, packed: bool) -> Tensor:
+    """Returns x + y Wᵀ + b, in the place of x `[T, 1, E]` unless the weight is packed."""
+    if packed:
+        return linear_add(x, y, weight, bias, packed)
+    if bias is not None:
+        return x.add_(linear(y, weight, bias, packed))
+    x.squeeze(1).addmm_(y.squeeze(1), weight.t())  # out of place, torch copies x first
+    return x
+
+
+def _head(layers: FusedLayers, x: Tensor, out: Tensor | None) -> Tensor:
+    """Returns the logits `[R, V]` of `x` `[R, E]`, in `out` if it is given."""
+    if layers.packed or out is None:
+        return linear(x, layers.head, layers.head_bias, layers.packed)
+    if layers.head_bias is None:
+        return torch.mm(x, layers.head.t(), out=out)
+    return torch.addmm(layers.head_bias, x, layers.head.t(), out=out)
 
 
 def choose_layer_ops(layers: FusedLayers, dtype: torch.dtype) -> LayerOps:

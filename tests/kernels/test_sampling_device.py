@@ -11,7 +11,7 @@ import torch
 
 from kernels import sampling
 from kernels.sampling import Draw, Sample, SamplingParams
-from kernels.sampling_device import DeviceDraws, obstacle, sample, to_samples
+from kernels.sampling_device import DeviceDraws, obstacle, sample, sample_greedily, to_samples
 from kernels.sparse import SparseConfig
 from tests.kernels.cases import LAST
 
@@ -42,6 +42,8 @@ def test_q_and_tokens_are_those_of_the_host(V: int) -> None:
         config = CONFIGS[turn % len(CONFIGS)]
         tokens, ids, weights = (each.numpy() for each in sample(z, on_device, config))
         assert _numbers(to_samples(tokens, ids, weights, draws)) == _numbers(sampling.sample(z, draws, config))
+        at_zero = [Draw(SamplingParams(temperature=0), 0.5)] * len(z)
+        assert sample_greedily(z).tolist() == [each.token for each in sampling.sample(z, at_zero, config)]
 
 
 def test_draws_that_need_the_host_are_named() -> None:

@@ -34,6 +34,7 @@ def capture(model: ModelRunner) -> str:
     [
         *((name, "float32", 1e-5) for name in ("qwen3", "mistral-sliding", "gpt2", "gemma2", "gpt-oss")),
         ("qwen3", "bfloat16", 0.05),
+        ("qwen2", "float16", 0.01),  # weights that are not packed: the head writes the captured logits itself
     ],
 )
 def test_a_captured_step_gives_the_logits_of_an_eager_one(
