@@ -13,7 +13,6 @@ import torch
 from kernels.adjustments import RowAdjustment
 from kernels.dense import DraftLogits, SigmoidScales
 from kernels.sampling import SamplingParams
-from kernels.sparse import MAX_SUPPORT, SparseDistribution
 from kernels.verify import Proposed, Rule, implementation_for, implementations, verify
 
 AUTO = "auto"
@@ -68,8 +67,7 @@ def try_out(name: str, device: torch.device) -> None:
 def warm_up(name: str, device: torch.device, dtype: torch.dtype, V: int, width: int) -> None:
     """Verify every kind of proposal once, so that no request waits for the compiler.
 
-    Kernels are compiled per row size and stride, and per kind of batch: adjustments, filters, large supports, shared
-    noise, dense rows.
+    Kernels are compiled per row size and stride, per rule, and per kind of batch: adjustments, filters, shared noise.
 
     Args:
         name: the implementation.
@@ -78,15 +76,17 @@ def warm_up(name: str, device: torch.device, dtype: torch.dtype, V: int, width: 
         V: tokens that may be sampled.
         width: logits of a row, V or more.
     """
-    logits = torch.zeros(4, width, dtype=dtype, device=device)[:, :V]
     change = RowAdjustment(np.zeros(1, np.int64), np.ones(1, np.float32), np.ones(1, np.float32))
-    few = Proposed((0,), (None,), SamplingParams(top_k=1), 0, 1)
-    ids = np.arange(min(V, MAX_SUPPORT))
-    many = replace(few, q=(SparseDistribution(ids, np.ones(len(ids), np.uint16), len(ids)),), params=SamplingParams())
-    coupled = replace(few, q=(), rule=Rule.COUPLED)
-    sigmoid = replace(few, q=(DraftLogits(torch.zeros(V).half()),), rule=Rule.SIGMOID, sigmoid=SigmoidScales(-1, 1))
+    tokenwise = Proposed((0,), (None,), SamplingParams(), 0, 1)
+    filtered = replace(tokenwise, params=SamplingParams(top_k=1), rule=Rule.BLOCK)
+    greedy = replace(tokenwise, params=SamplingParams(temperature=0))
+    coupled = replace(tokenwise, q=(), rule=Rule.COUPLED)
+    sigmoid = replace(
+        tokenwise, q=(DraftLogits(torch.zeros(V).half()),), rule=Rule.SIGMOID, sigmoid=SigmoidScales(-1, 1)
+    )
+    logits = torch.zeros(6, width, dtype=dtype, device=device)[:, :V]
     for changes in ((), (change, None)):
-        for batch in ((few,), (many, coupled), (sigmoid,)):
+        for batch in ((tokenwise, filtered, greedy), (coupled, sigmoid)):
             proposals = [replace(each, adjustments=changes) for each in batch]
             verify(logits[: 2 * len(batch)], proposals, name)
 

@@ -18,7 +18,7 @@ from kernels.triton_rows import LOG2_E, load_at, load_tile
 TARGET, SPARSE, DENSE, SIGMOID = (tl.constexpr(i) for i in range(4))
 
 _CELLS = tl.constexpr(64)  # tokens in a strip
-_CHUNK = tl.constexpr(64)  # the most entries of a support that are spread over cells at once
+_CHUNK = tl.constexpr(32)  # tokens of a support that are read at once; a larger one takes several turns
 _ROUNDING = tl.constexpr(1e-6)  # a residual with less than this share of p is float32 rounding
 _EXCLUDED = tl.constexpr(EXCLUDED)
 
@@ -31,12 +31,14 @@ class RowDistribution(NamedTuple):
         peak: its largest logit.
         mass: the sum of 2^((z - peak) · scale).
         scale: log2(e) / temperature.
+        cut: the least logit that the filters keep.
     """
 
     row: Any
     peak: Any
     mass: Any
     scale: Any
+    cut: Any
 
 
 class Draft(NamedTuple):
@@ -90,14 +92,14 @@ def _sigmoid_rest(z, v, lowest, inverse_span):
 
 
 @triton.jit
-def _weights(z, ids, V, p, draft, kind, kept):
+def _weights(z, ids, V, p, draft, kind, kept, WITH_DENSE: tl.constexpr):
     """Return the weight of each token, float64. The share of a sparse q̂ is not subtracted yet."""
     weights = probability(z, p.peak, p.mass, p.scale).to(tl.float64) * kept
-    if kind >= DENSE:
+    if WITH_DENSE:
         there = draft.dense + ids
         if kind == DENSE:
             weights = tl.maximum(weights - tl.load(there, mask=ids < V, other=0.0), 0.0)
-        else:
+        elif kind == SIGMOID:
             v = tl.load(there, mask=ids < V, other=_EXCLUDED)
             inverse_temperature = p.scale * (1 / LOG2_E)
             weights = _sigmoid_rest(z * inverse_temperature, v, draft.lowest, draft.inverse_span).to(tl.float64)
@@ -105,21 +107,40 @@ def _weights(z, ids, V, p, draft, kind, kept):
     return weights
 
 
+class Shares(NamedTuple):
+    """`_CHUNK` tokens of a support, and min(kept · p, q̂) of each, float64."""
+
+    ids: Any
+    mass: Any
+
+
 @triton.jit
-def _taken(rows, p, draft, kept, origin, width, N: tl.constexpr, K: tl.constexpr, TILE: tl.constexpr,
+def _shares(rows, p, draft, kept, first, TILE: tl.constexpr, ADJUSTED: tl.constexpr):
+    """Read the tokens of the support from `first` on."""
+    k = first + tl.arange(0, _CHUNK)
+    there = k < draft.size
+    ids = tl.load(draft.ids + k, mask=there, other=-1)
+    z = load_at(rows, p.row, ids, there, p.cut, TILE, ADJUSTED)
+    chance = probability(z, p.peak, p.mass, p.scale).to(tl.float64)
+    return Shares(ids, tl.minimum(chance * kept, tl.load(draft.q + k, mask=there, other=0.0).to(tl.float64)))
+
+
+@triton.jit
+def _spread(shares, origin, width, N: tl.constexpr):
+    cell = tl.where(shares.ids >= origin, (shares.ids - origin) // width, N)
+    return tl.sum(tl.where(cell[:, None] == tl.arange(0, N)[None, :], shares.mass[:, None], 0.0), 0)
+
+
+@triton.jit
+def _taken(rows, p, draft, kept, shares, origin, width, N: tl.constexpr, TILE: tl.constexpr,
            ADJUSTED: tl.constexpr):  # fmt: skip
-    """Return Σ min(kept · p, q̂) over the support in each of N cells of `width` tokens from `origin` on, float64."""
-    taken = tl.zeros([N], tl.float64)
-    CHUNK: tl.constexpr = min(K, _CHUNK)
-    for first in tl.static_range(0, K, CHUNK):
-        k = first + tl.arange(0, CHUNK)
-        there = k < draft.size
-        ids = tl.load(draft.ids + k, mask=there, other=-1)
-        z = load_at(rows, tl.zeros_like(ids) + p.row, ids, there, TILE, ADJUSTED, True)
-        chance = probability(z, p.peak, p.mass, p.scale).to(tl.float64)
-        share = tl.minimum(chance * kept, tl.load(draft.q + k, mask=there, other=0.0).to(tl.float64))
-        cell = tl.where(ids >= origin, (ids - origin) // width, N)
-        taken += tl.sum(tl.where(cell[:, None] == tl.arange(0, N)[None, :], share[:, None], 0.0), 0)
+    """Return Σ min(kept · p, q̂) over the support in each of N cells of `width` tokens from `origin` on, float64.
+
+    `shares` are those of the first tokens; more are read again each time.
+    """
+    taken = _spread(shares, origin, width, N)
+    for first in range(_CHUNK, draft.size, _CHUNK):
+        taken += _spread(_shares(rows, p, draft, kept, first, TILE, ADJUSTED), origin, width, N)
     return taken
 
 
@@ -134,8 +155,8 @@ def _choose(weights, target, N: tl.constexpr):
 
 
 @triton.jit
-def draw(rows, stats, p, draft, kind, kept, u, TILE: tl.constexpr, TILES: tl.constexpr, K: tl.constexpr,
-         ADJUSTED: tl.constexpr, WITH_DENSE: tl.constexpr):  # fmt: skip
+def draw(rows, stats, p, draft, kind, kept, u, TILE: tl.constexpr, TILES: tl.constexpr, ADJUSTED: tl.constexpr,
+         WITH_DENSE: tl.constexpr):  # fmt: skip
     """Draw a token.
 
     Args:
@@ -157,15 +178,16 @@ def draw(rows, stats, p, draft, kind, kept, u, TILE: tl.constexpr, TILES: tl.con
     mass = tl.load(stats.masses + at, mask=there, other=0.0)
     plain = (mass * probability(peak, p.peak, p.mass, p.scale)).to(tl.float64)
     weights = plain
+    shares = _shares(rows, p, draft, kept, 0, TILE, ADJUSTED)
     if kind == SPARSE:
-        taken = _taken(rows, p, draft, kept, 0, TILE, TILES, K, TILE, ADJUSTED)
+        taken = _taken(rows, p, draft, kept, shares, 0, TILE, TILES, TILE, ADJUSTED)
         weights = tl.maximum(plain * kept - taken, 0.0)
     if WITH_DENSE:
         if kind >= DENSE:
             for tile in range(rows.n_tiles):
                 ids = tile * TILE + tl.arange(0, TILE)
                 z = load_tile(rows, p.row, tile, ids, TILE, ADJUSTED, True)
-                weight = tl.sum(_weights(z, ids, rows.V, p, draft, kind, kept), 0)
+                weight = tl.sum(_weights(z, ids, rows.V, p, draft, kind, kept, WITH_DENSE), 0)
                 weights = tl.where(tiles == tile, weight, weights)
     total = tl.sum(weights, 0)
     none = (kind != TARGET) & (total <= tl.where(kind == SIGMOID, 0.0, kept * _ROUNDING))
@@ -183,9 +205,9 @@ def draw(rows, stats, p, draft, kind, kept, u, TILE: tl.constexpr, TILES: tl.con
     while tried < rows.n_tiles:
         ids = tile * TILE + tl.arange(0, STRIPS)[:, None] * _CELLS + tl.arange(0, _CELLS)[None, :]
         z = load_tile(rows, p.row, tile, ids, TILE, ADJUSTED, True)
-        strips = tl.sum(_weights(z, ids, rows.V, p, draft, kind, kept), 1)
+        strips = tl.sum(_weights(z, ids, rows.V, p, draft, kind, kept, WITH_DENSE), 1)
         if kind == SPARSE:
-            taken = _taken(rows, p, draft, kept, tile * TILE, _CELLS, STRIPS, K, TILE, ADJUSTED)
+            taken = _taken(rows, p, draft, kept, shares, tile * TILE, _CELLS, STRIPS, TILE, ADJUSTED)
             strips = tl.where(taken < strips * (1 - 1e-12), strips - taken, 0.0)
         if tl.max(strips, 0) > 0:
             strip, left = _choose(strips, left, STRIPS)
@@ -196,10 +218,10 @@ def draw(rows, stats, p, draft, kind, kept, u, TILE: tl.constexpr, TILES: tl.con
             tried += 1
 
     ids = tile * TILE + strip * _CELLS + tl.arange(0, _CELLS)
-    z = load_at(rows, tl.zeros_like(ids) + p.row, ids, ids < rows.V, TILE, ADJUSTED, True)
-    cells = _weights(z, ids, rows.V, p, draft, kind, kept)
+    z = load_at(rows, p.row, ids, ids < rows.V, p.cut, TILE, ADJUSTED)
+    cells = _weights(z, ids, rows.V, p, draft, kind, kept, WITH_DENSE)
     if kind == SPARSE:
-        taken = _taken(rows, p, draft, kept, tile * TILE + strip * _CELLS, 1, _CELLS, K, TILE, ADJUSTED)
+        taken = _taken(rows, p, draft, kept, shares, tile * TILE + strip * _CELLS, 1, _CELLS, TILE, ADJUSTED)
         cells = tl.maximum(cells - taken, 0.0)
     cell, _ = _choose(cells, left, _CELLS)
     return tile * TILE + strip * _CELLS + cell, none

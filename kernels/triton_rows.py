@@ -14,10 +14,7 @@ from kernels.rng import FIRST_MULTIPLIER, SECOND_MULTIPLIER, SPREAD, Domain
 
 LOG2_E = tl.constexpr(1.4426950408889634)
 
-# Statistics of a row besides peak and mass.
-NOTHING = tl.constexpr(0)
-ARGMAX = tl.constexpr(1)
-GUMBEL = tl.constexpr(2)
+TOKENWISE, BLOCK, COUPLED, SIGMOID, GREEDY = (tl.constexpr(i) for i in range(5))
 
 _ACCEPT = tl.constexpr(int(Domain.ACCEPT))
 _RESAMPLE = tl.constexpr(int(Domain.RESAMPLE))
@@ -27,10 +24,12 @@ _FIRST = tl.constexpr(FIRST_MULTIPLIER)
 _SECOND = tl.constexpr(SECOND_MULTIPLIER)
 
 
+PART = tl.constexpr(1024)
+"""Logits that a warp reads at once, 32 a thread."""
+
+
 def tile_size(V: int) -> int:
     """Return the number of logits per tile; a row of up to 2^18 logits has 64 tiles at most."""
-    if V <= 1 << 15:
-        return 1024
     return 2048 if V <= 1 << 17 else 4096
 
 
@@ -71,6 +70,57 @@ class TileStats(NamedTuple):
     leads: Any
 
 
+class Terms(NamedTuple):
+    """The parameters of one proposal.
+
+    Attributes:
+        rule: TOKENWISE, BLOCK, COUPLED, SIGMOID, or GREEDY under any of them.
+        first_row: the first of its rows.
+        first_draft: the first of its drafts.
+        gamma: how many tokens were drafted.
+        seed: key of the random numbers.
+        base_length: counter of the random numbers.
+        given: index of its first given uniform; -1 if it uses Philox.
+        scale: log2(e) / temperature.
+        lenience: l of [L A.5], float64.
+        lowest: alpha of the rule `sigmoid`.
+        inverse_span: 1 / (beta - alpha).
+    """
+
+    rule: Any
+    first_row: Any
+    first_draft: Any
+    gamma: Any
+    seed: Any
+    base_length: Any
+    given: Any
+    scale: Any
+    lenience: Any
+    lowest: Any
+    inverse_span: Any
+
+
+@triton.jit
+def load_terms(ints, floats, b):
+    """Return the parameters of proposal `b`; `verify_pack.Batch` has the columns."""
+    i = ints + b * 6
+    f = floats + b * 7
+    first_row = tl.load(i).to(tl.int32)
+    return Terms(
+        tl.load(i + 2).to(tl.int32),
+        first_row,
+        first_row - b,  # each proposal before has a row more than it has drafts
+        tl.load(i + 1).to(tl.int32),
+        tl.load(i + 3),
+        tl.load(i + 4),
+        tl.load(i + 5).to(tl.int32),
+        tl.load(f).to(tl.float32),
+        tl.load(f + 1),
+        tl.load(f + 2).to(tl.float32),
+        tl.load(f + 3).to(tl.float32),
+    )
+
+
 # ------------------------------------------------------------------------------------------------------------- logits
 
 
@@ -81,7 +131,7 @@ def _changed(z, divisor, bias):
 
 @triton.jit
 def load_tile(rows, row, tile, ids, TILE: tl.constexpr, ADJUSTED: tl.constexpr, CUT: tl.constexpr):
-    """Return adjusted logits of one tile, float32, in the shape of `ids`; -inf past the end of the row.
+    """Return adjusted logits of one tile, or of a part of it, float32, in the shape of `ids`; -inf past the row's end.
 
     `ids` are token ids within the tile. The row's filters are applied only with CUT.
     """
@@ -103,14 +153,14 @@ def load_tile(rows, row, tile, ids, TILE: tl.constexpr, ADJUSTED: tl.constexpr, 
 
 
 @triton.jit
-def load_at(rows, row, ids, wanted, TILE: tl.constexpr, ADJUSTED: tl.constexpr, CUT: tl.constexpr):
-    """Return adjusted logits of single tokens, float32, in the shape of `ids`; -inf where not `wanted`.
+def load_at(rows, row, ids, wanted, cut, TILE: tl.constexpr, ADJUSTED: tl.constexpr):
+    """Return adjusted logits of single tokens, float32, in the shape of `ids`; -inf where not `wanted` or below `cut`.
 
-    `row` has the shape of `ids`.
+    `row` and `cut` broadcast with `ids`.
     """
     z = tl.load(rows.logits + row.to(tl.int64) * rows.stride + ids, mask=wanted, other=-float("inf")).to(tl.float32)
     if ADJUSTED:
-        changes = tl.load(rows.adjusted + row, mask=wanted, other=-1)
+        changes = tl.load(rows.adjusted + row + tl.zeros_like(ids), mask=wanted, other=-1)
         there = changes >= 0
         at = rows.tile_starts + changes * (rows.n_tiles + 1) + ids // TILE
         low = tl.load(at, mask=there, other=0)
@@ -127,9 +177,7 @@ def load_at(rows, row, ids, wanted, TILE: tl.constexpr, ADJUSTED: tl.constexpr, 
         divisor = tl.load(rows.change_divisors + low, mask=found, other=1.0)
         bias = tl.load(rows.change_biases + low, mask=found, other=0.0)
         z = tl.where(found, _changed(z, divisor, bias), z)
-    if CUT:
-        z = tl.where(z < tl.load(rows.cuts + row, mask=wanted, other=-float("inf")), -float("inf"), z)
-    return z
+    return tl.where(z < cut, -float("inf"), z)
 
 
 # ------------------------------------------------------------------------------------------------------ random numbers
@@ -177,37 +225,63 @@ def exponentials(seed, position, ids):
 
 
 @triton.jit
-def tile_stats(z, ids, scale, wanted, seed, position, WITH_GUMBEL: tl.constexpr):
-    """Return the statistics of one tile.
-
-    Args:
-        z: its logits, float32 `[TILE]`.
-        ids: their tokens.
-        scale: log2(e) / temperature.
-        wanted: NOTHING; ARGMAX; or GUMBEL, the token that wins with the noise of (seed, position).
-        seed: see `wanted`.
-        position: see `wanted`.
-        WITH_GUMBEL: False if no row of the batch needs GUMBEL, which saves registers.
-
-    Returns:
-        The largest logit; the sum of exp((z - largest) / temperature), NaN where a logit is NaN or +inf; the token that
-        wins the tile, and by how many bits its score exceeds the tile's largest logit.
-    """
+def _part_stats(z, ids, first, terms, position, WITH_GUMBEL: tl.constexpr):
+    """Return the statistics of logits `z` of the tokens `ids`, from `first` on; see `tile_stats`."""
     fine = tl.where(z == z, z, -float("inf"))
     peak = tl.max(fine, 0)
-    e = tl.exp2((z - tl.where(peak == -float("inf"), 0.0, peak)) * scale)
+    e = tl.exp2((z - tl.where(peak == -float("inf"), 0.0, peak)) * terms.scale)
     mass = tl.sum(e, 0)
-    first = tl.min(ids, 0)
     best = first
     lead = 0.0
-    if wanted == ARGMAX:
+    if terms.rule == GREEDY:
         best = first + tl.argmax(fine, 0, tie_break_left=True)
     if WITH_GUMBEL:
-        if wanted == GUMBEL:
-            score = e / exponentials(seed, position, ids)
+        if terms.rule == COUPLED:
+            score = e / exponentials(terms.seed, position, ids)
             score = tl.where(score == score, score, 0.0)
             best = first + tl.argmax(score, 0, tie_break_left=True)
             lead = tl.log2(tl.max(score, 0))
+    return peak, mass, best, lead
+
+
+@triton.jit
+def tile_stats(rows, row, tile, terms, least, TILE: tl.constexpr, ADJUSTED: tl.constexpr,
+               WITH_GUMBEL: tl.constexpr):  # fmt: skip
+    """Return the statistics of one tile, which a warp reads part by part.
+
+    Args:
+        rows: the logits.
+        row: of the tile.
+        tile: its index in the row.
+        terms: of the row's proposal.
+        least: logits below it count as -inf.
+        WITH_GUMBEL: False if no proposal of the batch is `coupled`, which saves registers.
+
+    Returns:
+        The largest logit; the sum of exp((z - largest) / temperature), NaN where a logit is NaN or +inf; the best token
+        at temperature 0, or under `coupled` the one that wins with the noise; and by how many bits its score exceeds
+        the largest logit.
+    """
+    first = tile * TILE
+    position = terms.base_length + row - terms.first_row
+    peak = tl.full([], -float("inf"), tl.float32)
+    mass = tl.zeros_like(peak)
+    lead = tl.zeros_like(peak)
+    best = first
+    for start in range(0, TILE, PART):
+        ids = first + start + tl.arange(0, PART)
+        z = load_tile(rows, row, tile, ids, TILE, ADJUSTED, False)
+        z = tl.where(z < least, -float("inf"), z)
+        own_peak, own_mass, own_best, own_lead = _part_stats(z, ids, first + start, terms, position, WITH_GUMBEL)
+        higher = tl.maximum(peak, own_peak)
+        level = tl.where(higher == -float("inf"), 0.0, higher)
+        before = (peak - level) * terms.scale
+        own = (own_peak - level) * terms.scale
+        mass = mass * tl.exp2(before) + own_mass * tl.exp2(own)
+        is_better = own + own_lead > before + lead
+        best = tl.where(is_better, own_best, best)
+        lead = tl.where(is_better, own + own_lead, before + lead)
+        peak = higher
     return peak, mass, best, lead
 
 

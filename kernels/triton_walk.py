@@ -1,7 +1,7 @@
-"""Device functions that run the acceptance tests of a proposal, one function per rule.
+"""Device functions that run the acceptance tests of a proposal.
 
 Drafts are tested in groups of a few, so that their loads overlap. Each function returns the number of accepted drafts;
-the caller checks the row after them.
+the caller checks the row after them. The rule is a constant, so that each is compiled alone.
 """
 
 from __future__ import annotations
@@ -11,46 +11,27 @@ from typing import Any, NamedTuple
 import triton
 import triton.language as tl
 
+from kernels import sparse
 from kernels.triton_draw import draft_sigmoid, probability, sigmoid
-from kernels.triton_rows import LOG2_E, accept_uniforms, load_at, load_tile
-
-TOKENWISE, BLOCK, COUPLED, SIGMOID, GREEDY = (tl.constexpr(i) for i in range(5))
+from kernels.triton_rows import (
+    BLOCK,
+    COUPLED,
+    GREEDY,
+    LOG2_E,
+    SIGMOID,
+    TOKENWISE,
+    accept_uniforms,
+    load_at,
+    load_tile,
+)
 
 # Columns of `Drafts.ints`.
 TOKEN, SUPPORT, SUPPORT_SIZE, DENSE_ROW = (tl.constexpr(i) for i in range(4))
 DRAFT_INTS = tl.constexpr(4)
 
+_MAX_SUPPORT = tl.constexpr(sparse.MAX_SUPPORT)
 _GROUP = tl.constexpr(8)
-
-
-class Terms(NamedTuple):
-    """The parameters of one proposal.
-
-    Attributes:
-        rule: TOKENWISE, BLOCK, COUPLED, SIGMOID, or GREEDY under any of them.
-        first_row: the first of its rows.
-        first_draft: the first of its drafts.
-        gamma: how many tokens were drafted.
-        seed: key of the random numbers.
-        base_length: counter of the random numbers.
-        given: index of its first given uniform; -1 if it uses Philox.
-        scale: log2(e) / temperature.
-        lenience: l of [L A.5], float64.
-        lowest: alpha of the rule `sigmoid`.
-        inverse_span: 1 / (beta - alpha).
-    """
-
-    rule: Any
-    first_row: Any
-    first_draft: Any
-    gamma: Any
-    seed: Any
-    base_length: Any
-    given: Any
-    scale: Any
-    lenience: Any
-    lowest: Any
-    inverse_span: Any
+_CHUNK = tl.constexpr(64)  # tokens of each support that are read at once; larger ones take several turns
 
 
 class Drafts(NamedTuple):
@@ -62,34 +43,6 @@ class Drafts(NamedTuple):
     support_q: Any
     dense: Any
     uniforms: Any
-
-
-@triton.jit
-def load_terms(ints, floats, b):
-    """Return the parameters of proposal `b`; `verify_pack.Batch` has the columns."""
-    i = ints + b * 6
-    f = floats + b * 7
-    first_row = tl.load(i).to(tl.int32)
-    return Terms(
-        tl.load(i + 2).to(tl.int32),
-        first_row,
-        first_row - b,  # each proposal before has a row more than it has drafts
-        tl.load(i + 1).to(tl.int32),
-        tl.load(i + 3),
-        tl.load(i + 4),
-        tl.load(i + 5).to(tl.int32),
-        tl.load(f).to(tl.float32),
-        tl.load(f + 1),
-        tl.load(f + 2).to(tl.float32),
-        tl.load(f + 3).to(tl.float32),
-    )
-
-
-@triton.jit
-def load_filters(floats, b):
-    """Return top-k, top-p and log2 of min-p of proposal `b`."""
-    f = floats + b * 7
-    return tl.load(f + 4).to(tl.int32), tl.load(f + 5), tl.load(f + 6).to(tl.float32)
 
 
 @triton.jit
@@ -124,7 +77,9 @@ def is_distribution(mass):
 
 
 class Group(NamedTuple):
-    """Some drafts of one proposal, `[G]` each: indices, rows, tokens, and the result of `row_distributions`."""
+    """Some drafts of one proposal, `[G]` each: indices, rows, tokens, the first and the size of their supports, rows of
+    `Drafts.dense`, cuts, and the result of `row_distributions`; and the largest size.
+    """
 
     i: Any
     inside: Any
@@ -132,14 +87,18 @@ class Group(NamedTuple):
     draft: Any
     token: Any
     known: Any
+    support: Any
+    size: Any
+    dense_row: Any
+    cut: Any
     peak: Any
     mass: Any
     best: Any
-    dense_row: Any
+    widest: Any
 
 
 class Supports(NamedTuple):
-    """The supports of a group's drafts, `[G, K]`: tokens, q̂, and the target's logits."""
+    """`_CHUNK` tokens of the support of each draft of a group, `[G, _CHUNK]`: tokens, q̂, and the target's logits."""
 
     ids: Any
     q: Any
@@ -152,21 +111,29 @@ def _group(rows, stats, terms, drafts, start, TILES: tl.constexpr):
     inside = i < terms.gamma
     row = terms.first_row + i
     draft = terms.first_draft + i
-    token = tl.load(drafts.ints + draft * DRAFT_INTS + TOKEN, mask=inside, other=-1)
-    dense_row = tl.load(drafts.ints + draft * DRAFT_INTS + DENSE_ROW, mask=inside, other=-1)
+    at = drafts.ints + draft * DRAFT_INTS
+    token = tl.load(at + TOKEN, mask=inside, other=-1)
+    support = tl.load(at + SUPPORT, mask=inside, other=0)
+    size = tl.load(at + SUPPORT_SIZE, mask=inside, other=0)
+    dense_row = tl.load(at + DENSE_ROW, mask=inside, other=-1)
+    cut = tl.load(rows.cuts + row, mask=inside, other=-float("inf"))
     peak, mass, best = row_distributions(rows, stats, row, inside, terms.scale, TILES)
-    return Group(i, inside, row, draft, token, inside & (token >= 0), peak, mass, best, dense_row)
+    known = inside & (token >= 0)
+    return Group(
+        i, inside, row, draft, token, known, support, size, dense_row, cut, peak, mass, best, tl.max(size, 0)
+    )  # fmt: skip
 
 
 @triton.jit
-def _supports(rows, drafts, group, K: tl.constexpr, TILE: tl.constexpr, ADJUSTED: tl.constexpr):  # fmt: skip
-    k = tl.arange(0, K)[None, :]
-    size = tl.load(drafts.ints + group.draft * DRAFT_INTS + SUPPORT_SIZE, mask=group.inside, other=0)
-    index = tl.load(drafts.ints + group.draft * DRAFT_INTS + SUPPORT, mask=group.inside, other=0)[:, None] + k
-    there = k < size[:, None]
+def _supports(rows, drafts, group, first, TILE: tl.constexpr, ADJUSTED: tl.constexpr):
+    """Return the tokens from `first` on of each support."""
+    k = first + tl.arange(0, _CHUNK)[None, :]
+    index = group.support[:, None] + k
+    there = k < group.size[:, None]
     ids = tl.load(drafts.support_ids + index, mask=there, other=-1)
     q = tl.load(drafts.support_q + index, mask=there, other=0.0)
-    return Supports(ids, q, load_at(rows, tl.zeros_like(ids) + group.row[:, None], ids, there, TILE, ADJUSTED, True))
+    z = load_at(rows, group.row[:, None], ids, there, group.cut[:, None], TILE, ADJUSTED)
+    return Supports(ids, q, z)
 
 
 @triton.jit
@@ -192,31 +159,68 @@ def _until_failure(passes, group, gamma):
 
 
 @triton.jit
-def _p_and_q(rows, terms, drafts, group, TILE: tl.constexpr, ADJUSTED: tl.constexpr,
+def _p_and_q(rows, terms, drafts, group, RULE: tl.constexpr, TILE: tl.constexpr, ADJUSTED: tl.constexpr,
              WITH_DENSE: tl.constexpr):  # fmt: skip
     """Return p and q̂ of a group's drafted tokens, float32; or p̂ and q̂ of the rule `sigmoid`."""
-    z = load_at(rows, group.row, group.token, group.known, TILE, ADJUSTED, True)
+    z = load_at(rows, group.row, group.token, group.known, group.cut, TILE, ADJUSTED)
     p = probability(z, group.peak, group.mass, terms.scale)
     q = tl.load(drafts.q + group.draft, mask=group.inside, other=0.0)
     if WITH_DENSE:
         there = group.known & (group.dense_row >= 0)
         at = drafts.dense + group.dense_row.to(tl.int64) * rows.V + group.token
         q = tl.where(there, tl.load(at, mask=there, other=0.0), q)
-        if terms.rule == SIGMOID:
+        if RULE == SIGMOID:
             p = sigmoid(z * (terms.scale / LOG2_E), terms.lowest, terms.inverse_span)
             q = draft_sigmoid(q, terms.lowest, terms.inverse_span)
     return tl.where(group.known, p, 0.0), q
 
 
 @triton.jit
-def _overlaps(supports, group, scale, share):
-    """Return Σ min(share · p, q̂) over each support, float64 `[G]`."""
-    p = probability(supports.z, group.peak[:, None], group.mass[:, None], scale).to(tl.float64)
-    return tl.sum(tl.minimum(p * share, supports.q.to(tl.float64)), 1)
+def _overlaps_of(supports, terms, group, share, RULE: tl.constexpr):
+    if RULE == GREEDY:
+        acceptable = _is_acceptable(supports.z, supports.ids, group.peak[:, None], group.best[:, None], terms.lenience)
+        common = tl.where(acceptable, supports.q, 0.0).to(tl.float64)
+    else:
+        p = probability(supports.z, group.peak[:, None], group.mass[:, None], terms.scale).to(tl.float64)
+        common = tl.minimum(p * share, supports.q.to(tl.float64))
+    return tl.sum(common, 1)
 
 
 @triton.jit
-def _dense_overlap(rows, terms, drafts, group, j, share, TILE: tl.constexpr, ADJUSTED: tl.constexpr):  # fmt: skip
+def _overlaps(rows, terms, drafts, group, supports, share, RULE: tl.constexpr, TILE: tl.constexpr,
+              ADJUSTED: tl.constexpr):  # fmt: skip
+    """Return Σ min(share · p, q̂) over each support, float64 `[G]`; at temperature 0 q̂ of acceptable tokens.
+
+    `supports` are the first tokens; more are read again each time.
+    """
+    overlaps = _overlaps_of(supports, terms, group, share, RULE)
+    for first in range(_CHUNK, group.widest, _CHUNK):
+        more = _supports(rows, drafts, group, first, TILE, ADJUSTED)
+        overlaps += _overlaps_of(more, terms, group, share, RULE)
+    return overlaps
+
+
+@triton.jit
+def _rest(rows, terms, drafts, group, j, share, TILE: tl.constexpr, ADJUSTED: tl.constexpr):
+    """Return Σ min(share · p, q̂), float64, over the tokens after the first `_CHUNK` for the draft at `j` of a group."""
+    overlap = share * 0
+    size = _pick(group.size, j)
+    if size > _CHUNK:
+        k = _CHUNK + tl.arange(0, _MAX_SUPPORT)
+        there = k < size
+        index = _pick(group.support, j) + k
+        ids = tl.load(drafts.support_ids + index, mask=there, other=-1)
+        q = tl.load(drafts.support_q + index, mask=there, other=0.0).to(tl.float64)
+        row = terms.first_row + _pick(group.i, j)
+        z = load_at(rows, row, ids, there, tl.load(rows.cuts + row), TILE, ADJUSTED)
+        p = probability(z, _pick(group.peak, j), _pick(group.mass, j), terms.scale).to(tl.float64)
+        overlap += tl.sum(tl.minimum(p * share, q), 0)
+    return overlap
+
+
+@triton.jit
+def _dense_overlap(rows, terms, drafts, group, j, share, RULE: tl.constexpr, TILE: tl.constexpr,
+                   ADJUSTED: tl.constexpr):  # fmt: skip
     """Return Σ min(share · p, q̂) over the vocabulary, float64, for the draft at `j` of a group; 0 if q̂ is sparse.
 
     At temperature 0 it is the mass of q̂ on acceptable tokens.
@@ -233,7 +237,7 @@ def _dense_overlap(rows, terms, drafts, group, j, share, TILE: tl.constexpr, ADJ
             ids = tile * TILE + tl.arange(0, TILE)
             z = load_tile(rows, row, tile, ids, TILE, ADJUSTED, True)
             common = tl.load(q + ids, mask=ids < rows.V, other=0.0).to(tl.float64)
-            if terms.rule == GREEDY:
+            if RULE == GREEDY:
                 common = tl.where(_is_acceptable(z, ids, peak, best, terms.lenience), common, 0.0)
             else:
                 common = tl.minimum(probability(z, peak, mass, terms.scale).to(tl.float64) * share, common)
@@ -242,12 +246,13 @@ def _dense_overlap(rows, terms, drafts, group, j, share, TILE: tl.constexpr, ADJ
 
 
 @triton.jit
-def _store_beta(rows, terms, drafts, group, overlaps, share, beta, TILE: tl.constexpr,
+def _store_beta(rows, terms, drafts, group, supports, share, beta, RULE: tl.constexpr, TILE: tl.constexpr,
                 ADJUSTED: tl.constexpr, WITH_DENSE: tl.constexpr):  # fmt: skip
     """Write β of a group: the overlaps of p with its supports and with its dense rows."""
+    overlaps = _overlaps(rows, terms, drafts, group, supports, share, RULE, TILE, ADJUSTED)
     if WITH_DENSE:
         for j in range(_GROUP):
-            more = _dense_overlap(rows, terms, drafts, group, j, share, TILE, ADJUSTED)
+            more = _dense_overlap(rows, terms, drafts, group, j, share, RULE, TILE, ADJUSTED)
             overlaps += tl.where(tl.arange(0, _GROUP) == j, more, 0.0)
     tl.store(beta + group.draft, overlaps.to(tl.float32), mask=group.inside)
 
@@ -256,28 +261,39 @@ def _store_beta(rows, terms, drafts, group, overlaps, share, beta, TILE: tl.cons
 
 
 @triton.jit
-def walk_tokenwise(rows, stats, terms, drafts, beta, TILE: tl.constexpr, TILES: tl.constexpr, K: tl.constexpr,
-                   ADJUSTED: tl.constexpr, WITH_DENSE: tl.constexpr):  # fmt: skip
-    """Accept while u · l · q̂ < p [L Alg. 1, A.5]; under `sigmoid` the same of p̂ and q̂ [W 3.2.2]. Writes β."""
+def walk(rows, stats, terms, drafts, beta, RULE: tl.constexpr, TILE: tl.constexpr, TILES: tl.constexpr,
+         ADJUSTED: tl.constexpr, WITH_DENSE: tl.constexpr):  # fmt: skip
+    """Accept up to the first failure; returns the number of accepted drafts. Writes β where q̂ is known.
+
+    TOKENWISE: while u · l · q̂ < p [L Alg. 1, A.5]. SIGMOID: the same of p̂ and q̂ [W 3.2.2]. COUPLED: while the target,
+    with the same noise as the draft, chooses the same token. GREEDY: the most probable token, or with lenience tokens
+    close to it [L A.5].
+    """
     accepted = tl.zeros_like(terms.gamma)
     start = tl.zeros_like(terms.gamma)
     while start < terms.gamma:
         group = _group(rows, stats, terms, drafts, start, TILES)
-        p, q = _p_and_q(rows, terms, drafts, group, TILE, ADJUSTED, WITH_DENSE)
-        passes = (q > 0) & (_tests(drafts, terms, group) * terms.lenience * q < p) & is_distribution(group.mass)
-        accepted = _until_failure(passes, group, terms.gamma)
-        if terms.rule == TOKENWISE:
+        share = terms.lenience * 0 + 1.0
+        if RULE == COUPLED:
+            passes = group.best == group.token
+        elif RULE == GREEDY:
+            z = load_at(rows, group.row, group.token, group.known, group.cut, TILE, ADJUSTED)
+            passes = _is_acceptable(z, group.token, group.peak, group.best, terms.lenience) & group.known
+        else:
+            p, q = _p_and_q(rows, terms, drafts, group, RULE, TILE, ADJUSTED, WITH_DENSE)
+            passes = (q > 0) & (_tests(drafts, terms, group) * terms.lenience * q < p)
             share = 1.0 / terms.lenience
-            supports = _supports(rows, drafts, group, K, TILE, ADJUSTED)
-            overlaps = _overlaps(supports, group, terms.scale, share)
-            _store_beta(rows, terms, drafts, group, overlaps, share, beta, TILE, ADJUSTED, WITH_DENSE)
+        accepted = _until_failure(passes & is_distribution(group.mass), group, terms.gamma)
+        if (RULE == TOKENWISE) | (RULE == GREEDY):
+            supports = _supports(rows, drafts, group, 0, TILE, ADJUSTED)
+            _store_beta(rows, terms, drafts, group, supports, share, beta, RULE, TILE, ADJUSTED, WITH_DENSE)
         start = tl.where(accepted < terms.gamma, terms.gamma, start + _GROUP)
     return accepted
 
 
 @triton.jit
-def walk_block(rows, stats, terms, drafts, beta, TILE: tl.constexpr, TILES: tl.constexpr, K: tl.constexpr,
-               ADJUSTED: tl.constexpr, WITH_DENSE: tl.constexpr):  # fmt: skip
+def walk_block(rows, stats, terms, drafts, beta, TILE: tl.constexpr, TILES: tl.constexpr, ADJUSTED: tl.constexpr,
+               WITH_DENSE: tl.constexpr):  # fmt: skip
     """Accept up to the last success (Sun et al. 2024, Alg. 2). Writes β.
 
     Returns:
@@ -291,19 +307,19 @@ def walk_block(rows, stats, terms, drafts, beta, TILE: tl.constexpr, TILES: tl.c
     start = tl.zeros_like(terms.gamma)
     while start < terms.gamma:
         group = _group(rows, stats, terms, drafts, start, TILES)
-        p, q = _p_and_q(rows, terms, drafts, group, TILE, ADJUSTED, WITH_DENSE)
+        p, q = _p_and_q(rows, terms, drafts, group, BLOCK, TILE, ADJUSTED, WITH_DENSE)
         u = _tests(drafts, terms, group)
-        supports = _supports(rows, drafts, group, K, TILE, ADJUSTED)
+        supports = _supports(rows, drafts, group, 0, TILE, ADJUSTED)
         whole = terms.lenience * 0 + 1.0
-        overlaps = _overlaps(supports, group, terms.scale, whole)
-        _store_beta(rows, terms, drafts, group, overlaps, whole, beta, TILE, ADJUSTED, WITH_DENSE)
+        _store_beta(rows, terms, drafts, group, supports, whole, beta, BLOCK, TILE, ADJUSTED, WITH_DENSE)
         for j in range(_GROUP):
             if (start + j < terms.gamma) & (P > 0) & ~bad:
                 bad = ~is_distribution(_pick(group.mass, j))
                 if start + j > 0:  # h of the previous token needs this row
-                    Z = P - _pick(_overlaps(supports, group, terms.scale, P), j)
+                    Z = P - _pick(_overlaps_of(supports, terms, group, P, BLOCK), j)
+                    Z -= _rest(rows, terms, drafts, group, j, P, TILE, ADJUSTED)
                     if WITH_DENSE:
-                        Z -= _dense_overlap(rows, terms, drafts, group, j, P, TILE, ADJUSTED)
+                        Z -= _dense_overlap(rows, terms, drafts, group, j, P, BLOCK, TILE, ADJUSTED)
                     if (Z > 0) & (u_before * (Z + (1.0 - P)) < Z):
                         tau = start + j
                         kept = P
@@ -316,42 +332,6 @@ def walk_block(rows, stats, terms, drafts, beta, TILE: tl.constexpr, TILES: tl.c
         tau = terms.gamma
         kept = P
     return tau, kept, bad
-
-
-@triton.jit
-def walk_coupled(rows, stats, terms, drafts, TILES: tl.constexpr):
-    """Accept while the target, with the same noise as the draft, chooses the same token."""
-    accepted = tl.zeros_like(terms.gamma)
-    start = tl.zeros_like(terms.gamma)
-    while start < terms.gamma:
-        group = _group(rows, stats, terms, drafts, start, TILES)
-        accepted = _until_failure((group.best == group.token) & is_distribution(group.mass), group, terms.gamma)
-        start = tl.where(accepted < terms.gamma, terms.gamma, start + _GROUP)
-    return accepted
-
-
-@triton.jit
-def walk_greedily(rows, stats, terms, drafts, beta, TILE: tl.constexpr, TILES: tl.constexpr, K: tl.constexpr,
-                  ADJUSTED: tl.constexpr, WITH_DENSE: tl.constexpr):  # fmt: skip
-    """Accept the most probable token, or with lenience tokens close to it [L A.5]. Writes β."""
-    accepted = tl.zeros_like(terms.gamma)
-    start = tl.zeros_like(terms.gamma)
-    while start < terms.gamma:
-        group = _group(rows, stats, terms, drafts, start, TILES)
-        z = load_at(rows, group.row, group.token, group.known, TILE, ADJUSTED, True)
-        passes = (
-            _is_acceptable(z, group.token, group.peak, group.best, terms.lenience)
-            & group.known
-            & is_distribution(group.mass)
-        )
-        accepted = _until_failure(passes, group, terms.gamma)
-        supports = _supports(rows, drafts, group, K, TILE, ADJUSTED)
-        acceptable = _is_acceptable(supports.z, supports.ids, group.peak[:, None], group.best[:, None], terms.lenience)
-        overlaps = tl.sum(tl.where(acceptable, supports.q, 0.0).to(tl.float64), 1)
-        share = terms.lenience * 0 + 1.0
-        _store_beta(rows, terms, drafts, group, overlaps, share, beta, TILE, ADJUSTED, WITH_DENSE)
-        start = tl.where(accepted < terms.gamma, terms.gamma, start + _GROUP)
-    return accepted
 
 
 @triton.jit

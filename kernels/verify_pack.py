@@ -15,7 +15,7 @@ from kernels.adjustments import RowAdjustment
 from kernels.dense import DenseDistribution, DraftLogits
 from kernels.packed_arrays import Field, PackedArrays
 from kernels.sparse import SparseDistribution
-from kernels.verify import Proposed, Rule, adjustments_of
+from kernels.verify import DraftDistribution, Proposed, Rule, adjustments_of
 
 RULE_NUMBERS = {Rule.TOKENWISE: 0, Rule.BLOCK: 1, Rule.COUPLED: 2, Rule.SIGMOID: 3}
 """The rules by number, in the kernels; temperature 0 is `GREEDY_NUMBER` under every rule."""
@@ -52,6 +52,10 @@ class Batch:
         change_divisors: see `change_ids`.
         change_biases: see `change_ids`.
         with_gumbel: whether any proposal is `coupled` above temperature 0.
+        with_top_k: whether any of `filtered_rows` has top-k.
+        with_top_p: whether any of them has top-p.
+        rules: the numbers of the rules, ascending.
+        dense_rules: those of proposals with rows in `dense`.
     """
 
     ints: Tensor
@@ -70,15 +74,24 @@ class Batch:
     change_divisors: Tensor
     change_biases: Tensor
     with_gumbel: bool
+    with_top_k: bool
+    with_top_p: bool
+    rules: tuple[int, ...]
+    dense_rules: frozenset[int]
 
 
 def pack(proposals: Sequence[Proposed], V: int, tile: int, device: torch.device) -> Batch:
     """Return the proposals as arrays on `device`, for rows of `V` logits in tiles of `tile`."""
     arrays = {**arrays_of(proposals, V), **_changes(proposals, V, tile)}
+    filters = [each.params for each in proposals if is_filtered(each)]
     return Batch(
         **_upload(arrays, device),
         dense=_dense(proposals, V, device),
         with_gumbel=any(uses_gumbel(each) for each in proposals),
+        with_top_k=any(0 < each.top_k < V for each in filters),
+        with_top_p=any(each.top_p < 1 for each in filters),
+        rules=tuple(sorted({_rule_number(each) for each in proposals})),
+        dense_rules=frozenset(_rule_number(each) for each in proposals if any(map(_is_dense, each.q))),
     )
 
 
@@ -97,6 +110,14 @@ def uses_gumbel(proposal: Proposed) -> bool:
     return proposal.rule is Rule.COUPLED and not proposal.params.is_greedy
 
 
+def _rule_number(proposal: Proposed) -> int:
+    return GREEDY_NUMBER if proposal.params.is_greedy else RULE_NUMBERS[proposal.rule]
+
+
+def _is_dense(q: DraftDistribution) -> bool:
+    return isinstance(q, DenseDistribution | DraftLogits)
+
+
 def _sequences(proposals: Sequence[Proposed]) -> dict[str, np.ndarray]:
     first_rows = accumulate((len(each.tokens) + 1 for each in proposals), initial=0)
     ints, floats = [], []
@@ -108,8 +129,7 @@ def _sequences(proposals: Sequence[Proposed]) -> dict[str, np.ndarray]:
             given = len(uniforms)
             uniforms += [*each.uniforms.accept[: len(each.tokens)], each.uniforms.resample]
         seed = each.seed - 2**64 if each.seed >= 2**63 else each.seed
-        rule = GREEDY_NUMBER if greedy else RULE_NUMBERS[each.rule]
-        ints.append((first_row, len(each.tokens), rule, seed, each.base_length, given))
+        ints.append((first_row, len(each.tokens), _rule_number(each), seed, each.base_length, given))
         scale = math.log2(math.e) / (1.0 if greedy else max(params.temperature, TINY))
         scales = each.sigmoid
         lowest, span = (scales.alpha, scales.beta - scales.alpha) if scales is not None else (0.0, 1.0)

@@ -1,12 +1,13 @@
-"""The fused verification kernels: two launches over the target's logits verify a ragged batch of proposals.
+"""The fused verification kernels: a few launches over the target's logits verify a ragged batch of proposals.
 
-1. *Stats*, one program per tile of each row: the largest logit, the sum of exponentials relative to it, and the argmax
+1. *Stats*, a warp for each tile of each row: the largest logit, the sum of exponentials relative to it, and the argmax
    or Gumbel-max token if the rule needs one. This reads all logits once.
-2. *Verify*, one program per proposal: combines the tiles of its rows in fixed order, runs the acceptance tests
-   (`triton_walk`), and samples the next token from the stopping row (`triton_draw`).
+2. *Verify*, a launch for each rule, a program for each proposal: combines the tiles of its rows in fixed order, runs
+   the acceptance tests (`triton_walk`), and samples the next token from the stopping row (`triton_draw`).
 
-Rows with top-k, top-p or min-p take a third launch in between (`triton_filters`). There is no host sync, so a CUDA
-graph can hold the launches. The order of every sum depends on V only, never on the batch.
+Rows with top-k, top-p or min-p take launches in between: 4 or 8 steps of each search, and the cut (`triton_filters`).
+There is no host sync, so a CUDA graph can hold the launches. The order of every sum depends on V only, never on the
+batch.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import torch
@@ -24,40 +26,32 @@ from torch import Tensor
 from kernels.adjustments import apply, apply_many_bans
 from kernels.logprobs import wants_reports, with_reports
 from kernels.sampling import probabilities
-from kernels.sparse import MAX_SUPPORT
 from kernels.triton_draw import DENSE, SPARSE, TARGET, Draft, RowDistribution, draw
 from kernels.triton_draw import SIGMOID as SIGMOID_REST
-from kernels.triton_filters import filter_row
+from kernels.triton_filters import CANDIDATES, Search, filter_tile, load_filters, search_tile, steps_of
 from kernels.triton_rows import (
-    ARGMAX,
-    GUMBEL,
-    NOTHING,
+    BLOCK,
+    COUPLED,
+    GREEDY,
+    SIGMOID,
     Rows,
     TileStats,
-    load_tile,
+    load_terms,
     resample_uniforms,
     store_stats,
     tile_size,
     tile_stats,
 )
 from kernels.triton_walk import (
-    BLOCK,
-    COUPLED,
     DENSE_ROW,
     DRAFT_INTS,
-    GREEDY,
-    SIGMOID,
     SUPPORT,
     SUPPORT_SIZE,
     Drafts,
     is_distribution,
-    load_filters,
-    load_terms,
     row_distributions,
+    walk,
     walk_block,
-    walk_coupled,
-    walk_greedily,
-    walk_tokenwise,
 )
 from kernels.verify import BAD_LOGITS, Proposed, Rule, Status, VerifyResult, adjustments_of
 from kernels.verify_pack import FLOATS, GREEDY_NUMBER, RULE_NUMBERS, TINY, Batch, pack
@@ -65,9 +59,15 @@ from kernels.verify_pack import FLOATS, GREEDY_NUMBER, RULE_NUMBERS, TINY, Batch
 RULES = frozenset(Rule)
 """The rules that this implementation supports."""
 
-FILTER_OPTIONS = {"num_warps": 8, "maxnreg": 128}
-VERIFY_OPTIONS = {"num_warps": 8, "maxnreg": 255}
-"""Compile options of the kernels. Without a register bound the assembler spills to increase occupancy."""
+STATS_OPTIONS = {"num_warps": 1}
+FILTER_OPTIONS = {"num_warps": 1}
+"""Compile options: a warp reduces a tile without barriers."""
+
+
+def verify_options(*, adjusted: bool, with_dense: bool) -> dict[str, int]:
+    """Return the compile options of `verify_kernel`: two programs on a multiprocessor where the registers suffice."""
+    return {"num_warps": 8, "maxnreg": 255 if adjusted or with_dense else 128}
+
 
 _STATUS_OK, _STATUS_ZERO_RESIDUAL, _STATUS_BAD_LOGITS = (tl.constexpr(i) for i in range(3))
 STATUSES = (Status.OK, Status.ZERO_RESIDUAL, Status.BAD_LOGITS)
@@ -90,32 +90,42 @@ def stats_kernel(
     tile = tl.program_id(0) % n_tiles
     rows = Rows(logits, row_stride, V, n_tiles, adjusted, tile_starts, change_ids, change_divisors, change_biases, cuts)
     terms = load_terms(ints, floats, tl.load(row_sequence + row))
-    wanted = tl.where(terms.rule == GREEDY, ARGMAX, tl.where(terms.rule == COUPLED, GUMBEL, NOTHING))
-    ids = tile * TILE + tl.arange(0, TILE)
-    z = load_tile(rows, row, tile, ids, TILE, ADJUSTED, False)
-    position = terms.base_length + row - terms.first_row
-    found = tile_stats(z, ids, terms.scale, wanted, terms.seed, position, WITH_GUMBEL)
+    found = tile_stats(rows, row, tile, terms, -float("inf"), TILE, ADJUSTED, WITH_GUMBEL)
     store_stats(TileStats(peaks, masses, bests, leads), tl.program_id(0), found)
     if tile == 0:
         tl.store(cuts + row, -float("inf"))
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["step", "begin", "F"])
 def filter_kernel(
     logits, row_stride, V, n_tiles, row_sequence, ints, floats, filtered_rows,
     adjusted, tile_starts, change_ids, change_divisors, change_biases, cuts,
     peaks, masses, bests, leads,
-    TILE: tl.constexpr, TILES: tl.constexpr, ADJUSTED: tl.constexpr,
+    keys, targets, sums, F, step, begin,
+    TILE: tl.constexpr, TILES: tl.constexpr, STEPS: tl.constexpr, ADJUSTED: tl.constexpr, IS_LAST: tl.constexpr,
 ):  # fmt: skip
-    """Cut the rows that have filters, and update their statistics. Grid: such rows."""
-    row = tl.load(filtered_rows + tl.program_id(0))
+    """Run a step of the search for the cuts of rows with filters; after the last, cut them. Grid: F · n_tiles."""
+    n = tl.program_id(0) // n_tiles
+    tile = tl.program_id(0) % n_tiles
+    row = tl.load(filtered_rows + n)
     rows = Rows(logits, row_stride, V, n_tiles, adjusted, tile_starts, change_ids, change_divisors, change_biases, cuts)
+    stats = TileStats(peaks, masses, bests, leads)
+    search = Search(keys, targets, sums, F)
     b = tl.load(row_sequence + row)
-    top_k, top_p, least_bits = load_filters(floats, b)
-    filter_row(
-        rows, TileStats(peaks, masses, bests, leads), row, load_terms(ints, floats, b), top_k, top_p, least_bits,
-        TILE, TILES, ADJUSTED,
-    )  # fmt: skip
+    terms = load_terms(ints, floats, b)
+    # The last step writes statistics while the row's other programs read them: the largest logit stays, and so does
+    # whether the row is bad.
+    tiles = tl.arange(0, TILES)
+    at = row * n_tiles + tiles
+    peak = tl.max(tl.load(peaks + at, mask=tiles < n_tiles, other=-float("inf")), 0)
+    if is_distribution(tl.sum(tl.load(masses + at, mask=tiles < n_tiles, other=0.0), 0)):
+        filters = load_filters(floats, b, V, peak)
+        if IS_LAST:
+            filter_tile(rows, stats, search, n, row, tile, filters, terms, step, TILE, TILES, STEPS, ADJUSTED)
+        else:
+            search_tile(
+                rows, stats, search, n, row, tile, filters, terms.scale, step, begin, TILE, TILES, STEPS, ADJUSTED
+            )
 
 
 @triton.jit
@@ -125,34 +135,31 @@ def verify_kernel(
     peaks, masses, bests, leads,
     draft_ints, draft_q, support_ids, support_q, dense, uniforms,
     outcomes, beta,
-    TILE: tl.constexpr, TILES: tl.constexpr, K: tl.constexpr,
-    ADJUSTED: tl.constexpr, WITH_DENSE: tl.constexpr,
+    RULE: tl.constexpr, TILE: tl.constexpr, TILES: tl.constexpr, ADJUSTED: tl.constexpr, WITH_DENSE: tl.constexpr,
 ):  # fmt: skip
-    """Verify one proposal; write its outcome `[B, 3]` and β `[N]`. Grid: B."""
+    """Verify one proposal, if RULE is its rule; write its outcome `[B, 3]` and β `[N]`. Grid: B."""
     b = tl.program_id(0)
+    terms = load_terms(ints, floats, b)
+    if terms.rule != RULE:
+        return
     rows = Rows(logits, row_stride, V, n_tiles, adjusted, tile_starts, change_ids, change_divisors, change_biases, cuts)
     stats = TileStats(peaks, masses, bests, leads)
     drafts = Drafts(draft_ints, draft_q, support_ids, support_q, dense, uniforms)
-    terms = load_terms(ints, floats, b)
     kept = terms.lenience * 0 + 1.0
     bad = b < 0
-    if terms.rule == GREEDY:
-        accepted = walk_greedily(rows, stats, terms, drafts, beta, TILE, TILES, K, ADJUSTED, WITH_DENSE)
-    elif terms.rule == COUPLED:
-        accepted = walk_coupled(rows, stats, terms, drafts, TILES)
-    elif terms.rule == BLOCK:
-        accepted, kept, bad = walk_block(rows, stats, terms, drafts, beta, TILE, TILES, K, ADJUSTED, WITH_DENSE)
+    if RULE == BLOCK:
+        accepted, kept, bad = walk_block(rows, stats, terms, drafts, beta, TILE, TILES, ADJUSTED, WITH_DENSE)
     else:
-        accepted = walk_tokenwise(rows, stats, terms, drafts, beta, TILE, TILES, K, ADJUSTED, WITH_DENSE)
+        accepted = walk(rows, stats, terms, drafts, beta, RULE, TILE, TILES, ADJUSTED, WITH_DENSE)
 
     row = terms.first_row + accepted
     peak, mass, best = row_distributions(rows, stats, row + tl.arange(0, 1), tl.arange(0, 1) == 0, terms.scale, TILES)
-    p = RowDistribution(row, tl.max(peak, 0), tl.max(mass, 0), terms.scale)
+    p = RowDistribution(row, tl.max(peak, 0), tl.max(mass, 0), terms.scale, tl.load(cuts + row))
     token = tl.max(best, 0)
     status = tl.zeros_like(accepted) + _STATUS_OK
     if bad | ~is_distribution(p.mass):
         status = tl.zeros_like(accepted) + _STATUS_BAD_LOGITS
-    elif (terms.rule != GREEDY) & (terms.rule != COUPLED):
+    elif (RULE != GREEDY) & (RULE != COUPLED):
         u = tl.max(resample_uniforms(terms.seed, terms.base_length, accepted + tl.arange(0, 1)), 0)
         if terms.given >= 0:
             u = tl.load(uniforms + terms.given + terms.gamma)
@@ -161,14 +168,14 @@ def verify_kernel(
         support = tl.load(at + SUPPORT, mask=rejected, other=0)
         size = tl.load(at + SUPPORT_SIZE, mask=rejected, other=0)
         dense_row = tl.load(at + DENSE_ROW, mask=rejected, other=-1)
-        kind = tl.where(dense_row < 0, SPARSE, tl.where(terms.rule == SIGMOID, SIGMOID_REST, DENSE))
+        kind = tl.where(dense_row < 0, SPARSE, SIGMOID_REST if RULE == SIGMOID else DENSE)
         kind = tl.where(rejected, kind, TARGET)
         draft = Draft(
             support_ids + support, support_q + support, size, dense + dense_row.to(tl.int64) * V,
             terms.lowest, terms.inverse_span,
         )  # fmt: skip
         kept = tl.where(rejected, kept, 1.0)
-        token, none = draw(rows, stats, p, draft, kind, kept, u, TILE, TILES, K, ADJUSTED, WITH_DENSE)
+        token, none = draw(rows, stats, p, draft, kind, kept, u, TILE, TILES, ADJUSTED, WITH_DENSE)
         status = tl.where(none, _STATUS_ZERO_RESIDUAL, _STATUS_OK)
     tl.store(outcomes + b * _OUTCOME, status)
     tl.store(outcomes + b * _OUTCOME + 1, accepted)
@@ -176,11 +183,6 @@ def verify_kernel(
 
 
 # --------------------------------------------------------------------------------------------------------------- launch
-
-
-def stats_options(tile: int) -> dict[str, int]:
-    """Return the compile options of `stats_kernel`: sixteen logits per thread, two 128-bit loads in bfloat16."""
-    return {"num_warps": tile // 512}
 
 
 @dataclass(frozen=True, slots=True)
@@ -195,6 +197,7 @@ class Launch:
         batch: the proposals as arrays.
         stats: buffers of the tile statistics: peaks, masses, bests and leads, `[R, n_tiles]` each.
         cuts: buffer of the filters' cuts, float32 `[R]`.
+        search: buffers of `triton_filters.Search`: keys, targets and sums.
         out: buffer of the results, int32 `[_beta_words(N) + 3 · B]`: β as bits of float32, then status, accepted count
             and next token of each proposal.
     """
@@ -205,6 +208,7 @@ class Launch:
     batch: Batch
     stats: tuple[Tensor, Tensor, Tensor, Tensor]
     cuts: Tensor
+    search: tuple[Tensor, Tensor, Tensor]
     out: Tensor
 
     def run(self) -> None:
@@ -226,20 +230,34 @@ class Launch:
         )  # fmt: skip
         stats_kernel[(R * n_tiles,)](
             *where, batch.row_sequence, batch.ints, batch.floats, *changes, self.cuts, *self.stats,
-            TILE=tile, ADJUSTED=adjusted, WITH_GUMBEL=batch.with_gumbel, **stats_options(tile),
+            TILE=tile, ADJUSTED=adjusted, WITH_GUMBEL=batch.with_gumbel, **STATS_OPTIONS,
         )  # fmt: skip
-        if len(batch.filtered_rows) > 0:
-            filter_kernel[(len(batch.filtered_rows),)](
-                *where, batch.row_sequence, batch.ints, batch.floats, batch.filtered_rows, *changes, self.cuts,
-                *self.stats, TILE=tile, TILES=tiles, ADJUSTED=adjusted, **FILTER_OPTIONS,
+        self._filter(where, changes, tile, tiles)
+        for rule in batch.rules:
+            with_dense = rule in batch.dense_rules
+            verify_kernel[(B,)](
+                *where, batch.ints, batch.floats, *changes, self.cuts, *self.stats,
+                batch.draft_ints, batch.draft_q, batch.support_ids, batch.support_q, batch.dense, batch.uniforms,
+                _outcomes(self.out, N), self.out[:N].view(torch.float32),
+                RULE=rule, TILE=tile, TILES=tiles, ADJUSTED=adjusted, WITH_DENSE=with_dense,
+                **verify_options(adjusted=adjusted, with_dense=with_dense),
             )  # fmt: skip
-        verify_kernel[(B,)](
-            *where, batch.ints, batch.floats, *changes, self.cuts, *self.stats,
-            batch.draft_ints, batch.draft_q, batch.support_ids, batch.support_q, batch.dense, batch.uniforms,
-            _outcomes(self.out, N), self.out[:N].view(torch.float32),
-            TILE=tile, TILES=tiles, K=MAX_SUPPORT,  # one width, so that larger supports need no compilation
-            ADJUSTED=adjusted, WITH_DENSE=len(batch.dense) > 0, **VERIFY_OPTIONS,
-        )  # fmt: skip
+
+    def _filter(self, where: tuple[Any, ...], changes: tuple[Tensor, ...], tile: int, tiles: int) -> None:
+        """Queue the searches that the batch needs, and cut the rows."""
+        batch, F = self.batch, len(self.batch.filtered_rows)
+        if F == 0:
+            return
+        adjusted = len(batch.change_ids) > 0
+        n_steps = steps_of(self.logits.dtype, adjusted=adjusted)
+        begin, end = 0 if batch.with_top_k else n_steps, 2 * n_steps if batch.with_top_p else n_steps
+        last = end - 1 if begin < end else -1
+        for step, is_last in (*((each, False) for each in range(begin, end)), (last, True)):
+            filter_kernel[(F * where[3],)](
+                *where, batch.row_sequence, batch.ints, batch.floats, batch.filtered_rows, *changes, self.cuts,
+                *self.stats, *self.search, F, step, begin,
+                TILE=tile, TILES=tiles, STEPS=n_steps, ADJUSTED=adjusted, IS_LAST=is_last, **FILTER_OPTIONS,
+            )  # fmt: skip
 
     def results(self) -> list[VerifyResult]:
         """Wait for the last run and return its results, by one copy from the device.
@@ -276,9 +294,15 @@ def prepare(logits: Tensor, proposals: Sequence[Proposed]) -> Launch:
     batch = pack(proposals, V, tile_size(V), logits.device)
     stats = _stats_buffers((R, -(-V // tile_size(V))), logits.device)
     cuts = torch.empty(R, dtype=torch.float32, device=logits.device)
+    F, steps = len(batch.filtered_rows), 2 * steps_of(logits.dtype, adjusted=len(batch.change_ids) > 0)
+    search = (
+        torch.empty((steps, F), dtype=torch.int32, device=logits.device),
+        torch.empty(F, dtype=torch.float64, device=logits.device),
+        torch.empty((2, F, stats[0].shape[1], CANDIDATES.value), dtype=torch.float32, device=logits.device),
+    )
     words = _beta_words(len(batch.draft_q)) + 3 * len(batch.ints)
     out = torch.empty(words, dtype=torch.int32, device=logits.device)
-    return Launch(raw, logits, proposals, batch, stats, cuts, out)
+    return Launch(raw, logits, proposals, batch, stats, cuts, search, out)
 
 
 def _stats_buffers(shape: tuple[int, int], device: torch.device) -> tuple[Tensor, Tensor, Tensor, Tensor]:
@@ -336,7 +360,7 @@ def gumbel_max(logits: Tensor, temperatures: Tensor, seeds: Tensor, positions: T
         stats_kernel[(B * shape[1],)](
             logits, logits.stride(0), V, shape[1], rows.int(), ints, floats,
             nothing, nothing, nothing, nothing.float(), nothing.float(), cuts, peaks, masses, bests, leads,
-            TILE=tile, ADJUSTED=False, WITH_GUMBEL=True, **stats_options(tile),
+            TILE=tile, ADJUSTED=False, WITH_GUMBEL=True, **STATS_OPTIONS,
         )  # fmt: skip
     ahead = (peaks - peaks.amax(1, keepdim=True)) * scales.float().unsqueeze(1) + leads
     first = ahead.nan_to_num(nan=-math.inf, posinf=-math.inf).argmax(1, keepdim=True)

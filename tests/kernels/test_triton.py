@@ -21,7 +21,7 @@ from tests.kernels.paths import TRITON, verify_by_triton
 from tests.kernels.reference import verify as reference
 
 pytestmark = TRITON.marks
-TILE = 1024  # of vocabularies of up to 2^15
+TILE = 2048  # of vocabularies of up to 2^17
 
 
 def verified(logits: Tensor, proposals: list[Proposed]) -> list[VerifyResult]:
@@ -68,6 +68,19 @@ def test_long_proposals_go_on_from_group_to_group(rule: Rule) -> None:
     assert max(each.accepted for each in results) > 8
 
 
+@pytest.mark.parametrize("rule", [Rule.TOKENWISE, Rule.BLOCK])
+def test_all_of_a_large_support_counts(rule: Rule) -> None:
+    """256 tokens, of which the kernels read 64 or 32 at a time: tests, β, and tokens drawn from residuals."""
+    V, source = 1100, torch.Generator().manual_seed(5)
+    z = torch.randn(3, V, generator=source)
+    q = tuple(sparsify(torch.softmax(torch.randn(2, V, generator=source), -1), SparseConfig(1.0, 256)))
+    grid = [(i + 0.5) / 12 for i in range(12)]
+    proposals = [
+        propose(tuple(each.token_at(1 - u) for each in q), q, (u, 1 - u), resample=u * 7 % 1, rule=rule) for u in grid
+    ]
+    assert len({each.accepted for each in verified(z.repeat(12, 1), proposals)}) > 1
+
+
 def _agreeable(rule: Rule, gamma: int, K: int, V: int, seed: int) -> tuple[Tensor, Proposed]:
     """Return rows `[γ+1, V]` and a proposal whose q̂ is near p."""
     source = torch.Generator().manual_seed(seed)
@@ -103,6 +116,19 @@ def test_filters_keep_or_drop_ties_together() -> None:
     assert drawn == [each.next_token for each in reference(z.expand(16, V), proposals)]
     assert set(drawn[:4]) & set(equal)
     assert set(drawn[4:8]) == {3, TILE + 4}
+
+
+def test_searches_find_the_exact_cut() -> None:
+    """The mass that top-k leaves; a tile whose best token is the last one kept, by one bit; logits near the lowest."""
+    V = TILE + 8
+    flat = torch.arange(V) / V
+    edge = torch.full((V,), -5.0)
+    edge[3], edge[7], edge[TILE + 4] = 1.1, 1.0, 1 + 2**-23
+    lowest = torch.full((V,), -3e38)
+    rows = ((flat, {"top_k": 10, "top_p": 0.5}), (edge, {"top_k": 2}), (lowest, {"top_p": 0.5}))
+    draws = [(z, propose(resample=u, params=SamplingParams(**each))) for z, each in rows for u in (0.0, 0.4, LAST)]
+    tokens = [each.next_token for each in verified(torch.stack([z for z, _ in draws]), [each for _, each in draws])]
+    assert tokens[:6] == [V - 5, V - 3, V - 1, 3, 3, TILE + 4]
 
 
 def test_arrays_of_one_buffer_are_aligned_and_do_not_overlap() -> None:

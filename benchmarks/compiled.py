@@ -1,0 +1,196 @@
+"""The kernels as machine code, compiled for a GPU that this machine need not have: registers, spills, instructions.
+
+Instructions are counted in the code, run or not: a part that few launches need counts as well. `blocks` is how many
+programs the registers allow on a multiprocessor at once.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import re
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from triton import compile as compile_for
+from triton import knobs
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+
+from benchmarks import harness
+from benchmarks.harness import Json, progress
+from kernels import triton_attention, triton_layers, verify_triton
+from kernels.verify_pack import GREEDY_NUMBER, RULE_NUMBERS
+from kernels.verify_triton import FILTER_OPTIONS, STATS_OPTIONS, verify_options
+
+_TYPES = {
+    "logits": "*bf16", "row_stride": "i64", "V": "i32", "n_tiles": "i32", "row_sequence": "*i32",
+    "ints": "*i64", "floats": "*fp64", "filtered_rows": "*i32",
+    "adjusted": "*i32", "tile_starts": "*i32", "change_ids": "*i32", "change_divisors": "*fp32",
+    "change_biases": "*fp32", "cuts": "*fp32",
+    "peaks": "*fp32", "masses": "*fp32", "bests": "*i32", "leads": "*fp32",
+    "draft_ints": "*i32", "draft_q": "*fp32", "support_ids": "*i32", "support_q": "*fp32", "dense": "*fp32",
+    "uniforms": "*fp64", "outcomes": "*i32", "beta": "*fp32",
+    "targets": "*fp64", "sums": "*fp32", "F": "i32", "step": "i32", "begin": "i32",
+    "x": "*bf16", "weight": "*bf16", "out": "*bf16", "eps": "fp32", "qkv": "*bf16", "cos_sin": "*fp32",
+    "positions": "*i64", "slot_mapping": "*i64", "head_norm": "*fp32",
+    "query": "*bf16", "keys": "*bf16", "values": "*bf16", "gate_up": "*bf16",
+    "row_starts": "*i32", "lengths": "*i32", "block_tables": "*i32", "sinks": "*bf16", "partial": "*fp32",
+    "items": "*i32", "row_slots": "*i32", "scaling": "fp32", "softcap": "fp32", "window": "i32", "max_blocks": "i32",
+}  # fmt: skip
+_OWN_TYPES = {"filter_kernel": {"keys": "*i32"}}
+_MODULES = (verify_triton, triton_layers, triton_attention)
+_ALIGNED = [["tt.divisibility", 16]]  # pointers, as torch allocates, and the stride of rows padded to 16
+_REGISTERS, _BLOCKS = 65536, 32  # of a multiprocessor
+_RULES = {rule.value: number for rule, number in RULE_NUMBERS.items()} | {"temperature 0": GREEDY_NUMBER}
+
+Variant = tuple[str, str, dict[str, int], dict[str, Any]]
+"""What it is, the kernel's name, its options, and its constants."""
+
+
+def common() -> Iterator[Variant]:
+    """Yield the kernels as most requests launch them."""
+    for tile in (2048, 4096):
+        sizes = {"TILE": tile, "ADJUSTED": False}
+        yield f"statistics, {tile:,} logits", "stats_kernel", STATS_OPTIONS, {**sizes, "WITH_GUMBEL": False}
+    sizes = {"TILE": 4096, "ADJUSTED": False}
+    yield "statistics, coupled", "stats_kernel", STATS_OPTIONS, {**sizes, "WITH_GUMBEL": True}
+    yield from _filters(4, adjusted=False)
+    for rule, number in _RULES.items():
+        yield _verify(rule, number, adjusted=False)
+    rotation = triton_layers.rotation_sizes(14, 2, 80)  # a tile that no row fills, and heads that fill none
+    options = triton_layers.rotation_options(rotation)
+    yield "rotation", "rotate_and_store_kernel", options, {**rotation, "NORMED": False}
+    norm = triton_layers.norm_sizes(896)
+    yield "norm", "rms_norm_kernel", triton_layers.norm_options(norm), norm
+    gate = triton_layers.gate_sizes(4864)
+    yield "gate", "gated_kernel", triton_layers.gate_options(gate), gate
+    for group, head_dim in ((4, 128), (7, 64), (2, 256)):
+        yield from _attention(group, head_dim)
+
+
+def rare() -> Iterator[Variant]:
+    """Yield them with penalties, biases and bans, head norms, soft-capping and sinks."""
+    sizes = {"TILE": 4096, "ADJUSTED": True}
+    yield "statistics, coupled, changed logits", "stats_kernel", STATS_OPTIONS, {**sizes, "WITH_GUMBEL": True}
+    yield from _filters(8, adjusted=True)
+    for rule, number in _RULES.items():
+        yield _verify(rule, number, adjusted=True)
+    rotation = triton_layers.rotation_sizes(32, 8, 128)
+    options = triton_layers.rotation_options(rotation)
+    yield "rotation with norms", "rotate_and_store_kernel", options, {**rotation, "NORMED": True}
+    norm = triton_layers.norm_sizes(8192)
+    yield "norm of 8,192", "rms_norm_kernel", triton_layers.norm_options(norm), norm
+    yield from _attention(8, 128, capped=True, sinks=True)
+
+
+def _verify(rule: str, number: int, *, adjusted: bool) -> Variant:
+    with_dense = rule == "sigmoid"
+    options = verify_options(adjusted=adjusted, with_dense=with_dense)
+    sizes = {"RULE": number, "TILE": 4096, "TILES": 64, "ADJUSTED": adjusted, "WITH_DENSE": with_dense}
+    return f"verify, {rule}{', changed logits' if adjusted else ''}", "verify_kernel", options, sizes
+
+
+def _filters(steps: int, *, adjusted: bool) -> Iterator[Variant]:
+    sizes = {"TILE": 4096, "TILES": 64, "STEPS": steps, "ADJUSTED": adjusted}
+    more = ", changed logits" if adjusted else ""
+    for is_last, what in ((False, "filters, a step of the search"), (True, "filters, the cut")):
+        yield what + more, "filter_kernel", FILTER_OPTIONS, {**sizes, "IS_LAST": is_last}
+
+
+def _attention(group: int, head_dim: int, *, capped: bool = False, sinks: bool = False) -> Iterator[Variant]:
+    shared = triton_attention.sizes(8 * group, 8, head_dim)
+    own = {**triton_attention.attend_sizes(head_dim, 32, torch.bfloat16), "CAPPED": capped, "WITH_SINKS": sinks}
+    what = f"{group} heads of {head_dim} a KV head{', capped, with sinks' if capped else ''}"
+    yield f"attention, {what}", "attend_kernel", triton_attention.options(shared), {**shared, **own}
+    merged = {**triton_attention.merge_sizes(shared), "WITH_SINKS": sinks}
+    yield f"merge, {what}", "merge_kernel", triton_attention.MERGE_OPTIONS, {**shared, **merged}
+
+
+def describe(variant: Variant, architecture: int) -> Json:
+    """Compile one variant and return the figures of its machine code."""
+    what, name, options, constants = variant
+    kernel: Any = next(getattr(module, name) for module in _MODULES if hasattr(module, name))
+    types = _TYPES | _OWN_TYPES.get(name, {})
+    free = [each.name for each in kernel.params if each.do_not_specialize_on_alignment]
+    source = ASTSource(
+        fn=kernel,
+        signature={each: "constexpr" if each in constants else types[each] for each in kernel.arg_names},
+        constexprs=constants,
+        attrs={
+            (i,): _ALIGNED
+            for i, each in enumerate(kernel.arg_names)
+            if each not in free and (each == "row_stride" or types.get(each, "").startswith("*"))
+        },
+    )
+    compiled = compile_for(source, target=GPUTarget("cuda", architecture, 32), options=options)
+    with tempfile.TemporaryDirectory() as folder:
+        binary = Path(folder) / "kernel.cubin"
+        binary.write_bytes(compiled.asm["cubin"])
+        code, usage = (_dumped(binary, what) for what in ("--dump-sass", "--dump-resource-usage"))
+    found = re.search(r"REG:(\d+)", usage)
+    assert found is not None
+    registers, threads = int(found[1]), 32 * options["num_warps"]
+    return {
+        "what": what,
+        "kernel": name,
+        "constants": constants,
+        "threads": threads,
+        "registers": registers,
+        "blocks": min(_BLOCKS, _REGISTERS // (-(-registers // 8) * 8 * threads)),
+        "spills": len(re.findall(r"\b(?:STL|LDL)\b", code)),
+        "instructions": len(re.findall(r"^\s+/\*[0-9a-f]{4,}\*/", code, re.MULTILINE)),
+        "barriers": len(re.findall(r"\bBAR\.SYNC", code)),
+        "loads": len(re.findall(r"\bLDG\.", code)),
+        "wide_loads": len(re.findall(r"\bLDG\.[A-Z.]*128", code)),
+        "stores": len(re.findall(r"\bSTG\.", code)),
+        "wide_stores": len(re.findall(r"\bSTG\.[A-Z.]*128", code)),
+    }
+
+
+def _dumped(binary: Path, what: str) -> str:
+    return subprocess.run(
+        [knobs.nvidia.cuobjdump.path, what, str(binary)], capture_output=True, text=True, check=True
+    ).stdout
+
+
+def table(rows: Sequence[Json]) -> str:
+    columns = ("threads", "registers", "blocks", "spills", "instructions", "barriers", "loads")
+    return harness.table(["", *columns], [[row["what"], *(f"{row[name]:,}" for name in columns)] for row in rows])
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.compiled", description=(__doc__ or "").split("\n")[0])
+    parser.add_argument(
+        "--architecture", type=int, default=90, help="compute capability times ten (default: %(default)s)"
+    )
+    parser.add_argument("--common", action="store_true", help="without rare variants")
+    parser.add_argument("--output", type=Path, default=harness.RESULTS / "compiled.json", help="JSON file")
+    parser.add_argument("--before", type=Path, help="result of older kernels, whose rows are kept beside")
+    given = harness.parse(parser, arguments, {})
+    rows: list[Json] = []
+    for variant in (*common(), *(() if given.common else rare())):
+        rows.append(describe(variant, given.architecture))
+        progress(f"{rows[-1]['what']}: {rows[-1]['instructions']} instructions")
+    document = {
+        "benchmark": "compiled",
+        "command": given.command,
+        "architecture": given.architecture,
+        "versions": harness.versions("outrider", "triton"),
+        "rows": rows,
+    }
+    if given.before is not None:
+        document["before"] = json.loads(given.before.read_text(encoding="utf-8"))
+    harness.write_json(given.output, document)
+    print(table(rows))
+    print(json.dumps(document, ensure_ascii=False))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
