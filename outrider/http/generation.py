@@ -86,13 +86,15 @@ class Tally:
         }
 
     def metrics(self) -> dict[str, Any] | None:
-        """As vLLM reports speculation for each request, and AIPerf reads it; None if nothing was drafted."""
+        """As vLLM reports speculation for each request, and AIPerf reads it; None if nothing was drafted.
+
+        The histogram has an entry for each count from 0 to `num_spec_tokens`: AIPerf takes no other one.
+        """
         if not self.drafts:
             return None
-        reached = [self.drafts, *self.accepted_at, 0]
-        histogram = [reached[i] - reached[i + 1] for i in range(len(reached) - 1)]
-        while len(histogram) > 1 and not histogram[-1]:
-            histogram.pop()
+        reached = [self.drafts, *self.accepted_at]
+        reached += [0] * (self.longest + 2 - len(reached))
+        histogram = [reached[i] - reached[i + 1] for i in range(self.longest + 1)]
         found = {
             "mean_acceptance_length": 1 + self.accepted / self.drafts,
             "draft_acceptance_rate": self.accepted / max(1, self.drafted),

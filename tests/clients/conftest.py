@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from outrider.cli.processes import Pair
-from tests.cluster import MODELS
+from tests.cluster import MODELS, Cluster, wait_healthy
 from tests.docs.pages import BY_CLIENTS, blocks
 from tests.outrider.http.conftest import running_front
 from tests.project.tree import ROOT
@@ -43,9 +43,12 @@ def command(name: str, front: str, **changes: str) -> list[str]:
 
 @pytest.fixture(scope="package")
 def front(demo_pair: Pair) -> Iterator[str]:
-    """The URL of a front of the demo pair in float32."""
-    with running_front(demo_pair.draft.address) as url:
-        yield url
+    """The URL of a front of the demo pair in float32, which drafts in every text."""
+    with Cluster() as cluster:
+        draft = cluster.draft(demo_pair.verifier, flags="--speculation fixed --gamma 4")
+        wait_healthy(draft)
+        with running_front(draft.address) as url:
+            yield url
 
 
 @pytest.fixture

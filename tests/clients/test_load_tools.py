@@ -35,3 +35,7 @@ def test_aiperf(program: Program, front: str, tmp_path: Path) -> None:
     found = json.loads(export.read_text(encoding="utf-8"))
     assert found["request_count"]["avg"] == 6
     assert not found.get("error_summary")
+    (records,) = folder.rglob("profile_export.jsonl")
+    metrics = [json.loads(line)["metrics"] for line in records.read_text(encoding="utf-8").splitlines()]
+    assert all("spec_decode_acceptance_length" in each for each in metrics), "it takes the statistics of every text"
+    assert len(metrics) == 6
