@@ -208,6 +208,8 @@ def test_a_body_that_comes_slowly_is_not_waited_for(guarded: str) -> None:
             connection.sendall(b" ")
             if select.select([connection], [], [], 0.05)[0]:
                 break
+        else:
+            pytest.fail("no answer while bytes come")
         answer = connection.recv(65536)
     assert answer.startswith(b"HTTP/1.1 408")
     assert json.loads(answer.partition(b"\r\n\r\n")[2])["error"]["code"] == "timeout"
