@@ -43,9 +43,9 @@ def command(name: str, front: str, **changes: str) -> list[str]:
 
 @pytest.fixture(scope="package")
 def front(demo_pair: Pair) -> Iterator[str]:
-    """The URL of a front of the demo pair in float32, which drafts in every text."""
+    """The URL of a front of the demo pair in float32, which drafts in every text, and more than is accepted."""
     with Cluster() as cluster:
-        draft = cluster.draft(demo_pair.verifier, flags="--speculation fixed --gamma 4")
+        draft = cluster.draft(demo_pair.verifier, flags="--speculation fixed --gamma 12")
         wait_healthy(draft)
         with running_front(draft.address) as url:
             yield url
