@@ -7,6 +7,7 @@ import httpx
 import pytest
 
 from outrider.client import Client
+from outrider.http.generation import Tally
 from tests.outrider.http.conftest import Post, near, stream
 
 PROMPT = "def area(radius):\n"
@@ -86,6 +87,13 @@ def test_the_histogram_of_acceptance_adds_up(complete: Post) -> None:
     assert sum(length * count for length, count in enumerate(histogram)) == found["num_accepted_draft_tokens"]
     assert math.isclose(found["mean_acceptance_length"], 1 + found["num_accepted_draft_tokens"] / sum(histogram))
     assert len(histogram) == found["num_spec_tokens"] + 1
+
+
+def test_the_histogram_has_an_entry_for_each_count_up_to_gamma() -> None:
+    """AIPerf takes no other one; here no proposal of four tokens was accepted whole."""
+    found = Tally(drafts=3, drafted=12, accepted=2, accepted_at=[2], longest=4).metrics()
+    assert found is not None
+    assert found["speculative_decoding"]["acceptance_histogram"] == [1, 2, 0, 0, 0]
 
 
 def test_the_defaults_are_openais(complete: Post, ours: Client) -> None:
