@@ -34,7 +34,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = harness.parser("network_tax", __doc__, quick="few texts, the demo pair only")
     harness.target_options(parser, factor=12)
     harness.text_options(parser, prompts=4, new_tokens=96)
-    parser.set_defaults(repetitions=9)  # a difference of a few percent: medians of more texts
+    parser.set_defaults(repetitions=6)  # a difference of a few percent: medians of more texts
     parser.add_argument("--gamma", type=int, default=8, help="tokens of a proposal")
     parser.add_argument("--dtype", default="bfloat16")
     few = {"only": "demo", "prompts": 1, "new_tokens": 16, "repetitions": 1}
