@@ -12,6 +12,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from functools import cached_property, lru_cache, partial
+from itertools import product
 from pathlib import Path
 from typing import Any, Self
 
@@ -32,6 +33,9 @@ from kernels.verify import Proposed, Rule, implementation_for, verify
 from outrider.evaluation import pictures
 
 PARTS = ("rules", "batch", "gamma")
+GREEDY = "greedy"
+RULES = (*(rule.value for rule in Rule), GREEDY)
+"""The acceptance rules, and temperature 0, at which all of them are one."""
 NAMES = ("outrider", "transformers", "torch")
 MAX_GAMMA = 20
 BASE_LENGTH = 1000
@@ -52,7 +56,11 @@ class Shape:
     V: int
     B: int
     gamma: int
-    rule: Rule = Rule.TOKENWISE
+    rule: str = Rule.TOKENWISE.value  # of RULES
+
+    @property
+    def acceptance(self) -> Rule:
+        return Rule.TOKENWISE if self.rule == GREEDY else Rule(self.rule)
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,22 +107,26 @@ class Case:
 
     @cached_property
     def proposals(self) -> list[Proposed]:
-        """For Outrider: tokens drawn from q̂, or by the shared noise under `coupled`."""
+        """For Outrider: tokens drawn from q̂, or by the shared noise under `coupled`; at temperature 0 the best ones."""
         shape, kept, plain = self.shape, self._rows.q[: self.shape.gamma], SamplingParams()
-        if shape.rule is Rule.COUPLED:
+        if shape.rule == GREEDY:
+            tokens = tuple(self._rows.draft_logits[: shape.gamma].argmax(dim=-1).tolist())
+            greedy = SamplingParams(temperature=0.0)
+            return [Proposed(tokens, (None,) * shape.gamma, greedy, 0, BASE_LENGTH)] * shape.B
+        if shape.acceptance is Rule.COUPLED:
             noise = gumbel(0, range(BASE_LENGTH, BASE_LENGTH + shape.gamma), shape.V)
             log_q = torch.log_softmax(self._rows.draft_logits[: shape.gamma].cpu().float(), dim=-1)
             tokens = tuple((log_q + noise).argmax(dim=-1).tolist())
             return [Proposed(tokens, (), plain, 0, BASE_LENGTH, Rule.COUPLED)] * shape.B
         q: tuple[Any, ...] = tuple(kept)
         scales = None
-        if shape.rule is Rule.SIGMOID:
+        if shape.acceptance is Rule.SIGMOID:
             q = tuple(DraftLogits(row) for row in self._rows.draft_logits[: shape.gamma].to(torch.float16))
             scales = _SCALES
         return [
             Proposed(
                 tuple(each.token_at(uniform(b, BASE_LENGTH, i, Domain.DRAFT)) for i, each in enumerate(kept)),
-                q, plain, b, BASE_LENGTH, shape.rule, sigmoid=scales,
+                q, plain, b, BASE_LENGTH, shape.acceptance, sigmoid=scales,
             )
             for b in range(shape.B)
         ]  # fmt: skip
@@ -123,7 +135,7 @@ class Case:
     def must_bytes(self) -> int:
         """Each row of logits once; under `sigmoid` the draft's too."""
         shape = self.shape
-        rows = shape.B * (shape.gamma + 1) + (shape.B * shape.gamma if shape.rule is Rule.SIGMOID else 0)
+        rows = shape.B * (shape.gamma + 1) + (shape.B * shape.gamma if shape.acceptance is Rule.SIGMOID else 0)
         return rows * shape.V * self._rows.logits.element_size()
 
 
@@ -144,8 +156,8 @@ def outrider(path: str) -> Contender:
 
     def start(case: Case) -> Ready:
         implementation: Any = importlib.import_module(f"kernels.verify_{path}")
-        if case.shape.rule not in implementation.RULES:
-            raise Unavailable(f"{path} does not know the rule {case.shape.rule.value}")
+        if case.shape.acceptance not in implementation.RULES:
+            raise Unavailable(f"{path} does not know the rule {case.shape.rule}")
         logits = case.logits.flatten(0, 1)
 
         def whole() -> Any:
@@ -162,8 +174,8 @@ def outrider(path: str) -> Contender:
 
 
 def _only_tokenwise(case: Case) -> None:
-    if case.shape.rule is not Rule.TOKENWISE:
-        raise Unavailable(f"it does not know the rule {case.shape.rule.value}")
+    if case.shape.rule != Rule.TOKENWISE.value:
+        raise Unavailable(f"it does not know the rule {case.shape.rule}")
 
 
 def transformers(case: Case) -> Ready:
@@ -216,16 +228,17 @@ class Plan:
     batches: tuple[int, ...] = (1, 2, 4, 8, 16, 32, 64, 128, 256)  # of the part `batch`
     gamma: int = 5  # of the parts `batch` and `rules`
     rules_batches: tuple[int, ...] = (1, 64, 128, 256)  # of the part `rules`, at the second V
+    rules: tuple[str, ...] = (Rule.TOKENWISE.value,)  # of the parts `gamma` and `batch`
     repeats: int = 50  # runs of one measurement at the most
 
     def shapes(self, part: str) -> Iterator[Shape]:
-        if part == "gamma":
-            yield from (Shape(V, 1, gamma) for V in self.vocabularies for gamma in self.gammas)
-        elif part == "batch":
-            yield from (Shape(V, B, self.gamma) for V in self.vocabularies for B in self.batches)
+        if part in ("gamma", "batch"):
+            sizes = product((1,), self.gammas) if part == "gamma" else product(self.batches, (self.gamma,))
+            for V, (B, gamma), rule in product(self.vocabularies, sizes, self.rules):
+                yield Shape(V, B, gamma, rule)
         else:
             V = self.vocabularies[min(1, len(self.vocabularies) - 1)]
-            yield from (Shape(V, B, self.gamma, rule) for B in self.rules_batches for rule in Rule)
+            yield from (Shape(V, B, self.gamma, rule) for B in self.rules_batches for rule in RULES)
 
 
 FULL = Plan()
@@ -243,7 +256,7 @@ def _measure(bench: Bench) -> None:
     given = bench.given
     device = torch.device(given.device or ("cuda" if torch.cuda.is_available() else "cpu"))
     if device.type == "cpu" and not given.quick:
-        raise ValueError("there is no CUDA device; --quick runs small sizes on a CPU")
+        raise ValueError("there is no CUDA device; benchmarks.verification measures on a CPU; --quick runs small sizes")
     plan = QUICK if given.quick else FULL
     timer = Timer(device, plan.repeats)
     bench.document |= head(plan, timer) | {"copy_bytes_per_second": bench.once("copy", timer.copy_bandwidth)}
@@ -262,7 +275,7 @@ def measure(plan: Plan, parts: Sequence[str], timer: Timer, runs: Runs, seconds:
     rows = lru_cache(maxsize=1)(lambda V: Rows.make(V, torch.bfloat16, timer.device))
     for part in parts:
         for shape in plan.shapes(part):
-            keys = {"part": part, **asdict(shape), "rule": shape.rule.value}
+            keys = {"part": part, **asdict(shape)}
             left = [name for name in contenders if not runs.has(**keys, contender=name)]
             if left and time.monotonic() > end:
                 return False

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from benchmarks import load, plots
+from benchmarks import load, plots, verification
 from benchmarks.harness import PHASES, Bench, flat
 from benchmarks.load import ALONE, CONTENDERS, PAIR
 from models.corpus import Document
@@ -145,6 +145,24 @@ def check_skip_layers(summary: Json, runs: list[Json]) -> None:
         assert 0.5 < found["1 left out"]["alpha"] <= 1
 
 
+def check_beams(summary: Json, runs: list[Json]) -> None:
+    assert {keys for keys, _ in flat(summary, 4)} == {
+        (draft, "2", wider, "2") for draft in ("model", "bigram") for wider in "12"
+    }
+    assert all(run["same"] and run["passes"] <= run["steps"] == 8 for run in runs)
+
+
+def check_verification(document: Json, runs: list[Json]) -> None:
+    for _, found in flat(document["alone"], 3):
+        assert tuple(found) == verification.ARMS
+        assert all(each["us"] > 0 for each in found.values())
+    for _, found in flat(document["texts"], 2):
+        assert set(found) == {"transformers", "tokenwise", "block", "sigmoid"}
+        assert found["transformers"]["ratio"] == 1
+        assert all(0 < each["share_of_text"] < 1 for each in found.values())
+        assert found["sigmoid"]["accepted"] >= found["tokenwise"]["accepted"] > 0
+
+
 FLOOD = ["--rates", "40", "--open-seconds", "0.05"]  # so many requests at once that most have to wait
 
 CASES: dict[str, tuple[Callable[[Json, list[Json]], None], list[str]]] = {
@@ -164,6 +182,8 @@ CASES: dict[str, tuple[Callable[[Json, list[Json]], None], list[str]]] = {
     "acceptance": (check_acceptance, []),
     "http_front": (check_http_front, []),
     "skip_layers": (check_skip_layers, []),
+    "beams": (check_beams, []),
+    "verification": (check_verification, []),
 }
 
 
@@ -192,7 +212,7 @@ def test_quick_measures_every_contender_and_says_so_in_one_json_document(
     assert any(path.read_bytes().startswith(b"\x89PNG") for path in tmp_path.glob("out*.png"))
     before = (tmp_path / "out.runs.jsonl").read_text()
     runs = [run for run in map(json.loads, before.splitlines()[1:]) if "once" not in run]
-    check(document["summary"], runs)
+    check(document.get("summary", document), runs)
     if name in ("load", "rules"):  # resumed, it has nothing left to measure, and comes to the same figures
         assert main([*arguments, "--resume"]) == 0
         assert (tmp_path / "out.runs.jsonl").read_text() == before

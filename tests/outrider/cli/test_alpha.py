@@ -248,6 +248,7 @@ def test_the_search_finds_the_layers_that_do_least(idle: Path) -> None:
     """Idle ones first, without trying more; then the better of the other two, by α of each measured alone."""
     done = run(idle, "--find-skip-layers", "3", "--json", draft="")
     assert done.exit_code == 0, done.output
+    assert re.search(r"Searching: [\d,]+ of [\d,]+ tokens", done.stderr)
     found = json.loads(done.stdout)
     assert [step["skip_layers"] for step in found["steps"][:2]] == ["0", "0,2"]
     alphas = {}
