@@ -149,7 +149,7 @@ class DraftedBeams(PreTrainedModel, GenerationMixin):
             self._draft.keep(beams)
             scores = {beam: self._score(beam) for beam in beams}
             self.target.read([*beams, *drafted(self._draft, scores, self._width, self._gamma, self._ends)])
-        return CausalLMOutput(logits=torch.stack([self.target.logits[row] for row in rows])[:, None])  # type: ignore[arg-type]
+        return CausalLMOutput(logits=torch.stack([self.target.logits[row] for row in rows])[:, None])
 
     def _score(self, beam: Text) -> float:
         log_probs = (self.target.logits[beam[:n]].log_softmax(-1) for n in range(self._prompt, len(beam)))

@@ -29,15 +29,15 @@ def noise(V: int) -> Tensor:
     return torch.randn(V, V, generator=torch.Generator().manual_seed(1)).log_softmax(-1)
 
 
-@pytest.mark.parametrize("name", ["model", "noise"])
 @pytest.mark.parametrize(
-    ("beams", "wider", "options"),
+    ("name", "beams", "wider", "options"),
     [
-        (2, 1, {}),
-        (3, 2, {"eos_token_id": [BLANK_LINE], "early_stopping": True, "length_penalty": 2.0}),
-        (4, 2, {"eos_token_id": [LINE_END, BLANK_LINE]}),
-        (5, 1, {"eos_token_id": [BLANK_LINE], "early_stopping": "never", "length_penalty": -1.0}),
-        (8, 4, {"length_penalty": 0.0}),
+        ("noise", 3, 2, {"eos_token_id": [LINE_END]}),
+        ("model", 2, 1, {}),
+        ("model", 3, 2, {"eos_token_id": [BLANK_LINE], "early_stopping": True, "length_penalty": 2.0}),
+        ("model", 4, 2, {"eos_token_id": [LINE_END, BLANK_LINE]}),
+        ("model", 5, 1, {"eos_token_id": [BLANK_LINE], "early_stopping": "never", "length_penalty": -1.0}),
+        ("model", 8, 4, {"length_penalty": 0.0}),
     ],
     ids=str,
 )
