@@ -160,17 +160,19 @@ def _of_texts(runs: Sequence[Json]) -> Json:
             "verify_us": fmean(took),
             "verify_us_deviation": pstdev(took),
             "round_us": 1e6 * harness.total(own, "seconds") / harness.total(own, "rounds"),
-            **harness.ratio(harness.rates(own), reference),
+            **_less_time(harness.ratio(harness.rates(own), reference)),
         }
     for each in found.values():  # of a round, if each had as many
         each["saved"] = (found[BASELINE]["verify_us"] - each["verify_us"]) / found[BASELINE]["round_us"]
     return found
 
 
-def less_time(found: Json) -> str:
-    """A text's time saved, from the ratio of speeds."""
-    least, most = (f"{1 - 1 / each:.1%}" for each in found["ratio_range"])
-    return f"{1 - 1 / found['ratio']:.1%} ({least} to {most})"
+def _less_time(speed: Json) -> Json:
+    return {"text_saved": 1 - 1 / speed["ratio"], "text_saved_range": [1 - 1 / each for each in speed["ratio_range"]]}
+
+
+def _shares(found: Sequence[float]) -> str:
+    return " to ".join(f"{each:.1%}" for each in found)
 
 
 def table(document: Json) -> str:
@@ -183,8 +185,8 @@ def table(document: Json) -> str:
         "accepted": lambda found: f"{found['accepted']:.1%}",
         "verification, µs": lambda found: f"{found['verify_us']:.0f} ± {found['verify_us_deviation']:.0f}",
         "round, ms": lambda found: number(found["round_us"] / 1e3, 1),
-        "saved by the verification": lambda found: f"{found['saved']:.1%}",
-        "text's time saved": less_time,
+        "of it saved by the verification": lambda found: f"{found['saved']:.1%}",
+        "saved of a text": lambda found: f"{found['text_saved']:.1%} ({_shares(found['text_saved_range'])})",
     }
     return "\n\n".join(
         [

@@ -158,7 +158,7 @@ def check_verification(document: Json, runs: list[Json]) -> None:
         assert all(each["us"] > 0 for each in found.values())
     for _, found in flat(document["texts"], 2):
         assert list(found) == ["transformers", "tokenwise", "block", "sigmoid"]
-        assert found["transformers"]["ratio"] == 1
+        assert found["transformers"]["text_saved"] == 0
         assert all(0 < each["verify_us"] < each["round_us"] for each in found.values())
         assert found["sigmoid"]["accepted"] >= found["tokenwise"]["accepted"] > 0
 
