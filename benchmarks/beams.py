@@ -232,7 +232,7 @@ def table(document: Json) -> str:
 
 
 def draw(document: Json, path: Path) -> None:
-    """A column a draft: passes saved by γ, and by the tokens that the target reads for a step."""
+    """A column a draft: passes saved by γ."""
     styles = (":", "--", "-")
     note = f"{plots.caption(document)}. Target alone: one step a pass, one token a beam."
     with pictures.picture(path, 1, len(document["summary"]), size=(4.8, 3.6), note=note, sharey=True) as (panels,):
