@@ -30,6 +30,9 @@ def photograph(browser: webdriver.Chrome, url: str) -> None:
     """Write a text, choose a rejected token, and save the page as `PICTURE`."""
     browser.set_window_size(1100, 1080)
     browser.get(url)
+    temperature = browser.find_element(By.ID, "temperature")
+    temperature.clear()
+    temperature.send_keys("0.7")
     browser.find_element(By.ID, "gamma").send_keys("5")
     browser.find_element(By.ID, "write").click()
     status = browser.find_element(By.ID, "status")
