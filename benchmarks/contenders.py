@@ -256,7 +256,7 @@ Outcome = tuple[list[Served], dict[str, float]]
 """All requests of a run, and the contender's own counters: passes, processor time."""
 
 
-def _checked(name: str, tasks: Sequence[Task], served: list[Served]) -> list[Served]:
+def checked(name: str, tasks: Sequence[Task], served: list[Served]) -> list[Served]:
     """The same; raises `WrongText` where one is missing or, not refused, has another length."""
     if len(served) != len(tasks):
         raise WrongText(f"{name} served {len(served)} requests of {len(tasks)}")
@@ -284,7 +284,7 @@ class OutriderServer:
         before = self._counters()
         served = await_(self._serve(tasks, streams, due))
         costs = {name: value - before[name] for name, value in self._counters().items()}
-        return _checked("Outrider", tasks, served), costs
+        return checked("Outrider", tasks, served), costs
 
     async def _serve(self, tasks: Sequence[Task], streams: int, due: Sequence[float] | None) -> list[Served]:
         # Without a seed, as most requests come: those with one share no acceptance statistics under `block`.
@@ -348,7 +348,7 @@ class ContinuousBatching:
             )
             for each in found
         ]
-        return _checked("transformers", tasks, served), {}
+        return checked("transformers", tasks, served), {}
 
     def _results(self, tasks: Sequence[Task], config: Any) -> list[Any]:
         """One for each task, in order; fewer if it stopped."""
@@ -370,6 +370,3 @@ class ContinuousBatching:
 
     def settings(self) -> Json:
         return self._how
-
-
-Server = OutriderServer | ContinuousBatching

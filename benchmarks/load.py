@@ -1,4 +1,7 @@
-"""Speculation under many requests at once: the pair, the target alone, and transformers' continuous batching.
+"""Speculation under many requests at once: the pair, the target alone, and another server of the target alone.
+
+The other one is transformers' continuous batching; with `--runtime llama.cpp`, which runs the pair from GGUF files of
+bfloat16, it is llama.cpp's own server.
 
 Three loops. `closed`: a number of streams, each with its next text when one has ended. `short-texts`: the same with 32
 streams and texts of a few tokens. `open`: Poisson arrivals with a fixed seed, at shares of the highest request rate
@@ -9,7 +12,7 @@ of Outrider in the closed loop; without transformers. Lengths of texts vary by h
 
 γ is chosen by the policy `adaptive`; `--gamma` fixes it. The pair and the target alone (`Decode`) run on the same two
 services, with bfloat16 and a thread and a core each, as `outrider serve` starts them. Continuous batching has one
-thread: so it was fastest on two cores.
+thread: so it was fastest on two cores. llama.cpp's server has all cores, and sends a text in one piece.
 """
 
 import argparse
@@ -17,6 +20,7 @@ import random
 import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack
+from dataclasses import replace
 from functools import cache
 from itertools import pairwise
 from pathlib import Path
@@ -31,19 +35,20 @@ from benchmarks.contenders import (
     ContinuousBatching,
     Outcome,
     OutriderServer,
-    Server,
     Task,
     Unavailable,
     load_model,
     tokenised,
 )
 from benchmarks.harness import Bench, Json, between, medians, number, percent, progress
+from benchmarks.llama_cpp import LlamaServer, find_server, gguf_pair
 from benchmarks.services import Models, Services, models_of
+from outrider.cli.processes import processors
 from outrider.evaluation import pictures
 
-BATCHING, ALONE, PAIR = "batching", "Decode", "pair"
-CONTENDERS = (BATCHING, ALONE, PAIR)
-REFERENCES = (BATCHING, ALONE)
+BATCHING, SERVER, ALONE, PAIR = "batching", "llama-server", "Decode", "pair"
+CONTENDERS = (BATCHING, SERVER, ALONE, PAIR)
+REFERENCES = (BATCHING, SERVER, ALONE)
 """The ratio of the pair is to the better of the two in the same repetition."""
 CLOSED, SHORT, OPEN = "closed", "short-texts", "open"
 LEVELS = {CLOSED: "streams", SHORT: "tokens a text", OPEN: "share of capacity"}
@@ -55,16 +60,24 @@ AIM = 0.97
 
 SHORT_STREAMS = 32
 _GOLDEN = 0.6180339887
-_USUAL: Json = {"new_tokens": 64, "streams": [1, 2, 4, 8, 16, 32, 64], "parts": list(LEVELS), "contenders": CONTENDERS}
+_USUAL: Json = {
+    "new_tokens": 64, "streams": [1, 2, 4, 8, 16, 32, 64], "parts": list(LEVELS), "contenders": [BATCHING, ALONE, PAIR],
+}  # fmt: skip
 # Its target takes twelve times as long, and continuous batching was never faster there than half of `Decode`.
 _DEEPENED: Json = {"new_tokens": 32, "streams": [1, 4, 16, 64], "parts": [CLOSED], "contenders": [ALONE, PAIR]}
+_BY_LLAMA: Json = {"streams": [1, 2, 4, 8, 16], "parts": [CLOSED], "contenders": [SERVER, ALONE, PAIR]}
+TORCH, LLAMA_CPP = "torch", "llama.cpp"
+
+Server = OutriderServer | ContinuousBatching | LlamaServer
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     parser = harness.parser("load", __doc__, quick="few texts, the demo pair only")
     harness.target_options(parser, factor=12)
     parser.add_argument("--parts", nargs="+", choices=list(LEVELS), help="(default: all; deepened: closed)")
-    parser.add_argument("--contenders", nargs="+", choices=CONTENDERS, help="(default: all; deepened: Decode, pair)")
+    parser.add_argument("--contenders", nargs="+", choices=CONTENDERS, help="(default: all of the runtime; deepened: "
+                        "without batching)")  # fmt: skip
+    parser.add_argument("--runtime", choices=(TORCH, LLAMA_CPP), default=TORCH, help="of both services")
     parser.add_argument("--streams", type=int, nargs="+", help="of the closed loop (default: 1 to 64)")
     parser.add_argument("--new-tokens", type=int, help="mean tokens of a text (default: 64; deepened: 32)")
     parser.add_argument("--rates", type=float, nargs="+", default=[0.5, 0.9], help="of the open loop")
@@ -78,7 +91,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     }  # fmt: skip
     given = harness.parse(parser, arguments, few)
     if given.output is None and given.only and not given.quick:
-        given.output = harness.RESULTS / f"load-{given.only}.json"
+        runtime = "" if given.runtime == TORCH else "-llama-cpp"
+        given.output = harness.RESULTS / f"load-{given.only}{runtime}.json"
     summarise = harness.summary_of(("pair", "part", "mix", "level"), cell)
     return harness.run("load", given, measure, summarise, table, draw)
 
@@ -91,6 +105,8 @@ def measure(bench: Bench) -> None:
         if value is not None and min(value if isinstance(value, list) else [value]) <= 0:
             raise ValueError(f"{name} is {value}; it must be above 0")
     for models in models_of(given):
+        if given.runtime == LLAMA_CPP:
+            models = replace(models, name=f"{models.name}, {LLAMA_CPP}")
         bench.document["models"][models.name] = models.document()
         Loops(bench, models).run()
         load_model.cache_clear()
@@ -100,7 +116,8 @@ class Loops:
     def __init__(self, bench: Bench, models: Models) -> None:
         asked = {key: value for key, value in vars(bench.given).items() if value is not None}
         self._given = argparse.Namespace(gamma=None)
-        vars(self._given).update(_USUAL | (_DEEPENED if models.name == "deepened" else {}) | asked)
+        usual = _USUAL | (_DEEPENED if models.name.startswith("deepened") else {})
+        vars(self._given).update(usual | (_BY_LLAMA if bench.given.runtime == LLAMA_CPP else {}) | asked)
         self._bench = bench
         self._models = models
         self._prompts = tokenised(models.target, bench.prompts)
@@ -115,11 +132,22 @@ class Loops:
 
     def _servers(self, running: ExitStack) -> dict[str, Server]:
         given, target = self._given, self._models.target
+        by_llama = given.runtime == LLAMA_CPP
         most = max(8, *given.streams, SHORT_STREAMS if SHORT in given.parts else 0)
 
         @cache
         def services() -> Services:
-            return running.enter_context(Services(target, self._models.draft, max_sequences=most))
+            if by_llama:
+                find_server()  # before any conversion
+            files = gguf_pair(self._models) if by_llama else self._models
+            return running.enter_context(Services(files.target, files.draft, max_sequences=most))
+
+        def server() -> LlamaServer:
+            return running.enter_context(
+                LlamaServer(
+                    find_server(), gguf_pair(self._models), threads=len(processors()), longest=longest, parallel=most
+                )
+            )
 
         # Named in each request: one with a seed has a fixed γ otherwise.
         options: Json = {"speculation": "adaptive"}
@@ -128,6 +156,7 @@ class Loops:
         longest = max(map(len, self._prompts)) + 2 * max(given.new_tokens, *given.short_tokens)
         makers: dict[str, Callable[[], Server]] = {
             BATCHING: lambda: ContinuousBatching(target, threads=1, longest=longest),
+            SERVER: server,
             ALONE: lambda: OutriderServer(services(), gamma=0),
             PAIR: lambda: OutriderServer(services(), **options),
         }
@@ -158,7 +187,7 @@ class Loops:
                         yield keys | {"repetition": repetition}
 
     def _missing(self, cell: Json) -> list[str]:
-        names = [name for name in self._given.contenders if name != BATCHING or cell["part"] != OPEN]
+        names = [name for name in self._given.contenders if name in (ALONE, PAIR) or cell["part"] != OPEN]
         return [name for name in names if not self._bench.has(**cell, contender=name)]
 
     def _measure(self, cell: Json, servers: dict[str, Server], turn: int) -> None:
@@ -275,8 +304,12 @@ def _percentiles(seconds: Iterable[float | None]) -> Json | None:
 
 
 def cell(runs: Sequence[Json]) -> Json:
-    """One level, by contender: medians over repetitions of the repetition's own figures."""
+    """One level, by contender: medians over repetitions of the repetition's own figures.
+
+    `over_server`: to llama.cpp's server in the same repetition; None without it.
+    """
     best: dict[int, float] = {}
+    server = harness.by_repetition([run for run in runs if run["contender"] == SERVER], "tokens_per_second")
     for run in runs:
         if run["contender"] in REFERENCES:
             best[run["repetition"]] = max(best.get(run["repetition"], 0.0), run["tokens_per_second"])
@@ -290,6 +323,7 @@ def cell(runs: Sequence[Json]) -> Json:
             "repetitions": len(own),
             "tokens_per_second_range": [min(rates.values()), max(rates.values())],
             **({"ratio_range": None} | harness.ratio(rates, best)),
+            "over_server": harness.ratio(rates, server)["ratio"] if name != SERVER else None,
             **{key: medians([run[key] for run in own]) for key in keys},
         }
     return found
@@ -320,6 +354,7 @@ def _times(value: Json | None) -> str:
 _COLUMNS: harness.Columns = {
     "tokens/s": lambda found: number(found["tokens_per_second"], 1),
     "ratio": between,
+    "over llama-server": lambda found: number(found["over_server"]),
     "requests/s": lambda found: number(found["requests_per_second"]),
     "refused": lambda found: f"{found['refused']:.0f}/{found['requests']:.0f}" if found["refused"] else "0",
     "α": lambda found: number(found["alpha"], 3),
@@ -333,7 +368,7 @@ _COLUMNS: harness.Columns = {
     "time per token ms": lambda found: _times(found["tpot_ms"]),
     "between pieces ms": lambda found: _times(found["piece_ms"]),
 }
-_COLOURS = {BATCHING: pictures.ORANGE, ALONE: pictures.GREY, PAIR: pictures.BLUE}
+_COLOURS = {BATCHING: pictures.ORANGE, SERVER: pictures.ORANGE, ALONE: pictures.GREY, PAIR: pictures.BLUE}
 _PANELS: tuple[tuple[str, str, str | None], ...] = (
     ("tokens/s, all streams", "tokens_per_second", None),
     ("the pair over the better reference", "ratio", None),

@@ -1,10 +1,12 @@
-"""The gain of speculation over gRPC: the target alone, the pair, and transformers' own ways to speculate, in turns.
+"""The gain of speculation over gRPC: the target alone, the pair, and other implementations of both, in turns.
 
-These are assisted generation and prompt lookup. Each way to speculate takes part with several numbers of drafted
-tokens, so that it is seen at its best.
+Each pair runs by torch, beside transformers, its assisted generation and its prompt lookup; and by llama.cpp from GGUF
+files of bfloat16, beside llama.cpp's own server and its speculation. Each way to speculate takes part with several
+numbers of drafted tokens, so that it is seen at its best.
 """
 
 import sys
+from argparse import Namespace
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from itertools import islice
@@ -15,6 +17,7 @@ from typing import Any
 from benchmarks import harness, plots
 from benchmarks.contenders import (
     Task,
+    Unavailable,
     Write,
     load_model,
     outrider_writer,
@@ -23,25 +26,33 @@ from benchmarks.contenders import (
     tokenised,
     transformers_writer,
 )
-from benchmarks.harness import PHASES, Bench, Json, arms_table, compared, number, predicted_ratio
+from benchmarks.harness import PHASES, Bench, Json, arms_table, between, compared, number, predicted_ratio, progress
+from benchmarks.llama_cpp import LlamaServer, find_server, gguf_pair
 from benchmarks.services import ANYWHERE, APART, Models, Services, models_of
 from outrider.cli.processes import processors
 
 GENERATE, DECODE = "generate", "Decode"
-ALONE = (GENERATE, DECODE)
 ASSISTED, LOOKUP, PAIR = "assisted", "prompt lookup", "pair"
+LLAMA, DRAFTING = "llama.cpp alone", "llama.cpp drafting"
+"""Its target alone, and its own speculation with the settings that are fastest at each temperature."""
+ALONE = (GENERATE, LLAMA, DECODE)
+THEIRS = (LLAMA, DRAFTING)
+TORCH, LLAMA_CPP = RUNTIMES = ("torch", "llama.cpp")
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     parser = harness.parser("pair", __doc__, quick="few texts, the demo pair only")
     harness.target_options(parser, factor=12)
     harness.text_options(parser, prompts=5, new_tokens=64)
+    parser.add_argument("--runtimes", nargs="+", choices=RUNTIMES, default=RUNTIMES, help="of both services")
     parser.add_argument("--gammas", type=int, nargs="*", default=[4, 10], help="of the pair, beside `adaptive`")
     parser.add_argument("--assistant-tokens", type=int, nargs="*", default=[8, 12], help="of assisted generation")
     parser.add_argument("--lookup-tokens", type=int, nargs="*", default=[4, 10], help="of prompt lookup")
+    parser.add_argument("--llama-tokens", type=int, nargs="+", default=[4, 8, 12], help="of llama.cpp's speculation")
+    parser.add_argument("--llama-chances", type=float, nargs="+", default=[0.0, 0.5], help="least, of its drafts")
     few = {
         "only": "demo", "prompts": 2, "new_tokens": 16, "repetitions": 1, "gammas": [4], "assistant_tokens": [8],
-        "lookup_tokens": [4],
+        "lookup_tokens": [4], "llama_tokens": [4], "llama_chances": [0.0],
     }  # fmt: skip
     given = harness.parse(parser, arguments, few)
     summarise = harness.summary_of(("pair", "temperature"), figures)
@@ -50,88 +61,156 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def measure(bench: Bench) -> None:
     given = bench.given
-    pairs = models_of(given)
-    bench.document["models"] = {models.name: models.document() for models in pairs}
-    for models in pairs:
+    bench.document |= {"models": {}, "placement": {}, "unavailable": {}}
+    for models in models_of(given):
         prompts = tokenised(models.target, harness.spread(bench.prompts, given.prompts))
-        with ExitStack() as running:
-            warm_up = list(islice(texts(prompts, min(32, given.new_tokens), 1), 2))  # not measured
-            writers = _writers(bench, models, running, warm_up[0][1])
-            for _, task in warm_up:
-                for write in writers.values():
-                    write(task)
-            take_turns(
-                bench,
-                {"pair": models.name},
-                texts(prompts, given.new_tokens, given.repetitions),
-                writers,
-                # It is the slowest by far, and its pace does not depend on the text.
-                skips=lambda name, keys: name == GENERATE and keys["prompt"] > 0,
-            )
-        load_model.cache_clear()
+        for runtime in given.runtimes:
+            name = models.name if runtime == TORCH else f"{models.name}, {runtime}"
+            warm_up = [task for _, task in islice(texts(prompts, min(32, given.new_tokens), 1), 2)]  # not measured
+            with ExitStack() as running:
+                try:
+                    writers, placement = _MAKERS[runtime](given, models, running, warm_up)
+                except Unavailable as error:
+                    progress(f"{name} is not measured: {error}")
+                    bench.document["unavailable"][name] = str(error)
+                    continue
+                bench.document["models"][name], bench.document["placement"][name] = models.document(), placement
+                for task in warm_up:
+                    for write in writers.values():
+                        write(task)
+                take_turns(
+                    bench,
+                    {"pair": name},
+                    texts(prompts, given.new_tokens, given.repetitions),
+                    writers,
+                    # It is the slowest by far, and its pace does not depend on the text.
+                    skips=lambda name, keys: name == GENERATE and keys["prompt"] > 0,
+                )
+            load_model.cache_clear()
 
 
-def _writers(bench: Bench, models: Models, running: ExitStack, task: Task) -> dict[str, Write]:
-    """Each contender, with the threads and processors that write a first text (`task`) fastest."""
-    given, all_cores = bench.given, len(processors())
-    services = [
-        running.enter_context(Services(models.target, models.draft, threads=threads, place=place))
-        for threads, place in ((all_cores, ANYWHERE), (1, APART))
-    ]
+def _torch_writers(
+    given: Namespace, models: Models, running: ExitStack, trials: Sequence[Task]
+) -> tuple[dict[str, Write], Json]:
+    """Each contender, with the threads and processors that write a first text fastest; and these."""
     target, draft = load_model(models.target), load_model(models.draft)
-    alone = _fastest(services, lambda each: outrider_writer(each, gamma=0), task)
-    pair = _fastest(services, lambda each: outrider_writer(each, gamma=given.gammas[0]), task)
-    threads = _fastest([all_cores, 1], lambda each: transformers_writer(target, threads=each), task)
-    bench.document.setdefault("placement", {})[models.name] = {
-        "transformers": {"threads": threads}, DECODE: alone.how, PAIR: pair.how,
-    }  # fmt: skip
+    ours, placement = _our_writers(given, models.target, models.draft, running, trials)
+    threads = _fastest([len(processors()), 1], lambda each: transformers_writer(target, threads=each), trials[:1])
     assisted = {
         f"{ASSISTED}, {tokens}": transformers_writer(target, threads=threads, draft=draft, tokens=tokens)
         for tokens in given.assistant_tokens
     }
+    lookup = {
+        f"{LOOKUP}, {tokens}": transformers_writer(target, threads=threads, lookup=tokens)
+        for tokens in given.lookup_tokens
+    }
+    generate = transformers_writer(target, threads=threads)
+    return {GENERATE: generate, **assisted, **lookup, **ours}, {"transformers": {"threads": threads}, **placement}
+
+
+def _llama_writers(
+    given: Namespace, models: Models, running: ExitStack, trials: Sequence[Task]
+) -> tuple[dict[str, Write], Json]:
+    """As `_torch_writers`. Raises `Unavailable` without llama.cpp."""
+    server, files = find_server(), gguf_pair(models)
+    longest = max(len(task.token_ids) for task in trials) + 1024
+
+    def fastest(settings: Sequence[Json], task: Task) -> Json:
+        def seconds(each: Json) -> float:
+            with LlamaServer(server, files, longest=longest, **each) as running_server:
+                return _seconds(running_server.write, [task])
+
+        return min(settings, key=seconds)
+
+    alone = fastest([{"threads": threads} for threads in (1, len(processors()))], trials[0])
+    drafting: dict[float, Json] = {}
+    for task in trials:  # one of each temperature
+        first = [{"threads": threads, "draft_tokens": given.llama_tokens[-1]} for threads in (1, len(processors()))]
+        threads = fastest(first, task)["threads"]
+        grid = [
+            {"threads": threads, "draft_tokens": tokens, "least_chance": chance}
+            for tokens in given.llama_tokens
+            for chance in given.llama_chances
+        ]
+        drafting[task.temperature] = fastest(grid, task)
+    servers = {
+        at: running.enter_context(LlamaServer(server, files, longest=longest, **how)) for at, how in drafting.items()
+    }
+    theirs: dict[str, Write] = {
+        LLAMA: running.enter_context(LlamaServer(server, files, longest=longest, **alone)).write,
+        DRAFTING: lambda task: servers[task.temperature].write(task),
+    }
+    ours, placement = _our_writers(given, files.target, files.draft, running, trials)
+    settings = {f"{DRAFTING}, T = {at:g}": how for at, how in drafting.items()}
+    return theirs | ours, {LLAMA: alone, **settings, **placement}
+
+
+_MAKERS = {TORCH: _torch_writers, LLAMA_CPP: _llama_writers}
+
+
+def _our_writers(
+    given: Namespace, target: Path, draft: Path, running: ExitStack, trials: Sequence[Task]
+) -> tuple[dict[str, Write], Json]:
+    services = [
+        running.enter_context(Services(target, draft, threads=threads, place=place))
+        for threads, place in ((len(processors()), ANYWHERE), (1, ANYWHERE), (1, APART))
+    ]
+    alone = _fastest(services, lambda each: outrider_writer(each, gamma=0), trials[:1])
+    pair = _fastest(services, lambda each: outrider_writer(each, gamma=given.gammas[0]), trials[:1])
     return {
-        GENERATE: transformers_writer(target, threads=threads),
         DECODE: outrider_writer(alone, gamma=0),
-        **assisted,
-        **{
-            f"{LOOKUP}, {tokens}": transformers_writer(target, threads=threads, lookup=tokens)
-            for tokens in given.lookup_tokens
-        },
         **{f"{PAIR}, γ = {gamma}": outrider_writer(pair, gamma=gamma) for gamma in given.gammas},
         f"{PAIR}, adaptive": outrider_writer(pair, speculation="adaptive"),
-    }
+    }, {DECODE: alone.how, PAIR: pair.how}
 
 
-def _fastest(candidates: Sequence[Any], writer: Callable[[Any], Write], task: Task) -> Any:
-    def seconds(candidate: Any) -> float:
-        write = writer(candidate)
+def _fastest(candidates: Sequence[Any], writer: Callable[[Any], Write], tasks: Sequence[Task]) -> Any:
+    return min(candidates, key=lambda each: _seconds(writer(each), tasks))
+
+
+def _seconds(write: Write, tasks: Sequence[Task]) -> float:
+    for task in tasks:
         write(task)
-        return min(float(write(task)["seconds"]) for _ in range(3))
-
-    return min(candidates, key=seconds)
+    return sum(min(float(write(task)["seconds"]) for _ in range(3)) for task in tasks)
 
 
 def figures(runs: Sequence[Json]) -> Json:
-    """One pair at one temperature. Ratios are to the faster target alone in the same repetition."""
+    """One pair at one temperature. Ratios are to the faster target alone in the same repetition.
+
+    `over_llama`: the same to llama.cpp's own; its target alone for ours, and the better of its ways for the pair.
+    """
     by_arm = harness.grouped(runs, "arm")
     rates = {name: median(harness.rates(by_arm[name]).values()) for name in ALONE if name in by_arm}
     best = max(rates, key=lambda name: rates[name])
     # Assisted generation reports no α; that of the pair holds for it, whose models are the same.
     alpha = harness.alpha_of([run for run in runs if run["arm"].startswith(PAIR)])
-    order = [*ALONE, ASSISTED, LOOKUP, PAIR]
+    order = [*ALONE, ASSISTED, LOOKUP, DRAFTING, PAIR]
     found = compared(runs, best, sorted(by_arm, key=lambda name: order.index(name.split(",")[0])))
-    for arm in found.values():
+    for name, arm in found.items():
         arm["predicted_ratio"] = predicted_ratio(arm, alpha, rates[best])
+        theirs = [harness.rates(by_arm[each]) for each in THEIRS[: 1 if name == DECODE else 2] if each in by_arm]
+        if theirs and name not in THEIRS:
+            better = {nth: max(each[nth] for each in theirs) for nth in theirs[0]}
+            own = harness.ratio(harness.rates(by_arm[name]), better)
+            arm |= {"over_llama": own["ratio"], "over_llama_range": own["ratio_range"]}
     return found
 
 
 def table(document: Json) -> str:
     keys, summary = ("pair", "T"), document["summary"]
-    speeds = arms_table(summary, keys, **{"Thm 3.8": lambda arm: number(arm["predicted_ratio"])})
+    missing = [f"- {name} is not measured: {reason}\n" for name, reason in document["unavailable"].items()]
+    speeds = arms_table(
+        summary,
+        keys,
+        **{
+            "Thm 3.8": lambda arm: number(arm["predicted_ratio"]),
+            "over llama.cpp": lambda arm: between(arm, "over_llama") if "over_llama" in arm else "–",
+        },
+    )
     times = [
         [*where, *(f"{arm['round_us'][phase]:.0f}" for phase in PHASES)] for where, arm in harness.flat(summary, 3)
     ]
-    return f"{speeds}\n\n{harness.table([*keys, 'µs of a round', *PHASES], times)}"
+    return f"{''.join(missing)}{speeds}\n\n{harness.table([*keys, 'µs of a round', *PHASES], times)}"
 
 
 def draw(document: Json, path: Path) -> None:

@@ -2,14 +2,17 @@
 
 import argparse
 import json
+import sys
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import pytest
 
 from benchmarks import gamma, harness, pair
-from benchmarks.contenders import Task, WrongText, take_turns, text_run
+from benchmarks.contenders import Task, Unavailable, WrongText, take_turns, text_run
 from benchmarks.harness import PHASES, Bench, compared, read_prompts
+from benchmarks.llama_cpp import find_server
 from outrider.theory import improvement
 
 RESULTS = sorted(harness.RESULTS.glob("*.json"))
@@ -129,6 +132,35 @@ def test_the_pair_is_held_against_the_faster_target_alone_and_theorem_3_8() -> N
     assert found["Decode"]["predicted_ratio"] is None
     # Assisted generation tells no α; it is foretold with that of the pair.
     assert found["assisted, 8"]["predicted_ratio"] == pytest.approx(ours["predicted_ratio"])
+
+
+def test_ours_by_llama_cpp_is_held_against_the_better_of_its_own() -> None:
+    theirs = [(0.50, 0.40), (0.50, 0.80)]  # its target alone, and its speculation, in two repetitions
+    runs = [
+        text(arm, seconds, repetition=nth)
+        for nth, (alone, drafting) in enumerate(theirs)
+        for arm, seconds in (("llama.cpp alone", alone), ("llama.cpp drafting", drafting), ("Decode", 0.625))
+    ]
+    found = pair.figures([*runs, *(drafted("pair, γ = 4", 0.32, repetition=nth) for nth in range(2))])
+    assert list(found) == ["llama.cpp alone", "Decode", "llama.cpp drafting", "pair, γ = 4"]
+    assert found["Decode"]["over_llama"] == pytest.approx(0.8), "to its target alone"
+    assert found["pair, γ = 4"]["over_llama_range"] == pytest.approx([0.40 / 0.32, 0.50 / 0.32])
+    assert "over_llama" not in found["llama.cpp drafting"]
+
+
+def test_a_missing_server_of_llama_cpp_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    for module in ("gguf", "llama_cpp"):
+        monkeypatch.setitem(sys.modules, module, ModuleType(module))
+    monkeypatch.setenv("PATH", "")
+    monkeypatch.delenv("LLAMA_SERVER", raising=False)
+    with pytest.raises(Unavailable, match=r"no program llama-server; see docs/how-to/llama-cpp\.md, or set LLAMA_S"):
+        find_server()
+    monkeypatch.setenv("LLAMA_SERVER", "/nowhere/llama-server")
+    with pytest.raises(Unavailable, match="no program /nowhere/llama-server"):
+        find_server()
+    monkeypatch.setitem(sys.modules, "llama_cpp", None)
+    with pytest.raises(Unavailable, match="the extra llama is not installed"):
+        find_server()
 
 
 def test_policies_are_held_against_the_best_fixed_length() -> None:

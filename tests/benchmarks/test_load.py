@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from benchmarks import engine, load
-from benchmarks.load import AIM, ALONE, BATCHING, PAIR, arrivals, cell, figures, tasks
+from benchmarks.load import AIM, ALONE, BATCHING, PAIR, SERVER, arrivals, cell, figures, tasks
 from outrider.client import Finished
 from outrider.evaluation.streams import Served
 from protos.outrider.v1 import draft_service_pb2 as pb
@@ -63,6 +63,13 @@ def test_the_pair_is_held_against_the_better_reference_of_its_repetition() -> No
     assert found["ratio"] == pytest.approx((40 / 20 + 45 / 30) / 2)
     assert found["ratio_range"] == pytest.approx([1.5, 2.0])
     assert found["tokens_per_second"] == 42.5
+
+
+def test_both_ways_by_llama_cpp_are_held_against_its_server() -> None:
+    found = cell([run(name, 0, rate) for name, rate in ((SERVER, 40.0), (ALONE, 50.0), (PAIR, 60.0))])
+    assert list(found) == [SERVER, ALONE, PAIR]
+    assert [each["over_server"] for each in found.values()] == [None, pytest.approx(1.25), pytest.approx(1.5)]
+    assert found[PAIR]["ratio"] == pytest.approx(1.2), "to the better of the others"
 
 
 @pytest.mark.parametrize(("rate", "lines"), [(100 * AIM, 0), (100 * AIM - 0.1, 1)])

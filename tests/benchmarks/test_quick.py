@@ -14,7 +14,7 @@ import pytest
 
 from benchmarks import load, plots, verification
 from benchmarks.harness import PHASES, Bench, flat
-from benchmarks.load import ALONE, CONTENDERS, PAIR
+from benchmarks.load import ALONE, BATCHING, PAIR
 from models.corpus import Document
 from tests.fork_server import ForkedService, noting
 
@@ -22,23 +22,27 @@ Json = dict[str, Any]
 
 
 def check_pair(summary: Json, runs: list[Json]) -> None:
-    for found in summary["demo"].values():
-        arms = ["generate", "Decode", "assisted, 8", "prompt lookup, 4", "pair, γ = 4", "pair, adaptive"]
-        assert list(found) == arms
-        assert found["pair, γ = 4"]["predicted_ratio"] > 0
+    for name, own in summary.items():
+        theirs = ["generate", "assisted, 8", "prompt lookup, 4"]
+        if name != "demo":
+            theirs = ["llama.cpp alone", "llama.cpp drafting"]
+        for found in own.values():
+            assert list(found) == [theirs[0], "Decode", *theirs[1:], "pair, γ = 4", "pair, adaptive"]
+            assert found["pair, γ = 4"]["predicted_ratio"] > 0
+    assert summary.keys() in ({"demo"}, {"demo", "demo, llama.cpp"}), "without its server"
     for run in runs:
         assert run["tokens"] == 8
         assert sum(run["phases"][phase] for phase in PHASES) == pytest.approx(run["seconds"])
         assert run["drafted"] >= run["accepted"]
-        assert run["drafted"] == 0 or run["arm"] not in ("generate", "Decode")
-        assert run["drafted"] > 0 or not run["arm"].startswith(("assisted", "pair"))
+        assert run["drafted"] == 0 or run["arm"] not in ("generate", "Decode", "llama.cpp alone")
+        assert run["drafted"] > 0 or not run["arm"].startswith(("assisted", "llama.cpp drafting", "pair"))
 
 
 def check_load(summary: Json, runs: list[Json]) -> None:
     closed, short, open_ = (summary["demo"][part]["short"] for part in load.LEVELS)
     assert set(closed) == {"1", "2"}
     for found in (*closed.values(), short["1"], open_["40"]):
-        assert list(found) == list(CONTENDERS[found is open_["40"] :])  # transformers takes no part in the open loop
+        assert list(found) == [BATCHING, ALONE, PAIR][found is open_["40"] :]  # it takes no part in the open loop
         assert found[PAIR]["draft_cpu_us"] is not None
         assert found[ALONE]["gamma"] is None
     assert all(found[PAIR]["gamma"] > 0 for found in closed.values())
