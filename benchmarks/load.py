@@ -12,7 +12,8 @@ of Outrider in the closed loop; without transformers. Lengths of texts vary by h
 
 γ is chosen by the policy `adaptive`; `--gamma` fixes it. The pair and the target alone (`Decode`) run on the same two
 services, with bfloat16 and a thread and a core each, as `outrider serve` starts them. Continuous batching has one
-thread: so it was fastest on two cores. llama.cpp's server has all cores, and sends a text in one piece.
+thread: so it was fastest on two cores. llama.cpp's server has one thread or as many as cores, and sends a text in one
+piece.
 """
 
 import argparse
@@ -21,7 +22,7 @@ import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
-from functools import cache
+from functools import cache, partial
 from itertools import pairwise
 from pathlib import Path
 from statistics import median
@@ -46,9 +47,11 @@ from benchmarks.services import Models, Services, models_of
 from outrider.cli.processes import processors
 from outrider.evaluation import pictures
 
-BATCHING, SERVER, ALONE, PAIR = "batching", "llama-server", "Decode", "pair"
-CONTENDERS = (BATCHING, SERVER, ALONE, PAIR)
-REFERENCES = (BATCHING, SERVER, ALONE)
+BATCHING, ALONE, PAIR = "batching", "Decode", "pair"
+SERVERS = {"llama-server, a thread": 1, "llama-server": len(processors())}
+"""llama.cpp's own server, with its threads."""
+CONTENDERS = (BATCHING, *SERVERS, ALONE, PAIR)
+REFERENCES = (BATCHING, *SERVERS, ALONE)
 """The ratio of the pair is to the better of the two in the same repetition."""
 CLOSED, SHORT, OPEN = "closed", "short-texts", "open"
 LEVELS = {CLOSED: "streams", SHORT: "tokens a text", OPEN: "share of capacity"}
@@ -65,7 +68,7 @@ _USUAL: Json = {
 }  # fmt: skip
 # Its target takes twelve times as long, and continuous batching was never faster there than half of `Decode`.
 _DEEPENED: Json = {"new_tokens": 32, "streams": [1, 4, 16, 64], "parts": [CLOSED], "contenders": [ALONE, PAIR]}
-_BY_LLAMA: Json = {"streams": [1, 2, 4, 8, 16], "parts": [CLOSED], "contenders": [SERVER, ALONE, PAIR]}
+_BY_LLAMA: Json = {"streams": [1, 2, 4, 8, 16], "parts": [CLOSED], "contenders": [*SERVERS, ALONE, PAIR]}
 TORCH, LLAMA_CPP = "torch", "llama.cpp"
 
 Server = OutriderServer | ContinuousBatching | LlamaServer
@@ -142,12 +145,9 @@ class Loops:
             files = gguf_pair(self._models) if by_llama else self._models
             return running.enter_context(Services(files.target, files.draft, max_sequences=most))
 
-        def server() -> LlamaServer:
-            return running.enter_context(
-                LlamaServer(
-                    find_server(), gguf_pair(self._models), threads=len(processors()), longest=longest, parallel=most
-                )
-            )
+        def server(threads: int) -> LlamaServer:
+            program, files = find_server(), gguf_pair(self._models)
+            return running.enter_context(LlamaServer(program, files, threads=threads, longest=longest, parallel=most))
 
         # Named in each request: one with a seed has a fixed γ otherwise.
         options: Json = {"speculation": "adaptive"}
@@ -156,7 +156,7 @@ class Loops:
         longest = max(map(len, self._prompts)) + 2 * max(given.new_tokens, *given.short_tokens)
         makers: dict[str, Callable[[], Server]] = {
             BATCHING: lambda: ContinuousBatching(target, threads=1, longest=longest),
-            SERVER: server,
+            **{name: partial(server, threads) for name, threads in SERVERS.items()},
             ALONE: lambda: OutriderServer(services(), gamma=0),
             PAIR: lambda: OutriderServer(services(), **options),
         }
@@ -306,13 +306,14 @@ def _percentiles(seconds: Iterable[float | None]) -> Json | None:
 def cell(runs: Sequence[Json]) -> Json:
     """One level, by contender: medians over repetitions of the repetition's own figures.
 
-    `over_server`: to llama.cpp's server in the same repetition; None without it.
+    `over_server`: to llama.cpp's server, with the better number of threads, in the same repetition; None without it.
     """
     best: dict[int, float] = {}
-    server = harness.by_repetition([run for run in runs if run["contender"] == SERVER], "tokens_per_second")
+    server: dict[int, float] = {}
     for run in runs:
-        if run["contender"] in REFERENCES:
-            best[run["repetition"]] = max(best.get(run["repetition"], 0.0), run["tokens_per_second"])
+        for names, known in ((REFERENCES, best), (SERVERS, server)):
+            if run["contender"] in names:
+                known[run["repetition"]] = max(known.get(run["repetition"], 0.0), run["tokens_per_second"])
     found: Json = {}
     by_contender = harness.grouped(runs, "contender")
     for name in sorted(by_contender, key=CONTENDERS.index):
@@ -323,7 +324,7 @@ def cell(runs: Sequence[Json]) -> Json:
             "repetitions": len(own),
             "tokens_per_second_range": [min(rates.values()), max(rates.values())],
             **({"ratio_range": None} | harness.ratio(rates, best)),
-            "over_server": harness.ratio(rates, server)["ratio"] if name != SERVER else None,
+            "over_server": harness.ratio(rates, server)["ratio"] if name not in SERVERS else None,
             **{key: medians([run[key] for run in own]) for key in keys},
         }
     return found
@@ -335,7 +336,9 @@ def table(document: Json) -> str:
         f"- BEHIND the better reference: {pair} pair, {part}, {LEVELS[part]} {level}: {found[PAIR]['ratio']:.2f}"
         for (pair, part, _, level), found in harness.flat(document["summary"], 4)
         if PAIR in found and (found[PAIR]["ratio"] or AIM) < AIM
-    ] or [f"The pair keeps {AIM:.0%} or more everywhere."]
+    ]
+    if document["summary"] and not lines:
+        lines = [f"The pair keeps {AIM:.0%} or more everywhere."]
     lines += [
         f"- {pair} pair: {name} is not there: {reason}"
         for (pair, name), reason in harness.flat(document["unavailable"], 2)
@@ -368,7 +371,7 @@ _COLUMNS: harness.Columns = {
     "time per token ms": lambda found: _times(found["tpot_ms"]),
     "between pieces ms": lambda found: _times(found["piece_ms"]),
 }
-_COLOURS = {BATCHING: pictures.ORANGE, SERVER: pictures.ORANGE, ALONE: pictures.GREY, PAIR: pictures.BLUE}
+_COLOURS = {**dict.fromkeys((BATCHING, *SERVERS), pictures.ORANGE), ALONE: pictures.GREY, PAIR: pictures.BLUE}
 _PANELS: tuple[tuple[str, str, str | None], ...] = (
     ("tokens/s, all streams", "tokens_per_second", None),
     ("the pair over the better reference", "ratio", None),
