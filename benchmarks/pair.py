@@ -9,6 +9,7 @@ import sys
 from argparse import Namespace
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
+from functools import partial
 from itertools import islice
 from pathlib import Path
 from statistics import median
@@ -69,7 +70,7 @@ def measure(bench: Bench) -> None:
             warm_up = [task for _, task in islice(texts(prompts, min(32, given.new_tokens), 1), 2)]  # not measured
             with ExitStack() as running:
                 try:
-                    writers, placement = _MAKERS[runtime](given, models, running, warm_up)
+                    writers, placement = _MAKERS[runtime](bench, models, running, warm_up)
                 except Unavailable as error:
                     progress(f"{name} is not measured: {error}")
                     bench.document["unavailable"][name] = str(error)
@@ -90,9 +91,10 @@ def measure(bench: Bench) -> None:
 
 
 def _torch_writers(
-    given: Namespace, models: Models, running: ExitStack, trials: Sequence[Task]
+    bench: Bench, models: Models, running: ExitStack, trials: Sequence[Task]
 ) -> tuple[dict[str, Write], Json]:
     """Each contender, with the threads and processors that write a first text fastest; and these."""
+    given = bench.given
     target, draft = load_model(models.target), load_model(models.draft)
     ours, placement = _our_writers(given, models.target, models.draft, running, trials)
     threads = _fastest([len(processors()), 1], lambda each: transformers_writer(target, threads=each), trials[:1])
@@ -109,40 +111,43 @@ def _torch_writers(
 
 
 def _llama_writers(
-    given: Namespace, models: Models, running: ExitStack, trials: Sequence[Task]
+    bench: Bench, models: Models, running: ExitStack, trials: Sequence[Task]
 ) -> tuple[dict[str, Write], Json]:
     """As `_torch_writers`. Raises `Unavailable` without llama.cpp."""
-    server, files = find_server(), gguf_pair(models)
-    longest = max(len(task.token_ids) for task in trials) + 1024
+    program, files = find_server(), gguf_pair(models)
+    start = partial(LlamaServer, program, files, longest=max(len(task.token_ids) for task in trials) + 1024)
 
     def fastest(settings: Sequence[Json], task: Task) -> Json:
         def seconds(each: Json) -> float:
-            with LlamaServer(server, files, longest=longest, **each) as running_server:
-                return _seconds(running_server.write, [task])
+            with start(**each) as server:
+                return _seconds(server.write, [task])
 
         return min(settings, key=seconds)
 
-    alone = fastest([{"threads": threads} for threads in (1, len(processors()))], trials[0])
-    drafting: dict[float, Json] = {}
-    for task in trials:  # one of each temperature
-        first = [{"threads": threads, "draft_tokens": given.llama_tokens[-1]} for threads in (1, len(processors()))]
-        threads = fastest(first, task)["threads"]
-        grid = [
-            {"threads": threads, "draft_tokens": tokens, "least_chance": chance}
-            for tokens in given.llama_tokens
-            for chance in given.llama_chances
-        ]
-        drafting[task.temperature] = fastest(grid, task)
-    servers = {
-        at: running.enter_context(LlamaServer(server, files, longest=longest, **how)) for at, how in drafting.items()
-    }
+    def search() -> Json:
+        """Of the target alone, and of its speculation at each temperature."""
+        given, threads = bench.given, (1, len(processors()))
+        found = {LLAMA: fastest([{"threads": each} for each in threads], trials[0])}
+        for task in trials:
+            grid = [
+                {"draft_tokens": tokens, "least_chance": chance}
+                for tokens in given.llama_tokens
+                for chance in given.llama_chances
+            ]
+            best = fastest([{"threads": threads[0], **each} for each in grid], task)
+            found[f"{DRAFTING}, T = {task.temperature:g}"] = fastest(
+                [best | {"threads": each} for each in threads], task
+            )
+        return found
+
+    settings: Json = bench.once(f"{models.name}, {LLAMA_CPP}", search)
+    servers = {name: running.enter_context(start(**how)) for name, how in settings.items()}
     theirs: dict[str, Write] = {
-        LLAMA: running.enter_context(LlamaServer(server, files, longest=longest, **alone)).write,
-        DRAFTING: lambda task: servers[task.temperature].write(task),
+        LLAMA: servers[LLAMA].write,
+        DRAFTING: lambda task: servers[f"{DRAFTING}, T = {task.temperature:g}"].write(task),
     }
-    ours, placement = _our_writers(given, files.target, files.draft, running, trials)
-    settings = {f"{DRAFTING}, T = {at:g}": how for at, how in drafting.items()}
-    return theirs | ours, {LLAMA: alone, **settings, **placement}
+    ours, placement = _our_writers(bench.given, files.target, files.draft, running, trials)
+    return theirs | ours, settings | placement
 
 
 _MAKERS = {TORCH: _torch_writers, LLAMA_CPP: _llama_writers}
