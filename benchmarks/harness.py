@@ -47,9 +47,9 @@ def parser(name: str, doc: str | None, *, quick: str) -> argparse.ArgumentParser
 
 
 def target_options(made: argparse.ArgumentParser, factor: int) -> None:
-    """Options of a benchmark of the demo pair and of the pair with a deepened target."""
-    made.add_argument("--only", choices=("demo", "deepened"), help="one of the two pairs")
-    made.add_argument("--factor", type=int, default=factor, help="how many times as deep the deepened target is")
+    """Options of a benchmark of the demo pair, and of the pair with a deepened or a widened target."""
+    made.add_argument("--only", choices=("demo", "deepened", "widened"), help="one pair (default: demo and deepened)")
+    made.add_argument("--factor", type=int, default=factor, help="how many times as deep or wide the target is")
 
 
 def text_options(made: argparse.ArgumentParser, *, prompts: int, new_tokens: int) -> None:

@@ -119,7 +119,7 @@ class Loops:
     def __init__(self, bench: Bench, models: Models) -> None:
         asked = {key: value for key, value in vars(bench.given).items() if value is not None}
         self._given = argparse.Namespace(gamma=None)
-        usual = _USUAL | (_DEEPENED if models.name.startswith("deepened") else {})
+        usual = _USUAL | (_DEEPENED if not models.name.startswith("demo") else {})
         vars(self._given).update(usual | (_BY_LLAMA if bench.given.runtime == LLAMA_CPP else {}) | asked)
         self._bench = bench
         self._models = models

@@ -10,10 +10,10 @@ import re
 import shutil
 from argparse import Namespace
 from collections import defaultdict
-from collections.abc import Collection, Coroutine, Iterator, Sequence
+from collections.abc import Callable, Collection, Coroutine, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import KW_ONLY, dataclass, field
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 from typing import Any, Self, TypeVar
 from urllib.request import urlopen
@@ -49,6 +49,8 @@ NO_PREFIXES = ("--no-prefix-cache",)
 WEIGHTS = "model.safetensors"
 # A layer adds to the residual stream through these.
 OUTPUTS = ("self_attn.o_proj.", "mlp.down_proj.")
+# Rows of these are units of a layer; an output (`OUTPUTS`) has a column for each.
+_UNITS = ("self_attn.q_proj.", "self_attn.k_proj.", "self_attn.v_proj.", "mlp.gate_proj.", "mlp.up_proj.")
 _LAYER = re.compile(r"^(?P<before>.*\blayers\.)(?P<index>\d+)\.(?P<after>.+)$")
 
 _START_S = 240.0  # a first start on a GPU compiles some ten kernels, and captures some twenty passes
@@ -75,11 +77,11 @@ class Models:
 
 
 def models_of(given: Namespace) -> list[Models]:
-    """The demo pair and the pair with a deepened target; with `--only`, one of them."""
-    pairs = [Models("demo", given.target, given.draft)] if given.only != "deepened" else []
-    if given.only != "demo":
-        pairs.append(Models("deepened", deepened(given.target, given.factor, CACHE), given.draft))
-    return pairs
+    """The demo pair and the pair with a deepened target; with `--only`, one pair, also that with a widened target."""
+    makers = {"demo": lambda: given.target}
+    makers |= {make.__name__: partial(make, given.target, given.factor, CACHE) for make in (deepened, widened)}
+    names = [given.only] if given.only else ["demo", "deepened"]
+    return [Models(name, makers[name](), given.draft) for name in names]
 
 
 def deepened(source: Path, factor: int, folder: Path) -> Path:
@@ -89,17 +91,55 @@ def deepened(source: Path, factor: int, folder: Path) -> Path:
     for bit: the model costs as much as a larger one and writes the same text. The name of its folder holds a digest of
     the source, so that a model trained again is deepened again. Raises ValueError for layers not named as Llama's.
     """
+
+    def change(config: Json, weights: dict[str, Tensor]) -> dict[str, Tensor]:
+        config["num_hidden_layers"] *= factor
+        if isinstance(config.get("layer_types"), list):
+            config["layer_types"] = [kind for kind in config["layer_types"] for _ in range(factor)]
+        return _deepened_weights(weights, factor)
+
+    return _changed(source, f"x{factor}", factor, folder, change)
+
+
+def widened(source: Path, factor: int, folder: Path) -> Path:
+    """The model of `source` with `factor` times the MLP units and, at most, heads; otherwise as `deepened`.
+
+    The number of heads must divide the hidden size. The added units are copies, and their columns of the output
+    projections are zero. So they do their work and change the logits by rounding alone. The products of a layer have
+    the size of a large model's; those of a deepened model remain small.
+    """
+
+    def change(config: Json, weights: dict[str, Tensor]) -> dict[str, Tensor]:
+        heads, hidden = config["num_attention_heads"], config["hidden_size"]
+        more = max(n for n in range(1, factor + 1) if hidden % (n * heads) == 0)
+        config["head_dim"] = config.get("head_dim") or hidden // heads
+        config["num_key_value_heads"] = more * (config.get("num_key_value_heads") or heads)
+        config["num_attention_heads"] = more * heads
+        config["intermediate_size"] *= factor
+        return {name: _widened_weight(name, each, more, factor) for name, each in weights.items()}
+
+    return _changed(source, f"wide{factor}", factor, folder, change)
+
+
+def _changed(
+    source: Path,
+    suffix: str,
+    factor: int,
+    folder: Path,
+    change: Callable[[Json, dict[str, Tensor]], dict[str, Tensor]],
+) -> Path:
+    """The folder of a changed model; `change` gets configuration and weights, and returns the new weights."""
     if factor < 1:
         raise ValueError(f"factor is {factor}; it must be at least 1")
-    out = folder / f"{source.name}-x{factor}-{digest_of(source)}"
+    out = folder / f"{source.name}-{suffix}-{digest_of(source)}"
     if (out / WEIGHTS).is_file():
         return out
     config = json.loads((source / "config.json").read_text(encoding="utf-8"))
-    layers = config.get("num_hidden_layers", 0)
-    weights = _deepened_weights(load_file(source / WEIGHTS), layers, factor)
-    config["num_hidden_layers"] = layers * factor
-    if isinstance(config.get("layer_types"), list):
-        config["layer_types"] = [kind for kind in config["layer_types"] for _ in range(factor)]
+    weights, layers = load_file(source / WEIGHTS), config.get("num_hidden_layers", 0)
+    outputs = {f"layers.{index}.{output}" for index in range(layers) for output in OUTPUTS}
+    if not layers or not all(any(output in name for name in weights) for output in outputs):
+        raise ValueError(f"a layer lacks {' or '.join(OUTPUTS)}; only models with Llama's layers can be changed")
+    weights = change(config, weights)
     out.mkdir(parents=True, exist_ok=True)
     for file in source.iterdir():
         if file.is_file() and file.name not in (WEIGHTS, "config.json"):
@@ -111,10 +151,7 @@ def deepened(source: Path, factor: int, folder: Path) -> Path:
     return out
 
 
-def _deepened_weights(weights: dict[str, Tensor], layers: int, factor: int) -> dict[str, Tensor]:
-    outputs = {f"layers.{index}.{output}" for index in range(layers) for output in OUTPUTS}
-    if not layers or not all(any(output in name for name in weights) for output in outputs):
-        raise ValueError(f"a layer lacks {' or '.join(OUTPUTS)}; only models with Llama's layers can be deepened")
+def _deepened_weights(weights: dict[str, Tensor], factor: int) -> dict[str, Tensor]:
     deep: dict[str, Tensor] = {}
     for name, tensor in weights.items():
         found = _LAYER.match(name)
@@ -126,6 +163,18 @@ def _deepened_weights(weights: dict[str, Tensor], layers: int, factor: int) -> d
             layer = f"{found['before']}{int(found['index']) * factor + copy}"
             deep[f"{layer}.{found['after']}"] = torch.zeros_like(tensor) if is_zero else tensor.clone()
     return deep
+
+
+def _widened_weight(name: str, tensor: Tensor, heads: int, units: int) -> Tensor:
+    """A weight or bias in a model with so many times the heads and MLP units."""
+    found = _LAYER.match(name)
+    after = found["after"] if found else ""
+    factor = heads if after.startswith("self_attn.") else units
+    if after.startswith(_UNITS):
+        return torch.cat([tensor] * factor)
+    if after.startswith(OUTPUTS) and after.endswith(".weight"):
+        return torch.cat([tensor, tensor.new_zeros(len(tensor), (factor - 1) * tensor.size(1))], 1)
+    return tensor
 
 
 def digest_of(folder: Path) -> str:

@@ -1,4 +1,4 @@
-"""A deepened model has the logits of the original, bit for bit, and its added layers do all their work."""
+"""A deepened or widened model has the logits of the original, and its added layers or units do all their work."""
 
 import json
 from pathlib import Path
@@ -8,7 +8,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM
 
-from benchmarks.services import WEIGHTS, deepened
+from benchmarks.services import WEIGHTS, deepened, widened
 
 
 @pytest.fixture
@@ -39,6 +39,22 @@ def test_logits_are_the_same_with_layers_that_do_all_their_work(small: Path, tmp
         own = {name: value for name, value in weights.items() if f"layers.{layer}." in name}
         silent = {name for name, value in own.items() if not value.any()}
         assert silent == ({name for name in own if "o_proj" in name or "down_proj" in name} if layer % 3 else set())
+
+
+def test_logits_are_the_same_with_units_that_do_all_their_work(small: Path, tmp_path: Path) -> None:
+    wide = widened(small, 3, tmp_path)
+    tokens = torch.randint(50, (2, 40), generator=torch.Generator().manual_seed(1))
+    with torch.inference_mode():
+        models = [AutoModelForCausalLM.from_pretrained(folder).eval() for folder in (small, wide)]
+        logits = [model(tokens).logits for model in models]
+    torch.testing.assert_close(logits[1], logits[0], rtol=0, atol=1e-5 * float(logits[0].abs().max()))
+    config = models[1].config  # 12 heads do not divide the hidden size
+    assert (config.num_attention_heads, config.num_key_value_heads, config.intermediate_size) == (8, 4, 144)
+    for layer in models[1].model.layers:
+        for units in (layer.self_attn.q_proj, layer.self_attn.v_proj, layer.mlp.gate_proj, layer.mlp.up_proj):
+            assert units.weight.any(1).all()
+        assert not layer.self_attn.o_proj.weight[:, 32:].any()
+        assert not layer.mlp.down_proj.weight[:, 48:].any()
 
 
 def test_what_cannot_be_deepened_is_refused(small: Path, tmp_path: Path) -> None:
