@@ -188,7 +188,7 @@ def probe_attention(model: Any, encoder: EncoderDecoder | None = None) -> tuple[
     observer = _Observer()
     device = next(model.parameters()).device
     masks = CausalMasks(_PROBE_TOKENS, torch.float32, device)
-    batch = PackedBatch([0], [_PROBE_TOKENS], _PROBE_TOKENS, [], torch.float32, masks, observer=observer)
+    batch = PackedBatch([0], [_PROBE_TOKENS], _PROBE_TOKENS, [], [], torch.float32, masks, observer=observer)
     positions = torch.arange(_PROBE_TOKENS, device=device).unsqueeze(0)
     AttentionMaskInterface.register(PROBE, observer.see_mask)
     try:

@@ -1,11 +1,13 @@
 """The batch of one forward pass: the next tokens of each sequence, and the locations of their keys and values.
 
-A `PackedBatch` holds each sequence in one piece of memory, for attention on a CPU. A `PagedBatch` uses block tables, on
-its device; a `HostBatch` is the same in numpy arrays, or as bytes between tensor-parallel ranks.
+A `PackedBatch` is for attention on a CPU: by sequence, or by groups of them. A `PagedBatch` uses block tables, on its
+device; a `HostBatch` is the same in numpy arrays, or as bytes between tensor-parallel ranks.
 """
 
+import operator
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, fields
+from itertools import accumulate
 from typing import Any, Protocol
 
 import numpy as np
@@ -15,7 +17,7 @@ from torch import Tensor
 from kernels.attention_work import ITEM, work_list
 from outrider.runtime.block_pool import PagedMemory, SlotViews
 from outrider.runtime.kv_cache import KVPool
-from outrider.runtime.sdpa import CausalMasks, Scoring, biased_mask
+from outrider.runtime.sdpa import GROUP_ROWS, CausalMasks, Group, Scoring, biased_mask
 
 
 @dataclass(slots=True)
@@ -35,6 +37,10 @@ class Chunk:
     logits_from: int
 
 
+GATHERED_BLOCKS = 16
+"""The most blocks of a sequence whose keys and values are copied to attend in a group."""
+
+
 @dataclass(slots=True)
 class PackedBatch:
     """The chunks of a forward pass. The model hands it to the attention as a keyword argument.
@@ -43,18 +49,19 @@ class PackedBatch:
         starts: the position of the first row of each chunk.
         counts: the number of rows of each chunk.
         rows: T, the number of rows of all chunks.
-        stores: keys and values of each chunk, one tensor per shape of layer (`MemoryByHead.narrow`); they may hold more
-            positions than the chunk needs.
+        slots: of each chunk.
+        ends: how many positions each slot has blocks for: those of its chunk and of its later rows.
         dtype: of keys and values.
         masks: shared by all batches of a pool.
-        encoded: keys and values of each chunk's encoder slot, as `stores`; empty for a model without an encoder.
+        encoded: keys and values of each chunk's encoder slot (`MemoryByHead.narrow`); empty without an encoder.
         observer: receives each call of the attention; only for `probe_attention`.
     """
 
     starts: list[int]
     counts: list[int]
     rows: int
-    stores: list[list[Tensor]]
+    slots: list[int]
+    ends: list[int]
     dtype: torch.dtype
     masks: CausalMasks
     pool: KVPool | None = None
@@ -62,8 +69,17 @@ class PackedBatch:
     observer: Any = None
     _needed: dict[tuple[int, int], list[Tensor]] = field(default_factory=dict)
     _biased: dict[int, list[Tensor]] = field(default_factory=dict)
+    _tables: list[tuple[list[int], bool]] = field(default_factory=list)
+    _stores: list[list[Tensor]] = field(default_factory=list)
     _views: list[SlotViews] = field(default_factory=list)
     _encoded_views: list[SlotViews] = field(default_factory=list)
+
+    @property
+    def stores(self) -> list[list[Tensor]]:
+        """Keys and values of each chunk, one tensor per shape of layer (`MemoryByHead.narrow`), up to `ends`."""
+        if not self._stores and self.pool is not None:
+            self._stores = [self.pool.stores(*each) for each in zip(self.slots, self.ends, strict=True)]
+        return self._stores
 
     @property
     def views(self) -> list[SlotViews]:
@@ -87,9 +103,11 @@ class PackedBatch:
     def next_rows(self, chunks: Sequence[int]) -> "PackedBatch":
         """The batch of the next row of each of these chunks; `stores` already has space for it."""
         starts = [self.starts[i] + self.counts[i] for i in chunks]
-        stores = [self.stores[i] for i in chunks]
-        encoded = [self.encoded[i] for i in chunks] if self.encoded else []
-        return PackedBatch(starts, [1] * len(chunks), len(chunks), stores, self.dtype, self.masks, self.pool, encoded)
+        slots, ends = [self.slots[i] for i in chunks], [self.ends[i] for i in chunks]
+        batch = PackedBatch(starts, [1] * len(chunks), len(chunks), slots, ends, self.dtype, self.masks, self.pool)
+        batch.encoded = [self.encoded[i] for i in chunks] if self.encoded else []
+        batch._stores = [self._stores[i] for i in chunks] if self._stores else []
+        return batch
 
     def masks_for(self, group: int, window: int) -> list[Tensor]:
         """The mask of each chunk (`CausalMasks.for_rows`), computed once per batch."""
@@ -110,6 +128,75 @@ class PackedBatch:
             self._biased[id(bias)] = found
         return found
 
+    @property
+    def block_tokens(self) -> int:
+        """Positions of a block."""
+        assert self.pool is not None
+        return self.pool.block_tokens
+
+    @property
+    def tables(self) -> list[tuple[list[int], bool]]:
+        """The blocks of each chunk's sequence, and whether they are consecutive."""
+        if not self._tables and self.pool is not None:
+            ends = map(operator.add, self.starts, self.counts)
+            self._tables = [self.pool.blocks_to(slot, end) for slot, end in zip(self.slots, ends, strict=True)]
+        return self._tables
+
+    def groups_for(self, group: int, window: int) -> tuple[list[Group], Tensor]:
+        """The chunks as groups, and the order of their rows, for `sdpa.attend_groups`.
+
+        Args:
+            group: query heads of each KV head.
+            window: how many positions a row sees, its own included; 0 is all.
+        """
+        if len(self.slots) == 1:
+            return [self._group([0], [0], group, window)], self.masks.no_rows
+        members: dict[tuple[int, int], list[int]] = {}
+        for i, (count, (blocks, _)) in enumerate(zip(self.counts, self.tables, strict=True)):
+            gathers = len(blocks) <= GATHERED_BLOCKS and self._pads(count, len(blocks), window)
+            members.setdefault((count, len(blocks)) if gathers else (0, i), []).append(i)
+        firsts = list(accumulate(self.counts, initial=0))
+        groups = [self._group(chunks, firsts, group, window) for chunks in members.values()]
+        placed = [i for chunks in members.values() for i in chunks]
+        if placed == list(range(len(placed))):
+            return groups, self.masks.no_rows
+        rows = [row for i in placed for row in range(firsts[i], firsts[i + 1])]
+        return groups, torch.from_numpy(np.argsort(rows)).to(self.masks.no_rows.device)
+
+    def _pads(self, count: int, blocks: int, window: int) -> bool:
+        """Whether a chunk attends to all positions of its blocks, with a mask."""
+        return count <= GROUP_ROWS and not 0 < window < blocks * self.block_tokens
+
+    def _group(self, chunks: list[int], firsts: list[int], group: int, window: int) -> Group:
+        one, masks, none, size = chunks[0], self.masks, self.masks.no_rows, self.block_tokens
+        count, (blocks, is_contiguous) = self.counts[one], self.tables[one]
+        if self._pads(count, len(blocks), window):
+            end = len(blocks) * size
+            mask = masks.padded([self.starts[i] for i in chunks], count, end, group)
+        else:
+            end = self.starts[one] + count
+            mask = masks.for_rows(count, end, group, window)
+        rows, table = none, none
+        if chunks[-1] - one + 1 > len(chunks):
+            indices = [row for i in chunks for row in range(firsts[i], firsts[i] + count)]
+            rows = torch.tensor(indices, device=none.device)
+        if len(chunks) > 1 or not is_contiguous:
+            table = torch.tensor([block for i in chunks for block in self.tables[i][0]], device=none.device)
+        return Group(firsts[one], rows, count, len(chunks), blocks[0] * size, table, end, mask)
+
+    def slot_mapping(self) -> Tensor:
+        """`[T]`: the position in memory of each row."""
+        size, spans = self.block_tokens, zip(self.starts, self.counts, self.tables, strict=True)
+        if len(self.starts) == 1 and self.tables[0][1]:
+            first = self.tables[0][0][0] * size + self.starts[0]
+            return torch.arange(first, first + self.rows, device=self.masks.no_rows.device)
+        places = [
+            blocks[position // size] * size + position % size
+            for start, count, (blocks, _) in spans
+            for position in range(start, start + count)
+        ]
+        return torch.tensor(places, device=self.masks.no_rows.device)
+
     def position_ids(self, device: torch.device) -> Tensor:
         """`[T]`: the position of each row in its sequence."""
         if len(self.starts) == 1:
@@ -127,9 +214,12 @@ def pack(
     later_rows: Sequence[int] = (),
 ) -> PackedBatch:
     """Packs (slot, start, count) spans in order; `later_rows` is how many rows each will have in later batches."""
-    batch = PackedBatch([], [], 0, [], pool.dtype, masks, pool)
+    batch = PackedBatch([], [], 0, [], [], pool.dtype, masks, pool)
     for i, (slot, start, count) in enumerate(spans):
-        batch.stores.append(pool.stores(slot, start + count + (later_rows[i] if later_rows else 0)))
+        end = start + count + (later_rows[i] if later_rows else 0)
+        pool.prepare(slot, end)
+        batch.slots.append(slot)
+        batch.ends.append(end)
         batch.starts.append(start)
         batch.counts.append(count)
         batch.rows += count

@@ -243,15 +243,18 @@ class SlotViews:
 
 
 class MemoryByHead:
-    """Memory with all positions of a head contiguous, block after block."""
+    """Memory with all positions of a head contiguous, block after block.
+
+    Attributes:
+        stores: `[layers, 2, kv_heads, positions, head_dim]`, keys and values of all blocks, one per shape of layer.
+    """
 
     def __init__(self, shape: MemoryShape, dtype: torch.dtype, device: torch.device) -> None:
         self._shape = shape
         self._device = device
         self._members = shape.alike()
         positions = shape.blocks * shape.block_tokens
-        # [layers, 2, kv_heads, positions, head_dim] each
-        self._stores = [
+        self.stores = [
             torch.empty(
                 (len(layers), 2, shape.kv_heads[layers[0]], positions, shape.head_dim[layers[0]]),
                 dtype=dtype,
@@ -262,7 +265,7 @@ class MemoryByHead:
 
     @property
     def bytes(self) -> int:
-        return _bytes(self._stores)
+        return _bytes(self.stores)
 
     def copy(self, source: Sequence[int], target: Sequence[int]) -> None:
         """Copies consecutive blocks at once."""
@@ -272,19 +275,24 @@ class MemoryByHead:
             while end < len(source) and source[end] == source[end - 1] + 1 and target[end] == target[end - 1] + 1:
                 end += 1
             count = (end - at) * size
-            for store in self._stores:
+            for store in self.stores:
                 store.narrow(3, target[at] * size, count).copy_(store.narrow(3, source[at] * size, count))
             at = end
 
+    def clear(self, block: int) -> None:
+        """Sets a block to zeros. Attention multiplies masked values by 0, and 0 times NaN is NaN."""
+        for store in self.stores:
+            store.narrow(3, block * self._shape.block_tokens, self._shape.block_tokens).zero_()
+
     def narrow(self, block: int, end: int) -> list[Tensor]:
         """Views of `end` positions from a block on, `[layers, 2, kv_heads, end, head_dim]` per shape of layer."""
-        return [store.narrow(3, block * self._shape.block_tokens, end) for store in self._stores]
+        return [store.narrow(3, block * self._shape.block_tokens, end) for store in self.stores]
 
     def gather(self, block_table: Sequence[int], end: int) -> list[Tensor]:
         """A copy of the first `end` positions of a block table, with the shapes of `narrow`."""
         index = torch.tensor(block_table, device=self._device)
         gathered = []
-        for store in self._stores:
+        for store in self.stores:
             layers, two, kv_heads, _, head_dim = store.shape
             blocks = store.view(layers * two * kv_heads, self._shape.blocks, self._shape.block_tokens * head_dim)
             together = blocks.index_select(1, index).view(layers, two, kv_heads, -1, head_dim)
@@ -297,7 +305,7 @@ class MemoryByHead:
         while at < end:
             index, offset = divmod(at, size)
             count = min(size - offset, end - at)
-            for store, each in zip(self._stores, gathered, strict=True):
+            for store, each in zip(self.stores, gathered, strict=True):
                 store.narrow(3, block_table[index] * size + offset, count).copy_(each.narrow(3, at, count))
             at += count
 

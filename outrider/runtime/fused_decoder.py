@@ -203,11 +203,14 @@ class FusedDecoder:
                 rows = torch.arange(len(token_ids) - rows, len(token_ids), device=self._device)
             ops = self.choose_layers(batch.memory.keys[0].dtype)
             return run_paged(ops, batch, self._rotations_to(batch.max_length), rows)
-        masks = [batch.masks_for(self._group, window) for window in self._layers.windows]
+        assert batch.pool is not None
+        assert batch.pool.by_head is not None
+        memory, size = batch.pool.by_head.stores[0], batch.pool.block_tokens  # all layers have one shape
+        groups, orders = zip(*(batch.groups_for(self._group, window) for window in self._layers.windows), strict=True)
         last, chosen = (batch.rows, rows) if rows is None or isinstance(rows, Tensor) else (rows, None)
         rotations = self._rotations_to(max(map(operator.add, batch.starts, batch.counts)))
-        stores = [store for (store,) in batch.stores]  # all layers have one shape
-        return self._run(token_ids, rotations, batch.starts, batch.counts, stores, masks, last, chosen)
+        positions, slots = batch.position_ids(self._device), batch.slot_mapping()
+        return self._run(token_ids, rotations, positions, slots, memory, size, list(groups), list(orders), last, chosen)
 
     def choose_layers(self, dtype: torch.dtype) -> LayerOps:
         """The operations of its layers over a paged KV cache of a dtype, chosen at the first call."""

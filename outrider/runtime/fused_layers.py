@@ -15,7 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from outrider.runtime.sdpa import attend
+from outrider.runtime.sdpa import Group, attend_groups, held_in_place
 
 
 @dataclass(frozen=True, slots=True)
@@ -128,10 +128,12 @@ class FusedLayers(nn.Module):
         self,
         token_ids: Tensor,
         rotations: Tensor,
-        starts: list[int],
-        counts: list[int],
-        stores: list[Tensor],
-        masks: list[list[Tensor]],
+        positions: Tensor,
+        slots: Tensor,
+        memory: Tensor,
+        block_tokens: int,
+        groups: list[list[Group]],
+        orders: list[Tensor],
         last: int,
         rows: Tensor | None,
     ) -> Tensor:
@@ -140,58 +142,50 @@ class FusedLayers(nn.Module):
         Args:
             token_ids: `[T]`.
             rotations: e^(i · angle) of all positions, `[max_length, 1, D/2]`, complex64.
-            starts: the position of the first row of each chunk.
-            counts: the number of rows of each chunk.
-            stores: keys and values of each chunk, `[layers, 2, kv_heads, end, head_dim]`, with `end` at or after its
-                last row.
-            masks: per window in `windows`, the mask of each chunk (`CausalMasks.for_rows`).
+            positions: `[T]`, of each row in its sequence.
+            slots: `[T]`: the position in memory of each row.
+            memory: keys and values of all blocks, `[layers, 2, kv_heads, positions, head_dim]`.
+            block_tokens: positions of a block.
+            groups: per window in `windows`, the chunks (`sdpa.attend_groups`).
+            orders: per window, the order of their rows.
             last: how many rows at the end need logits, if `rows` is None.
             rows: indices of the rows that need logits.
 
         Returns:
             Logits `[R, V]`, float32.
         """
-        x = torch.embedding(self.embedding, token_ids).unsqueeze(1)  # [T, 1, E]
+        x = torch.embedding(self.embedding, token_ids)  # [T, E]; oneDNN reshapes more dimensions in each call
         T, heads, kv_heads, head_dim = x.size(0), self.heads, self.kv_heads, self.head_dim
         width = (heads + 2 * kv_heads) * head_dim
-        rotation = rotations.narrow(0, starts[0], counts[0])
-        if len(counts) > 1:
-            rotation = torch.cat([rotations.narrow(0, start, counts[i]) for i, start in enumerate(starts)])
-        pool_dtype = stores[0].dtype
-        by_layer = [store.unbind(0) for store in stores]
-        for i in range(len(self.qkv)):
-            qkv = self.queries_keys_values(i, x, rotation)
-            at = heads * head_dim
-            keys: list[Tensor] = []
-            values: list[Tensor] = []
-            for chunk, count in enumerate(counts):
-                held = by_layer[chunk][i].narrow(2, 0, starts[chunk] + count)
-                kv = qkv.as_strided([2, kv_heads, count, head_dim], [kv_heads * head_dim, head_dim, width, 1], at)
-                held.narrow(2, starts[chunk], count).copy_(kv)
-                at += count * width
-                key, value = held.unsqueeze(2).unbind(0)
-                keys.append(key)
-                values.append(value)
-            query = qkv.as_strided([T, heads, head_dim], [width, head_dim, 1]).to(pool_dtype)
+        rotation = rotations.index_select(0, positions)
+        held = [[held_in_place(memory, group) for group in own] for own in groups]
+        for i, layer in enumerate(memory.unbind(0)):
+            qkv = self.queries_keys_values(i, x, rotation).to(memory.dtype)
+            kv = qkv.as_strided([2, kv_heads, T, head_dim], [kv_heads * head_dim, head_dim, width, 1], heads * head_dim)
+            layer.index_copy_(2, slots, kv)
+            query = qkv.as_strided([T, heads, head_dim], [width, head_dim, 1])
             kind = self.mask_kind[i]
-            attended = attend(query, counts, keys, values, masks[kind], self.scaling[i], self.windows[kind])
+            scaling, window = self.scaling[i], self.windows[kind]
+            attended = attend_groups(
+                query, layer, groups[kind], held[kind], i, orders[kind], block_tokens, scaling, window
+            )
             x = self.after_attention(i, x, attended)
         if rows is not None:
             x = x.index_select(0, rows)
         elif last < T:
             x = x.narrow(0, T - last, last)
-        return self.logits(x).float()
+        return self.logits(x.unsqueeze(1)).float()
 
     def queries_keys_values(self, i: int, x: Tensor, rotation: Tensor) -> Tensor:
-        """Queries, keys and values of layer i, `[T, 1, width]`, from the residual stream `[T, 1, E]`.
+        """Queries, keys and values of layer i, `[T, width]`, from the residual stream `[T, E]`.
 
         Rotation and head norms are computed in float32, and the result is float32.
         """
-        normed = rms_norm(x, self.attention_norm[i], self.signs, self.eps, self.small)
+        normed = rms_norm(x.unsqueeze(1), self.attention_norm[i], self.signs, self.eps, self.small).squeeze(1)
         return self.rotated(i, linear(normed, self.qkv[i], self.qkv_bias[i], self.packed), rotation)
 
     def rotated(self, i: int, qkv: Tensor, rotation: Tensor) -> Tensor:
-        """Norms and rotates queries and keys of layer i; `qkv` is `[T, 1, width]`, and so is the result, in float32.
+        """Norms and rotates queries and keys of layer i; `qkv` is `[T, …, width]`, and so is the result, in float32.
 
         `qkv` may be overwritten.
         """
@@ -209,9 +203,9 @@ class FusedLayers(nn.Module):
 
     def after_attention(self, i: int, x: Tensor, attended: Tensor) -> Tensor:
         """The residual stream after layer i; `x` is the stream before it, `attended` is `[T, heads, head_dim]`."""
-        attended = attended.to(x.dtype).reshape(x.size(0), 1, self.heads * self.head_dim)
+        attended = attended.to(x.dtype).reshape(x.size(0), self.heads * self.head_dim)
         x = linear_add(x, attended, self.output[i], self.output_bias[i], self.packed)
-        normed = rms_norm(x, self.mlp_norm[i], self.signs, self.eps, self.small)
+        normed = rms_norm(x.unsqueeze(1), self.mlp_norm[i], self.signs, self.eps, self.small).squeeze(1)
         gate, up = linear(normed, self.gate_up[i], self.gate_up_bias[i], self.packed).chunk(2, -1)
         return linear_add(x, F.silu(gate).mul_(up), self.down[i], self.down_bias[i], self.packed)
 
@@ -283,11 +277,11 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None, packed: bool) -> Tens
 
 
 def linear_add(residual: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None, packed: bool) -> Tensor:
-    """Returns residual + x Wᵀ + b, `[T, 1, out]`; with one operation, rounded once, if possible."""
+    """Returns residual + x Wᵀ + b, `[..., out]`; with one operation, rounded once, if possible."""
     if packed:
         return torch.ops.mkldnn._linear_pointwise(x, residual, weight, bias, "add")
     if bias is None:
-        return torch.addmm(residual.flatten(0, 1), x.flatten(0, 1), weight.t()).view_as(residual)
+        return torch.addmm(residual.flatten(0, -2), x.flatten(0, -2), weight.t()).view_as(residual)
     return residual + F.linear(x, weight, bias)
 
 

@@ -2,9 +2,9 @@
 
 A slot is one sequence: a block table and a length. A sequence takes blocks as it grows, and releases them when it is
 rolled back. Sequences with a common prefix share blocks; a shared block is copied before a write. Paged attention reads
-a sequence by its block table. Attention on a CPU needs contiguous memory: where the blocks follow one another (nearly
-always, see `outrider.runtime.block_pool`) it gets views; otherwise the blocks are gathered for the pass, and new keys
-and values are scattered back.
+a sequence by its block table; so does the fused decoder on a CPU if several sequences attend in one call. Other
+attention on a CPU needs contiguous memory: where the blocks follow one another (nearly always, see
+`outrider.runtime.block_pool`) it gets views; otherwise they are gathered for the pass, and new values scattered back.
 
 A sequence of an encoder–decoder model has a second slot: that of its encoder, with the keys and values of
 cross-attention. The encoder's slot is freed when the sequence is freed or rolled back to nothing.
@@ -78,6 +78,7 @@ class KVPool:
 
     Attributes:
         paged: the memory of a paged pool, or None.
+        by_head: the memory of a pool that is not paged, or None.
         keeps_blocks: whether a free block keeps its content until it is taken again, which the prefix cache needs.
     """
 
@@ -109,7 +110,7 @@ class KVPool:
             _per_layer("kv_heads", kv_heads, layers), _per_layer("head_dim", head_dim, layers), blocks, block_tokens
         )
         self.paged: PagedMemory | None = None
-        self._by_head: MemoryByHead | None = None
+        self.by_head: MemoryByHead | None = None
         self._reserve_memory(shape, paged=paged)
         self.blocks = BlockPool(blocks)
         self._slots: dict[int, _Slot] = {}
@@ -247,8 +248,8 @@ class KVPool:
             raise ValueError(
                 f"slot {slot} holds {held.length} positions in blocks for {most}; it cannot be extended to {length}"
             )
-        if held.gathered and self._by_head is not None:
-            self._by_head.scatter(held.gathered, held.block_table, held.length, length)
+        if held.gathered and self.by_head is not None:
+            self.by_head.scatter(held.gathered, held.block_table, held.length, length)
             held.gathered = []
         held.length = length
 
@@ -311,6 +312,24 @@ class KVPool:
 
     # ---------------------------------------------------------------------------------------------------------- memory
 
+    def prepare(self, slot: int, end: int) -> None:
+        """As `grow`, for attention that needs contiguous memory: copies the sequence into consecutive blocks if it can.
+
+        Raises:
+            PoolExhausted: see `grow`.
+            ValueError: see `grow`.
+        """
+        self.grow(slot, end)
+        held = self._of(slot)
+        held.gathered = []  # of a failed pass
+        if held.contiguous < self.blocks_for(end):
+            self._make_contiguous(held)
+
+    def blocks_to(self, slot: int, end: int) -> tuple[list[int], bool]:
+        """The blocks of positions 0 to `end` of a slot, and whether they are consecutive."""
+        held, count = self._of(slot), self.blocks_for(end)
+        return held.block_table[:count], held.contiguous >= count
+
     def stores(self, slot: int, end: int) -> list[Tensor]:
         """Positions 0 to `end` of a slot for attention: to read, and to write those not held yet. `extend` must follow.
 
@@ -321,16 +340,14 @@ class KVPool:
             PoolExhausted: see `grow`.
             ValueError: see `grow`; or the pool is paged.
         """
-        if self._by_head is None:
+        if self.by_head is None:
             raise ValueError("a paged pool has no views; use its block tables")
+        self.prepare(slot, end)
+        blocks, is_contiguous = self.blocks_to(slot, end)
+        if is_contiguous:
+            return self.by_head.narrow(blocks[0] if blocks else 0, end)
         held = self._of(slot)
-        held.gathered = []  # of a failed pass
-        self.grow(slot, end)
-        if held.contiguous < self.blocks_for(end):
-            self._make_contiguous(held)
-        if held.contiguous >= self.blocks_for(end):
-            return self._by_head.narrow(held.block_table[0] if held.block_table else 0, end)
-        held.gathered = self._by_head.gather(held.block_table[: self.blocks_for(end)], end)
+        held.gathered = self.by_head.gather(blocks, end)
         return held.gathered
 
     def split(self, stores: Sequence[Tensor], start: int, end: int) -> SlotViews:
@@ -339,9 +356,9 @@ class KVPool:
         Raises:
             ValueError: the pool is paged.
         """
-        if self._by_head is None:
+        if self.by_head is None:
             raise ValueError("a paged pool has no views; use its block tables")
-        return self._by_head.views(stores, start, end)
+        return self.by_head.views(stores, start, end)
 
     def views(self, slot: int, start: int, end: int) -> SlotViews:
         """`stores` and `split` in one. `start` is the length of the slot, or less if nothing is to be written."""
@@ -374,7 +391,7 @@ class KVPool:
 
     @property
     def _memory(self) -> KVMemory:
-        memory = self._by_head or self.paged
+        memory = self.by_head or self.paged
         assert memory is not None
         return memory
 
@@ -382,7 +399,7 @@ class KVPool:
         if paged:
             self.paged = PagedMemory(shape, self.dtype, self.device)
         else:
-            self._by_head = MemoryByHead(shape, self.dtype, self.device)
+            self.by_head = MemoryByHead(shape, self.dtype, self.device)
 
     # --------------------------------------------------------------------------------------------------- one sequence
 
@@ -394,7 +411,10 @@ class KVPool:
 
     def _take(self, held: _Slot, index: int) -> int:
         """Takes a block for an index of the block table: the reserved one if it is free."""
-        return self.blocks.take(held.reserved[index] if index < len(held.reserved) else None)
+        block = self.blocks.take(held.reserved[index] if index < len(held.reserved) else None)
+        if self.by_head is not None:
+            self.by_head.clear(block)
+        return block
 
     def _reserve(self, held: _Slot, count: int) -> bool:
         start = self.blocks.reserve(count)

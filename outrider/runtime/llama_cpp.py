@@ -90,7 +90,7 @@ class LlamaPool(KVPool):
         )  # fmt: skip
 
     def _reserve_memory(self, shape: MemoryShape, *, paged: bool) -> None:
-        self.paged = self._by_head = None
+        self.paged = self.by_head = None
 
     @property
     def _memory(self) -> _Cells:

@@ -1,6 +1,7 @@
 """Attention of packed sequences with contiguous keys and values: by torch's SDPA, and with explicit scores.
 
-TorchScript compiles `attend` and `attend_all` (`outrider.runtime.fused_layers`), so they use only its features.
+TorchScript compiles `attend_groups`, `attend` and `attend_all` (`outrider.runtime.fused_layers`), so they use only its
+features. `attend_groups` attends to many sequences in one call.
 `attend_scores` is the reference. It also runs layers that SDPA does not support: with soft-capping (Gemma 2), which
 bounds each score s to c · tanh(s / c) before the softmax, and with sinks (GPT-OSS), one learned score per head that
 takes part in the softmax and has no value.
@@ -8,6 +9,7 @@ takes part in the softmax and has no value.
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -15,6 +17,9 @@ from torch import Tensor
 
 BLOCK = 256
 """The most rows of scores in one call; longer chunks are cut into blocks of rows."""
+
+GROUP_ROWS = 16
+"""The most rows of a chunk that attends in a group; longer ones attend alone."""
 
 _MASK_CACHE_ELEMENTS = 16 << 20
 _NEVER = float("-inf")
@@ -28,6 +33,7 @@ class CausalMasks:
 
     Attributes:
         none: `[0, 0]`, for chunks that need no mask.
+        no_rows: int64 `[0]`.
     """
 
     def __init__(self, max_length: int, dtype: torch.dtype, device: torch.device) -> None:
@@ -36,7 +42,9 @@ class CausalMasks:
         self._device = device
         self._masks: dict[tuple[int, int, int], Tensor] = {}
         self._elements = 0
+        self._padded: dict[int, tuple[Tensor, int]] = {}
         self.none = torch.empty(0, 0, dtype=dtype, device=device)
+        self.no_rows = torch.empty(0, dtype=torch.int64, device=device)
 
     def for_rows(self, count: int, length: int, group: int, window: int) -> Tensor:
         """Return the mask of the last `count` of `length` positions.
@@ -62,6 +70,35 @@ class CausalMasks:
             self._keep(key, mask)
         return mask
 
+    def padded(self, starts: Sequence[int], count: int, length: int, group: int) -> Tensor:
+        """Return the masks of rows over `length` positions, later ones than theirs included.
+
+        Args:
+            starts: the position of the first row, of each of S chunks.
+            count: n, the rows of a chunk, at most `GROUP_ROWS`.
+            length: positions, at least `count` after each of `starts`.
+            group: how many times each row is repeated.
+
+        Returns:
+            `[S, 1, n · group, length]`; `[S, 1, 1, length]` for one row.
+        """
+        mask, width = self._padded.get(group, (self.none, 0))
+        most, later = max(starts), length - min(starts)
+        if most >= width or width + later - 1 > mask.shape[1]:
+            width, later = max(256, 1 << most.bit_length()), max(64, 1 << later.bit_length())
+            row = torch.arange(width - 1, width - 1 + GROUP_ROWS, device=self._device).unsqueeze(1)
+            unseen = torch.arange(width + later, device=self._device) > row
+            mask = torch.zeros(unseen.shape, dtype=self._dtype, device=self._device).masked_fill_(unseen, _NEVER)
+            mask = mask.repeat_interleave(group, 0)
+            self._padded[group] = mask, width
+        rows, stride = 1 if count == 1 else count * group, mask.shape[1]
+        if len(starts) == 1:  # row 0 sees the columns before `width`
+            one = mask.as_strided((1, 1, rows, length), (0, 0, stride, 1), width - 1 - most)
+            return one.contiguous() if one.is_cuda else one  # as in `_attend_block`
+        firsts = torch.tensor([width - 1 - start for start in starts], device=self._device)
+        windows = mask.narrow(0, 0, rows).unfold(1, length, 1)
+        return windows.index_select(1, firsts).transpose(0, 1).unsqueeze(1).contiguous()
+
     def _keep(self, key: tuple[int, int, int], mask: Tensor) -> None:
         if mask.numel() > _MASK_CACHE_ELEMENTS:
             return
@@ -80,6 +117,122 @@ class CausalMasks:
             unseen |= position <= row - window
         mask = torch.zeros(rows, width, dtype=self._dtype, device=self._device).masked_fill_(unseen, _NEVER)
         return mask.repeat_interleave(group, 0)
+
+
+class Group(NamedTuple):
+    """Chunks of a batch whose attention is one call. All have as many rows and as many blocks; or there is one chunk.
+
+    So the result of a chunk does not depend on the others: it has the same shapes and the same mask in each batch.
+
+    Attributes:
+        first: the first row, if the rows are consecutive.
+        rows: their indices, int64 `[S · n]`, chunk after chunk; empty if they are consecutive.
+        width: n, the rows of a chunk.
+        chunks: S.
+        start: the first position in memory, if `blocks` is empty.
+        blocks: int64 `[S · B]`; empty for one chunk whose blocks are consecutive.
+        end: positions of each chunk. Those after its last row are in its own last block, and masked.
+        mask: `[S, 1, n · group or 1, end]` (`CausalMasks.padded`). A chunk of more rows than `GROUP_ROWS`, or with a
+            sliding window, is alone: `CausalMasks.for_rows`, and `end` is after its last row.
+    """
+
+    first: int
+    rows: Tensor
+    width: int
+    chunks: int
+    start: int
+    blocks: Tensor
+    end: int
+    mask: Tensor
+
+
+def attend_groups(
+    query: Tensor,
+    memory: Tensor,
+    groups: list[Group],
+    held: list[list[Tensor]],
+    layer: int,
+    order: Tensor,
+    block_tokens: int,
+    scaling: float,
+    window: int,
+) -> Tensor:
+    """Causal attention of each row over its own sequence. Keys and values of all rows are written before.
+
+    Args:
+        query: `[T, heads, head_dim]`, in the dtype of the pool.
+        memory: keys and values of all blocks of the layer, `[2, kv_heads, positions, head_dim]`.
+        groups: all chunks.
+        held: `held_in_place` of each group.
+        layer: its index.
+        order: int64 `[T]`: where each row is among the rows of all groups; empty if in the same order.
+        block_tokens: positions of a block.
+        scaling: of the scores.
+        window: how many positions a row sees, its own included; 0 is all.
+
+    Returns:
+        `[T, heads, head_dim]`, of any strides.
+    """
+    if len(groups) == 1:
+        return _attend_group(query, memory, groups[0], held[0], layer, block_tokens, scaling, window)
+    parts: list[Tensor] = []
+    for i, group in enumerate(groups):
+        if group.rows.numel() > 0:
+            rows = query.index_select(0, group.rows)
+        else:
+            rows = query.narrow(0, group.first, group.chunks * group.width)
+        parts.append(_attend_group(rows, memory, group, held[i], layer, block_tokens, scaling, window))
+    out = torch.cat(parts)
+    return out.index_select(0, order) if order.numel() > 0 else out
+
+
+def held_in_place(memory: Tensor, group: Group) -> list[Tensor]:
+    """Keys and values of each layer, by turns, `[kv_heads, 1, end, head_dim]`; empty for a group with `blocks`.
+
+    Args:
+        memory: `[layers, 2, kv_heads, positions, head_dim]`.
+        group: chunks of a batch.
+    """
+    if group.blocks.numel() > 0:
+        return []
+    return list(memory.narrow(3, group.start, group.end).flatten(0, 1).unsqueeze(2).unbind(0))
+
+
+def _attend_group(
+    query: Tensor,
+    memory: Tensor,
+    group: Group,
+    held: list[Tensor],
+    layer: int,
+    block_tokens: int,
+    scaling: float,
+    window: int,
+) -> Tensor:
+    # query: [S · n, H, D]; memory: [2, KV, positions, D] -> [S · n, H, D]
+    heads, kv_heads, head_dim = query.size(1), memory.size(1), memory.size(3)
+    chunks, count, shared = group.chunks, group.width, heads // kv_heads
+    if len(held) > 0:
+        keys, values = held[2 * layer], held[2 * layer + 1]
+    else:
+        blocks = memory.view(2 * kv_heads, -1, block_tokens * head_dim).index_select(1, group.blocks)
+        keys, values = blocks.view(2, kv_heads, chunks, -1, head_dim).narrow(3, 0, group.end).unbind(0)
+    if group.mask.dim() == 2:
+        return _attend(query, keys, values, group.mask, scaling, window)
+    # Query heads that share a KV head become rows of one head, so keys are not copied.
+    if chunks * count == 1:
+        rows = query.view(kv_heads, 1, shared, head_dim)
+        out = F.scaled_dot_product_attention(rows, keys, values, attn_mask=group.mask, scale=scaling)
+        return out.view(1, heads, head_dim)
+    if chunks > 1:
+        keys, values = keys.transpose(0, 1), values.transpose(0, 1)
+        rows = query.view(chunks, count, kv_heads, shared, head_dim).transpose(1, 2)
+        rows = rows.reshape(chunks, kv_heads, count * shared, head_dim)
+        out = F.scaled_dot_product_attention(rows, keys, values, attn_mask=group.mask, scale=scaling)
+        return out.view(chunks, kv_heads, count, shared, head_dim).transpose(1, 2).reshape(-1, heads, head_dim)
+    rows = query.view(count, kv_heads, shared, head_dim).transpose(0, 1)
+    rows = rows.reshape(kv_heads, 1, count * shared, head_dim)
+    out = F.scaled_dot_product_attention(rows, keys, values, attn_mask=group.mask, scale=scaling)
+    return out.view(kv_heads, count, shared, head_dim).transpose(0, 1).reshape(count, heads, head_dim)
 
 
 def attend(

@@ -144,6 +144,9 @@ class TokenMemory:
     def block(self, number: int) -> list[int]:
         return self.blocks.setdefault(number, [VOCABULARY] * self.block_tokens)
 
+    def clear(self, block: int) -> None:
+        self.blocks.pop(block, None)
+
     def copy(self, source: Sequence[int], target: Sequence[int]) -> None:
         for one, other in zip(source, target, strict=True):
             self.blocks[other] = list(self.block(one))
@@ -158,7 +161,7 @@ class TokenPool(KVPool):
         )
         self.blocks = type(self.blocks)(blocks)
         self.memory = TokenMemory(block_tokens)
-        self._by_head: Any = self.memory
+        self.by_head: Any = self.memory
 
     def held(self, slot: int) -> list[int]:
         """The tokens of a sequence in the KV cache."""

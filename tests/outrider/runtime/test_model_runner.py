@@ -1,5 +1,6 @@
 """Packed steps give the logits of transformers, for each family and any mixture of chunks."""
 
+import random
 from collections.abc import Callable
 from pathlib import Path
 
@@ -7,11 +8,14 @@ import pytest
 import torch
 from torch import Tensor
 
-from outrider.runtime import sdpa
+from outrider.runtime import batch, sdpa
 from outrider.runtime.loader import LoadedModel
 from outrider.runtime.model_runner import Chunk, ModelRunner
+from outrider.runtime.paged_attention import AttentionChoice
 from tests.outrider.runtime.steps import MAX_LENGTH, random_steps, reference_logits
 from tests.outrider.runtime.tiny import EXPERTS, FAMILIES, VOCABULARY, Reference
+
+SMALL_BLOCKS = AttentionChoice("sdpa", "a test", block_tokens=4)
 
 Load = Callable[..., LoadedModel]
 Checkpoint = Callable[[str], Path]
@@ -26,16 +30,50 @@ NEAR = {"bfloat16": 0.05, "float16": 0.01}
 def test_any_steps_give_the_logits_of_transformers(
     name: str, fuse: bool, load: Load, checkpoint: Checkpoint, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Prompts, single tokens, forks, rollbacks, rows without logits; several windows long, and cut into blocks."""
+    """Prompts, single tokens, forks, rollbacks, rows without logits; several windows long, and cut into blocks.
+
+    Chunks of up to four rows attend in groups.
+    """
     if fuse:
         monkeypatch.setattr(sdpa, "BLOCK", 8)
-    model = ModelRunner.build(load(name), 5, MAX_LENGTH, fuse=fuse)
+        monkeypatch.setattr(batch, "GROUP_ROWS", 4)
+    model = ModelRunner.build(load(name), 5, MAX_LENGTH, fuse=fuse, attention=SMALL_BLOCKS)
     found, wanted = random_steps(model, seed=1, steps=24, counts=(1, 1, 1, 2, 4, 7, 24))
     expected = reference_logits(Reference(checkpoint(name)), wanted)
     for step, (mine, theirs) in enumerate(zip(found, expected, strict=True)):
         assert (mine.shape, mine.dtype) == (theirs.shape, torch.float32)
         size = float(theirs.abs().max()) if len(theirs) else 0.0
         assert torch.allclose(mine, theirs, rtol=0, atol=1e-5 * max(1.0, size)), step
+
+
+@pytest.mark.parametrize("name", ["llama", "mistral", "qwen3"])
+def test_a_sequence_has_the_same_bits_in_any_batch(name: str, load: Load) -> None:
+    """Texts of one to ten blocks with common prefixes; chunks of one row, of a few, and a long one."""
+    model = ModelRunner.build(load(name), 24, 48, attention=SMALL_BLOCKS)
+    rng = random.Random(1)
+    text = rng.choices(range(VOCABULARY), k=48)
+    whole = model.pool.allocate()
+    model.forward([Chunk(whole, text, 0, len(text))])
+    chunks = []
+    for count in (1, 1, 1, 2, 2, 3, 17) * 3:
+        slot, start = model.pool.fork(whole), rng.randint(1, 48 - count)
+        model.pool.rollback(slot, start)
+        chunks.append(Chunk(slot, text[start : start + count], start, 0))
+    together = model.forward(chunks)
+    for chunk in chunks:
+        model.pool.rollback(chunk.slot, chunk.start)
+    assert torch.equal(torch.cat([model.forward([chunk]) for chunk in chunks]), together)
+    model.pool.check_integrity()
+
+
+def test_what_is_left_in_free_blocks_does_not_matter(llama: LoadedModel) -> None:
+    model = ModelRunner.build(llama, 2, 48, attention=SMALL_BLOCKS)
+    assert model.pool.by_head is not None
+    for store in model.pool.by_head.stores:
+        store.fill_(torch.nan)
+    for count in (1, 6, 30):
+        slot = model.pool.allocate()
+        assert model.forward([Chunk(slot, list(range(count)), 0, 0)]).isfinite().all()
 
 
 @pytest.mark.parametrize("dtype", NEAR)

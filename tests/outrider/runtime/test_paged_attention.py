@@ -32,7 +32,7 @@ from outrider.runtime.paged_attention import (
     check_attention,
     choose_attention,
 )
-from outrider.runtime.sdpa import Scoring, attend_scores
+from outrider.runtime.sdpa import Group, Scoring, attend_scores
 from tests.kernels.test_triton_attention import wide_tiles
 from tests.outrider.runtime.steps import MAX_LENGTH, PAGED, random_steps
 from tests.outrider.runtime.tiny import FAMILIES, VOCABULARY
@@ -56,6 +56,34 @@ def _attend_by_scores(
     return attend_scores(query, starts, counts, keys, values, Scoring(scaling, window))
 
 
+def _attend_groups_by_scores(
+    query: Tensor,
+    memory: Tensor,
+    groups: list[Group],
+    held: object,
+    layer: int,
+    order: Tensor,
+    block_tokens: int,
+    scaling: float,
+    window: int,
+) -> Tensor:
+    """In place of `outrider.runtime.sdpa.attend_groups`."""
+    parts = []
+    for group in groups:
+        first, chunks, count = group.first, group.chunks, group.width
+        indices = group.rows if len(group.rows) else torch.arange(first, first + chunks * count)
+        for i, rows in enumerate(query[indices].split(count)):
+            blocks = group.blocks.view(chunks, -1)[i].tolist() if len(group.blocks) else []
+            places = [block * block_tokens + at for block in blocks for at in range(block_tokens)]
+            places = places or list(range(group.start, group.start + group.end))
+            is_padded = group.mask.dim() == 4
+            end = count - 1 + int((group.mask[i, 0, 0] == 0).sum()) if is_padded else group.end
+            keys, values = memory[:, :, places[:end]].unsqueeze(2)
+            parts.append(attend_scores(rows, [end - count], [count], [keys], [values], Scoring(scaling, window)))
+    out = torch.cat(parts)
+    return out[order] if len(order) else out
+
+
 @pytest.mark.parametrize(
     ("name", "dtype"),
     [*product(FAMILIES, ["float32"]), *product(["llama", "gpt2", "gemma2", "gpt-oss"], ["bfloat16"])],
@@ -64,8 +92,8 @@ def test_blocks_give_the_bits_of_contiguous_memory(
     name: str, dtype: str, load: Load, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Where both compute the scores explicitly."""
-    for module in (attention, fused_layers):
-        monkeypatch.setattr(module, "attend", _attend_by_scores)
+    monkeypatch.setattr(attention, "attend", _attend_by_scores)
+    monkeypatch.setattr(fused_layers, "attend_groups", _attend_groups_by_scores)
     monkeypatch.setattr(fused_decoder, "compiled", lambda module, device: module)
     ordinary, paged = (
         ModelRunner.build(load(name, dtype), 5, MAX_LENGTH, attention=each) for each in (ORDINARY, PAGED)
