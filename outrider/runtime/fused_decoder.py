@@ -33,6 +33,7 @@ from outrider.runtime.fused_layers import (
     is_plain,
     pack,
 )
+from outrider.runtime.huge_pages import use_huge_pages
 from outrider.runtime.layer_ops import LayerOps, choose_layer_ops, run_paged
 from outrider.runtime.loader import LoadedModel
 from outrider.runtime.selfcheck import check_program, logits_tolerance
@@ -194,6 +195,7 @@ class FusedDecoder:
             vocab_size=vocab_size,
         )
         self._layers = FusedLayers(shared, weights)
+        use_huge_pages([head, *(each for own in weights for each in (own.qkv, own.output, own.gate_up, own.down))])
         self._run: Callable[..., Tensor] = compiled(self._layers, self._device)
         self._chosen: dict[torch.dtype, LayerOps] = {}
 

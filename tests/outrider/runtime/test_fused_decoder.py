@@ -11,7 +11,8 @@ from transformers.models.llama.modeling_llama import LlamaRMSNorm
 from outrider.runtime import fused_decoder
 from outrider.runtime.errors import CheckpointError
 from outrider.runtime.fused_decoder import FusedDecoder
-from outrider.runtime.fused_layers import RMSNormModule, doubled
+from outrider.runtime.fused_layers import RMSNormModule, can_pack, doubled, linear, pack
+from outrider.runtime.huge_pages import use_huge_pages
 from outrider.runtime.loader import LoadedModel
 from outrider.runtime.model_runner import Chunk, ModelRunner
 from tests.outrider.runtime.tiny import CONFIGS, GATED, VOCABULARY
@@ -84,3 +85,14 @@ def test_only_modules_that_compute_an_rms_norm_are_replaced(kind: type[LlamaRMSN
         fused_decoder._replace_modules(parent, set(parent.modules()), torch.float32)
         assert isinstance(parent[0], RMSNormModule) == is_replaced
         assert close(parent(x), wanted)
+
+
+def test_huge_pages_change_no_weight() -> None:
+    """Also where the system has none."""
+    weight = torch.randn(1024, 1024)
+    x = torch.randn(3, 1024)
+    weights = [weight, pack(weight)] if can_pack(torch.float32, torch.device("cpu")) else [weight]
+    wanted, saved = [linear(x, each, None, each.is_mkldnn) for each in weights], weight.clone()
+    assert use_huge_pages(weights) >= 0
+    assert torch.equal(weight, saved)
+    assert all(torch.equal(linear(x, each, None, each.is_mkldnn), y) for each, y in zip(weights, wanted, strict=True))
