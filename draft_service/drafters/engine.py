@@ -8,6 +8,7 @@ proposal: `outrider.runtime.decode_loop`). While no proposal is requested, the e
 
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import TypeVar
 
 from draft_service.drafters.base import DraftError, Guesses
@@ -173,7 +174,7 @@ class DraftEngine(Engine[Propose | Close, DraftWork, list[Drawn]]):
                 has_encoder |= item.encodes
                 work.append(item)
         if not work:
-            return self._call_cache(lambda: self.cache.work(time.perf_counter()), [])
+            return self._call_cache(self._branches, [])
         return work if self.staging is None else self.staging.add_guesses(work)
 
     def _work_of(self, sequence: ModelSequence, budget: int, *, may_encode: bool) -> DraftWork | None:
@@ -193,11 +194,19 @@ class DraftEngine(Engine[Propose | Close, DraftWork, list[Drawn]]):
         if end == start or not self._has_blocks(sequence, end):
             return None
         tokens = sequence.tokens[start:] if draws else sequence.tokens[start : start + piece]
-        masks = sequence.masks if draws else 0
-        if masks:
-            assert self.mask_token is not None
-            tokens = [*tokens, *[self.mask_token] * masks]
-        return DraftWork(sequence, Chunk(sequence.slot, tokens, start, piece), draws, encodes=encodes, masks=masks)
+        work = DraftWork(sequence, Chunk(sequence.slot, tokens, start, piece), draws, encodes=encodes)
+        return self._with_masks(work) if draws else work
+
+    def _branches(self) -> list[DraftWork]:
+        return [self._with_masks(item) for item in self.cache.work(time.perf_counter())]
+
+    def _with_masks(self, item: DraftWork) -> DraftWork:
+        chunk, masks = item.chunk, item.sequence.masks
+        if not masks:
+            return item
+        assert self.mask_token is not None
+        tokens = [*chunk.tokens, *[self.mask_token] * masks]
+        return replace(item, chunk=replace(chunk, tokens=tokens), masks=masks)
 
     def idle(self) -> float | None:
         return LEAVING_SECONDS if self.cache.leaving else None
