@@ -52,7 +52,7 @@ class DraftSettings(ServiceSettings):
         "weights of --model, not just its tokenizer; unset, a --model with a mask token drafts as parallel",
     )
     tokens_per_pass: int = Field(
-        2,
+        8,
         ge=1,
         le=256,
         description="with the drafter parallel: tokens that one pass of the draft model drafts; 1 drafts as model does",

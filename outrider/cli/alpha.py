@@ -171,7 +171,7 @@ class Leniences(click.ParamType[tuple[float, ...]]):
     "--tokens-per-pass",
     metavar="N",
     type=click.IntRange(1, 256),
-    default=2,
+    default=8,
     show_default=True,
     help="Tokens that parallel drafts in one pass of the draft.",
 )

@@ -72,7 +72,7 @@ _LOOPBACK = {"0.0.0.0": "127.0.0.1", "[::]": "[::1]"}
     "--tokens-per-pass",
     metavar="N",
     type=click.IntRange(1, 256),
-    help="With --drafter parallel: tokens that one pass of the draft drafts. Default: 2.",
+    help="With --drafter parallel: tokens that one pass of the draft drafts. Default: 8.",
 )
 @click.option(
     "--staged-by",

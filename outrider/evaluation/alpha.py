@@ -284,7 +284,7 @@ class Options:
     ngram_by_line: bool = False
     ngram_order: int = 4
     ngram_entries: int = 1 << 20
-    tokens_per_pass: int = 2
+    tokens_per_pass: int = 8
     skip_layers: str | None = None
     find_skip_layers: int = 0
     lookup_min_match: int = 2
