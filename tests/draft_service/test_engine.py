@@ -166,15 +166,19 @@ def test_drafts_do_not_depend_on_the_batch_and_an_entropy_bound_shortens_them(
     assert shortest == 6 if max_entropy is None else 1 <= shortest < 6
 
 
-@pytest.mark.parametrize("temperature", [0.0, 1.0])
-def test_drafts_are_the_same_after_preemption(loaded: LoadedModel, temperature: float) -> None:
+@pytest.mark.parametrize(("temperature", "s"), [(0.0, 1), (1.0, 1), (1.0, 3)])
+def test_drafts_are_the_same_after_preemption(
+    loaded: LoadedModel, temperature: float, s: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """A pool with blocks for one sequence, and one with blocks for all."""
+    monkeypatch.setattr(loaded, "mask_token", VOCABULARY + 5)
 
     def drafted(blocks: int | None) -> list[list[int]]:
         engine = engine_of(loaded, max_sequences=6, blocks=blocks)
         pool = engine.model_runner.pool
         engine.start()
-        drivers = [Driver(engine, sequence(temperature, prompt=PROMPT * (i + 3), seed=i)) for i in range(6)]
+        openings = [sequence(temperature, prompt=PROMPT * (i + 3), seed=i, tokens_per_pass=s) for i in range(6)]
+        drivers = [Driver(engine, opening, parallel=True) for opening in openings]
         drafted: list[list[int]] = [[] for _ in drivers]
         committed: list[list[int]] = [[]] * 6
         for _ in range(3):

@@ -12,7 +12,7 @@ import pytest
 import torch
 from transformers import LlamaForCausalLM
 
-from draft_service.drafters.base import DraftSequence, Kind
+from draft_service.drafters.base import DraftError, DraftSequence, Kind
 from draft_service.drafters.build import default_kind
 from draft_service.drafters.engine import DraftEngine
 from draft_service.drafters.sequence import DraftWork, Drawn
@@ -116,6 +116,19 @@ def test_each_token_is_drawn_from_the_models_distribution_at_its_own_mask(
         pool.check_integrity()
         committed = [*draft.token_ids[:accepted], 5 + accepted]
         tokens += committed
+
+
+def test_masks_count_against_the_context_and_the_kv_cache(loaded: LoadedModel) -> None:
+    """One pass may fill the context, or all blocks, to the last position. The last drafted token never runs."""
+    most = 6
+    length = len(PROMPT) + most - 1
+    with running(engine_of(loaded, vocab_size=VOCABULARY, max_length=length, blocks=1)) as engine:
+        drafted = drive(engine, sequence(8)).propose(most).token_ids
+        assert drafted == drive(engine, sequence(most)).propose(most).token_ids
+        with pytest.raises(DraftError, match=rf"\b{length}\b"):
+            drive(engine, sequence(8)).propose(most + 1)
+        assert drive(engine, sequence(8)).propose(most).token_ids == drafted
+        engine.model_runner.pool.check_integrity()
 
 
 @pytest.mark.parametrize("rule", [Rule.TOKENWISE, Rule.COUPLED, Rule.SIGMOID])

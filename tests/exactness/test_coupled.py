@@ -12,6 +12,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
+import grpc
 import numpy as np
 import pytest
 import torch
@@ -21,6 +22,7 @@ from kernels.sampling import SamplingParams
 from outrider.client import Client, Completion, Options, Sample
 from outrider.evaluation.chisquare import Array
 from tests.cluster import Service
+from tests.draft_service.calls import TOKENWISE, ProposeStream, sampling
 from tests.exactness.distributions import next_distributions, transitions
 from tests.exactness.pairs import VOCABULARY
 from tests.exactness.services import PairServices
@@ -87,11 +89,26 @@ def test_tokens_are_the_same_with_every_draft_and_gamma_and_after_a_resume(
         assert whole.statistics.num_draft_failures == 0 < whole.statistics.num_accepted_tokens
     chosen = write(attentive.draft("parallel"), kind, gamma=5, speculation="adaptive")
     assert chosen.token_ids == text
-    assert chosen.started.tokens_per_pass in (1, 2)
+    assert chosen.started.tokens_per_pass in (1, 8)
     assert len(accepted) > 2, "different drafts did differ"
     for cut, draft, gamma in ((1, "reversed", 5), (22, "point_mass", 0), (LENGTH - 1, "uniform", 2)):
         rest = write(attentive.draft(draft), kind, gamma=gamma, committed_token_ids=text[:cut])
         assert rest.token_ids == text[cut:], (cut, draft, gamma)
+
+
+@pytest.mark.parametrize("s", [1, 3])
+def test_propose_drafts_as_many_tokens_a_pass_as_it_is_asked_to(s: int, attentive: PairServices) -> None:
+    service, base, gamma = attentive.draft("parallel"), len(PROMPT), 5
+    first = write(service, rule="tokenwise", gamma=gamma, tokens_per_pass=s, report_rounds=True).samples[0].rounds[0]
+    with grpc.insecure_channel(service.address) as channel, ProposeStream(channel) as drafts:
+        drafts.open(list(PROMPT), sampling=sampling(1.0, seed=SEED, rule=TOKENWISE), tokens_per_pass=s)
+        drafts.take()
+        drafts.advance(1, base, [], gamma)
+        assert tuple(drafts.take().proposal.token_ids) == first.drafted_token_ids
+    with grpc.insecure_channel(service.address) as channel, ProposeStream(channel) as drafts:
+        drafts.open(list(PROMPT), tokens_per_pass=257)
+        with pytest.raises(grpc.RpcError, match="tokens_per_pass is 257; it must be 1 to 256"):
+            drafts.take()
 
 
 # ----------------------------------------------------------------------------------------------------------- acceptance
