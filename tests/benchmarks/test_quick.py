@@ -167,6 +167,15 @@ def check_verification(document: Json, runs: list[Json]) -> None:
         assert found["sigmoid"]["accepted"] >= found["tokenwise"]["accepted"] > 0
 
 
+def check_parallel(summary: Json, runs: list[Json]) -> None:
+    for temperature, found in summary["speed"]["demo"].items():
+        assert {"plain draft, γ = 3", "s = 1, γ = 3", "s = 2, γ = 4", "s = γ = 4", "chosen"} < set(found)
+        assert max(arm["ratio"] for name, arm in found.items() if name.startswith("s = 1, γ")) == 1, temperature
+    cached = summary["cache"]["demo"]["greedy"]
+    assert set(cached) == {"1", "4"}
+    assert all(arms["without"]["hit_rate"] is None for arms in cached.values())
+
+
 FLOOD = ["--rates", "40", "--open-seconds", "0.05"]  # so many requests at once that most have to wait
 
 CASES: dict[str, tuple[Callable[[Json, list[Json]], None], list[str]]] = {
@@ -188,6 +197,7 @@ CASES: dict[str, tuple[Callable[[Json, list[Json]], None], list[str]]] = {
     "skip_layers": (check_skip_layers, []),
     "beams": (check_beams, []),
     "verification": (check_verification, []),
+    "parallel": (check_parallel, ["--new-tokens", "8"]),
 }
 
 

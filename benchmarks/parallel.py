@@ -1,0 +1,271 @@
+"""Several tokens from one pass of the draft: tokens/s by s over one token a pass, and with the outcome cache.
+
+Under `coupled`, so that all arms of a temperature write the same text; a core for each service. Ratios are to the best
+fixed γ of the same draft with s = 1. `s = γ` drafts a proposal in one pass. `chosen` leaves s and γ to the service.
+The plain draft was never taught to draft in parallel. The break-even is a formula of the measured costs.
+"""
+
+import sys
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from statistics import linear_regression
+from typing import Any
+
+from benchmarks import harness, plots
+from benchmarks.contenders import Write, outrider_writer, take_turns, texts, tokenised
+from benchmarks.harness import CACHE, Bench, Json, arms_table, between, compared, number, percent
+from benchmarks.outcome_cache import WAYS, WITH, WITHOUT
+from benchmarks.services import Services, deepened
+from outrider.theory import expected_tokens, round_time
+
+RULE = "coupled"
+S = 8  # of `chosen`: the service chooses between it and 1
+ONE, CHOSEN = "s = 1, adaptive", "chosen"
+CACHE_GAMMA = 4
+# Texts before anything is measured: the service then knows both s.
+WARM_UP = {ONE: 6, CHOSEN: 24}
+# Break-evens are for these α of s = 1, the same at all positions, and these c.
+ALPHAS, COSTS = (0.7, 0.8, 0.9, 0.95), (0.02, 0.05, 0.1, 0.2, 0.5, 1.0)
+MOST_DRAFTED = 16
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """`deeper` are the factors of the layers of target and draft, `added_ms` the added round trip. `singles` are the γ
+    with s = 1, `wholes` those with s = γ.
+    """
+
+    title: str
+    deeper: tuple[int, int] = (1, 1)
+    added_ms: float = 0.0
+    singles: tuple[int, ...] = (3, 8)
+    wholes: tuple[int, ...] = (4, 6)
+    temperatures: tuple[float, ...] = (0, 0.3, 0.7, 1)
+
+
+PLACES = {
+    "demo": Place("demo pair"),
+    "draft": Place("draft 4 times as deep", deeper=(1, 4), singles=(2, 4)),
+    "far": Place(
+        "20 ms away, target 3 times as deep", deeper=(3, 1), added_ms=20, singles=(8, 12), temperatures=(0, 1)
+    ),
+}
+CACHED = ("demo", "draft")
+PARTS = (*PLACES, "cache")
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    parser = harness.parser("parallel", __doc__, quick="the demo pair, one prompt")
+    harness.text_options(parser, prompts=4, new_tokens=96)
+    parser.add_argument(
+        "--parallel-draft", type=Path, default=harness.DEMO / "parallel-draft", help="with a mask token"
+    )
+    parser.add_argument("--parts", nargs="+", choices=PARTS, default=list(PARTS), help="places, or the outcome cache")
+    few = {"parts": ["demo", "cache"], "prompts": 1, "new_tokens": 16, "repetitions": 1}
+    given = harness.parse(parser, arguments, few)
+    return harness.run("parallel", given, measure, summarise, table, draw)
+
+
+def arms(place: Place) -> dict[str, Json]:
+    """The options of each arm; those with the drafter `model` go to the services of the plain draft."""
+    fixed: dict[str, Json] = {
+        **{f"plain draft, γ = {gamma}": {"gamma": gamma, "drafter": "model"} for gamma in place.singles},
+        **{f"s = 1, γ = {gamma}": {"gamma": gamma, "tokens_per_pass": 1} for gamma in place.singles},
+        "s = 2, γ = 4": {"gamma": 4, "tokens_per_pass": 2},
+        **{f"s = γ = {gamma}": {"gamma": gamma, "tokens_per_pass": gamma} for gamma in place.wholes},
+    }
+    adaptive: Json = {"speculation": "adaptive", "gamma": MOST_DRAFTED}
+    return fixed | {ONE: adaptive | {"tokens_per_pass": 1}, CHOSEN: adaptive}
+
+
+@contextmanager
+def _services(bench: Bench, place: Place) -> Iterator[tuple[Services, Services]]:
+    """The services of the parallel draft, and those of the plain one."""
+    given, (target, draft) = bench.given, place.deeper
+    with ExitStack() as running:
+        found = [
+            running.enter_context(
+                Services(
+                    deepened(given.target, target, CACHE) if target > 1 else given.target,
+                    deepened(folder, draft, CACHE) if draft > 1 else folder,
+                    draft_flags=flags,
+                    distant=place.added_ms > 0,
+                )
+            )
+            for folder, flags in ((given.parallel_draft, ("--tokens-per-pass", str(S))), (given.draft, ()))
+        ]
+        for services in found:
+            if services.proxy is not None:
+                services.proxy.delay(place.added_ms / 2e3)
+        yield found[0], found[1]
+
+
+def measure(bench: Bench) -> None:
+    given = bench.given
+    prompts = tokenised(given.target, harness.spread(bench.prompts, given.prompts))
+    for name in (name for name in PLACES if name in given.parts):
+        place = PLACES[name]
+        with _services(bench, place) as (parallel, plain):
+            writers = {
+                arm: outrider_writer(plain if how.get("drafter") else parallel, rule=RULE, **how)
+                for arm, how in arms(place).items()
+            }
+            _warm_up(bench, place, prompts, writers)
+            written = texts(prompts, given.new_tokens, given.repetitions, place.temperatures)
+            take_turns(bench, {"part": "speed", "place": name}, written, writers)
+    for name in CACHED if "cache" in given.parts else ():
+        with _services(bench, PLACES[name]) as (parallel, _):
+            _measure_cache(bench, name, parallel, prompts)
+
+
+def _warm_up(bench: Bench, place: Place, prompts: Sequence[tuple[int, ...]], writers: dict[str, Write]) -> None:
+    given, temperatures = bench.given, place.temperatures
+    turns = 1 if given.quick else -(-max(WARM_UP.values()) // len(prompts))
+    for nth, (_, task) in enumerate(texts(prompts, given.new_tokens, turns, temperatures)):
+        for arm, write in writers.items():
+            if nth // len(temperatures) < (1 if given.quick else WARM_UP.get(arm, 1)):
+                write(task)
+
+
+def _measure_cache(bench: Bench, name: str, services: Services, prompts: Sequence[tuple[int, ...]]) -> None:
+    given = bench.given
+    for way, (temperature, rule) in WAYS.items():
+        for s in (1, CACHE_GAMMA):
+            ask = partial(outrider_writer, services, rule=rule, gamma=CACHE_GAMMA, tokens_per_pass=s)
+            writers = {cached: ask(outcome_cache=cached == WITH) for cached in (WITHOUT, WITH)}
+            for _, task in texts(prompts, given.new_tokens, 1, [temperature]):  # not measured; tries doing without
+                writers[WITH](task)
+            written = texts(prompts, given.new_tokens, given.repetitions, [temperature])
+            take_turns(bench, {"part": "cache", "place": name, "way": way, "s": s}, written, writers)
+
+
+def summarise(bench: Bench) -> Json:
+    speed, cache = bench.select(part="speed"), bench.select(part="cache")
+    caching = partial(compared, reference=WITHOUT, names=(WITHOUT, WITH))
+    summary = {
+        "speed": harness.tree(speed, ("place", "temperature"), figures),
+        "cache": harness.tree(cache, ("place", "way", "s"), caching),
+    }
+    both = "demo" in summary["speed"] and "demo" in summary["cache"]
+    return {"summary": summary, "break_even": break_evens(summary) if both else {}}
+
+
+def figures(runs: Sequence[Json]) -> Json:
+    """Ratios to the best fixed γ of s = 1, with the same draft and with the plain one, and to s = 1 with `adaptive`."""
+    names = list(dict.fromkeys(run["arm"] for run in runs))
+    alike = partial(compared, runs, names=names)
+    rates = {name: arm["tokens_per_second"] for name, arm in alike(ONE).items()}
+    found, by_plain, by_adaptive = (
+        alike(reference) for reference in (_best(rates, "s = 1, γ"), _best(rates, "plain draft"), ONE)
+    )
+    for name, arm in found.items():
+        for key, other in (("over_plain", by_plain), ("over_adaptive", by_adaptive)):
+            arm[key], arm[f"{key}_range"] = other[name]["ratio"], other[name]["ratio_range"]
+    return found
+
+
+def _best(rates: dict[str, float], prefix: str) -> str:
+    return max((name for name in rates if name.startswith(prefix)), key=rates.__getitem__)
+
+
+# ---------------------------------------------------------------------------------------------------------- break-even
+
+
+def break_evens(summary: Json) -> Json:
+    """The α that masks need for a pass of γ tokens to be as fast as s = 1, by α of s = 1 and c, each with its best γ.
+
+    Times are in passes of the target over one token. `measured` has the growth of that pass with its tokens, and R, of
+    the demo pair at T = 0. `flat` has a pass that costs the same for any number of tokens, as where it reads the
+    weights and little else.
+    """
+    costs = measured_costs(summary["speed"]["demo"]["0"], summary["cache"]["demo"]["greedy"])
+    return {
+        "costs": costs,
+        "measured": _needed(costs["growth"], costs["round_trip"]),
+        "flat": _needed(0.0, costs["round_trip"]),
+    }
+
+
+def measured_costs(arms: Json, by_s: Json) -> Json:
+    """t_p, and in units of it c, the growth for each token more, and R, with what drafting costs beside its passes."""
+    points = [(arm["gamma"] + 1, arm["target_pass_us"]) for name, arm in arms.items() if name not in (ONE, CHOSEN)]
+    (slope, fixed) = linear_regression(*zip(*points, strict=True))
+    one = fixed + slope
+    whole, single = (by_s[str(s)][WITHOUT] for s in (CACHE_GAMMA, 1))
+    draft_pass = (single["round_us"]["draft"] - whole["round_us"]["draft"]) / (CACHE_GAMMA - 1)
+    rest = whole["round_us"]["draft"] - draft_pass + whole["round_trip_us"]
+    return {"t_p_us": one, "c": draft_pass / one, "growth": slope / one, "round_trip": rest / one}
+
+
+def _needed(growth: float, round_trip: float) -> Json:
+    return {
+        f"{c:g}": {f"{alpha:g}": needed_alpha(alpha, c, growth=growth, round_trip=round_trip) for alpha in ALPHAS}
+        for c in COSTS
+    }
+
+
+def needed_alpha(alpha: float, c: float, *, growth: float, round_trip: float) -> float:
+    """The least α of the tokens after the first with which one pass of γ tokens is as fast as s = 1 with its best γ."""
+
+    def rate(alphas: Sequence[float], gamma: int, *, parallel: bool) -> float:
+        seconds = round_time(gamma, c, round_trip, lambda tokens: 1 + growth * (tokens - 1), parallel=parallel)
+        return expected_tokens(alphas, gamma) / seconds
+
+    def best(later: float, *, parallel: bool) -> float:
+        alphas = [alpha, *[later] * (MOST_DRAFTED - 1)]
+        return max(rate(alphas, gamma, parallel=parallel) for gamma in range(1, MOST_DRAFTED + 1))
+
+    single, low, high = best(alpha, parallel=False), 0.0, alpha
+    if best(0.0, parallel=True) >= single:
+        return 0.0
+    while high - low > 1e-4:
+        middle = (low + high) / 2
+        low, high = (low, middle) if best(middle, parallel=True) >= single else (middle, high)
+    return high
+
+
+# ------------------------------------------------------------------------------------------------------------- figures
+
+
+def table(document: Json) -> str:
+    more: harness.Columns = {
+        "over plain": partial(between, name="over_plain"),
+        "over s = 1, adaptive": partial(between, name="over_adaptive"),
+    }
+    parts = [arms_table(document["summary"]["speed"], ("place", "T"), **more)]
+    parts.append(arms_table(document["summary"]["cache"], ("place", "way", "s")))
+    for kind in ("measured", "flat"):
+        if found := document["break_even"].get(kind):
+            rows = [[c, *(number(value) for value in by_alpha.values())] for c, by_alpha in found.items()]
+            parts.append(harness.table(["c", *(f"α = {alpha:g}" for alpha in ALPHAS)], rows, f"break-even, {kind}"))
+    return "\n\n".join(parts)
+
+
+def draw(document: Json, path: Path) -> None:
+    panels: dict[str, dict[str, dict[str, Any]]] = {}
+    for (name, temperature), found in harness.flat(document["summary"]["speed"], 2):
+        shown = {arm: found[arm] for arm in _best_of_each(found)}
+        panels.setdefault(PLACES[name].title, {})[f"T = {temperature}"] = {
+            arm.split(", γ")[0].replace("s = γ", "one pass").split(" = ")[0] if "γ =" in arm else arm: value
+            for arm, value in shown.items()
+        }
+    plots.comparison(
+        path,
+        document,
+        panels,
+        label="tokens/s, to s = 1 with its best γ",
+        note=". White: share of hits of the outcome cache.",
+        text=lambda arm: "" if arm["hit_rate"] is None else percent(arm["hit_rate"]),
+    )
+
+
+def _best_of_each(found: Json) -> list[str]:
+    rates = {name: arm["tokens_per_second"] for name, arm in found.items()}
+    return [*(_best(rates, prefix) for prefix in ("plain draft", "s = 1, γ", "s = 2", "s = γ")), ONE, CHOSEN]
+
+
+if __name__ == "__main__":
+    sys.exit(main())
