@@ -8,7 +8,7 @@ from __future__ import annotations
 import asyncio
 import random
 import zlib
-from collections.abc import Awaitable, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -193,6 +193,7 @@ class TokenRunner:
         proposals: Sequence[Proposed],
         encoder_inputs: Sequence[object] = (),
         scorings: Sequence[object] = (),
+        meanwhile: Callable[[], None] = lambda: None,
     ) -> StepResult:
         require(not encoder_inputs, "the model has no encoder")
         require(not scorings, "no prompt is scored")
@@ -201,6 +202,7 @@ class TokenRunner:
         for chunk in chunks:
             require(chunk.start == self._pool.length(chunk.slot), "a chunk begins elsewhere than its sequence ends")
             self._pool.grow(chunk.slot, chunk.start + len(chunk.tokens))
+        meanwhile()
         results, left = [], list(proposals)
         for chunk in chunks:
             self._pool.write(chunk.slot, chunk.start, chunk.tokens)
