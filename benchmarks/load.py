@@ -145,7 +145,7 @@ class Loops:
             files = gguf_pair(self._models) if by_llama else self._models
             return running.enter_context(Services(files.target, files.draft, max_sequences=most))
 
-        def server(threads: int) -> LlamaServer:
+        def llama_server(threads: int) -> LlamaServer:
             program, files = find_server(), gguf_pair(self._models)
             return running.enter_context(LlamaServer(program, files, threads=threads, longest=longest, parallel=most))
 
@@ -156,7 +156,7 @@ class Loops:
         longest = max(map(len, self._prompts)) + 2 * max(given.new_tokens, *given.short_tokens)
         makers: dict[str, Callable[[], Server]] = {
             BATCHING: lambda: ContinuousBatching(target, threads=1, longest=longest),
-            **{name: partial(server, threads) for name, threads in SERVERS.items()},
+            **{name: partial(llama_server, threads) for name, threads in SERVERS.items()},
             ALONE: lambda: OutriderServer(services(), gamma=0),
             PAIR: lambda: OutriderServer(services(), **options),
         }

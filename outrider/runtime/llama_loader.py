@@ -20,7 +20,7 @@ from outrider.runtime.selfcheck import Reference
 from outrider.runtime.tokenizer import Tokenizer
 
 LLAMA_CPP = "llama.cpp"
-_ALL_F32 = 0  # `general.file_type`
+_ALL_F32, _MOSTLY_BF16 = 0, 32  # `general.file_type`
 
 
 def chosen_runtime(runtime: str, model: str) -> str:
@@ -137,7 +137,8 @@ def load_gguf(source: ModelSource) -> tuple[LlamaModel, Tokenizer]:
     path = resolve_file(source.name, source.revision)
     metadata = read_metadata(path)
     architecture = str(metadata.get("general.architecture"))
-    handle = _load(llama_cpp, path, architecture, vocab_only=False, layers=_gpu_layers(llama_cpp, source.device))
+    gpu_layers = _gpu_layers(llama_cpp, source.device)
+    handle = _load(llama_cpp, path, architecture, vocab_only=False, layers=gpu_layers)
     if (
         llama_cpp.llama_model_has_encoder(handle)
         or not llama_cpp.llama_model_has_decoder(handle)
@@ -154,7 +155,6 @@ def load_gguf(source: ModelSource) -> tuple[LlamaModel, Tokenizer]:
     size = metadata.get(f"{architecture}.attention.key_length") or llama_cpp.llama_model_n_embd(handle) // heads
     layer = AttentionLayer(heads, llama_cpp.llama_model_n_head_kv(handle), size, size**-0.5, None)
     eos_token_ids = tuple(metadata.get("outrider.eos_token_ids") or _end_tokens(llama_cpp, vocab))
-    is_full = metadata.get("general.file_type") == _ALL_F32
     return LlamaModel(
         model=None,
         config=None,
@@ -170,7 +170,7 @@ def load_gguf(source: ModelSource) -> tuple[LlamaModel, Tokenizer]:
         weight_bytes=llama_cpp.llama_model_size(handle),
         layers=(layer,) * llama_cpp.llama_model_n_layer(handle),
         reference=Reference(torch.empty(2, 0, dtype=torch.int64), torch.empty(2, 0, 0)),
-        kv_dtype=torch.float32 if is_full else torch.float16,
+        kv_dtype=_kv_dtype(metadata.get("general.file_type"), on_cpu=not gpu_layers),
         handle=handle,
     ), tokenizer
 
@@ -227,6 +227,14 @@ def _gpu_layers(llama_cpp: ModuleType, device: str) -> int:
     if device != "auto":
         raise CheckpointError(f"--device is {device}; llama-cpp-python is built for the CPU alone")
     return 0
+
+
+def _kv_dtype(file_type: Any, *, on_cpu: bool) -> torch.dtype:
+    """Of keys and values: that of the weights, where the processor multiplies it; else float16."""
+    if file_type == _ALL_F32:
+        return torch.float32
+    multiplies = on_cpu and "avx512_bf16" in processor_flags()
+    return torch.bfloat16 if file_type == _MOSTLY_BF16 and multiplies else torch.float16
 
 
 def _description(llama_cpp: ModuleType, handle: Any) -> str:

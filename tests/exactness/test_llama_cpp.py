@@ -159,7 +159,7 @@ def test_a_killed_verifier_costs_no_token_of_a_seed(services: LlamaPairs) -> Non
     async def write() -> tuple[list[int], int]:
         ids, failovers = list[int](), 0
         async with AsyncClient(draft.address, timeout=90.0, retry=False) as client:
-            async for event in client.generate(PROMPT, **OPTIONS, gamma=2):
+            async for event in client.generate(PROMPT, **(OPTIONS | Options(gamma=2))):
                 match event:
                     case Chunk():
                         was, ids = len(ids), [*ids, *event.token_ids]
