@@ -5,28 +5,40 @@ of gRPC (`benchmarks.one_process`). Both write the same texts, with the same see
 the difference: in one process too, rounds pass through the event loop, the checks and the engines of both services.
 There a round reaches the verifier at once, and waits in its queue for the thread of the engine. So the difference is
 given with the queue too.
+
+In the same turns a minimal gRPC program of two processes (`benchmarks.network_floor`) plays as many rounds, with the
+same computing on each side and nothing else: what idle cores and cold caches make any such program pay.
 """
 
 import sys
-from collections.abc import Sequence
+import time
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
+from functools import partial
 from pathlib import Path
 from statistics import median
+from tempfile import TemporaryDirectory
 from typing import Any
 
 from benchmarks import harness, plots
 from benchmarks.contenders import text_digest, texts, tokenised
 from benchmarks.harness import PHASES, Bench, Json, number, progress
-from benchmarks.services import NO_PREFIXES, RULE, Services, models_of, one_process
+from benchmarks.network_floor import Rounds, floor
+from benchmarks.round_legs import LEGS, median_legs, noted_rounds
+from benchmarks.services import NO_PREFIXES, RULE, Models, Services, models_of, one_process
 from outrider.client import Client
 from outrider.evaluation.deployment import round_seconds
 from outrider.evaluation.pictures import BLUE, GREEN, GREY, LIGHT, ORANGE, SAND, picture
 
-GRPC, ONE = "gRPC", "one process"
+GRPC, ONE, MINIMAL = "gRPC", "one process", "minimal program"
+NOTED = "noted"
+"""The arm whose services note the times of a round. It gives the legs, and no other figure."""
 TAX = ("wire", "other")
 WITH_QUEUE = (*TAX, "queue")
 AIM = 0.015
 """The largest share of a round that gRPC should add."""
+MOST_TIMES = 1.25
+"""The most that the time outside should be, relative to that of the minimal program."""
 _COLOURS = dict(zip(PHASES, (ORANGE, SAND, LIGHT, BLUE, GREEN, GREY), strict=True))
 
 
@@ -39,8 +51,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--dtype", default="bfloat16")
     few = {"only": "demo", "prompts": 1, "new_tokens": 16, "repetitions": 1}
     given = harness.parse(parser, arguments, few)
-    summarise = harness.summary_of(("pair", "temperature"), figures)
     return harness.run("network_tax", given, measure, summarise, table, draw)
+
+
+def summarise(bench: Bench) -> Json:
+    keys, noted = ("pair", "temperature"), bench.select(arm=NOTED)
+    return {
+        "summary": harness.tree([run for run in bench.runs if run not in noted], keys, figures),
+        "legs_us": harness.tree(noted, keys, lambda runs: runs[0]["legs_us"]),
+    }
 
 
 def measure(bench: Bench) -> None:
@@ -54,16 +73,44 @@ def measure(bench: Bench) -> None:
                 Services(models.target, models.draft, dtype=given.dtype, verifier_flags=NO_PREFIXES)
             )
             together = running.enter_context(one_process(models.target, models.draft, dtype=given.dtype))
-            clients = {GRPC: services.client, ONE: together}
+            play = running.enter_context(floor(models.target, models.draft, given.dtype))
+            arms: dict[str, Callable[[Any], Json]] = {
+                GRPC: partial(_written, services.client, gamma=given.gamma),
+                ONE: partial(_written, together, gamma=given.gamma),
+                MINIMAL: partial(_played, play, gamma=given.gamma),
+            }
             for _, task in list(texts(prompts, given.new_tokens, 1))[:2]:  # not measured
-                for client in clients.values():
-                    _written(client, task, given.gamma)
+                for run in arms.values():
+                    run(task)
             for turn, (keys, task) in enumerate(texts(prompts, given.new_tokens, given.repetitions)):
                 where = {"pair": models.name, **keys}
                 if not bench.has(**where):
-                    found = {arm: _written(clients[arm], task, given.gamma) for arm in harness.rotated(clients, turn)}
+                    found = {arm: arms[arm](task) for arm in harness.rotated(arms, turn)}
                     bench.add(*({**where, "arm": arm, **run} for arm, run in found.items()))
-            progress(f"{models.name}: {len(bench.select(pair=models.name))} texts")
+        _note_legs(bench, models, list(texts(prompts, given.new_tokens, 1)))
+        progress(f"{models.name}: {len(bench.select(pair=models.name))} texts")
+
+
+def _note_legs(bench: Bench, models: Models, tasks: Sequence[tuple[Json, Any]]) -> None:
+    """Writes each text once more, with services that note when a round passes their functions."""
+    temperatures = sorted({keys["temperature"] for keys, _ in tasks})
+    if all(bench.has(pair=models.name, temperature=each, arm=NOTED) for each in temperatures):
+        return
+    spans: dict[Any, list[tuple[float, float]]] = {each: [] for each in temperatures}
+    with TemporaryDirectory() as folder:
+        command, dtype = ("benchmarks.round_legs", folder), bench.given.dtype
+        with Services(models.target, models.draft, dtype=dtype, verifier_flags=NO_PREFIXES, command=command) as noting:
+            for keys, task in [tasks[0], *tasks]:
+                began = time.perf_counter()
+                _written(noting.client, task, bench.given.gamma)
+                spans[keys["temperature"]].append((began, time.perf_counter()))
+        del spans[tasks[0][0]["temperature"]][0]
+        rounds = noted_rounds(Path(folder))
+    for temperature, own in spans.items():
+        inside = [each for each in rounds if any(began <= each[0][1] <= ended for began, ended in own)]
+        if not inside:
+            raise ValueError(f"the services noted no round at T = {temperature}; raise --new-tokens")
+        bench.add({"pair": models.name, "temperature": temperature, "arm": NOTED, "legs_us": median_legs(inside)})
 
 
 def _written(client: Client, task: Any, gamma: int) -> Json:
@@ -77,16 +124,27 @@ def _written(client: Client, task: Any, gamma: int) -> Json:
     return {"rounds": done.statistics.num_rounds - 1, "digest": text_digest(done.token_ids), "parts": parts}
 
 
+def _played(play: Rounds, task: Any, gamma: int) -> Json:
+    rounds = max(1, task.new_tokens // 4)
+    seconds = play(rounds=rounds, gamma=gamma, temperature=task.temperature)
+    parts = dict.fromkeys(PHASES, 0.0) | {
+        "draft": seconds["draft"], "forward": seconds["target"], "wire": seconds["other"]
+    }  # fmt: skip
+    return {"rounds": rounds, "digest": "", "parts": parts}
+
+
 def figures(runs: Sequence[Json]) -> Json:
-    """Both arms: medians over repetitions of the mean round. `share` is that of the tax, `added_share` that of the tax
-    beyond the one in one process; `added_with_queue` counts the queue as tax.
+    """Each arm: medians over repetitions of the mean round. `share` is that of the tax, `added_share` that of the tax
+    beyond the one in one process; `added_with_queue` counts the queue as tax. `times` is the tax relative to that of
+    the minimal program.
     """
     by_arm = harness.grouped(runs, "arm")
     texts_of = {arm: {(run["repetition"], run["prompt"]): run["digest"] for run in own} for arm, own in by_arm.items()}
     means = {arm: [_mean_round(own) for own in harness.grouped(by_arm[arm], "repetition").values()] for arm in by_arm}
     found = {}
-    for arm in (GRPC, ONE):
+    for arm in (GRPC, ONE, MINIMAL):
         pairs = list(zip(means[arm], means[ONE], strict=True))
+        times = [_tax(own) / _tax(least) for own, least in zip(means[arm], means[MINIMAL], strict=True)]
         shares = [_tax(own) / sum(own.values()) for own in means[arm]]
         added, with_queue = (
             [(_tax(own, parts) - _tax(one, parts)) / sum(own.values()) for own, one in pairs]
@@ -101,8 +159,10 @@ def figures(runs: Sequence[Json]) -> Json:
             "added_share_range": [min(added), max(added)],
             "added_with_queue": median(with_queue),
             "added_with_queue_range": [min(with_queue), max(with_queue)],
+            "times": median(times),
+            "times_range": [min(times), max(times)],
             "rounds": int(harness.total(by_arm[arm], "rounds")),
-            "same_text": texts_of[arm] == texts_of[GRPC],
+            "same_text": None if arm == MINIMAL else texts_of[arm] == texts_of[GRPC],
         }
     return found
 
@@ -125,14 +185,28 @@ def table(document: Json) -> str:
         "share": lambda arm: _percent(arm, "share"),
         "gRPC adds": lambda arm: _percent(arm, "added_share"),
         "with the queue": lambda arm: _percent(arm, "added_with_queue"),
-        "same text": lambda arm: "yes" if arm["same_text"] else "no",
+        "× minimal": lambda arm: f"{arm['times']:.2f} ({arm['times_range'][0]:.2f} to {arm['times_range'][1]:.2f})",
+        "same text": lambda arm: {None: "–", True: "yes", False: "no"}[arm["same_text"]],
     }
     lines = [
         f"- ABOVE the aim of {AIM:.1%}: {pair} pair, T = {temperature}: gRPC adds {_percent(arms[GRPC], 'added_share')}"
         for (pair, temperature), arms in harness.flat(document["summary"], 2)
         if pair == "deepened" and arms[GRPC]["added_share"] > AIM
     ]
-    return "\n".join([*lines, "", harness.summary_table(document["summary"], ["pair", "T", ""], columns)])
+    lines += [
+        f"- ABOVE the aim of {MOST_TIMES} × minimal: {pair} pair, T = {temperature}: {arms[GRPC]['times']:.2f}"
+        for (pair, temperature), arms in harness.flat(document["summary"], 2)
+        if arms[GRPC]["times"] > MOST_TIMES
+    ]
+    legs: harness.Columns = {
+        f"{leg}, µs": lambda found, leg=leg: number(found[leg], 0)  # type: ignore[misc]
+        for leg in LEGS
+    }
+    tables = [
+        harness.summary_table(document["summary"], ["pair", "T", ""], columns),
+        harness.summary_table(document["legs_us"], ["pair", "T"], legs),
+    ]
+    return "\n".join([*lines, "", "\n\n".join(tables)])
 
 
 def _percent(arm: Json, name: str) -> str:
@@ -144,7 +218,7 @@ def draw(document: Json, path: Path) -> None:
     rows = [(where, arms) for where, arms in harness.flat(document["summary"], 2)]
     note = f"{plots.caption(document)}. Percent: wire and other."
     temperatures = len({temperature for (_, temperature), _ in rows})
-    with picture(path, len(rows) // temperatures, temperatures, size=(4.6, 1.7), note=note) as panels:
+    with picture(path, len(rows) // temperatures, temperatures, size=(4.6, 2.0), note=note) as panels:
         for panel, ((pair, temperature), arms) in zip(panels.flat, rows, strict=True):
             left = [0.0] * len(arms)
             for part in PHASES:

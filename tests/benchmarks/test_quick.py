@@ -91,6 +91,8 @@ def check_network_tax(summary: Json, runs: list[Json]) -> None:
     for arms in summary["demo"].values():
         assert arms["one process"]["same_text"], "in float32 both run the same rounds"
         assert arms["gRPC"]["rounds"] == arms["one process"]["rounds"] > 0
+        assert arms["minimal program"]["rounds"] > 0, "it plays rounds too"
+        assert arms["minimal program"]["times"] == 1
         assert all(0 < arm["share"] < 1 for arm in arms.values())
 
 
