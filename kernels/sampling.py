@@ -176,22 +176,28 @@ def sample(logits: Tensor, draws: Sequence[Draw], config: SparseConfig) -> list[
     """
     if len(draws) != len(logits):
         raise ValueError(f"draws has length {len(draws)}; it must be the number of rows, {len(logits)}")
+    if len(draws) == 1:
+        return _sample_alike(logits, draws, config)
     groups: dict[tuple[SamplingParams, bool], list[int]] = {}
     for row, each in enumerate(draws):
         groups.setdefault((each.params, each.noise is not None), []).append(row)
+    if len(groups) == 1:
+        return _sample_alike(logits, draws, config)
     samples = [Sample(NO_LOGITS)] * len(draws)
-    for (params, by_noise), rows in groups.items():
-        z = logits if len(rows) == len(draws) else logits[rows]
-        own = [draws[row] for row in rows]
-        if params.is_greedy:
-            found = _largest(z.float().cpu(), own)
-        elif by_noise:
-            found = _gumbel_max(probabilities(z, params).cpu(), own)
-        else:
-            found = _inverse_cdf(probabilities(z, params).cpu().numpy(), own, config)
+    for rows in groups.values():
+        found = _sample_alike(logits[rows], [draws[row] for row in rows], config)
         for row, drawn in zip(rows, found, strict=True):
             samples[row] = drawn
     return samples
+
+
+def _sample_alike(logits: Tensor, draws: Sequence[Draw], config: SparseConfig) -> list[Sample]:
+    """As `sample`, for at least one draw; all have the same parameters, and noise or uniforms."""
+    params = draws[0].params
+    if params.is_greedy:
+        return _largest(logits.float().cpu(), draws)
+    p = probabilities(logits, params).cpu()
+    return _inverse_cdf(p.numpy(), draws, config) if draws[0].noise is None else _gumbel_max(p, draws)
 
 
 def gumbel_scores(p: Tensor, noise: Tensor) -> Tensor:

@@ -7,7 +7,9 @@ Truncate, round, then sample from the integers: the message then holds exactly t
 from __future__ import annotations
 
 from bisect import bisect_left
+from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 
 import numpy as np
 import torch
@@ -101,18 +103,23 @@ def truncate(p: np.ndarray, config: SparseConfig) -> SparseDistribution:
         least = max(least, float(torch.topk(torch.from_numpy(p), K, sorted=False)[0].min()))
     ids = (p >= least).nonzero()[0]
     kept = p[ids]
-    best = np.sort(kept)[::-1][:K].astype(np.float64)
-    size = min(int(best.cumsum().searchsorted(config.keep_mass)) + 1, len(best))
-    last = best[size - 1]
-    inside = kept >= last
-    surplus = int(np.count_nonzero(inside)) - size
-    if surplus:  # more tokens equal the last one than fit: the lower ids are kept
-        inside[(kept == last).nonzero()[0][-surplus:]] = False
-    ids, kept = ids[inside], kept[inside]
-    weights = np.rint(kept.astype(np.float64) * (65535.0 / best[0])).astype(np.uint16)
-    if not weights.all():
+    best = np.sort(kept)  # ascending
+    held = best[: -K - 1 : -1].cumsum(dtype=np.float64)
+    size = min(int(held.searchsorted(config.keep_mass)) + 1, len(held))
+    last, scale = best[-size], 65535.0 / float(best[-1])
+    if size < len(ids):
+        inside = kept >= last
+        ids, kept = ids[inside], kept[inside]
+        if len(ids) > size:  # more tokens equal the last one than fit: the lower ids are kept
+            surplus = (kept == last).nonzero()[0][size - len(ids) :]
+            ids, kept = np.delete(ids, surplus), np.delete(kept, surplus)
+    weights = np.multiply(kept, scale, dtype=np.float64)
+    np.rint(weights, out=weights)
+    total = int(weights.sum())
+    weights = weights.astype(np.uint16)
+    if float(last) * scale <= 0.5:  # the least probable tokens have the weight 0
         ids, weights = ids[weights > 0], weights[weights > 0]
-    return SparseDistribution(ids, weights, int(weights.sum(dtype=np.int64)))
+    return SparseDistribution(ids, weights, total)
 
 
 def validate(ids: np.ndarray, weights: np.ndarray, vocab_size: int) -> SparseDistribution:
@@ -137,6 +144,39 @@ def validate(ids: np.ndarray, weights: np.ndarray, vocab_size: int) -> SparseDis
     if not weights.all():
         raise ValueError(f"the weight of token {int(ids[int(weights.argmin())])} is 0; it must be at least 1")
     return SparseDistribution(ids, weights, total)
+
+
+def validated(
+    ids: Sequence[np.ndarray], weights: Sequence[np.ndarray], drafted: Sequence[int], vocab_size: int
+) -> list[SparseDistribution] | None:
+    """Check the distributions of several tokens in one go: as `validate` for each, and that they hold their tokens.
+
+    Args:
+        ids: of each distribution, `[n]` of `[K]`.
+        weights: the same, of one dtype.
+        drafted: the token drawn from each, 0 to `vocab_size` - 1.
+        vocab_size: tokens in the vocabulary.
+
+    Returns:
+        The distributions; None if one is invalid: `validate` says why.
+    """
+    counts = [len(each) for each in ids]
+    if counts != [len(each) for each in weights] or not all(1 <= count <= MAX_SUPPORT for count in counts):
+        return None
+    every, every_weight = np.concatenate(ids), np.concatenate(weights)
+    if int(every.max()) >= vocab_size or int(every.min()) < 0 or not every_weight.all():
+        return None
+    # One ascending list: the ids of each distribution are above those before it.
+    first = vocab_size * np.arange(len(counts))
+    keys = every + first.repeat(counts)
+    wanted = first + drafted
+    if not (keys[1:] > keys[:-1]).all() or int(wanted[-1]) > int(keys[-1]):
+        return None
+    if not (keys[keys.searchsorted(wanted)] == wanted).all():
+        return None
+    ends = list(accumulate(counts))
+    totals = np.add.reduceat(every_weight, [0, *ends[:-1]], dtype=np.int64).tolist()
+    return [SparseDistribution(*each) for each in zip(ids, weights, totals, strict=True)]
 
 
 def _refuse_disorder(ids: np.ndarray) -> None:

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from kernels.sparse import MAX_SUPPORT, SparseConfig, SparseDistribution, sparsify, validate
+from kernels.sparse import MAX_SUPPORT, SparseConfig, SparseDistribution, sparsify, truncate, validate, validated
 from tests.kernels.cases import gaussian
 
 CONFIGS = [
@@ -47,6 +47,14 @@ def test_equal_tokens_at_the_cut_stay_from_the_lowest_id() -> None:
         assert sparsify(p, config)[0].ids.tolist() == ids
 
 
+@pytest.mark.parametrize("weight", [0.3, 0.45, 0.5, 0.55, 1.5])
+def test_tokens_whose_weight_rounds_to_0_are_dropped(weight: float) -> None:
+    p = np.array([weight / 65535, 1.0, 1e-9, 3 / 65535], np.float32)
+    q = truncate(p, SparseConfig(keep_mass=1.0))
+    assert (q.ids.tolist(), q.weights.tolist()) == _by_sorting(p, SparseConfig(keep_mass=1.0))
+    assert q.total == q.weights.sum(dtype=np.int64)
+
+
 def test_cell_edges_are_exact() -> None:
     """The first uniform of 53 bits at or above c/Σw, and the one before it, fall on either side."""
     weights = np.array([40000, 1, 65535, 3, 17], np.uint16)
@@ -57,23 +65,54 @@ def test_cell_edges_are_exact() -> None:
         assert q.token_at(edge * 2.0**-53) == token + 1
 
 
-@pytest.mark.parametrize(
-    ("ids", "weights", "named"),
-    [
-        ([1, 2, 3], [1, 2], "token_ids has length 3 and weights 2"),
-        ([], [], "token_ids has length 0"),
-        (list(range(257)), [1] * 257, f"token_ids has length 257; it must be 1 to {MAX_SUPPORT}"),
-        ([1, 5, 3], [1, 1, 1], "5 at index 1 is followed by 3"),
-        ([1, 5, 5], [1, 1, 1], "token_ids has 5 twice, at indices 1 and 2"),
-        ([1, 300], [1, 1], "token_ids has 300; ids must be below 300"),
-        ([-2, 3], [1, 1], "token_ids has -2; ids must be below 300"),
-        ([1, 2], [0, 0], "all 2 weights are 0"),
-        ([1, 2, 7], [3, 0, 1], "weight of token 2 is 0"),
-    ],
-)
+INVALID: list[tuple[list[int], list[int], str]] = [
+    ([1, 2, 3], [1, 2], "token_ids has length 3 and weights 2"),
+    ([], [], "token_ids has length 0"),
+    (list(range(257)), [1] * 257, f"token_ids has length 257; it must be 1 to {MAX_SUPPORT}"),
+    ([1, 5, 3], [1, 1, 1], "5 at index 1 is followed by 3"),
+    ([1, 5, 5], [1, 1, 1], "token_ids has 5 twice, at indices 1 and 2"),
+    ([1, 300], [1, 1], "token_ids has 300; ids must be below 300"),
+    ([-2, 3], [1, 1], "token_ids has -2; ids must be below 300"),
+    ([1, 2], [0, 0], "all 2 weights are 0"),
+    ([1, 2, 7], [3, 0, 1], "weight of token 2 is 0"),
+]
+
+
+@pytest.mark.parametrize(("ids", "weights", "named"), INVALID)
 def test_an_invalid_q_is_refused(ids: list[int], weights: list[int], named: str) -> None:
     with pytest.raises(ValueError, match=named):
         validate(np.array(ids, dtype=np.int64), np.array(weights, dtype=np.uint16), 300)
+
+
+GOOD = [([3, 4, 299], [5, 1, 9], 4), ([0, 1], [65535, 65535], 0), ([0, 7, 8, 299], [1, 1, 2, 1], 299)]
+"""Ids, weights and a token of each."""
+
+
+def _validated(several: list[tuple[list[int], list[int], int]]) -> list[SparseDistribution] | None:
+    ids, weights, drafted = zip(*several, strict=True)
+    arrays = [np.array(each, np.int64) for each in ids], [np.array(each, np.uint16) for each in weights]
+    return validated(*arrays, drafted, 300)
+
+
+def test_several_valid_q_are_those_of_their_own_checks() -> None:
+    found = _validated(GOOD)
+    assert found is not None
+    for q, (ids, weights, _) in zip(found, GOOD, strict=True):
+        assert (q.ids.tolist(), q.weights.tolist(), q.total) == (ids, weights, sum(weights))
+
+
+@pytest.mark.parametrize("at", [0, 1, 2])
+@pytest.mark.parametrize(("ids", "weights"), [each[:2] for each in INVALID])
+def test_several_q_are_refused_if_one_is_invalid(at: int, ids: list[int], weights: list[int]) -> None:
+    assert _validated([*GOOD[:at], (ids, weights, ids[0] if ids else 0), *GOOD[at + 1 :]]) is None
+
+
+@pytest.mark.parametrize("token", [0, 2, 5, 298])
+@pytest.mark.parametrize("at", [0, 1, 2])
+def test_several_q_are_refused_if_a_token_is_outside_its_own(at: int, token: int) -> None:
+    ids, weights, _ = GOOD[at]
+    found = _validated([*GOOD[:at], (ids, weights, token), *GOOD[at + 1 :]])
+    assert (found is None) == (token not in ids)
 
 
 @pytest.mark.parametrize("dtype", [np.int64, np.uint32])
