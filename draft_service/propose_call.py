@@ -24,7 +24,7 @@ from outrider.rpc.errors import RequestError, idle, internal, invalid_field, out
 from outrider.service.encoder_input import check_opening_input
 from outrider.service.model_info import check_features
 from outrider.service.sampling import RULE_TO_WIRE, check_token_ids
-from outrider.service.wire import PrefixHash, encode_distribution
+from outrider.service.wire import PrefixHash, encode_proposal
 from protos.outrider.v1 import draft_service_pb2, model_pb2, speculation_pb2
 
 if TYPE_CHECKING:
@@ -223,14 +223,11 @@ class _Progress:
 
     def proposal(self, draft: Draft) -> speculation_pb2.Proposal:
         """The proposal message of the current round."""
-        return speculation_pb2.Proposal(
-            round=self._round,
-            base_length=self._length,
-            prefix_hash=self._hash.digest(),
-            token_ids=draft.token_ids,
-            distributions=[encode_distribution(each) for each in draft.distributions],
-            seen_round=self._seen,
+        message = speculation_pb2.Proposal(
+            round=self._round, base_length=self._length, prefix_hash=self._hash.digest(), seen_round=self._seen
         )
+        encode_proposal(message, draft.token_ids, draft.distributions)
+        return message
 
 
 def check_open(

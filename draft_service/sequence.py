@@ -7,6 +7,8 @@ from typing import Protocol
 
 from draft_service.drafters.base import CacheUse
 from draft_service.request import KIND_TO_WIRE, POLICY_TO_WIRE, Generation
+from kernels.dense import DraftLogits
+from kernels.sparse import SparseDistribution
 from outrider.service.best_effort import Component
 from outrider.service.sampling import RULE_TO_WIRE
 from outrider.service.wire import PrefixHash, draft_probability
@@ -213,7 +215,7 @@ class Round:
         owed: verdicts still to come: one for a proposal, one for each token of a `Decode`.
         is_decode: whether it is a `Decode`.
         draft_tokens: of the proposal.
-        distributions: encoded q̂ of each drafted token; empty under `coupled`.
+        distributions: q̂ of each drafted token, or its logits; None is the point mass; empty under `coupled`.
         gamma: the chosen γ; the proposal may have fewer tokens.
         draft_seconds: time of drafting; None for a `Decode`.
         draft_start: `time.perf_counter()` when drafting began; None for a `Decode`.
@@ -225,7 +227,7 @@ class Round:
     owed: int = 0
     is_decode: bool = False
     draft_tokens: list[int] = field(default_factory=list)
-    distributions: list[speculation_pb2.TokenDistribution] = field(default_factory=list)
+    distributions: list[SparseDistribution | DraftLogits | None] = field(default_factory=list)
     gamma: int = 0
     draft_seconds: float | None = None
     draft_start: float | None = None
@@ -286,7 +288,7 @@ class Sequence:
     def propose(
         self,
         draft_tokens: list[int],
-        distributions: list[speculation_pb2.TokenDistribution],
+        distributions: list[SparseDistribution | DraftLogits | None],
         *,
         gamma: int = 0,
         draft_seconds: float = 0.0,

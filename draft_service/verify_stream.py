@@ -11,7 +11,7 @@ from draft_service.sequence import Round, Sequence
 from outrider.rpc import errors
 from outrider.rpc.errors import RequestError, counted, failed_precondition, internal, unavailable
 from outrider.rpc.timeouts import Ending, InactivityTimer
-from outrider.service.wire import pad
+from outrider.service.wire import encode_proposal, pad
 from protos.outrider.v1 import sampling_pb2, speculation_pb2, verifier_service_pb2
 from protos.outrider.v1.verifier_service_pb2 import VerifyRequest, VerifyResponse
 
@@ -101,20 +101,16 @@ class VerifyStream:
             RequestError: the stream has ended.
         """
         sequence, round_ = self._sequence, self._sequence.round
-        base: Any = {
-            "round": round_.number,
-            "base_length": len(sequence.tokens),
-            "prefix_hash": sequence.prefix_hash,
-            "seen_round": self._seen,
-        }
-        if round_.is_decode:
-            decode = verifier_service_pb2.Decode(num_tokens=round_.owed, **base)
-            message = VerifyRequest(decode=decode)
+        message = VerifyRequest()
+        content = message.decode if round_.is_decode else message.proposal
+        content.round = round_.number
+        content.base_length = len(sequence.tokens)
+        content.prefix_hash = sequence.prefix_hash
+        content.seen_round = self._seen
+        if isinstance(content, verifier_service_pb2.Decode):
+            content.num_tokens = round_.owed
         else:
-            proposal = speculation_pb2.Proposal(
-                token_ids=round_.draft_tokens, distributions=round_.distributions, **base
-            )
-            message = VerifyRequest(proposal=proposal)
+            encode_proposal(content, round_.draft_tokens, round_.distributions)
         await self._write(message)
         self._sent = round_
 

@@ -5,6 +5,7 @@ that need the state of the sequence, such as its base, are in `TargetSequence`.
 """
 
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
 from torch import Tensor
@@ -12,7 +13,7 @@ from torch import Tensor
 from kernels.adjustments import LogitRules
 from kernels.dense import EXCLUDED, DraftLogits
 from kernels.generation_rules import GenerationRules
-from kernels.sparse import SparseDistribution, validate
+from kernels.sparse import SparseDistribution, validate, validated
 from kernels.verify import Rule
 from outrider.rpc.errors import RequestError, counted, failed_precondition, invalid_field
 from outrider.service.encoder_input import check_opening_input
@@ -26,7 +27,7 @@ from outrider.service.sampling import (
     check_sampling,
     check_token_ids,
 )
-from outrider.service.wire import HASH_BYTES, decode_logits, decode_sparse
+from outrider.service.wire import HASH_BYTES, decode_all_sparse, decode_logits, decode_sparse
 from protos.outrider.v1 import model_pb2, speculation_pb2, verifier_service_pb2
 
 FEATURES = (
@@ -189,12 +190,13 @@ def check_proposal(
             given=len(message.distributions),
             expected=expected,
         )
-    distributions = tuple(
-        _check_logits(f"proposal.distributions[{i}]", distribution, tokens[i], model, is_greedy=is_greedy)
-        if rule is Rule.SIGMOID
-        else _check_distribution(f"proposal.distributions[{i}]", distribution, tokens[i], model)
-        for i, distribution in enumerate(message.distributions)
-    )
+    if rule is Rule.SIGMOID:
+        distributions = tuple(
+            _check_logits(f"proposal.distributions[{i}]", distribution, tokens[i], model, is_greedy=is_greedy)
+            for i, distribution in enumerate(message.distributions)
+        )
+    else:
+        distributions = _check_distributions(message.distributions, tokens, model)
     return Round(
         number=message.round,
         base_length=message.base_length,
@@ -290,6 +292,27 @@ def _check_round(kind: str, message: speculation_pb2.Proposal | verifier_service
             given=len(message.prefix_hash),
             expected=HASH_BYTES,
         )
+
+
+def _check_distributions(
+    messages: Sequence[speculation_pb2.TokenDistribution], tokens: Sequence[int], model: model_pb2.ModelInfo
+) -> tuple[SparseDistribution | None, ...]:
+    """All of a proposal in one go, if they are sparse or point masses, and valid. If not, each on its own."""
+    forms = [message.WhichOneof("form") for message in messages]
+    sparse = [message.sparse for message, form in zip(messages, forms, strict=True) if form == "sparse"]
+    if not sparse and all(form == "point_mass" for form in forms):
+        return (None,) * len(forms)
+    drafted = [token for token, form in zip(tokens, forms, strict=True) if form == "sparse"]
+    found = decode_all_sparse(sparse) if len(sparse) + forms.count("point_mass") == len(forms) else None
+    if found is not None and max(map(len, found[0])) <= model.limits.max_support:
+        valid = validated(*found, drafted, model.vocab_size)
+        if valid is not None:
+            every = iter(valid)
+            return tuple(next(every) if form == "sparse" else None for form in forms)
+    return tuple(
+        _check_distribution(f"proposal.distributions[{i}]", message, tokens[i], model)
+        for i, message in enumerate(messages)
+    )
 
 
 def _check_distribution(

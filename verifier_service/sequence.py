@@ -353,21 +353,19 @@ def _encode_verdict(
     timings: Callable[[], speculation_pb2.VerdictTimings],
     load: speculation_pb2.VerifierLoad,
 ) -> verifier_service_pb2.VerifyResponse:
-    verdict = speculation_pb2.Verdict(
-        round=number,
-        base_length=base_length,
-        status=speculation_pb2.VERDICT_STATUS_JUDGED,
-        judged=judged,
-        accepted=min(result.accepted, len(tokens)),
-        token_ids=tokens,
-        beta=result.beta,
-        logprobs=encode_logprobs(result.logprobs[: len(tokens)]),
-        target_probabilities=result.probabilities,
-        finish_reason=reason,
-        timings=timings(),
-        load=load,
-    )
-    return verifier_service_pb2.VerifyResponse(sequence_id=sequence_id, verdict=verdict)
+    reply = verifier_service_pb2.VerifyResponse(sequence_id=sequence_id)
+    verdict = reply.verdict  # in place: a message that is built on its own is copied into the one around it
+    verdict.round, verdict.base_length = number, base_length
+    verdict.status = speculation_pb2.VERDICT_STATUS_JUDGED
+    verdict.judged, verdict.accepted = judged, min(result.accepted, len(tokens))
+    verdict.token_ids.extend(tokens)
+    verdict.beta.extend(result.beta)
+    verdict.logprobs.extend(encode_logprobs(result.logprobs[: len(tokens)]))
+    verdict.target_probabilities.extend(result.probabilities)
+    verdict.finish_reason = reason
+    verdict.timings.CopyFrom(timings())
+    verdict.load.CopyFrom(load)
+    return reply
 
 
 def is_sound(result: VerifyResult) -> bool:

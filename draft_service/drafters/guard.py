@@ -19,7 +19,7 @@ from draft_service.drafters.base import Draft, Drafter, DraftError, Drafting, Dr
 from kernels.adjustments import LogitRules
 from kernels.dense import EXCLUDED, DraftLogits
 from kernels.sampling import SamplingParams
-from kernels.sparse import SparseDistribution, validate
+from kernels.sparse import SparseDistribution, validate, validated
 from kernels.verify import Rule
 from outrider.service.best_effort import Component
 
@@ -169,8 +169,8 @@ class GuardedDrafter(Drafter):
             Exception: from the drafter.
         """
         if not proposal.done():
-            left = requested + self.timeout - asyncio.get_running_loop().time()
-            await asyncio.wait((proposal,), timeout=max(0.0, left))
+            loop = asyncio.get_running_loop()
+            await _settled(proposal, requested + self.timeout, loop)
         if not proposal.done():
             raise TimeoutError(f"no proposal within {self.timeout:g} s (--draft-timeout)")
         if proposal.cancelled():  # by the drafter; a `CancelledError` here would cancel the request
@@ -321,6 +321,23 @@ def begun(proposal: Awaitable[Draft]) -> "asyncio.Future[Draft]":
     return future
 
 
+async def _settled(proposal: "asyncio.Future[Draft]", until: float, loop: asyncio.AbstractEventLoop) -> None:
+    """Waits for a proposal, until `until` by the loop's clock. `asyncio.wait` does the same in three times the time."""
+    waiter = loop.create_future()
+
+    def wake(*_: object) -> None:
+        if not waiter.done():
+            waiter.set_result(None)
+
+    timer = loop.call_at(until, wake)
+    proposal.add_done_callback(wake)
+    try:
+        await waiter
+    finally:
+        timer.cancel()
+        proposal.remove_done_callback(wake)
+
+
 class _Invalid(Exception):
     pass
 
@@ -335,6 +352,8 @@ def _check(draft: Draft, gamma: int, sequence: DraftSequence, vocab_size: int, m
         _require(not distributions, f"{len(distributions)} distributions; the rule coupled takes none")
         return
     _require(len(distributions) == len(tokens), f"{len(distributions)} distributions for {len(tokens)} tokens")
+    if not sequence.needs_logits and _are_valid(tokens, distributions, vocab_size, max_support):
+        return
     for token, q in zip(tokens, distributions, strict=True):
         if sequence.needs_logits:
             _check_logits(token, q, vocab_size)
@@ -344,6 +363,20 @@ def _check(draft: Draft, gamma: int, sequence: DraftSequence, vocab_size: int, m
             validate(q.ids, q.weights, vocab_size)
             _require(len(q.ids) <= max_support, f"a distribution has {len(q.ids)} tokens; at most {max_support}")
             _require(q.probability(token) > 0, f"token {token} has probability 0 in its own distribution")
+
+
+def _are_valid(tokens: Sequence[int], distributions: Sequence[object], vocab_size: int, max_support: int) -> bool:
+    """Whether all are valid, in one go. If not, a check of each says why."""
+    drawn = [(token, q) for token, q in zip(tokens, distributions, strict=True) if q is not None]
+    if not drawn:
+        return True
+    ids, weights = [], []
+    for _, q in drawn:
+        if not isinstance(q, SparseDistribution) or len(q.ids) > max_support:
+            return False
+        ids.append(q.ids)
+        weights.append(q.weights)
+    return validated(ids, weights, [token for token, _ in drawn], vocab_size) is not None
 
 
 def _check_logits(token: int, logits: object, vocab_size: int) -> None:

@@ -6,6 +6,7 @@ import hashlib
 import sys
 from array import array
 from collections.abc import Iterable, Mapping, Sequence
+from itertools import accumulate
 from typing import Any
 
 import numpy as np
@@ -48,19 +49,26 @@ class PrefixHash:
         return self._state.digest()
 
 
-def encode_distribution(q: SparseDistribution | DraftLogits | None) -> speculation_pb2.TokenDistribution:
-    """The draft probabilities of one token as a message, or its logits; None is the point mass."""
-    if q is None:
-        return speculation_pb2.TokenDistribution(point_mass=speculation_pb2.PointMass())
-    if isinstance(q, DraftLogits):
-        values = q.values.cpu().numpy().astype(_LOGITS, copy=False).tobytes()
-        return speculation_pb2.TokenDistribution(logits=speculation_pb2.DenseLogits(values=values))
-    return speculation_pb2.TokenDistribution(
-        sparse=speculation_pb2.SparseDistribution(
-            token_ids=q.ids.astype(_IDS, copy=False).tobytes(),
-            weights=q.weights.astype(_WEIGHTS, copy=False).tobytes(),
-        )
-    )
+def encode_proposal(
+    message: speculation_pb2.Proposal,
+    token_ids: Sequence[int],
+    distributions: Iterable[SparseDistribution | DraftLogits | None],
+) -> None:
+    """Adds the drafted tokens to a message, and the draft probabilities of each, or its logits; None is the point mass.
+
+    In place: a message that is built on its own is copied into the one around it.
+    """
+    message.token_ids.extend(token_ids)
+    add = message.distributions.add
+    for q in distributions:
+        if q is None:
+            add().point_mass.SetInParent()
+        elif isinstance(q, DraftLogits):
+            add().logits.values = q.values.cpu().numpy().astype(_LOGITS, copy=False).tobytes()
+        else:
+            sparse = add().sparse
+            sparse.token_ids = q.ids.astype(_IDS, copy=False).tobytes()
+            sparse.weights = q.weights.astype(_WEIGHTS, copy=False).tobytes()
 
 
 def decode_sparse(message: speculation_pb2.SparseDistribution) -> tuple[np.ndarray, np.ndarray]:
@@ -76,6 +84,21 @@ def decode_sparse(message: speculation_pb2.SparseDistribution) -> tuple[np.ndarr
         )
     ids = np.frombuffer(message.token_ids, dtype=_IDS).astype(np.int64)
     return ids, np.frombuffer(message.weights, dtype=_WEIGHTS)
+
+
+def decode_all_sparse(
+    messages: Sequence[speculation_pb2.SparseDistribution],
+) -> tuple[list[np.ndarray], list[np.ndarray]] | None:
+    """As `decode_sparse`, ids and weights of all messages. None if a length is wrong, or a message is empty."""
+    counts = [len(message.weights) // 2 for message in messages]
+    for message, count in zip(messages, counts, strict=True):
+        if not count or len(message.token_ids) != 4 * count or len(message.weights) != 2 * count:
+            return None
+    ids = np.frombuffer(b"".join([message.token_ids for message in messages]), dtype=_IDS).astype(np.int64)
+    weights = np.frombuffer(b"".join([message.weights for message in messages]), dtype=_WEIGHTS)
+    ends = list(accumulate(counts))
+    spans = [slice(end - count, end) for end, count in zip(ends, counts, strict=True)]
+    return [ids[span] for span in spans], [weights[span] for span in spans]
 
 
 def decode_logits(message: speculation_pb2.DenseLogits, vocab_size: int) -> DraftLogits:
@@ -111,17 +134,14 @@ def _bytes_with_logits(vocab_size: int) -> int:
     return LOGIT_BYTES * vocab_size + _BYTES_OF_TOKEN
 
 
-def draft_probability(message: speculation_pb2.TokenDistribution, token: int) -> float:
-    """Q of a drafted token, in a distribution that this service sends; of logits, by their softmax."""
-    match message.WhichOneof("form"):
-        case "sparse":
-            ids, weights = decode_sparse(message.sparse)
-            return SparseDistribution(ids, weights, int(weights.sum(dtype=np.int64))).probability(token)
-        case "logits":
-            values = torch.from_numpy(np.frombuffer(message.logits.values, dtype=_LOGITS).astype(np.float32))
-            return float(torch.softmax(values, 0)[token])
-        case _:
-            return 1.0
+def draft_probability(q: SparseDistribution | DraftLogits | None, token: int) -> float:
+    """Q of a drafted token, in the distribution that it was drawn from; of logits, by their softmax."""
+    if q is None:
+        return 1.0
+    if isinstance(q, DraftLogits):
+        values = torch.from_numpy(q.values.cpu().numpy().astype(_LOGITS, copy=False).astype(np.float32))
+        return float(torch.softmax(values, 0)[token])
+    return q.probability(token)
 
 
 def encode_logprobs(positions: Sequence[TokenLogprobs]) -> list[sampling_pb2.PositionLogprobs]:

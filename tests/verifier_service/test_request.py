@@ -10,7 +10,7 @@ import pytest
 from kernels.dense import EXCLUDED, DraftLogits, SigmoidScales
 from kernels.verify import Rule
 from outrider.rpc.errors import RequestError
-from outrider.service.wire import HASH_BYTES, bytes_with_logits, encode_distribution, most_logits
+from outrider.service.wire import HASH_BYTES, bytes_with_logits, encode_proposal, most_logits
 from protos.outrider.v1 import model_pb2, sampling_pb2, speculation_pb2, verifier_service_pb2
 from verifier_service.request import check_open, check_proposal
 
@@ -180,7 +180,9 @@ def test_scales_and_logits_keep_their_values() -> None:
     for logits in check_proposal(_with_logits(sent), MODEL, rule=Rule.SIGMOID).distributions:
         assert isinstance(logits, DraftLogits)
         assert logits.values.tolist() == sent.astype(np.float16).tolist()
-        assert encode_distribution(logits).logits.values == sent.astype("<f2").tobytes()
+        message = speculation_pb2.Proposal()
+        encode_proposal(message, [0], [logits])
+        assert message.distributions[0].logits.values == sent.astype("<f2").tobytes()
 
 
 @pytest.mark.parametrize(
