@@ -11,9 +11,8 @@ from draft_service.failover import FailoverStream, Verifiers
 from draft_service.metrics import SampleWatch
 from draft_service.output import Emitter
 from draft_service.request import Generation
-from draft_service.sequence import STATISTICS, Sequence
+from draft_service.sequence import STATISTICS, Round, Sequence
 from draft_service.speculation import SequenceGamma
-from outrider.service.wire import encode_distribution
 from protos.outrider.v1 import draft_service_pb2, sampling_pb2, speculation_pb2, verifier_service_pb2
 
 _log = structlog.get_logger()
@@ -51,6 +50,7 @@ class Sample:
         self.sequence.on_prompt_logprobs = self._send_prompt_logprobs
         self._drafting: Drafting | None = None
         self._draft_start = 0.0  # of the last draft, by `time.perf_counter()`
+        self._uncounted: tuple[Round, speculation_pb2.Verdict, float] | None = None  # with the seconds waited
 
     async def run(self, verifiers: Verifiers, drafter: Drafter, *, timeout: float | None, on_open: OnOpen) -> None:
         """Writes the sample. Both services have freed the sequence when this returns or raises.
@@ -88,6 +88,7 @@ class Sample:
             target.cancel()
             raise
         finally:
+            self._count_verdict()
             self._watch.ends()
             self._stop_drafting()
         self._finish()
@@ -177,17 +178,16 @@ class Sample:
         if drafted is None:
             sequence.decode(min(sequence.left, self._tokens_to_decode()))
         else:
-            distributions = [encode_distribution(each) for each in drafted.distributions]
-            gamma = self._gamma.gamma
             sequence.propose(
                 drafted.token_ids,
-                distributions,
-                gamma=gamma,
+                drafted.distributions,
+                gamma=self._gamma.gamma,
                 draft_seconds=drafted.seconds,
                 draft_start=self._draft_start,
             )
         sequence.round.sent = sent
         await target.send()
+        self._count_verdict()
         if drafted is not None:
             self._count_draft(drafted)
 
@@ -221,12 +221,20 @@ class Sample:
         return verdict
 
     def _account(self, verdict: speculation_pb2.Verdict, *, pause: float) -> None:
-        """Updates γ, counts and metrics. `pause` is the part of the wait without a verifier. Nothing here raises."""
+        """Updates γ. `pause` is the part of the wait without a verifier. Nothing here raises."""
         round_, now = self.sequence.round, time.perf_counter()
         round_.waited = waited = now - round_.sent - pause
         round_.sent = now  # the wait for the next verdict of a Decode starts here
         self._gamma.judged(verdict)
-        self._count(verdict, waited)
+        self._count_verdict()
+        self._uncounted = round_, verdict, waited
+
+    def _count_verdict(self) -> None:
+        """Updates counts and metrics with the last verdict. The next proposal does not wait for them."""
+        if self._uncounted is None:
+            return
+        (round_, verdict, waited), self._uncounted = self._uncounted, None
+        self._count(round_, verdict, waited)
         self._watch.judged(
             verdict,
             gamma=round_.gamma,
@@ -241,8 +249,7 @@ class Sample:
         return STATISTICS.run(lambda: self.sequence.round_times(verdict), None)
 
     @STATISTICS.quiet
-    def _count(self, verdict: speculation_pb2.Verdict, waited: float) -> None:
-        round_ = self.sequence.round
+    def _count(self, round_: Round, verdict: speculation_pb2.Verdict, waited: float) -> None:
         self.sequence.timings.add(waited, verdict)
         self.sequence.counts.add(len(round_.draft_tokens), verdict, gamma=round_.gamma)
 

@@ -333,6 +333,9 @@ class VerifierEngine(Engine[Message, TargetWork, StepResult]):
         self.scheduler.settle(sequence)
         return JudgedRound(sequence, drafted, accepted, queued)
 
+    def has_work(self) -> bool:
+        return any(sequence.rounds or not sequence.judged_at for sequence in self.scheduler.running)
+
     # ---------------------------------------------------------------------------------------------------- accounting
 
     def _account(self) -> None:

@@ -69,6 +69,8 @@ Message = TypeVar("Message")
 Work = TypeVar("Work")
 Output = TypeVar("Output")
 
+# After a step without further work, so long for the event loop to take the replies: it needs the interpreter's lock.
+LEAVING_SECONDS = 0.2e-3
 # How long `stop` waits for the step under way, which may never end.
 STOP_SECONDS = 3.0
 
@@ -162,6 +164,10 @@ class Engine(ABC, Generic[Message, Work, Output]):
             is_own: whether some other sequence of the step succeeded, or the step had no other.
         """
 
+    def has_work(self) -> bool:
+        """Whether the next step should follow at once. If not, the thread waits until replies have left."""
+        return True
+
     def idle(self) -> float | None:
         """Called before the thread waits for a message. Returns the longest wait in seconds; None is no limit."""
         return None
@@ -178,9 +184,10 @@ class Engine(ABC, Generic[Message, Work, Output]):
             ModelLost: no step will ever run again.
         """
         work, seconds = self.next_work()
-        if work:
-            self.step(work)
-        return seconds
+        if not work:
+            return seconds
+        self.step(work)
+        return 0.0 if self.has_work() else LEAVING_SECONDS
 
     def next_work(self) -> tuple[Sequence[Work], float | None]:
         """The first half of `turn`: the work of the next step, and the result of `turn`."""
