@@ -1,9 +1,9 @@
 """The draft's engine: one forward pass a step, for all sequences that have a proposal to draft.
 
-A step adds one token to each proposal. It adds more in staged drafting (the guesses that the model accepts: `Staging`),
-in parallel drafting (one more for each mask token after the text), and in one call of the decode loop (the rest of the
-proposal: `outrider.runtime.decode_loop`). While no proposal is requested, the engine drafts for likely verdicts
-(`OutcomeCache`). It runs on a thread of its own (`outrider.runtime.engine`).
+A step adds one token to each proposal, or reads pieces of long prompts. It adds more tokens in staged drafting (the
+guesses that the model accepts: `Staging`), in parallel drafting (one more for each mask token after the text), and in
+one call of the decode loop (the rest of the proposal: `outrider.runtime.decode_loop`). While no proposal is requested,
+the engine drafts for likely verdicts (`OutcomeCache`). It runs on a thread of its own (`outrider.runtime.engine`).
 """
 
 import time
@@ -84,12 +84,16 @@ class DraftEngine(Engine[Propose | Close, DraftWork, list[Drawn]]):
         # With an encoder, keys and values of a prefix depend on its input too.
         self._prefixes = PrefixCache(model_runner.pool, enabled=prefix_cache and model_runner.loaded.encoder is None)
         self.prefix_queries = self.prefix_hits = 0
+        self._was_of_pieces = False  # whether the last step was of pieces of prompts
+        self._goes_first: set[ModelSequence] = set()  # their proposals end before the next such step
+        self._finished: list[tuple[ModelSequence, float]] = []  # proposals not yet accounted for, and when they left
         width = BRANCHES_ON_CPU if model_runner.loaded.device.type == "cpu" else BRANCHES_ELSEWHERE
         self.cache = OutcomeCache(model_runner.pool, width=width, max_length=model_runner.max_length)
 
     # ------------------------------------------------------------------------------------------------------- receive
 
     def receive(self, message: Propose | Close) -> None:
+        self._account()
         sequence = message.sequence
         if isinstance(message, Close):
             self._close(sequence)
@@ -112,6 +116,7 @@ class DraftEngine(Engine[Propose | Close, DraftWork, list[Drawn]]):
         sequence.done = message.done
         sequence.gamma = message.gamma
         self._busy.append(sequence)
+        self._goes_first.discard(sequence)
         branch = self._call_cache(lambda: self.cache.take(message, drafted, kept), None)
         if branch is None:
             pool.rollback(sequence.slot, min(pool.length(sequence.slot), base + kept, sequence.base - 1))
@@ -160,25 +165,44 @@ class DraftEngine(Engine[Propose | Close, DraftWork, list[Drawn]]):
     # --------------------------------------------------------------------------------------- schedule, forward, process
 
     def schedule(self) -> list[DraftWork]:
-        work: list[DraftWork] = []
-        budget = self._prefill_tokens
+        self._account()
+        drawing: list[DraftWork] = []
+        pieces: list[DraftWork] = []
+        to_draw = to_read = self._prefill_tokens
         has_encoder = False
         for sequence in list(self._busy):
             try:
-                item = self._work_of(sequence, budget, may_encode=not has_encoder)
+                item = self._work_of(sequence, to_draw, to_read, may_encode=not has_encoder)
             except Exception as error:
                 self._end(sequence, error)
                 continue
-            if item is not None:
-                budget -= item.chunk.logits_from
-                has_encoder |= item.encodes
-                work.append(item)
+            if item is None:
+                continue
+            has_encoder |= item.encodes
+            if item.draws:
+                to_draw -= item.chunk.logits_from
+                drawing.append(item)
+            else:
+                to_read -= item.chunk.logits_from
+                pieces.append(item)
+        work = self._in_turn(drawing, pieces)
         if not work:
             return self._call_cache(self._branches, [])
         return work if self.staging is None else self.staging.add_guesses(work)
 
-    def _work_of(self, sequence: ModelSequence, budget: int, *, may_encode: bool) -> DraftWork | None:
-        """A sequence's share of the next step, with at most `budget` tokens of prompt; None if it has to wait."""
+    def _in_turn(self, drawing: list[DraftWork], pieces: list[DraftWork]) -> list[DraftWork]:
+        """Pieces of long prompts run in steps of their own. Every proposal waits for one of them at most."""
+        if self._was_of_pieces:
+            self._goes_first = {item.sequence for item in drawing}
+        if pieces and not any(item.sequence in self._goes_first for item in drawing):
+            drawing = []
+        self._was_of_pieces = not drawing
+        return drawing or pieces
+
+    def _work_of(self, sequence: ModelSequence, to_draw: int, to_read: int, *, may_encode: bool) -> DraftWork | None:
+        """A sequence's share of the next step: it draws after at most `to_draw` tokens of prompt, or else reads at most
+        `to_read`. None if it has to wait.
+        """
         assert sequence.slot is not None
         encodes = self.model_runner.lacks_encoder(sequence.slot)
         if encodes and not may_encode:
@@ -187,8 +211,8 @@ class DraftEngine(Engine[Propose | Close, DraftWork, list[Drawn]]):
             self._adopt_prefix(sequence)
         start = self.model_runner.pool.length(sequence.slot)
         behind = len(sequence.tokens) - start  # at least 1: the last token has never run
-        piece = min(behind - 1, budget)
-        draws = piece == behind - 1
+        draws = behind - 1 <= to_draw
+        piece = behind - 1 if draws else min(behind - 1, to_read)
         # Blocks for the whole round, without the last drafted token, which never runs.
         end = sequence.base + sequence.gamma - 1 if draws else start + piece
         if end == start or not self._has_blocks(sequence, end):
@@ -311,10 +335,19 @@ class DraftEngine(Engine[Propose | Close, DraftWork, list[Drawn]]):
             return
         self._busy.remove(sequence)
         sequence.finish()
-        if not sequence.prefix_kept:  # early, for sequences with the same prefix that come meanwhile
-            sequence.prefix_kept = True
-            self._keep_prefix(sequence)
-        self._call_cache(lambda: self.cache.sent(sequence, time.perf_counter()), None)
+        self._finished.append((sequence, time.perf_counter()))
+
+    def has_work(self) -> bool:
+        return bool(self._busy) or not self._finished
+
+    def _account(self) -> None:
+        """Tells the caches of the proposals that have left since the last call."""
+        finished, self._finished = self._finished, []
+        for sequence, at in finished:
+            if not sequence.prefix_kept:  # early, for sequences with the same prefix that come meanwhile
+                sequence.prefix_kept = True
+                self._keep_prefix(sequence)
+            self._call_cache(lambda: self.cache.sent(sequence, at), None)  # noqa: B023
 
     def fail(self, work: DraftWork, error: Exception, *, is_own: bool) -> None:
         if (parent := work.sequence.parent) is not None:

@@ -82,6 +82,11 @@ class Driver:
     def request(self, gamma: int, committed: Sequence[int] = ()) -> None:
         self.engine.post(Propose(self.sequence, list(committed), gamma, self._results.put, time.perf_counter()))
 
+    @property
+    def is_done(self) -> bool:
+        """Whether `result` would return at once."""
+        return not self._results.empty()
+
     def result(self) -> Draft:
         result = self._results.get(timeout=TIMEOUT_S)
         if isinstance(result, DraftError):

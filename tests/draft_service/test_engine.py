@@ -1,6 +1,6 @@
 """The draft's engine: proposals have the draft's distribution, after any verdict and in any batch."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
 import numpy as np
@@ -9,6 +9,7 @@ import torch
 
 from draft_service.drafters.base import DraftError, DraftSequence
 from draft_service.drafters.engine import DraftEngine
+from draft_service.drafters.sequence import DraftWork
 from kernels.adjustments import LogitRules
 from kernels.dense import EXCLUDED, DraftLogits
 from kernels.rng import Domain, uniform
@@ -221,6 +222,34 @@ def drafted(engine: DraftEngine, opening: DraftSequence, *commits: list[int]) ->
         tokens += driver.propose(4, committed).token_ids
     driver.close()
     return tokens
+
+
+@pytest.mark.parametrize("rules", [PLAIN, LogitRules(presence_penalty=1.0)], ids=["one call", "a token a step"])
+def test_a_long_prompt_delays_no_proposal_by_more_than_a_step(
+    loaded: LoadedModel, rules: LogitRules, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Four steps of their own read 64 of its 70 tokens. Each proposal waits for one of them."""
+    engine, of_pieces = engine_of(loaded), list[bool]()
+    step = engine.step
+
+    def recorded(work: Sequence[DraftWork]) -> None:
+        of_pieces.append(not work[0].draws)
+        assert {item.draws for item in work} == {work[0].draws}
+        step(work)
+
+    monkeypatch.setattr(engine, "step", recorded)
+    long, quick = Driver(engine, replace(sequence(), prompt=LONG)), Driver(engine, sequence(logit_rules=rules))
+    long.request(4)
+    waits, committed = list[int](), list[int]()
+    for _ in range(6):
+        before = len(of_pieces)
+        quick.request(5, committed)
+        while not quick.is_done:
+            engine.turn()
+        waits.append(sum(of_pieces[before:]))
+        committed = [*quick.result().token_ids, 9]
+    assert waits == [1] * 4 + [0] * 2
+    assert long.is_done
 
 
 @pytest.mark.parametrize("rule", [Rule.TOKENWISE, Rule.COUPLED])
