@@ -131,6 +131,31 @@ def test_a_prefix_is_shared_even_after_its_sequence_has_ended(is_freed: bool) ->
     assert holds(pool, other, tokens[:8])
 
 
+def test_a_shared_prefix_is_not_copied_over_block_tables(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Neither when the sequence grows after it, nor when its rounds are rolled back."""
+    memory: dict[str, Any] = {"dtype": torch.float32, "device": "cpu", "block_tokens": BLOCK, "paged": True}
+    pool = KVPool(2, 2, 4, blocks=9, max_length=20, **memory)
+    cache, tokens, copied = PrefixCache(pool), list(range(10)), list[int]()
+    assert pool.paged is not None
+    monkeypatch.setattr(pool.paged, "copy", lambda old, new: copied.extend(old))
+    slot, other = pool.allocate(), pool.allocate()
+    pool.grow(slot, 10)
+    pool.extend(slot, 10)
+    cache.keep(slot, tokens)
+    assert cache.adopt(other, tokens) == 8
+    for length in (11, 9, 16, 8, 20):
+        if length > pool.length(other):
+            pool.grow(other, length)
+            pool.extend(other, length)
+        else:
+            pool.rollback(other, length)
+        assert pool.block_table(other)[:2] == pool.block_table(slot)[:2]
+    assert copied == []
+    pool.rollback(other, 6)
+    pool.grow(other, 7)
+    assert copied == [pool.block_table(slot)[1]], "a write into the prefix needs a block of its own"
+
+
 def test_whole_blocks_of_equal_tokens_are_found_but_the_last_token() -> None:
     """The last token has to be run, for its logits."""
     pool, cache = prefixes()
