@@ -56,7 +56,8 @@ class _Computing:
         """The result, and the seconds from the request until there is one."""
         done = self._loop.create_future()
         self._inbox.put((function, done, time.perf_counter()))
-        return await done  # type: ignore[no-any-return]
+        found: tuple[Any, float] = await done
+        return found
 
     def _run(self) -> None:
         torch.set_num_threads(1)
@@ -94,11 +95,12 @@ async def _target(folder: str, dtype: str) -> None:
         length = _LENGTH
         while (request := await context.read()) is not grpc.aio.EOF:
             length += 1
-            _, seconds = await computing(partial(judge, *struct.unpack_from("<id", request), length))
+            gamma, temperature = struct.unpack_from("<id", request)
+            _, seconds = await computing(partial(judge, gamma, temperature, length))
             await context.write(struct.pack("<d", seconds) + bytes(_REPLY_BYTES))
 
     server = grpc.aio.server()
-    handler = grpc.stream_stream_rpc_method_handler(rounds)
+    handler: Any = grpc.stream_stream_rpc_method_handler(rounds)
     server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler("network.Floor", {"Rounds": handler}),))
     print(f"127.0.0.1:{server.add_insecure_port('127.0.0.1:0')}", flush=True)
     await server.start()
@@ -121,7 +123,7 @@ async def _draft(folder: str, dtype: str, address: str) -> None:
         while line := await loop.run_in_executor(None, sys.stdin.readline):
             given = json.loads(line)
             gamma, temperature = given["gamma"], given["temperature"]
-            stream = channel.stream_stream(_METHOD)()
+            stream: Any = channel.stream_stream(_METHOD)()
             parts = []
             for turn in range(_UNUSED + given["rounds"]):
                 began = time.perf_counter()
@@ -182,4 +184,5 @@ def _line_of(process: "subprocess.Popen[str]") -> str:
 
 if __name__ == "__main__":
     sys.setswitchinterval(SWITCH_INTERVAL)
-    uvloop.run({"target": _target, "draft": _draft}[sys.argv[1]](*sys.argv[2:]))
+    side, *given = sys.argv[1:]
+    uvloop.run(_target(*given) if side == "target" else _draft(*given))

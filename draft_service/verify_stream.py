@@ -102,7 +102,9 @@ class VerifyStream:
         """
         sequence, round_ = self._sequence, self._sequence.round
         message = VerifyRequest()
-        content = message.decode if round_.is_decode else message.proposal
+        content: verifier_service_pb2.Decode | speculation_pb2.Proposal = (
+            message.decode if round_.is_decode else message.proposal
+        )
         content.round = round_.number
         content.base_length = len(sequence.tokens)
         content.prefix_hash = sequence.prefix_hash

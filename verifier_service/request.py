@@ -190,6 +190,7 @@ def check_proposal(
             given=len(message.distributions),
             expected=expected,
         )
+    distributions: tuple[SparseDistribution | DraftLogits | None, ...]
     if rule is Rule.SIGMOID:
         distributions = tuple(
             _check_logits(f"proposal.distributions[{i}]", distribution, tokens[i], model, is_greedy=is_greedy)

@@ -370,7 +370,7 @@ def _are_valid(tokens: Sequence[int], distributions: Sequence[object], vocab_siz
     drawn = [(token, q) for token, q in zip(tokens, distributions, strict=True) if q is not None]
     if not drawn:
         return True
-    ids, weights = [], []
+    ids, weights = list[np.ndarray](), list[np.ndarray]()
     for _, q in drawn:
         if not isinstance(q, SparseDistribution) or len(q.ids) > max_support:
             return False

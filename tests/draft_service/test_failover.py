@@ -16,15 +16,18 @@ from types import SimpleNamespace
 from typing import Any
 
 import grpc
+import numpy as np
 import pytest
 
 from draft_service import failover
+from draft_service.drafters.sequence import DraftDistribution
 from draft_service.failover import PER_ROUND, PER_SECOND, FailoverBudget, FailoverStream, FailureKind, Verifiers
 from draft_service.sequence import Sequence
+from kernels.sparse import SparseDistribution
 from kernels.verify import Rule
 from outrider.cli.processes import ServiceProcess
 from outrider.rpc.errors import RequestError, failed_precondition, overloaded, to_status
-from protos.outrider.v1 import sampling_pb2, speculation_pb2, verifier_service_pb2
+from protos.outrider.v1 import sampling_pb2, verifier_service_pb2
 from tests.cluster import Cluster
 from tests.draft_service.records import record
 from tests.draft_service.verifiers import NO_VERIFIER, Switches, fake_verifier, matched, model_of, status_of
@@ -56,15 +59,14 @@ def text(rule: Rule = Rule.COUPLED, tokens: int = TOKENS, **fields: Any) -> Sequ
     return record(rule, seed=77, prompt=PROMPT, max_new_tokens=tokens, **fields)
 
 
-def proposal(base: int, rule: Rule) -> tuple[list[int], list[speculation_pb2.TokenDistribution]]:
+def proposal(base: int, rule: Rule) -> tuple[list[int], list[DraftDistribution]]:
     """Tokens drawn by the base length, and their distributions: uniform over a few frequent tokens."""
     chance = random.Random(base)
     tokens = [chance.randrange(10, 26) for _ in range(chance.randint(1, 4))]
     if rule is Rule.COUPLED:
         return tokens, []
-    ids = b"".join(token.to_bytes(4, "little") for token in range(10, 26))
-    q = speculation_pb2.SparseDistribution(token_ids=ids, weights=(1).to_bytes(2, "little") * 16)
-    return tokens, [speculation_pb2.TokenDistribution(sparse=q)] * len(tokens)
+    q = SparseDistribution(np.arange(10, 26), np.ones(16, np.uint16), 16)
+    return tokens, [q] * len(tokens)
 
 
 async def write(

@@ -90,8 +90,8 @@ GOOD = [([3, 4, 299], [5, 1, 9], 4), ([0, 1], [65535, 65535], 0), ([0, 7, 8, 299
 
 def _validated(several: list[tuple[list[int], list[int], int]]) -> list[SparseDistribution] | None:
     ids, weights, drafted = zip(*several, strict=True)
-    arrays = [np.array(each, np.int64) for each in ids], [np.array(each, np.uint16) for each in weights]
-    return validated(*arrays, drafted, 300)
+    q_ids, q_weights = [np.array(each, np.int64) for each in ids], [np.array(each, np.uint16) for each in weights]
+    return validated(q_ids, q_weights, drafted, 300)
 
 
 def test_several_valid_q_are_those_of_their_own_checks() -> None:
