@@ -6,7 +6,6 @@ runs a service that notes when a round passes some of its functions, and writes 
 services use the same clock, so their times can be compared.
 """
 
-import atexit
 import functools
 import gc
 import importlib
@@ -112,8 +111,10 @@ def main() -> int:
             for each in classes:
                 owner = getattr(owner, each)
             _note(noted, point, owner, name, at)
-    atexit.register(lambda: Path(folder, f"{service}.json").write_text(json.dumps(noted), encoding="utf-8"))
-    return int(run())
+    try:
+        return int(run())
+    finally:
+        Path(folder, f"{service}.json").write_text(json.dumps(noted), encoding="utf-8")
 
 
 if __name__ == "__main__":
