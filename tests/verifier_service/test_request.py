@@ -180,9 +180,9 @@ def test_scales_and_logits_keep_their_values() -> None:
     for logits in check_proposal(_with_logits(sent), MODEL, rule=Rule.SIGMOID).distributions:
         assert isinstance(logits, DraftLogits)
         assert logits.values.tolist() == sent.astype(np.float16).tolist()
-        message = speculation_pb2.Proposal()
-        encode_proposal(message, [0], [logits])
-        assert message.distributions[0].logits.values == sent.astype("<f2").tobytes()
+        again = speculation_pb2.Proposal()
+        encode_proposal(again, [0], [logits])
+        assert again.distributions[0].logits.values == sent.astype("<f2").tobytes()
 
 
 @pytest.mark.parametrize(
