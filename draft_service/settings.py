@@ -99,8 +99,8 @@ class DraftSettings(ServiceSettings):
     )
     outcome_cache: bool = Field(
         True,
-        description="with the drafters model and parallel: draft the likely continuations while the target verifies, "
-        "as long as this measurably gains",
+        description="with the drafter model: draft the likely continuations while the target verifies, as long as this "
+        "measurably gains",
     )
     speculation: Literal["fixed", "heuristic", "adaptive"] = Field(
         "adaptive",

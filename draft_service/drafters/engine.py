@@ -8,7 +8,6 @@ the engine drafts for likely verdicts (`OutcomeCache`). It runs on a thread of i
 
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 from typing import TypeVar
 
 from draft_service.drafters.base import DraftError, Guesses
@@ -187,7 +186,7 @@ class DraftEngine(Engine[Propose | Close, DraftWork, list[Drawn]]):
                 pieces.append(item)
         work = self._in_turn(drawing, pieces)
         if not work:
-            return self._call_cache(self._branches, [])
+            return self._call_cache(lambda: self.cache.work(time.perf_counter()), [])
         return work if self.staging is None else self.staging.add_guesses(work)
 
     def _in_turn(self, drawing: list[DraftWork], pieces: list[DraftWork]) -> list[DraftWork]:
@@ -218,19 +217,11 @@ class DraftEngine(Engine[Propose | Close, DraftWork, list[Drawn]]):
         if end == start or not self._has_blocks(sequence, end):
             return None
         tokens = sequence.tokens[start:] if draws else sequence.tokens[start : start + piece]
-        work = DraftWork(sequence, Chunk(sequence.slot, tokens, start, piece), draws, encodes=encodes)
-        return self._with_masks(work) if draws else work
-
-    def _branches(self) -> list[DraftWork]:
-        return [self._with_masks(item) for item in self.cache.work(time.perf_counter())]
-
-    def _with_masks(self, item: DraftWork) -> DraftWork:
-        chunk, masks = item.chunk, item.sequence.masks
-        if not masks:
-            return item
-        assert self.mask_token is not None
-        tokens = [*chunk.tokens, *[self.mask_token] * masks]
-        return replace(item, chunk=replace(chunk, tokens=tokens), masks=masks)
+        masks = sequence.masks if draws else 0
+        if masks:
+            assert self.mask_token is not None
+            tokens = [*tokens, *[self.mask_token] * masks]
+        return DraftWork(sequence, Chunk(sequence.slot, tokens, start, piece), draws, encodes=encodes, masks=masks)
 
     def idle(self) -> float | None:
         return LEAVING_SECONDS if self.cache.leaving else None

@@ -33,8 +33,9 @@ class ModelDrafter(Drafter):
 
     def begin(self, sequence: DraftSequence) -> ModelSequence:
         """The engine's state of a sequence."""
-        if not self._parallel:
-            sequence = replace(sequence, tokens_per_pass=1)
+        if self._parallel and sequence.tokens_per_pass > 1:
+            return ModelSequence.begin(replace(sequence, uses_outcome_cache=False), self._vocab_size)
+        sequence = replace(sequence, tokens_per_pass=1)
         if self._cheap is None:
             return ModelSequence.begin(sequence, self._vocab_size)
         # Staged drafting has neither the entropy bound nor the outcome cache.

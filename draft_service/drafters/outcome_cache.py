@@ -237,8 +237,7 @@ class OutcomeCache:
             sequence.slot = branch.slot
         if entry is not None and entry.tokens:
             used = 0 if branch is None else branch.drafted
-            passes = math.ceil(used / sequence.opening.tokens_per_pass)
-            sequence.cache_use = CacheUse(entry.tokens, used, branch is not None, passes * self.spare.step_seconds(1))
+            sequence.cache_use = CacheUse(entry.tokens, used, branch is not None, used * self.spare.step_seconds(1))
         return branch
 
     def drop(self, sequence: ModelSequence) -> None:
@@ -276,7 +275,7 @@ class OutcomeCache:
                 chosen.append((entry, begun))
         steps = max(1, self.spare.steps(now, len(chosen)))
         for entry, branch in chosen:
-            branch.gamma = min(entry.wanted(branch), branch.drafted + steps * branch.opening.tokens_per_pass)
+            branch.gamma = min(entry.wanted(branch), branch.drafted + steps)
         return [DraftWork(branch, branch.chunk(self._pool), draws=True) for _, branch in chosen]
 
     def add_step(self, work: Sequence[DraftWork], output: Sequence[Drawn], seconds: float) -> None:
@@ -286,8 +285,7 @@ class OutcomeCache:
             if parent is not None and (entry := self.entries.get(parent)) is not None:
                 self._add(entry, item.sequence, drawn)
         if all(item.draws for item in work):
-            steps = (1 if item.masks else len(drawn) for item, drawn in zip(work, output, strict=True))
-            self.spare.add_steps(len(work), max(steps, default=0), seconds)
+            self.spare.add_steps(len(work), max(map(len, output), default=0), seconds)
 
     def _add(self, entry: Entry, branch: ModelSequence, drawn: Drawn) -> None:
         is_done = False
@@ -348,5 +346,5 @@ class OutcomeCache:
 
 
 def _kind(sequence: ModelSequence) -> Hashable:
-    """Rounds are compared with others of the same rule, the same way to choose tokens, and equally long passes."""
-    return sequence.opening.rule, sequence.chooses_by_scores, sequence.opening.tokens_per_pass
+    """Rounds are compared with others of the same rule and the same way to choose tokens."""
+    return sequence.opening.rule, sequence.chooses_by_scores

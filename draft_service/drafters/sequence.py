@@ -215,15 +215,9 @@ class ModelSequence:
         return child
 
     def adopt(self, branch: "ModelSequence", gamma: int) -> None:
-        """Takes over the first `gamma` tokens of a branch. γ was chosen without a look at them (invariant 4).
-
-        If γ is larger, the tokens of its last pass stay only if that pass was a whole one: then the next one begins
-        where it would without the branch.
-        """
-        s = self.opening.tokens_per_pass
-        count = gamma if gamma <= branch.drafted else branch.drafted // s * s
+        """Takes over the first `gamma` tokens of a branch. γ was chosen without a look at them (invariant 4)."""
         drafted = zip(branch.tokens[branch.base :], branch.distributions, branch.scores, strict=True)
-        for each in list(drafted)[:count]:
+        for each in list(drafted)[:gamma]:
             self.add(*each)
 
     def _child(self, tokens: list[int], accepted: int, token: int | None) -> "ModelSequence":

@@ -23,7 +23,6 @@ from tests.draft_service.engines import PLAIN, TIMEOUT_S, engine_of, running, se
 
 ADJUSTED = LogitRules(repetition_penalty=1.3, presence_penalty=0.4, banned_tokens=(9, 11))
 GAMMA = 4
-MASK = 2005  # a row of padding
 
 
 class Eager(DraftEngine):
@@ -42,12 +41,6 @@ class Eager(DraftEngine):
         message() if callable(message) else super().receive(message)
 
 
-@pytest.fixture(autouse=True)
-def mask(loaded: LoadedModel, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The draft may draft several tokens a pass."""
-    monkeypatch.setattr(loaded, "mask_token", MASK)
-
-
 @pytest.fixture(params=[1, 3], ids=["one by one", "three a step"])
 def engine(loaded: LoadedModel, request: pytest.FixtureRequest) -> Iterator[Eager]:
     engine = eager(loaded)
@@ -61,18 +54,15 @@ def eager(loaded: LoadedModel, **how: Any) -> Any:
 
 
 def opening(
-    temperature: float, rule: Rule, rules: LogitRules = PLAIN, *, seed: int = 3, **changes: Any
+    temperature: float, rule: Rule, rules: LogitRules = PLAIN, *, seed: int = 3, uses_outcome_cache: bool = True
 ) -> DraftSequence:
-    return sequence(temperature, rule=rule, logit_rules=rules, seed=seed, **changes)
+    return sequence(temperature, rule=rule, logit_rules=rules, seed=seed, uses_outcome_cache=uses_outcome_cache)
 
 
 class Driver(engines.Driver):
     """Waits for branches."""
 
     engine: Eager
-
-    def __init__(self, engine: Eager, opening: DraftSequence) -> None:
-        super().__init__(engine, opening, parallel=True)
 
     def wait_for_branches(self) -> list[tuple[int, int]]:
         """Wait until all branches are drafted. Return their outcomes, likeliest first."""
@@ -114,13 +104,12 @@ def assert_alike(draft: Draft, other: Draft) -> None:
     ],
     ids=["greedy, adjusted", "tokenwise", "block", "coupled, adjusted"],
 )
-@pytest.mark.parametrize("s", [1, 3])
 def test_a_branch_equals_the_proposal_drafted_after_the_verdict(
-    engine: Eager, s: int, temperature: float, rule: Rule, rules: LogitRules
+    engine: Eager, temperature: float, rule: Rule, rules: LogitRules
 ) -> None:
     """Verdicts on whole proposals and on parts, with and without a branch."""
-    ahead = Driver(engine, opening(temperature, rule, rules, tokens_per_pass=s))
-    plain = Driver(engine, opening(temperature, rule, rules, tokens_per_pass=s, uses_outcome_cache=False))
+    ahead = Driver(engine, opening(temperature, rule, rules))
+    plain = Driver(engine, opening(temperature, rule, rules, uses_outcome_cache=False))
     committed, hits = list[int](), 0
     for round_ in range(8):
         draft, without = ahead.propose(GAMMA, committed), plain.propose(GAMMA, committed)
@@ -148,13 +137,10 @@ def test_no_draw_of_a_round_is_used_in_the_next(engine: Eager) -> None:
 
 
 @pytest.mark.parametrize(("gamma", "more", "hit"), [(2, [], True), (7, [], True), (GAMMA, [12, 13], False)])
-@pytest.mark.parametrize("s", [1, 3])
 def test_gamma_may_change_and_tokens_of_decode_match_no_branch(
-    engine: Eager, s: int, gamma: int, more: list[int], hit: bool
+    engine: Eager, gamma: int, more: list[int], hit: bool
 ) -> None:
-    ahead, plain = (
-        Driver(engine, opening(1.0, Rule.TOKENWISE, tokens_per_pass=s, uses_outcome_cache=on)) for on in (True, False)
-    )
+    ahead, plain = (Driver(engine, opening(1.0, Rule.TOKENWISE, uses_outcome_cache=on)) for on in (True, False))
     draft = ahead.propose(GAMMA)
     assert plain.propose(GAMMA).token_ids == draft.token_ids
     committed = [*ahead.likeliest(draft), *more]

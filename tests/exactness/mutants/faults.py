@@ -132,7 +132,7 @@ def eager_outcome_cache() -> None:
     original = DraftEngine.receive
 
     def receive(self: DraftEngine, message: Propose | Close) -> None:
-        while work := self._branches():
+        while work := self.cache.work(time.perf_counter()):
             self.process(work, self.forward(work))
         original(self, message)
 
