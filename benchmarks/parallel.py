@@ -1,4 +1,4 @@
-"""Several tokens from one pass of the draft: tokens/s by s over one token a pass, and with the outcome cache.
+"""Several tokens from one pass of the draft: tokens/s by s, over one token a pass.
 
 Under `coupled`, so that all arms of a temperature write the same text; a core for each service. Ratios are to the best
 fixed γ of the same draft with s = 1. `s = γ` drafts a proposal in one pass. `chosen` leaves s and γ to the service.
@@ -16,15 +16,15 @@ from typing import Any
 
 from benchmarks import harness, plots
 from benchmarks.contenders import Write, outrider_writer, take_turns, texts, tokenised
-from benchmarks.harness import CACHE, Bench, Json, arms_table, between, compared, number, percent
-from benchmarks.outcome_cache import WAYS, WITH, WITHOUT
+from benchmarks.harness import CACHE, Bench, Json, arms_table, between, compared, number
 from benchmarks.services import Services, deepened
 from outrider.theory import expected_tokens, round_time
 
 RULE = "coupled"
 S = 8  # of `chosen`: the service chooses between it and 1
 ONE, CHOSEN = "s = 1, adaptive", "chosen"
-CACHE_GAMMA = 4
+NO_CACHE = "no outcome cache, s = 1"
+WHOLE = 4  # γ of both arms that the costs of a round come from
 # Texts before anything is measured: the service then knows both s.
 WARM_UP = {ONE: 6, CHOSEN: 24}
 # Break-evens are for these α of s = 1, the same at all positions, and these c.
@@ -42,38 +42,35 @@ class Place:
     deeper: tuple[int, int] = (1, 1)
     added_ms: float = 0.0
     singles: tuple[int, ...] = (3, 8)
-    wholes: tuple[int, ...] = (4, 6)
-    temperatures: tuple[float, ...] = (0, 0.3, 0.7, 1)
+    wholes: tuple[int, ...] = (WHOLE, 6)
+    temperatures: tuple[float, ...] = (0, 1)
 
 
 PLACES = {
-    "demo": Place("demo pair"),
+    "demo": Place("demo pair", temperatures=(0, 0.3, 0.7, 1)),
     "draft": Place("draft 4 times as deep", deeper=(1, 4), singles=(2, 4)),
-    "far": Place(
-        "20 ms away, target 3 times as deep", deeper=(3, 1), added_ms=20, singles=(8, 12), temperatures=(0, 1)
-    ),
+    "far": Place("20 ms away, target 3 times as deep", deeper=(3, 1), added_ms=20, singles=(8, 12)),
 }
-CACHED = ("demo", "draft")
-PARTS = (*PLACES, "cache")
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     parser = harness.parser("parallel", __doc__, quick="the demo pair, one prompt")
-    harness.text_options(parser, prompts=4, new_tokens=96)
+    harness.text_options(parser, prompts=4, new_tokens=64)
     parser.add_argument(
         "--parallel-draft", type=Path, default=harness.DEMO / "parallel-draft", help="with a mask token"
     )
-    parser.add_argument("--parts", nargs="+", choices=PARTS, default=list(PARTS), help="places, or the outcome cache")
-    few = {"parts": ["demo", "cache"], "prompts": 1, "new_tokens": 16, "repetitions": 1}
+    parser.add_argument("--parts", nargs="+", choices=list(PLACES), default=list(PLACES), help="places")
+    few = {"parts": ["demo"], "prompts": 1, "new_tokens": 16, "repetitions": 1}
     given = harness.parse(parser, arguments, few)
     return harness.run("parallel", given, measure, summarise, table, draw)
 
 
 def arms(place: Place) -> dict[str, Json]:
-    """The options of each arm; those with the drafter `model` go to the services of the plain draft."""
+    """The options of each arm."""
     fixed: dict[str, Json] = {
         **{f"plain draft, γ = {gamma}": {"gamma": gamma, "drafter": "model"} for gamma in place.singles},
         **{f"s = 1, γ = {gamma}": {"gamma": gamma, "tokens_per_pass": 1} for gamma in place.singles},
+        NO_CACHE: {"gamma": WHOLE, "tokens_per_pass": 1, "outcome_cache": False},
         "s = 2, γ = 4": {"gamma": 4, "tokens_per_pass": 2},
         **{f"s = γ = {gamma}": {"gamma": gamma, "tokens_per_pass": gamma} for gamma in place.wholes},
     }
@@ -82,25 +79,30 @@ def arms(place: Place) -> dict[str, Json]:
 
 
 @contextmanager
-def _services(bench: Bench, place: Place) -> Iterator[tuple[Services, Services]]:
-    """The services of the parallel draft, and those of the plain one."""
+def _services(bench: Bench, place: Place) -> Iterator[dict[str, Services]]:
+    """The services of the plain draft, of `ONE`, and of all other arms: `ONE` and `CHOSEN` share no statistics of γ."""
     given, (target, draft) = bench.given, place.deeper
+    drafts = {"plain": given.draft, ONE: given.parallel_draft, CHOSEN: given.parallel_draft}
     with ExitStack() as running:
-        found = [
-            running.enter_context(
+        found = {
+            name: running.enter_context(
                 Services(
                     deepened(given.target, target, CACHE) if target > 1 else given.target,
                     deepened(folder, draft, CACHE) if draft > 1 else folder,
-                    draft_flags=flags,
+                    draft_flags=("--tokens-per-pass", str(S)),
                     distant=place.added_ms > 0,
                 )
             )
-            for folder, flags in ((given.parallel_draft, ("--tokens-per-pass", str(S))), (given.draft, ()))
-        ]
-        for services in found:
+            for name, folder in drafts.items()
+        }
+        for services in found.values():
             if services.proxy is not None:
                 services.proxy.delay(place.added_ms / 2e3)
-        yield found[0], found[1]
+        yield found
+
+
+def _home(arm: str) -> str:
+    return ONE if arm == ONE else "plain" if arm.startswith("plain") else CHOSEN
 
 
 def measure(bench: Bench) -> None:
@@ -108,17 +110,11 @@ def measure(bench: Bench) -> None:
     prompts = tokenised(given.target, harness.spread(bench.prompts, given.prompts))
     for name in (name for name in PLACES if name in given.parts):
         place = PLACES[name]
-        with _services(bench, place) as (parallel, plain):
-            writers = {
-                arm: outrider_writer(plain if how.get("drafter") else parallel, rule=RULE, **how)
-                for arm, how in arms(place).items()
-            }
+        with _services(bench, place) as services:
+            writers = {arm: outrider_writer(services[_home(arm)], rule=RULE, **how) for arm, how in arms(place).items()}
             _warm_up(bench, place, prompts, writers)
             written = texts(prompts, given.new_tokens, given.repetitions, place.temperatures)
-            take_turns(bench, {"part": "speed", "place": name}, written, writers)
-    for name in CACHED if "cache" in given.parts else ():
-        with _services(bench, PLACES[name]) as (parallel, _):
-            _measure_cache(bench, name, parallel, prompts)
+            take_turns(bench, {"place": name}, written, writers)
 
 
 def _warm_up(bench: Bench, place: Place, prompts: Sequence[tuple[int, ...]], writers: dict[str, Write]) -> None:
@@ -130,27 +126,9 @@ def _warm_up(bench: Bench, place: Place, prompts: Sequence[tuple[int, ...]], wri
                 write(task)
 
 
-def _measure_cache(bench: Bench, name: str, services: Services, prompts: Sequence[tuple[int, ...]]) -> None:
-    given = bench.given
-    for way, (temperature, rule) in WAYS.items():
-        for s in (1, CACHE_GAMMA):
-            ask = partial(outrider_writer, services, rule=rule, gamma=CACHE_GAMMA, tokens_per_pass=s)
-            writers = {cached: ask(outcome_cache=cached == WITH) for cached in (WITHOUT, WITH)}
-            for _, task in texts(prompts, given.new_tokens, 1, [temperature]):  # not measured; tries doing without
-                writers[WITH](task)
-            written = texts(prompts, given.new_tokens, given.repetitions, [temperature])
-            take_turns(bench, {"part": "cache", "place": name, "way": way, "s": s}, written, writers)
-
-
 def summarise(bench: Bench) -> Json:
-    speed, cache = bench.select(part="speed"), bench.select(part="cache")
-    caching = partial(compared, reference=WITHOUT, names=(WITHOUT, WITH))
-    summary = {
-        "speed": harness.tree(speed, ("place", "temperature"), figures),
-        "cache": harness.tree(cache, ("place", "way", "s"), caching),
-    }
-    both = "demo" in summary["speed"] and "demo" in summary["cache"]
-    return {"summary": summary, "break_even": break_evens(summary) if both else {}}
+    summary = harness.tree(bench.runs, ("place", "temperature"), figures)
+    return {"summary": summary, "break_even": break_evens(summary["demo"]["0"]) if "demo" in summary else {}}
 
 
 def figures(runs: Sequence[Json]) -> Json:
@@ -174,14 +152,14 @@ def _best(rates: dict[str, float], prefix: str) -> str:
 # ---------------------------------------------------------------------------------------------------------- break-even
 
 
-def break_evens(summary: Json) -> Json:
+def break_evens(arms: Json) -> Json:
     """The α that masks need for a pass of γ tokens to be as fast as s = 1, by α of s = 1 and c, each with its best γ.
 
     Times are in passes of the target over one token. `measured` has the growth of that pass with its tokens, and R, of
-    the demo pair at T = 0. `flat` has a pass that costs the same for any number of tokens, as where it reads the
-    weights and little else.
+    these arms. `flat` has a pass that costs the same for any number of tokens, as where it reads the weights and little
+    else.
     """
-    costs = measured_costs(summary["speed"]["demo"]["0"], summary["cache"]["demo"]["greedy"])
+    costs = measured_costs(arms)
     return {
         "costs": costs,
         "measured": _needed(costs["growth"], costs["round_trip"]),
@@ -189,14 +167,14 @@ def break_evens(summary: Json) -> Json:
     }
 
 
-def measured_costs(arms: Json, by_s: Json) -> Json:
+def measured_costs(arms: Json) -> Json:
     """t_p, and in units of it c, the growth for each token more, and R, with what drafting costs beside its passes."""
     points = [(arm["gamma"] + 1, arm["target_pass_us"]) for name, arm in arms.items() if name not in (ONE, CHOSEN)]
-    (slope, fixed) = linear_regression(*zip(*points, strict=True))
+    slope, fixed = linear_regression(*zip(*points, strict=True))
     one = fixed + slope
-    whole, single = (by_s[str(s)][WITHOUT] for s in (CACHE_GAMMA, 1))
-    draft_pass = (single["round_us"]["draft"] - whole["round_us"]["draft"]) / (CACHE_GAMMA - 1)
-    rest = whole["round_us"]["draft"] - draft_pass + whole["round_trip_us"]
+    whole, single = (arms[name]["round_us"]["draft"] for name in (f"s = γ = {WHOLE}", NO_CACHE))
+    draft_pass = (single - whole) / (WHOLE - 1)
+    rest = whole - draft_pass + arms[f"s = γ = {WHOLE}"]["round_trip_us"]
     return {"t_p_us": one, "c": draft_pass / one, "growth": slope / one, "round_trip": rest / one}
 
 
@@ -235,8 +213,7 @@ def table(document: Json) -> str:
         "over plain": partial(between, name="over_plain"),
         "over s = 1, adaptive": partial(between, name="over_adaptive"),
     }
-    parts = [arms_table(document["summary"]["speed"], ("place", "T"), **more)]
-    parts.append(arms_table(document["summary"]["cache"], ("place", "way", "s")))
+    parts = [arms_table(document["summary"], ("place", "T"), **more)]
     for kind in ("measured", "flat"):
         if found := document["break_even"].get(kind):
             rows = [[c, *(number(value) for value in by_alpha.values())] for c, by_alpha in found.items()]
@@ -246,25 +223,17 @@ def table(document: Json) -> str:
 
 def draw(document: Json, path: Path) -> None:
     panels: dict[str, dict[str, dict[str, Any]]] = {}
-    for (name, temperature), found in harness.flat(document["summary"]["speed"], 2):
-        shown = {arm: found[arm] for arm in _best_of_each(found)}
+    for (name, temperature), found in harness.flat(document["summary"], 2):
         panels.setdefault(PLACES[name].title, {})[f"T = {temperature}"] = {
-            arm.split(", γ")[0].replace("s = γ", "one pass").split(" = ")[0] if "γ =" in arm else arm: value
-            for arm, value in shown.items()
+            title: found[arm] for title, arm in _best_of_each(found).items()
         }
-    plots.comparison(
-        path,
-        document,
-        panels,
-        label="tokens/s, to s = 1 with its best γ",
-        note=". White: share of hits of the outcome cache.",
-        text=lambda arm: "" if arm["hit_rate"] is None else percent(arm["hit_rate"]),
-    )
+    plots.comparison(path, document, panels, label="tokens/s, to s = 1 with its best γ")
 
 
-def _best_of_each(found: Json) -> list[str]:
+def _best_of_each(found: Json) -> dict[str, str]:
     rates = {name: arm["tokens_per_second"] for name, arm in found.items()}
-    return [*(_best(rates, prefix) for prefix in ("plain draft", "s = 1, γ", "s = 2", "s = γ")), ONE, CHOSEN]
+    best = {"plain draft": "plain draft", "s = 2": "s = 2", "one pass": "s = γ"}
+    return {title: _best(rates, prefix) for title, prefix in best.items()} | {ONE: ONE, CHOSEN: CHOSEN}
 
 
 if __name__ == "__main__":
