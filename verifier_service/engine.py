@@ -306,7 +306,7 @@ class VerifierEngine(Engine[Message, TargetWork, StepResult]):
 
     def process(self, work: Sequence[TargetWork], output: StepResult) -> None:
         self._account()
-        self._unaccounted = step = Step(work, output)
+        self._unaccounted = step = Step(work, output, self.observer)
         for item, logprobs in zip(_scored(work), output.scores, strict=True):
             _run_for(item.sequence, lambda: item.sequence.add_prompt_logprobs(logprobs))  # noqa: B023
         rounds = [(item.sequence, item.round) for item in work if item.round is not None]
@@ -343,7 +343,8 @@ class VerifierEngine(Engine[Message, TargetWork, StepResult]):
         step, self._unaccounted = self._unaccounted, None
         if step is None:
             return
-        self._observe(lambda observer: _count_step(observer, step))
+        if (observer := step.observer) is not None:
+            METRICS.run(lambda: _count_step(observer, step), None)
         if step.is_of_rounds:  # steps with prompts cost more; γ does not depend on them
             COST_MODEL.run(lambda: self.cost.add(step.tokens, step.seconds), None)
         self._load = LOAD.run(self._measure_load, self._load)
@@ -418,9 +419,11 @@ class Step:
         sequences: sequences in it.
         judged: committed rounds, in order.
         is_of_rounds: whether it had rounds, and neither prompt tokens nor an encoder.
+        observer: of the engine when it ran: a step of the warm-up has none, also if it is accounted for later.
     """
 
-    def __init__(self, work: Sequence[TargetWork], output: StepResult) -> None:
+    def __init__(self, work: Sequence[TargetWork], output: StepResult, observer: Observer | None) -> None:
+        self.observer = observer
         self.tokens = sum(len(item.chunk.tokens) for item in work)
         self.sequences = len(work)
         self.forward_seconds = output.forward_seconds

@@ -91,7 +91,10 @@ def test_one_trace_a_request_with_the_rounds_of_both_services(watched: Watched) 
     assert (verify.service, verify.parent) == ("verifier_service", generate.span_id)
     assert generate.attributes["outrider.request_id"] == verify.attributes["outrider.request_id"] == "traced"
     assert generate.attributes["outrider.tokens"] == end.usage.completion_tokens
-    rounds_sent, verdicts = named(spans, "round"), named(spans, "verdict")
+    # By number: a span's beginning is counted back from when its verdict left, and two may leave together.
+    rounds_sent, verdicts = (
+        sorted(named(spans, each), key=lambda span: span.attributes["outrider.round"]) for each in ("round", "verdict")
+    )
     for own, around in ((rounds_sent, generate), (verdicts, verify)):
         assert [(span.service, span.parent) for span in own] == [(around.service, around.span_id)] * rounds
     assert sum(span.attributes["outrider.accepted"] for span in rounds_sent) == end.statistics.num_accepted_tokens

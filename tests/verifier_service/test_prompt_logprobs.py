@@ -176,7 +176,7 @@ def test_a_step_with_scores_counts_as_one_with_prompts(loaded: LoadedModel) -> N
         assert all(item.chunk.logits_from == 0 for item in work)
         assert len(work) == 1 + scored
         output = engine.forward(work)
-        assert Step(work, output).is_of_rounds is not scored
+        assert Step(work, output, None).is_of_rounds is not scored
         for item in work:
             engine.model_runner.pool.rollback(item.chunk.slot, item.chunk.start)
 

@@ -132,7 +132,7 @@ def scheduler_breaks() -> None:
     seen = set[Any]()
 
     def plan(self: Scheduler, rounds: Any) -> Any:
-        seen.update(self.running)
+        seen.update(self.running, self.waiting)
         if len(seen) > 1:
             _fail()
         return original(self, rounds)
