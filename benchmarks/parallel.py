@@ -11,7 +11,7 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from statistics import linear_regression
+from statistics import fmean, linear_regression
 from typing import Any
 
 from benchmarks import harness, plots
@@ -171,10 +171,10 @@ def measured_costs(arms: Json) -> Json:
     """t_p, and in units of it c, the growth for each token more, and R, with what drafting costs beside its passes."""
     points = [(arm["gamma"] + 1, arm["target_pass_us"]) for name, arm in arms.items() if name not in (ONE, CHOSEN)]
     slope, fixed = linear_regression(*zip(*points, strict=True))
-    one = fixed + slope
+    one, slope = (fixed + slope, slope) if slope > 0 else (fmean(time for _, time in points), 0.0)
     whole, single = (arms[name]["round_us"]["draft"] for name in (f"s = γ = {WHOLE}", NO_CACHE))
-    draft_pass = (single - whole) / (WHOLE - 1)
-    rest = whole - draft_pass + arms[f"s = γ = {WHOLE}"]["round_trip_us"]
+    draft_pass = max(0.0, single - whole) / (WHOLE - 1)
+    rest = max(0.0, whole - draft_pass) + arms[f"s = γ = {WHOLE}"]["round_trip_us"]
     return {"t_p_us": one, "c": draft_pass / one, "growth": slope / one, "round_trip": rest / one}
 
 
