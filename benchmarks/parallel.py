@@ -171,7 +171,9 @@ def measured_costs(arms: Json) -> Json:
     """t_p, and in units of it c, the growth for each token more, and R, with what drafting costs beside its passes."""
     points = [(arm["gamma"] + 1, arm["target_pass_us"]) for name, arm in arms.items() if name not in (ONE, CHOSEN)]
     slope, fixed = linear_regression(*zip(*points, strict=True))
-    one, slope = (fixed + slope, slope) if slope > 0 else (fmean(time for _, time in points), 0.0)
+    if slope <= 0:  # few rounds
+        slope, fixed = 0.0, fmean(time for _, time in points)
+    one = max(fixed + slope, 1.0)
     whole, single = (arms[name]["round_us"]["draft"] for name in (f"s = γ = {WHOLE}", NO_CACHE))
     draft_pass = max(0.0, single - whole) / (WHOLE - 1)
     rest = max(0.0, whole - draft_pass) + arms[f"s = γ = {WHOLE}"]["round_trip_us"]
