@@ -1,7 +1,7 @@
 """The verifier service: loads the target and builds the parts."""
 
 import asyncio
-from concurrent.futures import Future, InvalidStateError
+from concurrent.futures import Future, InvalidStateError, ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import replace
 from functools import partial
@@ -159,7 +159,10 @@ def find_path(settings: VerifierSettings) -> VerifyPath:
     device = find_device("cpu" if uses_llama(settings) else settings.device)  # llama.cpp's logits are on the host
     try:
         path = choose(settings.verify_path, device)
-        try_out(path.name, device)
+        # On a thread that ends. The main thread would keep its OpenMP pool, and with more threads than processors
+        # libgomp lets the pool of the engine sleep between operations.
+        with ThreadPoolExecutor(1) as thread:
+            thread.submit(try_out, path.name, device).result()
     except PathUnavailable as error:
         raise SettingsError(f"--verify-path {settings.verify_path}: {error}; use --verify-path auto") from error
     return path

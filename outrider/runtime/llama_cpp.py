@@ -7,7 +7,7 @@ a sequence to drop or to share. Everything above sees logits, as from torch.
 
 import ctypes
 import weakref
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from types import ModuleType
 from typing import Any
 
@@ -215,12 +215,6 @@ class LlamaRunner(ModelRunner):
 
     def logits(self, chunks: Sequence[Chunk]) -> Tensor:
         return self.forward(chunks).clone()
-
-    def warm_up(self, widths: Iterable[int]) -> None:
-        """Nothing. A pass here would start OpenMP threads beside those of the engine's thread.
-
-        With more threads than processors GNU's OpenMP does not spin between operations: passes took 9 times as long.
-        """
 
     def decode(self, chunks: Sequence[Chunk]) -> Tensor:
         """Runs chunks whose slots have the blocks; lengths of slots do not change. The next pass overwrites the result.

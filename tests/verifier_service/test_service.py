@@ -1,7 +1,11 @@
 """The verifier as a process: rounds, bad input, limits, queue. `tests/exactness` has its drain and failures."""
 
+import os
+import subprocess
+import sys
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
+from pathlib import Path
 from typing import Any
 
 import grpc
@@ -9,7 +13,7 @@ import pytest
 
 from protos.outrider.v1 import sampling_pb2, verifier_service_pb2
 from protos.outrider.v1.verifier_service_pb2 import VerifyRequest
-from tests.cluster import Cluster, Service, wait_until
+from tests.cluster import MODELS, Cluster, Service, wait_until
 from tests.verifier_service.streams import PROMPT, Stream, error_of, opening
 
 MAX_SEQUENCES, WAITING = 4, 1
@@ -183,3 +187,27 @@ def test_an_idle_stream_ends_for_a_queued_sequence() -> None:
     assert (error.code, error.reason) == (grpc.StatusCode.RESOURCE_EXHAUSTED, "IDLE")
     assert "others wait in the queue" in error.message
     assert error.retry_after is not None
+
+
+_TRY = """
+import os, sys, time, torch
+from verifier_service.app import find_path
+from verifier_service.settings import VerifierSettings
+settings = VerifierSettings.from_command_line(["--model", sys.argv[1], "--device", "cpu"], program="verifier_service")
+torch.ones(64, 64)
+before = set(os.listdir("/proc/self/task"))
+find_path(settings)
+until = time.monotonic() + 2  # a pool ends just after its thread
+while (left := set(os.listdir("/proc/self/task")) - before) and time.monotonic() < until:
+    time.sleep(0.01)
+print(torch.get_num_threads(), len(left))
+"""
+
+
+@pytest.mark.skipif(not Path("/proc/self/task").is_dir(), reason="needs Linux's list of threads")
+def test_trying_the_verification_leaves_no_threads() -> None:
+    """A pool beside the engine's keeps libgomp from spinning: passes with two threads took 3 to 6 times as long."""
+    environment = os.environ | {"OMP_NUM_THREADS": "2"}
+    command = [sys.executable, "-c", _TRY, str(MODELS / "target")]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=True, timeout=120)
+    assert done.stdout.split() == ["2", "0"]
