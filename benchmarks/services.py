@@ -195,11 +195,15 @@ def _start(
     max_sequences: int,
     cores: Collection[int] | None = None,
     command: Sequence[str] = (),
+    tree: Path | None = None,
 ) -> ServiceProcess:
     flags = {"--model": model, "--listen": "127.0.0.1:0", "--dtype": dtype, "--device": device, "--threads": threads}
     flags["--max-sequences"] = max_sequences
     arguments = [*command, service, *(str(part) for flag in flags.items() for part in flag), *more]
-    return ServiceProcess.start(arguments, env=service_environment(threads), cores=cores)
+    environment = service_environment(threads)
+    if tree is not None:  # without PYTHONSAFEPATH, Python looks into the working directory first
+        environment |= {"PYTHONPATH": str(tree), "PYTHONSAFEPATH": "1"}
+    return ServiceProcess.start(arguments, env=environment, cores=cores)
 
 
 @contextmanager
@@ -246,6 +250,7 @@ class Services:
     prefix_cache: bool = False  # of the draft; the verifier has `verifier_flags`
     distant: bool = False  # whether `proxy`, which can delay bytes, stands between the two
     command: Sequence[str] = ()  # before a service's name on its command line
+    tree: Path | None = None  # the source tree of both; None: this one
 
     verifier: ServiceProcess = field(init=False)
     draft: ServiceProcess = field(init=False)
@@ -285,7 +290,7 @@ class Services:
         model, threads = (self.target_model, self.threads) if name == "verifier_service" else (self.draft_model, 1)
         service = _start(
             name, model, "--metrics-listen", "127.0.0.1:0", *flags, dtype=self.dtype, device=self.device,
-            threads=threads, max_sequences=self.max_sequences, cores=cores, command=self.command,
+            threads=threads, max_sequences=self.max_sequences, cores=cores, command=self.command, tree=self.tree,
         )  # fmt: skip
         return opening.enter_context(service)
 

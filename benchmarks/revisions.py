@@ -1,0 +1,107 @@
+"""This source tree over an older one: tokens/s of the pair, and of the target alone, by the services of each, in turns.
+
+The older tree is a checkout of its own (`git worktree add DIR REVISION`). The client is this tree's for both. Each arm
+writes the same prompts with the same seeds. The 95 % interval is that of the mean of the logarithm of the ratio, over
+repetitions.
+"""
+
+import math
+import subprocess
+import sys
+from collections.abc import Sequence
+from contextlib import ExitStack
+from pathlib import Path
+from statistics import fmean, stdev
+from typing import Any
+
+from benchmarks import harness, plots
+from benchmarks.contenders import outrider_writer, take_turns, texts, tokenised
+from benchmarks.harness import Bench, Json, arms_table, compared
+from benchmarks.services import Services, models_of
+from outrider.evaluation.alpha import student_quantile
+
+OLD, NEW = "old", "new"
+DECODE = "Decode"
+ARMS = {f"{tree}, {name}": (tree, name) for name in (DECODE, "pair") for tree in (OLD, NEW)}
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    parser = harness.parser("revisions", __doc__, quick="the demo pair, few texts")
+    harness.target_options(parser, factor=12)
+    harness.text_options(parser, prompts=5, new_tokens=64)
+    parser.add_argument("--old", required=True, help="folder of the older source tree")
+    parser.set_defaults(repetitions=10)
+    few = {"only": "demo", "prompts": 2, "new_tokens": 16, "repetitions": 2}
+    given = harness.parse(parser, arguments, few)
+    summarise = harness.summary_of(("pair", "temperature"), figures)
+    return harness.run("revisions", given, measure, summarise, table, draw)
+
+
+def measure(bench: Bench) -> None:
+    given = bench.given
+    trees = {OLD: Path(given.old).resolve(), NEW: Path(__file__).resolve().parents[1]}
+    bench.document["revisions"] = {name: _revision(tree) for name, tree in trees.items()}
+    for models in models_of(given):
+        prompts = tokenised(models.target, harness.spread(bench.prompts, given.prompts))
+        with ExitStack() as running:
+            # The draft's own flags: an older tree may lack this tree's.
+            services = {
+                name: running.enter_context(Services(models.target, models.draft, tree=tree, prefix_cache=True))
+                for name, tree in trees.items()
+            }
+            writers = {
+                arm: outrider_writer(services[tree], **({"gamma": 0} if way == DECODE else {"speculation": "adaptive"}))
+                for arm, (tree, way) in ARMS.items()
+            }
+            for _, task in texts(prompts, given.new_tokens, 1):  # γ is adapted before anything is measured
+                for write in writers.values():
+                    write(task)
+            take_turns(bench, {"pair": models.name}, texts(prompts, given.new_tokens, given.repetitions), writers)
+
+
+def _revision(tree: Path) -> str:
+    command = ["git", "-C", str(tree), "describe", "--always", "--dirty"]
+    return subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
+
+
+def figures(runs: Sequence[Json]) -> Json:
+    """Ratios of the new arms are to the old arm of the same kind; `interval` is that of the ratio."""
+    by_arm = harness.grouped(runs, "arm")
+    found: Json = {}
+    for way in dict.fromkeys(way for _, way in ARMS.values()):
+        names = [arm for arm, (_, own) in ARMS.items() if own == way]
+        arms = compared(runs, names[0], names)
+        old, new = (harness.rates(by_arm[name]) for name in names)
+        found |= arms
+        found[names[1]]["interval"] = _interval([math.log(new[nth] / old[nth]) for nth in new])
+    return found
+
+
+def _interval(logarithms: Sequence[float]) -> list[float] | None:
+    """95 %, of the geometric mean."""
+    count = len(logarithms)
+    if count < 2:
+        return None
+    margin = student_quantile(count - 1) * stdev(logarithms) / math.sqrt(count)
+    return [math.exp(fmean(logarithms) - margin), math.exp(fmean(logarithms) + margin)]
+
+
+def table(document: Json) -> str:
+    def interval(arm: Json) -> str:
+        found = arm.get("interval")
+        return "–" if found is None else f"{found[0]:.3f} to {found[1]:.3f}"
+
+    trees = "".join(f"- {name}: {revision}\n" for name, revision in document["revisions"].items())
+    return trees + arms_table(document["summary"], ("pair", "T"), **{"95 %": interval})
+
+
+def draw(document: Json, path: Path) -> None:
+    panels: dict[str, dict[str, dict[str, Any]]] = {}
+    for (pair, temperature), arms in harness.flat(document["summary"], 2):
+        kept = {way: arms[f"{NEW}, {way}"] for way in (DECODE, "pair")}
+        panels.setdefault(f"T = {temperature}", {})[pair] = kept
+    plots.comparison(path, document, panels, label="tokens/s, new tree over old")
+
+
+if __name__ == "__main__":
+    sys.exit(main())
