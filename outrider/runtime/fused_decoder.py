@@ -15,6 +15,7 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import LlamaForCausalLM, MistralForCausalLM, Qwen2ForCausalLM, Qwen3ForCausalLM
 from transformers.pytorch_utils import Conv1D
@@ -24,25 +25,29 @@ from outrider.runtime.batch import PagedBatch
 from outrider.runtime.errors import CheckpointError
 from outrider.runtime.fused_encoder_decoder import FusedCrossDecoder, has_fused_cross_decoder
 from outrider.runtime.fused_layers import (
+    INT8_ROWS,
     FusedLayers,
     LayerWeights,
     PackedModule,
     RMSNormModule,
     SharedWeights,
+    can_multiply_int8,
     can_pack,
     compiled,
     doubled,
     is_plain,
     pack,
+    to_int8,
 )
 from outrider.runtime.layer_ops import LayerOps, choose_layer_ops, run_paged
 from outrider.runtime.loader import LoadedModel
-from outrider.runtime.selfcheck import check_program, logits_tolerance
+from outrider.runtime.selfcheck import Refusal, check, check_program, logits_tolerance
 
 _HUGE_PAGE = 2 << 20
 _MADV_COLLAPSE = 25  # Linux 6.1; older kernels refuse it
 
 _NORM_TOLERANCE = 1e-5
+_INT8_TOLERANCE = 0.03  # of the size of a product; rows of a normal distribution differ by 0.01
 
 
 def fuse_model(loaded: LoadedModel) -> Program:
@@ -58,7 +63,7 @@ def fuse_model(loaded: LoadedModel) -> Program:
         model = loaded.model
         with torch.inference_mode():
             if has_fused_decoder(model, loaded.layers):
-                loaded.fused = FusedDecoder(model, loaded.layers)
+                loaded.fused = FusedDecoder(model, loaded.layers, int8=loaded.int8)
             else:
                 program = loaded.encoder or TransformersProgram(model)
                 called = _called_modules(loaded, program)
@@ -172,13 +177,20 @@ class FusedDecoder:
     Args:
         model: `has_fused_decoder` must be true for it.
         layers: its attention layers.
+        int8: whether passes over a few rows may read the weights in 8 bits, for a draft.
+
+    Attributes:
+        reads_int8: whether they do.
     """
 
-    def __init__(self, model: Any, layers: Sequence[AttentionLayer]) -> None:
+    def __init__(self, model: Any, layers: Sequence[AttentionLayer], *, int8: bool = False) -> None:
         base, first = model.model, layers[0]
         embedding: Tensor = base.embed_tokens.weight.detach()
         self._device = embedding.device
         self._packed = can_pack(embedding.dtype, embedding.device)
+        self._int8: list[tuple[Tensor, Tensor]] | None = None  # None: no, or some weight is refused
+        if int8 and can_multiply_int8(embedding.dtype, embedding.device):
+            self._int8 = []
         self._group = first.heads // first.kv_heads
         self._half = first.head_dim // 2
         self._rotary = base.rotary_emb
@@ -197,9 +209,12 @@ class FusedDecoder:
             head=head,
             head_bias=head_bias,
             vocab_size=vocab_size,
+            int8=self._int8 or (),
         )
         self._layers = FusedLayers(shared, weights)
         use_huge_pages([head, *(each for own in weights for each in (own.qkv, own.output, own.gate_up, own.down))])
+        use_huge_pages(self._layers.int8)
+        self.reads_int8 = bool(self._layers.int8)
         self._run: Callable[..., Tensor] = compiled(self._layers, self._device)
         self._chosen: dict[torch.dtype, LayerOps] = {}
 
@@ -273,7 +288,7 @@ class FusedDecoder:
         self, *modules: nn.Linear, order: Sequence[Tensor | None] = (None, None, None)
     ) -> tuple[Tensor, Tensor | None]:
         """Concatenates weights and biases of several modules, with the rows of each head in `order`, and removes them
-        from the modules.
+        from the modules. Called in the order of `SharedWeights.int8`.
         """
         weights, biases = [], []
         for module, rows in zip(modules, order, strict=False):
@@ -285,7 +300,24 @@ class FusedDecoder:
         if biases and len(biases) < len(weights):
             raise ValueError("some of the merged layers have a bias and some do not; they cannot be merged")
         weight = weights[0] if len(weights) == 1 else torch.cat(weights)
+        if self._int8 is not None:
+            found = to_int8(weight)
+            if check_int8(weight, *found):
+                self._int8 = None
+            else:
+                self._int8.append(found)
         return pack(weight) if self._packed else weight, torch.cat(biases) if biases else None
+
+
+def check_int8(weight: Tensor, int8: Tensor, scale: Tensor) -> Refusal | None:
+    """Checks products by a weight in 8 bits against those by the weight `[out, in]`."""
+    x = torch.randn(INT8_ROWS, weight.size(1), generator=torch.Generator().manual_seed(0)).to(weight.dtype)
+    return check(
+        lambda: {"products": torch._weight_int8pack_mm(x, int8, scale)},
+        lambda: {"products": F.linear(x, weight)},
+        _INT8_TOLERANCE,
+        typical=True,
+    )
 
 
 def _reorder(tensor: Tensor, order: Tensor | None) -> Tensor:

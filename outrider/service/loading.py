@@ -70,6 +70,7 @@ def load(settings: ServiceSettings) -> tuple[LoadedModel, Tokenizer]:
         dtype=str(loaded.dtype).removeprefix("torch."),
         reason=loaded.dtype_reason,
         **({"layers": len(loaded.layers), "skip_layers": source.skip_layers} if source.skip_layers else {}),
+        **({"int8_weights": getattr(loaded.fused, "reads_int8", False)} if source.int8 else {}),
     )
     return loaded, load_tokenizer(source)
 
@@ -167,6 +168,7 @@ def model_source(settings: ServiceSettings, *, device: torch.device | None = Non
         trust_remote_code=settings.trust_remote_code,
         ranks=ranks,
         skip_layers=settings.layers_to_skip,
+        int8=settings.reads_int8,
     )
 
 
