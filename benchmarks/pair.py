@@ -176,7 +176,7 @@ def _fastest(candidates: Sequence[Any], writer: Callable[[Any], Write], tasks: S
 def _seconds(write: Write, tasks: Sequence[Task]) -> float:
     for task in tasks:
         write(task)
-    return sum(min(float(write(task)["seconds"]) for _ in range(3)) for task in tasks)
+    return sum(median(float(write(task)["seconds"]) for _ in range(3)) for task in tasks)
 
 
 def figures(runs: Sequence[Json]) -> Json:

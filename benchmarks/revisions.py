@@ -1,8 +1,8 @@
-"""This source tree over an older one: tokens/s of the pair, and of the target alone, by the services of each, in turns.
+"""Two source trees, this one and an older one: tokens/s of the pair and of the target alone, in turns.
 
-The older tree is a checkout of its own (`git worktree add DIR REVISION`). The client is this tree's for both. Each arm
-writes the same prompts with the same seeds. The 95 % interval is that of the mean of the logarithm of the ratio, over
-repetitions.
+The older tree is a checkout of its own (`git worktree add DIR REVISION`). Each tree has its own services, and the
+client is this tree's. All arms write after the same prompts with the same seeds. The 95 % interval is that of the mean
+logarithm of the ratio, over repetitions.
 """
 
 import math
