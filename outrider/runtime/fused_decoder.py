@@ -27,6 +27,7 @@ from outrider.runtime.fused_encoder_decoder import FusedCrossDecoder, has_fused_
 from outrider.runtime.fused_layers import (
     INT8_ROWS,
     FusedLayers,
+    Int8Layers,
     LayerWeights,
     PackedModule,
     RMSNormModule,
@@ -209,12 +210,11 @@ class FusedDecoder:
             head=head,
             head_bias=head_bias,
             vocab_size=vocab_size,
-            int8=self._int8 or (),
         )
-        self._layers = FusedLayers(shared, weights)
+        self.reads_int8 = bool(self._int8)
+        self._layers = Int8Layers(shared, weights, self._int8) if self._int8 else FusedLayers(shared, weights)
         use_huge_pages([head, *(each for own in weights for each in (own.qkv, own.output, own.gate_up, own.down))])
-        use_huge_pages(self._layers.int8)
-        self.reads_int8 = bool(self._layers.int8)
+        use_huge_pages(weight for weight, _ in self._int8 or ())
         self._run: Callable[..., Tensor] = compiled(self._layers, self._device)
         self._chosen: dict[torch.dtype, LayerOps] = {}
 
@@ -288,7 +288,7 @@ class FusedDecoder:
         self, *modules: nn.Linear, order: Sequence[Tensor | None] = (None, None, None)
     ) -> tuple[Tensor, Tensor | None]:
         """Concatenates weights and biases of several modules, with the rows of each head in `order`, and removes them
-        from the modules. Called in the order of `SharedWeights.int8`.
+        from the modules. Called in the order of `Int8Layers`.
         """
         weights, biases = [], []
         for module, rows in zip(modules, order, strict=False):

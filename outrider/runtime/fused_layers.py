@@ -33,8 +33,6 @@ class SharedWeights:
         head: `[V, E]`, or packed.
         head_bias: `[V]`.
         vocab_size: V.
-        int8: the weights of all linear layers once more, in 8 bits, with the scale of each of their rows; empty: none.
-            In order: `qkv`, `output`, `gate_up` and `down` of each layer, then `head`.
     """
 
     heads: int
@@ -47,7 +45,6 @@ class SharedWeights:
     head: Tensor
     head_bias: Tensor | None
     vocab_size: int
-    int8: Sequence[tuple[Tensor, Tensor]] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,8 +97,6 @@ class FusedLayers(nn.Module):
     scaling: list[float]
     mask_kind: list[int]
     windows: list[int]
-    int8: list[Tensor]
-    scales: list[Tensor]
 
     def __init__(self, shared: SharedWeights, layers: Sequence[LayerWeights]) -> None:
         super().__init__()
@@ -110,9 +105,6 @@ class FusedLayers(nn.Module):
         self.embedding, self.norm = shared.embedding, shared.norm
         self.head, self.head_bias = shared.head, shared.head_bias
         self.vocab_size = shared.vocab_size
-        self.int8 = [weight for weight, _ in shared.int8]
-        self.scales = [scale for _, scale in shared.int8]
-        self.int8_rows = INT8_ROWS if shared.int8 else 0
         self.attention_norm = [layer.attention_norm for layer in layers]
         self.qkv = [layer.qkv for layer in layers]
         self.qkv_bias = [layer.qkv_bias for layer in layers]
@@ -222,17 +214,47 @@ class FusedLayers(nn.Module):
         if x.size(0) == 0:
             return x.new_empty([0, self.vocab_size])
         normed = rms_norm(x, self.norm, self.signs, self.eps, self.small).squeeze(1)
-        return self.product(len(self.int8) - 1, normed, self.head, self.head_bias)
+        return self.product(4 * len(self.qkv), normed, self.head, self.head_bias)
 
     def product(self, k: int, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-        """Returns x Wᵀ + b, `[T, in]` to `[T, out]`; for a few rows by weight k of `int8`, if there is one."""
+        """Returns x Wᵀ + b, `[T, in]` to `[T, out]`; k is the number of the weight, in the order of `Int8Layers`."""
+        return linear(x, weight, bias, self.packed)
+
+    def product_add(self, k: int, residual: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        """Returns residual + x Wᵀ + b, see `product`."""
+        return linear_add(residual, x, weight, bias, self.packed)
+
+
+class Int8Layers(FusedLayers):
+    """The decoder with each weight of a linear layer once more in 8 bits, which passes over a few rows read.
+
+    It is a class of its own, so that the program of other models has no test before each product.
+
+    Args:
+        shared: see `FusedLayers`.
+        layers: see `FusedLayers`.
+        int8: the weights in 8 bits, each with the scale of its rows, see `to_int8`: `qkv`, `output`, `gate_up` and
+            `down` of each layer, then `head`.
+    """
+
+    int8: list[Tensor]
+    scales: list[Tensor]
+
+    def __init__(
+        self, shared: SharedWeights, layers: Sequence[LayerWeights], int8: Sequence[tuple[Tensor, Tensor]]
+    ) -> None:
+        super().__init__(shared, layers)
+        self.int8 = [weight for weight, _ in int8]
+        self.scales = [scale for _, scale in int8]
+        self.int8_rows = INT8_ROWS
+
+    def product(self, k: int, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         if x.size(0) > self.int8_rows:
             return linear(x, weight, bias, self.packed)
         y = torch._weight_int8pack_mm(x, self.int8[k], self.scales[k])
         return y if bias is None else y + bias
 
     def product_add(self, k: int, residual: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-        """Returns residual + x Wᵀ + b, see `product`."""
         if x.size(0) > self.int8_rows:
             return linear_add(residual, x, weight, bias, self.packed)
         return residual + self.product(k, x, weight, bias)
