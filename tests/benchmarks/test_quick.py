@@ -17,6 +17,7 @@ from benchmarks.harness import PHASES, Bench, flat
 from benchmarks.load import ALONE, BATCHING, PAIR
 from models.corpus import Document
 from tests.fork_server import ForkedService, noting
+from tests.project.tree import ROOT
 
 Json = dict[str, Any]
 
@@ -176,6 +177,14 @@ def check_parallel(summary: Json, runs: list[Json]) -> None:
         assert found["no outcome cache, s = 1"]["hit_rate"] is found["s = γ = 4"]["hit_rate"] is None
 
 
+def check_revisions(summary: Json, runs: list[Json]) -> None:
+    for _, found in flat(summary, 2):
+        assert list(found) == ["old, Decode", "new, Decode", "old, pair", "new, pair"]
+        for name in ("new, Decode", "new, pair"):
+            low, high = found[name]["interval"]
+            assert 0 < low < high
+
+
 FLOOD = ["--rates", "40", "--open-seconds", "0.05"]  # so many requests at once that most have to wait
 
 CASES: dict[str, tuple[Callable[[Json, list[Json]], None], list[str]]] = {
@@ -198,6 +207,7 @@ CASES: dict[str, tuple[Callable[[Json, list[Json]], None], list[str]]] = {
     "beams": (check_beams, []),
     "verification": (check_verification, []),
     "parallel": (check_parallel, ["--new-tokens", "8"]),
+    "revisions": (check_revisions, ["--new-tokens", "8", "--old", str(ROOT)]),
 }
 
 
