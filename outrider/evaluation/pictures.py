@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -92,6 +93,7 @@ def bars(
     for nth, (name, points) in enumerate(series.items()):
         offset = (nth - (len(series) - 1) / 2) * width
         known = [(group + offset, point) for group, point in enumerate(points) if point is not None]
+        known = known or [(0.0, (math.nan,) * 3)]  # the legend shows the colour of a bar
         values = [point[0] for _, point in known]
         errors = [
             [max(0.0, m - low) for m, low, _ in (p for _, p in known)],
@@ -101,7 +103,7 @@ def bars(
             [x for x, _ in known], values, width * 0.92, yerr=errors, label=name, color=colours.get(name, LIGHT),
             error_kw={"elinewidth": 0.8, "ecolor": "#333333"},
         )  # fmt: skip
-        for (x, _), value in zip(known, values, strict=True) if text else ():
+        for (x, _), value in zip(known, values, strict=True) if text and not math.isnan(values[0]) else ():
             foot(panel, x, text.format(value))
     panel.set_xticks(range(len(groups)), list(groups))
 
