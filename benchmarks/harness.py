@@ -28,7 +28,9 @@ PACKAGES = ("torch", "transformers", "grpcio", "protobuf", "uvloop")
 # Extensions that matter to products of small matrices.
 _INSTRUCTIONS = ("avx2", "avx512f", "avx512_bf16", "avx512_vnni", "amx_bf16")
 # Options that are paths or choose what to run; all others are settings of a result.
-_NO_SETTINGS = ("command", "quick", "resume", "output", "target", "draft", "parallel_draft", "prompts_file", "parts")
+_NO_SETTINGS = (
+    "command", "quick", "resume", "output", "target", "draft", "old", "parallel_draft", "prompts_file", "parts",
+)  # fmt: skip
 
 Json = dict[str, Any]
 Item = TypeVar("Item")
