@@ -39,8 +39,8 @@ BIN := $(VENV)/bin
 PIP_INSTALL = $(BIN)/python -m pip install --quiet --disable-pip-version-check --no-compile \
 	$(if $(TORCH_INDEX),--extra-index-url $(TORCH_INDEX)) $(PIP_ARGS)
 
-# A stamp for each set of extras. A change of the manifests installs again.
-MANIFEST := pyproject.toml constraints.txt
+# A stamp for each set of extras. A change of the manifests, or of the C code, installs again.
+MANIFEST := pyproject.toml constraints.txt kernels/cpu/decoder.c
 SERVICE := $(VENV)/.installed-service
 BENCH := $(VENV)/.installed-bench
 DEV := $(VENV)/.installed-dev

@@ -62,11 +62,6 @@ class DraftSettings(ServiceSettings):
         description="layers of --model to leave out, from 0 on: 3,5-7, or every-3 for every third; with the target as "
         "--model it is its own draft; default: none",
     )
-    int8_weights: bool = Field(
-        True,
-        description="on a CPU, draft from the bfloat16 weights of --model rounded to 8 bits, in passes over up to 3 "
-        "rows: a quarter faster; the text stays exact",
-    )
     staged_by: Literal["lookup", "ngram"] = Field(
         "lookup", description="with the drafter staged: source of the tokens that the draft model checks"
     )
@@ -182,7 +177,3 @@ class DraftSettings(ServiceSettings):
     def layers_to_skip(self) -> str | None:
         """Of the model."""
         return self.skip_layers
-
-    @property
-    def reads_int8(self) -> bool:
-        return self.int8_weights

@@ -12,7 +12,7 @@ ENV_PREFIX = "OUTRIDER_"
 _SETTINGS_OF_SERVICES = """
     allow_client_san attention auth_token_file client_burst client_rate contended_idle_timeout device
     draft_temperature draft_timeout drafter dtype failover_timeout gamma grace graph_memory_mb graph_seconds graphs
-    health_listen idle_timeout int8_weights keep_mass kv_cache_mb kv_memory_fraction listen liveness_timeout log_level
+    health_listen idle_timeout keep_mass kv_cache_mb kv_memory_fraction listen liveness_timeout log_level
     lookup_min_match max_batch_tokens max_client_sequences max_concurrent_streams max_connection_age max_entropy
     max_gamma max_linger max_message_bytes max_prompt_tokens max_samples max_sequence_tokens max_sequences
     max_stop_string_chars max_stop_strings max_support max_waiting metrics_listen model ngram_corpus

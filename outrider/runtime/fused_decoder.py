@@ -12,59 +12,63 @@ import ctypes
 import operator
 import sys
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
+from itertools import accumulate, chain
 from typing import Any
 
+import numpy as np
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import LlamaForCausalLM, MistralForCausalLM, Qwen2ForCausalLM, Qwen3ForCausalLM
 from transformers.pytorch_utils import Conv1D
 
+from kernels.cpu import decoder as cpu
 from outrider.runtime.attention import AttentionLayer, Batch, Program, Rows, TransformersProgram
-from outrider.runtime.batch import PagedBatch
+from outrider.runtime.batch import PackedBatch, PagedBatch
 from outrider.runtime.errors import CheckpointError
 from outrider.runtime.fused_encoder_decoder import FusedCrossDecoder, has_fused_cross_decoder
 from outrider.runtime.fused_layers import (
-    INT8_ROWS,
     FusedLayers,
-    Int8Layers,
     LayerWeights,
     PackedModule,
     RMSNormModule,
     SharedWeights,
-    can_multiply_int8,
     can_pack,
     compiled,
     doubled,
     is_plain,
     pack,
-    to_int8,
 )
 from outrider.runtime.layer_ops import LayerOps, choose_layer_ops, run_paged
 from outrider.runtime.loader import LoadedModel
-from outrider.runtime.selfcheck import Refusal, check, check_program, logits_tolerance
+from outrider.runtime.memory import kv_dtype
+from outrider.runtime.selfcheck import check_program, logits_tolerance
 
 _HUGE_PAGE = 2 << 20
 _MADV_COLLAPSE = 25  # Linux 6.1; older kernels refuse it
 
 _NORM_TOLERANCE = 1e-5
-_INT8_TOLERANCE = 0.03  # of the size of a product; rows of a normal distribution differ by 0.01
 
 
-def fuse_model(loaded: LoadedModel) -> Program:
+def fuse_model(loaded: LoadedModel, *, paged: bool = False) -> Program:
     """The fused program of a model, built at the first call.
 
     The weights move into it, so the model's own forward no longer works. Quantised layers are not changed.
 
+    Args:
+        loaded: the model.
+        paged: whether it must run over a paged KV cache.
+
     Raises:
         CheckpointError: it fails, or its logits differ from those of transformers. This is a bug; `fuse=False` runs the
             model unfused.
+        ValueError: it was fused for a KV cache that is not paged.
     """
     if loaded.fused is None:
         model = loaded.model
         with torch.inference_mode():
             if has_fused_decoder(model, loaded.layers):
-                loaded.fused = FusedDecoder(model, loaded.layers, int8=loaded.int8)
+                loaded.fused = FusedDecoder(model, loaded.layers, paged=paged)
             else:
                 program = loaded.encoder or TransformersProgram(model)
                 called = _called_modules(loaded, program)
@@ -73,12 +77,14 @@ def fuse_model(loaded: LoadedModel) -> Program:
                 _replace_modules(model, called, loaded.dtype)
                 loaded.fused = program
         allowed = logits_tolerance(loaded.dtype, quantised=loaded.quantisation is not None)
-        why = check_program(loaded.fused, loaded.layers, loaded.reference, loaded.dtype, loaded.device, allowed)
+        why = check_program(loaded.fused, loaded.layers, loaded.reference, kv_dtype(loaded), loaded.device, allowed)
         if why:
             raise CheckpointError(
                 f"{type(model).__name__} gives other logits when fused than in transformers: {why}; this is a bug: "
                 "please report it"
             ) from why.cause
+    if paged and isinstance(loaded.fused, FusedDecoder) and loaded.fused.cpu_decoder is not None:
+        raise ValueError(f"{loaded.name} was fused for a KV cache by head; for a paged one load it again")
     return loaded.fused
 
 
@@ -139,6 +145,8 @@ _FIXED_ROTARY = frozenset({"default", "linear", "llama3", "yarn"})
 
 _FIRST_POSITIONS = 2048
 
+_WEIGHTS = ("qkv", "output", "gate_up", "down")
+
 
 def has_fused_decoder(model: Any, layers: Sequence[AttentionLayer]) -> bool:
     """Whether `FusedDecoder` supports a model, by its class, its configuration and its weights."""
@@ -178,27 +186,27 @@ class FusedDecoder:
     Args:
         model: `has_fused_decoder` must be true for it.
         layers: its attention layers.
-        int8: whether passes over a few rows may read the weights in 8 bits, for a draft.
+        paged: whether it must run over a paged KV cache, which the decoder in C cannot.
 
     Attributes:
-        reads_int8: whether they do.
+        cpu_decoder: the decoder in C, or None: torch runs the layers.
     """
 
-    def __init__(self, model: Any, layers: Sequence[AttentionLayer], *, int8: bool = False) -> None:
+    def __init__(self, model: Any, layers: Sequence[AttentionLayer], *, paged: bool = False) -> None:
         base, first = model.model, layers[0]
         embedding: Tensor = base.embed_tokens.weight.detach()
         self._device = embedding.device
-        self._packed = can_pack(embedding.dtype, embedding.device)
-        self._int8: list[tuple[Tensor, Tensor]] | None = None  # None: no, or some weight is refused
-        if int8 and can_multiply_int8(embedding.dtype, embedding.device):
-            self._int8 = []
+        sizes = {"hidden": embedding.size(1), "head_dim": first.head_dim}
+        self._runs_c = not paged and cpu.can_run(embedding.dtype, embedding.device, **sizes)
+        self._packed = not self._runs_c and can_pack(embedding.dtype, embedding.device)
         self._group = first.heads // first.kv_heads
         self._half = first.head_dim // 2
         self._rotary = base.rotary_emb
         self._rotation_tables = [self._make_rotations(_FIRST_POSITIONS)]
-        weights = [self._take(module, layer) for module, layer in zip(base.layers, layers, strict=True)]
+        weights = [self._pack(self._take(module, layer)) for module, layer in zip(base.layers, layers, strict=True)]
         vocab_size = model.lm_head.weight.shape[0]
         head, head_bias = self._merge(model.lm_head)
+        head = cpu.panels(head) if self._runs_c else pack(head) if self._packed else head
         shared = SharedWeights(
             heads=first.heads,
             kv_heads=first.kv_heads,
@@ -211,10 +219,12 @@ class FusedDecoder:
             head_bias=head_bias,
             vocab_size=vocab_size,
         )
-        self.reads_int8 = bool(self._int8)
-        self._layers = Int8Layers(shared, weights, self._int8) if self._int8 else FusedLayers(shared, weights)
-        use_huge_pages([head, *(each for own in weights for each in (own.qkv, own.output, own.gate_up, own.down))])
-        use_huge_pages(weight for weight, _ in self._int8 or ())
+        use_huge_pages([head, *(getattr(own, name) for own in weights for name in _WEIGHTS)])
+        self.cpu_decoder: cpu.CPUDecoder | None = None
+        if self._runs_c:
+            self.cpu_decoder = cpu.CPUDecoder(shared, weights)
+            return
+        self._layers = FusedLayers(shared, weights)
         self._run: Callable[..., Tensor] = compiled(self._layers, self._device)
         self._chosen: dict[torch.dtype, LayerOps] = {}
 
@@ -226,12 +236,37 @@ class FusedDecoder:
             return run_paged(ops, batch, self._rotations_to(batch.max_length), rows)
         assert batch.pool is not None
         assert batch.pool.by_head is not None
+        if self.cpu_decoder is not None:
+            return self._run_on_cpu(self.cpu_decoder, token_ids, batch, rows)
         memory, size = batch.pool.by_head.stores[0], batch.pool.block_tokens  # all layers have one shape
         groups, orders = zip(*(batch.groups_for(self._group, window) for window in self._layers.windows), strict=True)
         last, chosen = (batch.rows, rows) if rows is None or isinstance(rows, Tensor) else (rows, None)
         rotations = self._rotations_to(max(map(operator.add, batch.starts, batch.counts)))
         positions, slots = batch.position_ids(self._device), batch.slot_mapping()
         return self._run(token_ids, rotations, positions, slots, memory, size, list(groups), list(orders), last, chosen)
+
+    def _run_on_cpu(self, decoder: cpu.CPUDecoder, token_ids: Tensor, batch: PackedBatch, rows: Rows) -> Tensor:
+        assert batch.pool is not None
+        assert batch.pool.by_head is not None
+        wanted = np.arange(batch.rows, dtype=np.int32)
+        if isinstance(rows, Tensor):
+            wanted = rows.numpy().astype(np.int32)
+        elif rows is not None:
+            wanted = wanted[batch.rows - rows :]
+        tables = [blocks for blocks, _ in batch.tables]
+        firsts = accumulate(map(len, tables[:-1]), initial=0)
+        longest = max(map(operator.add, batch.starts, batch.counts))
+        return decoder.run(
+            token_ids,
+            batch.positions(),
+            np.repeat(np.fromiter(firsts, np.int32, len(tables)), batch.counts),
+            np.fromiter(chain.from_iterable(tables), np.int32),
+            wanted,
+            rotations=self._rotations_to(longest),
+            memory=batch.pool.by_head.stores[0],  # all layers have one shape
+            block_tokens=batch.block_tokens,
+            longest=longest,
+        )
 
     def choose_layers(self, dtype: torch.dtype) -> LayerOps:
         """The operations of its layers over a paged KV cache of a dtype, chosen at the first call."""
@@ -288,7 +323,7 @@ class FusedDecoder:
         self, *modules: nn.Linear, order: Sequence[Tensor | None] = (None, None, None)
     ) -> tuple[Tensor, Tensor | None]:
         """Concatenates weights and biases of several modules, with the rows of each head in `order`, and removes them
-        from the modules. Called in the order of `Int8Layers`.
+        from the modules.
         """
         weights, biases = [], []
         for module, rows in zip(modules, order, strict=False):
@@ -300,24 +335,24 @@ class FusedDecoder:
         if biases and len(biases) < len(weights):
             raise ValueError("some of the merged layers have a bias and some do not; they cannot be merged")
         weight = weights[0] if len(weights) == 1 else torch.cat(weights)
-        if self._int8 is not None:
-            found = to_int8(weight)
-            if check_int8(weight, *found):
-                self._int8 = None
-            else:
-                self._int8.append(found)
-        return pack(weight) if self._packed else weight, torch.cat(biases) if biases else None
+        return weight, torch.cat(biases) if biases else None
 
-
-def check_int8(weight: Tensor, int8: Tensor, scale: Tensor) -> Refusal | None:
-    """Checks products by a weight in 8 bits against those by the weight `[out, in]`."""
-    x = torch.randn(INT8_ROWS, weight.size(1), generator=torch.Generator().manual_seed(0)).to(weight.dtype)
-    return check(
-        lambda: {"products": torch._weight_int8pack_mm(x, int8, scale)},
-        lambda: {"products": F.linear(x, weight)},
-        _INT8_TOLERANCE,
-        typical=True,
-    )
+    def _pack(self, layer: LayerWeights) -> LayerWeights:
+        """The layer with its weights in the layout of its products."""
+        if self._runs_c:
+            bias = layer.gate_up_bias
+            return replace(
+                layer,
+                qkv=cpu.panels(layer.qkv),
+                output=cpu.panels(layer.output),
+                gate_up=cpu.panels(cpu.by_turns(layer.gate_up)),
+                gate_up_bias=None if bias is None else cpu.by_turns(bias),
+                down=cpu.panels(cpu.filled_inputs(layer.down)),
+            )
+        if self._packed:
+            packed: dict[str, Any] = {name: pack(getattr(layer, name)) for name in _WEIGHTS}
+            return replace(layer, **packed)
+        return layer
 
 
 def _reorder(tensor: Tensor, order: Tensor | None) -> Tensor:

@@ -182,7 +182,7 @@ class FusedLayers(nn.Module):
         Rotation and head norms are computed in float32, and the result is float32.
         """
         normed = rms_norm(x.unsqueeze(1), self.attention_norm[i], self.signs, self.eps, self.small).squeeze(1)
-        return self.rotated(i, self.product(4 * i, normed, self.qkv[i], self.qkv_bias[i]), rotation)
+        return self.rotated(i, linear(normed, self.qkv[i], self.qkv_bias[i], self.packed), rotation)
 
     def rotated(self, i: int, qkv: Tensor, rotation: Tensor) -> Tensor:
         """Norms and rotates queries and keys of layer i; `qkv` is `[T, …, width]`, and so is the result, in float32.
@@ -204,76 +204,17 @@ class FusedLayers(nn.Module):
     def after_attention(self, i: int, x: Tensor, attended: Tensor) -> Tensor:
         """The residual stream after layer i; `x` is the stream before it, `attended` is `[T, heads, head_dim]`."""
         attended = attended.to(x.dtype).reshape(x.size(0), self.heads * self.head_dim)
-        x = self.product_add(4 * i + 1, x, attended, self.output[i], self.output_bias[i])
+        x = linear_add(x, attended, self.output[i], self.output_bias[i], self.packed)
         normed = rms_norm(x.unsqueeze(1), self.mlp_norm[i], self.signs, self.eps, self.small).squeeze(1)
-        gate, up = self.product(4 * i + 2, normed, self.gate_up[i], self.gate_up_bias[i]).chunk(2, -1)
-        return self.product_add(4 * i + 3, x, F.silu(gate).mul_(up), self.down[i], self.down_bias[i])
+        gate, up = linear(normed, self.gate_up[i], self.gate_up_bias[i], self.packed).chunk(2, -1)
+        return linear_add(x, F.silu(gate).mul_(up), self.down[i], self.down_bias[i], self.packed)
 
     def logits(self, x: Tensor) -> Tensor:
         """The logits `[R, V]` from the final residual stream `[R, 1, E]`."""
         if x.size(0) == 0:
             return x.new_empty([0, self.vocab_size])
         normed = rms_norm(x, self.norm, self.signs, self.eps, self.small).squeeze(1)
-        return self.product(4 * len(self.qkv), normed, self.head, self.head_bias)
-
-    def product(self, k: int, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-        """Returns x Wᵀ + b, `[T, in]` to `[T, out]`; k is the number of the weight, in the order of `Int8Layers`."""
-        return linear(x, weight, bias, self.packed)
-
-    def product_add(self, k: int, residual: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-        """Returns residual + x Wᵀ + b, see `product`."""
-        return linear_add(residual, x, weight, bias, self.packed)
-
-
-class Int8Layers(FusedLayers):
-    """The decoder with each weight of a linear layer once more in 8 bits, which passes over a few rows read.
-
-    It is a class of its own, so that the program of other models has no test before each product.
-
-    Args:
-        shared: see `FusedLayers`.
-        layers: see `FusedLayers`.
-        int8: the weights in 8 bits, each with the scale of its rows, see `to_int8`: `qkv`, `output`, `gate_up` and
-            `down` of each layer, then `head`.
-    """
-
-    int8: list[Tensor]
-    scales: list[Tensor]
-
-    def __init__(
-        self, shared: SharedWeights, layers: Sequence[LayerWeights], int8: Sequence[tuple[Tensor, Tensor]]
-    ) -> None:
-        super().__init__(shared, layers)
-        self.int8 = [weight for weight, _ in int8]
-        self.scales = [scale for _, scale in int8]
-        self.int8_rows = INT8_ROWS
-
-    def product(self, k: int, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-        if x.size(0) > self.int8_rows:
-            return linear(x, weight, bias, self.packed)
-        y = torch._weight_int8pack_mm(x, self.int8[k], self.scales[k])
-        return y if bias is None else y + bias
-
-    def product_add(self, k: int, residual: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-        if x.size(0) > self.int8_rows:
-            return linear_add(residual, x, weight, bias, self.packed)
-        return residual + self.product(k, x, weight, bias)
-
-
-INT8_ROWS = 3
-"""The most rows for which a CPU multiplies by weights in 8 bits faster than by packed ones in bfloat16 (measured)."""
-
-
-def to_int8(weight: Tensor) -> tuple[Tensor, Tensor]:
-    """A weight `[out, in]` in 8 bits, and the scale of each of its rows, `[out]`."""
-    largest = weight.float().abs().amax(1).clamp_min(torch.finfo(torch.float32).tiny)
-    scale = (largest / 127).to(weight.dtype)  # rounded first: the numbers make up for it
-    return (weight.float() / scale.float().unsqueeze(1)).round().clamp(-127, 127).to(torch.int8), scale
-
-
-def can_multiply_int8(dtype: torch.dtype, device: torch.device) -> bool:
-    """Whether the installed torch multiplies rows of this dtype by weights in 8 bits on this device."""
-    return dtype == torch.bfloat16 and can_pack(dtype, device) and hasattr(torch, "_weight_int8pack_mm")
+        return linear(normed, self.head, self.head_bias, self.packed)
 
 
 def compiled(module: nn.Module, device: torch.device) -> Callable[..., Any]:

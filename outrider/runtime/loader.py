@@ -60,7 +60,6 @@ class ModelSource:
         trust_remote_code: run Python code that comes with the checkpoint.
         ranks: number of processes that share the model; each loads its part.
         skip_layers: layers to leave out, see `outrider.runtime.skip_layers`.
-        int8: see `LoadedModel`.
     """
 
     name: str
@@ -70,7 +69,6 @@ class ModelSource:
     trust_remote_code: bool = False
     ranks: int = 1
     skip_layers: str | None = None
-    int8: bool = False
 
 
 @dataclass
@@ -98,7 +96,6 @@ class LoadedModel:
         generation_rules: the changes of transformers' `generate` to the logits of such a model; None: no change.
         mask_token: stands for an unknown token in parallel drafting; None if the model was not trained so.
         kv_dtype: of the KV cache; None: see `outrider.runtime.memory.kv_dtype`.
-        int8: whether passes over a few rows on a CPU may read the weights in 8 bits.
     """
 
     model: Any
@@ -120,7 +117,6 @@ class LoadedModel:
     generation_rules: GenerationRules | None = None
     mask_token: int | None = None
     kv_dtype: torch.dtype | None = None
-    int8: bool = False
 
 
 def load_model(source: ModelSource) -> LoadedModel:
@@ -152,7 +148,6 @@ def load_model(source: ModelSource) -> LoadedModel:
             skipped = skip_layers(model, source.skip_layers, source.name)
             fingerprint = hashlib.sha256(f"{fingerprint} without {skipped}".encode()).hexdigest()
         loaded = _ready(model.to(device), source.name, fingerprint, device, dtype, dtype_reason, quantisation)
-        loaded.int8 = source.int8
         return loaded
 
 

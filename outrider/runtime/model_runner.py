@@ -101,7 +101,9 @@ class ModelRunner:
             )
         self.loaded = loaded
         self.pool = pool
-        self.program: Program = fuse_model(loaded) if fuse else loaded.encoder or TransformersProgram(loaded.model)
+        self.program: Program = loaded.encoder or TransformersProgram(loaded.model)
+        if fuse:
+            self.program = fuse_model(loaded, paged=pool.paged is not None)
         self.masks = CausalMasks(pool.max_length, pool.dtype, pool.device)
         if attention.is_paged != (pool.paged is not None):
             raise ValueError(f"the attention is {attention.name}, but the pool is {'' if pool.paged else 'not '}paged")

@@ -16,7 +16,7 @@ from outrider.runtime.checkpoint import resolve_folder
 from outrider.runtime.cuda_graph import capturer_for
 from outrider.runtime.device import describe_device, find_device, work_on
 from outrider.runtime.errors import CheckpointError, ModelLost
-from outrider.runtime.fused_decoder import fuse_model
+from outrider.runtime.fused_decoder import FusedDecoder, fuse_model
 from outrider.runtime.kv_cache import BLOCK_TOKENS
 from outrider.runtime.llama_cpp import LlamaRunner
 from outrider.runtime.llama_loader import LLAMA_CPP, LlamaModel, chosen_runtime, load_gguf, load_gguf_tokenizer
@@ -33,7 +33,7 @@ from outrider.runtime.memory import (
     sequence_blocks,
 )
 from outrider.runtime.model_runner import ModelRunner
-from outrider.runtime.paged_attention import choose_attention
+from outrider.runtime.paged_attention import AUTO, SDPA, choose_attention
 from outrider.runtime.tensor_parallel import TensorParallel
 from outrider.runtime.tokenizer import Tokenizer, load_tokenizer
 from outrider.service.encoder_input import EncoderInputs
@@ -61,7 +61,7 @@ def load(settings: ServiceSettings) -> tuple[LoadedModel, Tokenizer]:
     work_on(device)
     with explain_out_of_memory(memory_of(device), f"the weights of '{settings.model}'"):
         loaded = load_model(source)
-        fuse_model(loaded)
+        fuse_model(loaded, paged=settings.attention not in (AUTO, SDPA))
     _log.info(
         "loaded",
         model=loaded.name,
@@ -70,7 +70,7 @@ def load(settings: ServiceSettings) -> tuple[LoadedModel, Tokenizer]:
         dtype=str(loaded.dtype).removeprefix("torch."),
         reason=loaded.dtype_reason,
         **({"layers": len(loaded.layers), "skip_layers": source.skip_layers} if source.skip_layers else {}),
-        **({"int8_weights": getattr(loaded.fused, "reads_int8", False)} if source.int8 else {}),
+        **({"cpu_decoder": loaded.fused.cpu_decoder is not None} if isinstance(loaded.fused, FusedDecoder) else {}),
     )
     return loaded, load_tokenizer(source)
 
@@ -168,7 +168,6 @@ def model_source(settings: ServiceSettings, *, device: torch.device | None = Non
         trust_remote_code=settings.trust_remote_code,
         ranks=ranks,
         skip_layers=settings.layers_to_skip,
-        int8=settings.reads_int8,
     )
 
 

@@ -245,11 +245,6 @@ class ServiceSettings(SecuritySettings):
         """Layers of the model to leave out, if any; see `outrider.runtime.skip_layers`."""
         return None
 
-    @property
-    def reads_int8(self) -> bool:
-        """Whether a CPU may read the weights in 8 bits; only drafts may."""
-        return False
-
     @classmethod
     def from_command_line(cls, arguments: list[str] | None = None, *, program: str) -> Any:
         """Reads flags and environment. If some are wrong, prints a line for each and exits with 2.

@@ -22,7 +22,7 @@ _SHIPPED = (".py", ".pyi", ".proto", "py.typed")
 def wheel(tmp_path_factory: pytest.TempPathFactory) -> Iterator[zipfile.ZipFile]:
     """Build a wheel from a copy of the tree's sources, tests included, with the back end that pip would call."""
     tree, built = tmp_path_factory.mktemp("tree"), tmp_path_factory.mktemp("built")
-    for path in [*sources(*_SHIPPED), *(ROOT / name for name in ("pyproject.toml", "README.md", "LICENSE"))]:
+    for path in [*sources(*_SHIPPED, ".c"), *(ROOT / name for name in ("pyproject.toml", "README.md", "LICENSE"))]:
         copy = tree / path.relative_to(ROOT)
         copy.parent.mkdir(parents=True, exist_ok=True)
         shutil.copyfile(path, copy)
@@ -47,6 +47,8 @@ def test_a_wheel_holds_the_packages_whole_and_nothing_beside_them(wheel: zipfile
         ours = {path.relative_to(ROOT).as_posix() for path in sources(*_SHIPPED, under=package)}
         assert ours - names == set()
         assert f"{package}/py.typed" in ours
+    if shutil.which("gcc"):
+        assert any(name.startswith("kernels/_cpu_decoder.") for name in names)
 
 
 def test_a_wheel_brings_the_command_and_the_licence(wheel: zipfile.ZipFile) -> None:

@@ -11,16 +11,7 @@ from transformers.models.llama.modeling_llama import LlamaRMSNorm
 from outrider.runtime import fused_decoder
 from outrider.runtime.errors import CheckpointError
 from outrider.runtime.fused_decoder import FusedDecoder, use_huge_pages
-from outrider.runtime.fused_layers import (
-    INT8_ROWS,
-    RMSNormModule,
-    can_multiply_int8,
-    can_pack,
-    doubled,
-    linear,
-    pack,
-    to_int8,
-)
+from outrider.runtime.fused_layers import RMSNormModule, can_pack, doubled, linear, pack
 from outrider.runtime.loader import LoadedModel
 from outrider.runtime.model_runner import Chunk, ModelRunner
 from tests.outrider.runtime.tiny import CONFIGS, GATED, VOCABULARY
@@ -104,49 +95,3 @@ def test_huge_pages_change_no_weight() -> None:
     use_huge_pages(weights)
     assert torch.equal(weight, saved)
     assert all(torch.equal(linear(x, each, None, each.is_mkldnn), y) for each, y in zip(weights, wanted, strict=True))
-
-
-needs_int8 = pytest.mark.skipif(
-    not can_multiply_int8(torch.bfloat16, torch.device("cpu")), reason="no products of bfloat16 by 8 bits here"
-)
-
-
-def of_rows(loaded: LoadedModel, rows: int) -> Tensor:
-    """Logits of the last `rows` of 20 tokens, in a pass of their own."""
-    model = ModelRunner.build(loaded, 1, 64)
-    slot, tokens = model.pool.allocate(), [3 + 7 * i % 90 for i in range(20)]
-    model.forward([Chunk(slot, tokens[:-rows], 0, 0)])
-    return model.logits([Chunk(slot, tokens[-rows:], 20 - rows, 0)]).clone()
-
-
-@needs_int8
-@pytest.mark.parametrize("family", GATED)
-def test_a_few_rows_read_the_weights_in_8_bits(load: Load, family: str) -> None:
-    plain, narrow = load(family, "bfloat16"), load(family, "bfloat16")
-    narrow.int8 = True
-    for rows in (1, INT8_ROWS):
-        found, wanted = of_rows(narrow, rows), of_rows(plain, rows)
-        assert 0 < (found - wanted).norm() < 0.05 * wanted.norm()
-    assert torch.equal(of_rows(narrow, INT8_ROWS + 1), of_rows(plain, INT8_ROWS + 1))
-
-
-def test_8_bits_round_to_half_a_step() -> None:
-    weight = torch.randn(40, 64, generator=torch.Generator().manual_seed(0)).to(torch.bfloat16)
-    weight[3] = 0
-    numbers, scale = to_int8(weight)
-    assert numbers.abs().max() == 127
-    # The largest number of a row may be 127.25 steps, as the step is rounded to bfloat16.
-    error = (numbers.float() * scale.float()[:, None] - weight.float()).abs()
-    assert (error <= 0.501 * scale.float()[:, None]).all()
-
-
-@needs_int8
-def test_a_weight_whose_products_differ_is_not_read_in_8_bits(load: Load, monkeypatch: pytest.MonkeyPatch) -> None:
-    def doubled_scale(weight: Tensor) -> tuple[Tensor, Tensor]:
-        numbers, scale = to_int8(weight)
-        return numbers, 2 * scale
-
-    plain, narrow = load("llama", "bfloat16"), load("llama", "bfloat16")
-    narrow.int8 = True
-    monkeypatch.setattr(fused_decoder, "to_int8", doubled_scale)
-    assert torch.equal(of_rows(narrow, 1), of_rows(plain, 1))

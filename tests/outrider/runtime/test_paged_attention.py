@@ -216,7 +216,7 @@ def to_meta(value: Any) -> Any:
 def test_a_step_has_no_host_sync(load: Load, monkeypatch: pytest.MonkeyPatch) -> None:
     """A tensor on the device meta has no values to read back."""
     monkeypatch.setattr(fused_decoder, "can_pack", lambda dtype, device: False)
-    program = fuse_model(load("qwen3", "bfloat16"))
+    program = fuse_model(load("qwen3", "bfloat16"), paged=True)
     assert isinstance(program, FusedDecoder)
     layers = program._layers
     layers.small = 0  # as on a device

@@ -1,0 +1,205 @@
+"""All layers of a Llama-like decoder in one call, over a KV cache by head: `decoder.c`.
+
+torch runs some ten operations for a layer, and each costs as much time as the weights of a small layer. Here a pass
+over a few rows takes about the time to read the weights. The library is built with the package where there is a C
+compiler; elsewhere, and on processors without AVX512-BF16, `library` returns None.
+"""
+
+import ctypes
+import importlib.util
+from collections.abc import Sequence
+from functools import cache
+from typing import Any
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+PANEL = 64
+"""Outputs of a panel, see `panels`."""
+_VECTOR = 16  # sizes must be multiples of it
+
+_WEIGHTS = ("qkv", "output", "gate_up", "down")
+
+_Pointer = ctypes.c_void_p
+
+
+class _Layer(ctypes.Structure):
+    _fields_ = [
+        *((name, _Pointer) for name in ("attention_norm", "mlp_norm", *_WEIGHTS)),
+        *((f"{name}_bias", _Pointer) for name in _WEIGHTS),
+        ("head_norm", _Pointer),
+        ("scaling", ctypes.c_float),
+        ("window", ctypes.c_int32),
+    ]
+
+
+class _Model(ctypes.Structure):
+    _fields_ = [
+        *((name, ctypes.c_int32) for name in (
+            "layers", "hidden", "heads", "kv_heads", "head_dim", "mlp", "vocab_size",
+        )),
+        ("eps", ctypes.c_float),
+        *((name, _Pointer) for name in ("embedding", "norm", "head", "head_bias")),
+        ("layer", ctypes.POINTER(_Layer)),
+    ]  # fmt: skip
+
+
+class _Pass(ctypes.Structure):
+    _fields_ = [
+        *((name, ctypes.c_int32) for name in ("rows", "wanted", "threads", "block_tokens", "longest")),
+        *((name, _Pointer) for name in (
+            "tokens", "positions", "first_blocks", "blocks", "wanted_rows", "rotations", "memory",
+        )),
+        ("places", ctypes.c_int64),
+        ("logits", _Pointer),
+        ("scratch", _Pointer),
+    ]  # fmt: skip
+
+
+@cache
+def library() -> Any:
+    """The library; None where it was not built, is of other sources, or the processor lacks AVX512-BF16."""
+    found = importlib.util.find_spec("kernels._cpu_decoder")
+    try:
+        loaded = None if found is None or found.origin is None else ctypes.CDLL(found.origin)
+    except OSError:
+        return None
+    if loaded is None or not loaded.decoder_supported() or not hasattr(loaded, "decoder_sizes"):
+        return None
+    sizes = (ctypes.c_int32 * 3)()
+    loaded.decoder_sizes(sizes)
+    if list(sizes) != [ctypes.sizeof(each) for each in (_Layer, _Model, _Pass)]:
+        return None
+    loaded.decoder_scratch.restype = ctypes.c_int64
+    return loaded
+
+
+def can_run(dtype: torch.dtype, device: torch.device, *, hidden: int, head_dim: int) -> bool:
+    """Whether `CPUDecoder` runs a model of these sizes here."""
+    fits = dtype == torch.bfloat16 and device.type == "cpu" and hidden % _VECTOR == 0 and head_dim % _VECTOR == 0
+    return fits and library() is not None
+
+
+def panels(weight: Tensor) -> Tensor:
+    """A weight `[out, in]` as the C code reads it: `[out / 64, in / 2, 64, 2]`, filled up with rows of zeros.
+
+    Two neighbouring inputs of 16 outputs fill a vector, the operand of AVX512-BF16's dot product.
+    """
+    filled = F.pad(weight, (0, 0, 0, -len(weight) % PANEL))
+    return filled.unflatten(1, (-1, 2)).unflatten(0, (-1, PANEL)).transpose(1, 2).contiguous()
+
+
+def by_turns(gate_up: Tensor) -> Tensor:
+    """Rows of gate and of up by turns, 64 of each: a weight or a bias `[2 · I, …]`, both filled up with zeros."""
+    both = gate_up.unflatten(0, (2, -1))
+    missing = -both.size(1) % PANEL
+    filled = torch.cat((both, both.new_zeros(2, missing, *both.shape[2:])), 1)
+    return filled.unflatten(1, (-1, PANEL)).transpose(0, 1).flatten(0, 2)
+
+
+def filled_inputs(down: Tensor) -> Tensor:
+    """A weight `[E, I]` with as many inputs as `by_turns` leaves of gate and of up."""
+    return F.pad(down, (0, -down.size(1) % PANEL))
+
+
+class CPUDecoder:
+    """A decoder. Only one thread may use it.
+
+    Args:
+        shared: an `outrider.runtime.fused_layers.SharedWeights` of bfloat16, its head as `panels`.
+        layers: each an `outrider.runtime.fused_layers.LayerWeights`, its weights as `panels`.
+    """
+
+    def __init__(self, shared: Any, layers: Sequence[Any]) -> None:
+        self._library = library()
+        self._vocab_size = shared.vocab_size
+        self._kept: list[Tensor] = []  # the pointers point to these
+        self._scratch = torch.empty(0, dtype=torch.uint8)
+        self._layers = (_Layer * len(layers))(*map(self._layer, layers))
+        self._model = _Model(
+            layers=len(layers),
+            hidden=shared.embedding.size(1),
+            heads=shared.heads,
+            kv_heads=shared.kv_heads,
+            head_dim=shared.head_dim,
+            mlp=2 * layers[0].down.size(1),
+            vocab_size=shared.vocab_size,
+            eps=shared.eps,
+            embedding=self._keep(shared.embedding),
+            norm=self._floats(shared.norm[0]),
+            head=self._keep(shared.head),
+            head_bias=self._bias(shared.head_bias),
+            layer=self._layers,
+        )
+
+    def run(
+        self,
+        tokens: Tensor,
+        positions: np.ndarray,
+        first_blocks: np.ndarray,
+        blocks: np.ndarray,
+        wanted: np.ndarray,
+        *,
+        rotations: Tensor,
+        memory: Tensor,
+        block_tokens: int,
+        longest: int,
+    ) -> Tensor:
+        """Runs a pass; the keys and values of its rows are in memory afterwards.
+
+        Args:
+            tokens: int64 `[T]`.
+            positions: int32 `[T]`, of each row in its sequence.
+            first_blocks: int32 `[T]`: where the blocks of the row's sequence begin in `blocks`.
+            blocks: int32, the block tables one after the other.
+            wanted: int32 `[R]`: the rows that need logits.
+            rotations: e^(i · angle) of all positions, `[max_length, 1, D/2]`, complex64.
+            memory: keys and values, `[layers, 2, kv_heads, places, head_dim]`, float32.
+            block_tokens: positions of a block.
+            longest: positions of the longest sequence.
+
+        Returns:
+            Logits `[R, V]`, float32.
+
+        Raises:
+            ValueError: the memory is not float32.
+        """
+        if memory.dtype != torch.float32:
+            raise ValueError(f"the KV cache is {memory.dtype}; the compiled decoder needs float32")
+        logits = torch.empty(len(wanted), self._vocab_size, dtype=torch.float32)
+        own = _Pass(
+            rows=len(tokens), wanted=len(wanted), threads=torch.get_num_threads(), block_tokens=block_tokens,
+            longest=longest, tokens=tokens.data_ptr(), positions=positions.ctypes.data,
+            first_blocks=first_blocks.ctypes.data, blocks=blocks.ctypes.data, wanted_rows=wanted.ctypes.data,
+            rotations=rotations.data_ptr(), memory=memory.data_ptr(), places=memory.size(3), logits=logits.data_ptr(),
+        )  # fmt: skip
+        model, given = ctypes.byref(self._model), ctypes.byref(own)
+        needed = self._library.decoder_scratch(model, given)
+        if needed > len(self._scratch):
+            self._scratch = torch.empty(needed, dtype=torch.uint8)
+        own.scratch = self._scratch.data_ptr()
+        self._library.decoder_run(model, given)
+        return logits
+
+    def _layer(self, layer: Any) -> _Layer:
+        return _Layer(
+            attention_norm=self._floats(layer.attention_norm[0]),
+            mlp_norm=self._floats(layer.mlp_norm[0]),
+            head_norm=self._floats(layer.head_norm),
+            scaling=layer.scaling,
+            window=layer.window,
+            **{name: self._keep(getattr(layer, name)) for name in _WEIGHTS},
+            **{f"{name}_bias": self._bias(getattr(layer, f"{name}_bias")) for name in _WEIGHTS},
+        )
+
+    def _bias(self, bias: Tensor | None) -> int | None:
+        return None if bias is None else self._floats(F.pad(bias, (0, -len(bias) % PANEL)))
+
+    def _floats(self, values: Tensor | None) -> int | None:
+        return None if values is None else self._keep(values.float().contiguous())
+
+    def _keep(self, values: Tensor) -> int:
+        self._kept.append(values)
+        return values.data_ptr()

@@ -1,0 +1,223 @@
+"""The decoder in C computes what transformers computes, and a row's result depends on its own sequence alone."""
+
+import os
+import random
+from collections.abc import Callable, Sequence
+from importlib.machinery import ModuleSpec
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from torch import Tensor
+from transformers import AutoModelForCausalLM, PreTrainedConfig
+
+from kernels.cpu import decoder
+from outrider.runtime.errors import CheckpointError
+from outrider.runtime.fused_decoder import FusedDecoder, fuse_model
+from outrider.runtime.kv_cache import BLOCK_TOKENS
+from outrider.runtime.loader import LoadedModel, ModelSource, load_model
+from outrider.runtime.model_runner import Chunk, ModelRunner
+
+needs_library = pytest.mark.skipif(decoder.library() is None, reason="no decoder in C here: no compiler, or no AVX512")
+
+SHAPE: dict[str, Any] = {
+    "vocab_size": 97,  # not a multiple of a vector
+    "hidden_size": 48,
+    "intermediate_size": 99,  # not a multiple of a panel
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "head_dim": 16,
+    "max_position_embeddings": 256,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+}
+CONFIGS: dict[str, Callable[[], PreTrainedConfig]] = {
+    "llama": lambda: transformers.LlamaConfig(**SHAPE, num_key_value_heads=2),
+    "llama, biases": lambda: transformers.LlamaConfig(
+        **SHAPE, num_key_value_heads=4, attention_bias=True, mlp_bias=True
+    ),
+    "llama, 6 heads of 80": lambda: transformers.LlamaConfig(
+        **SHAPE | {"num_attention_heads": 6, "head_dim": 80}, num_key_value_heads=1, tie_word_embeddings=True
+    ),
+    "llama, 64 units": lambda: transformers.LlamaConfig(
+        **SHAPE | {"hidden_size": 64, "intermediate_size": 64, "head_dim": 128, "vocab_size": 128},
+        num_key_value_heads=2,
+    ),
+    "mistral, window": lambda: transformers.MistralConfig(**SHAPE, num_key_value_heads=2, sliding_window=21),
+    "qwen2": lambda: transformers.Qwen2Config(**SHAPE, num_key_value_heads=2),
+    "qwen2, a window in some layers": lambda: transformers.Qwen2Config(
+        **SHAPE, num_key_value_heads=2, use_sliding_window=True, sliding_window=21, max_window_layers=1
+    ),
+    "qwen3": lambda: transformers.Qwen3Config(**SHAPE, num_key_value_heads=2),
+}
+# Of the norm of the logits. Inputs of products are rounded to bfloat16, and the weights here amplify that.
+CLOSE = 0.03
+
+
+def checkpoint(name: str, folder: Path) -> Path:
+    """A model with random weights and biases, in bfloat16."""
+    torch.manual_seed(5)
+    model = AutoModelForCausalLM.from_config(CONFIGS[name]())
+    with torch.no_grad():
+        for each, weight in model.named_parameters():
+            if each.endswith("bias"):
+                weight.normal_(std=0.3)
+            elif "norm" in each:
+                weight.uniform_(0.5, 1.5)
+            else:
+                weight.normal_(std=2.0 / weight.size(-1) ** 0.5)
+    model.to(torch.bfloat16).save_pretrained(folder)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    return {name: checkpoint(name, tmp_path_factory.mktemp("model")) for name in CONFIGS}
+
+
+def runner(folder: Path, dtype: str = "bfloat16", *, fuse: bool = True) -> ModelRunner:
+    return ModelRunner.build(load_model(ModelSource(str(folder), dtype=dtype, device="cpu")), 8, 256, fuse=fuse)
+
+
+def tokens_of(count: int, seed: int, vocab_size: int = 97) -> list[int]:
+    return random.Random(seed).choices(range(vocab_size), k=count)
+
+
+def run(model: ModelRunner, sequences: Sequence[Sequence[int]], widths: Sequence[int]) -> list[Tensor]:
+    """The logits of all positions of each sequence, in passes over `widths[i]` tokens of sequence i."""
+    slots = [model.pool.allocate() for _ in sequences]
+    found: list[list[Tensor]] = [[] for _ in sequences]
+    while True:
+        chunks, owners = [], []
+        for i, (slot, tokens, width) in enumerate(zip(slots, sequences, widths, strict=True)):
+            start = model.pool.length(slot)
+            if piece := tokens[start : start + width]:
+                chunks.append(Chunk(slot, piece, start, 0))
+                owners.append(i)
+        if not chunks:
+            break
+        logits = model.logits(chunks).split([len(chunk.tokens) for chunk in chunks])
+        for i, rows in zip(owners, logits, strict=True):
+            found[i].append(rows.clone())
+    for slot in slots:
+        model.pool.free(slot)
+    return [torch.cat(rows) for rows in found]
+
+
+@needs_library
+@pytest.mark.parametrize("name", CONFIGS)
+def test_logits_are_those_of_transformers(name: str, folders: dict[str, Path]) -> None:
+    """Over several blocks of the KV cache, with ragged passes; as near to float32 as transformers in bfloat16."""
+    ours, exact = runner(folders[name]), runner(folders[name], "float32", fuse=False)
+    assert isinstance(ours.program, FusedDecoder)
+    assert ours.program.cpu_decoder is not None
+    sequences = [tokens_of(count, count) for count in (3 * BLOCK_TOKENS + 7, 41, 1)]
+    wanted = run(exact, sequences, [200, 200, 200])
+    plain = run(runner(folders[name], fuse=False), sequences, [200, 200, 200])
+    for found, right, rounded in zip(run(ours, sequences, [13, 7, 1]), wanted, plain, strict=True):
+        error = (found - right).norm() / right.norm()
+        assert error < CLOSE
+        assert error < (rounded - right).norm() / right.norm()
+
+
+@needs_library
+@pytest.mark.parametrize("name", CONFIGS)
+def test_a_row_depends_on_its_sequence_alone(name: str, folders: dict[str, Path]) -> None:
+    """Bit for bit: the width of a pass, the other sequences in it and the number of threads change nothing."""
+    model, saved = runner(folders[name]), torch.get_num_threads()
+    sequences = [tokens_of(count, count) for count in (90, 70, 33, 5, 2, 1)]
+    wanted = [run(model, [tokens], [1])[0] for tokens in sequences]
+    try:
+        for threads, widths in (
+            (1, (90, 70, 33, 5, 2, 1)),
+            (1, (6, 7, 8, 2, 1, 1)),
+            (2, (1, 13, 4, 1, 1, 1)),
+            (3, (90,) * 6),
+        ):
+            torch.set_num_threads(threads)
+            for found, right in zip(run(model, sequences, widths), wanted, strict=True):
+                assert torch.equal(found, right)
+    finally:
+        torch.set_num_threads(saved)
+
+
+@needs_library
+def test_only_wanted_rows_have_logits(folders: dict[str, Path]) -> None:
+    model = runner(folders["llama"])
+    tokens = tokens_of(20, 1)
+    (whole,) = run(model, [tokens], [20])
+    first, second = model.pool.allocate(), model.pool.allocate()
+    found = model.logits([Chunk(first, tokens[:8], 0, 6), Chunk(second, tokens[:5], 0, 5)])
+    assert torch.equal(found, whole[6:8])
+    assert model.logits([Chunk(first, tokens[8:12], 8, 4)]).shape == (0, 97)
+    assert torch.equal(model.logits([Chunk(first, tokens[12:], 12, 7)]), whole[19:])
+
+
+@needs_library
+def test_nan_stays_in_its_sequence(folders: dict[str, Path]) -> None:
+    loaded = load_model(ModelSource(str(folders["qwen3"]), dtype="bfloat16", device="cpu"))
+    model = ModelRunner.build(loaded, 8, 256)
+    with torch.no_grad():
+        loaded.model.model.embed_tokens.weight[7] = torch.nan  # the program reads the same memory
+    good, bad = [8, 9, 10, 11], [8, 7, 10, 11]
+    found = run(model, [bad, good, bad], [4, 4, 2])
+    assert found[0].isnan().any(1).tolist() == found[2].isnan().any(1).tolist() == [False, True, True, True]
+    assert torch.equal(found[1], run(model, [good], [1])[0])
+
+
+@needs_library
+def test_a_forked_process_runs_it_too(folders: dict[str, Path]) -> None:
+    """It has none of the threads that its parent started."""
+    model, saved = runner(folders["llama"]), torch.get_num_threads()
+    sequences = [tokens_of(30, 1)]
+    try:
+        torch.set_num_threads(2)
+        (wanted,) = run(model, sequences, [30])
+        child = os.fork()
+        if not child:
+            os._exit(0 if torch.equal(run(model, sequences, [4])[0], wanted) else 1)
+        assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+    finally:
+        torch.set_num_threads(saved)
+
+
+@needs_library
+def test_wrong_products_are_refused_at_the_start(folders: dict[str, Path], monkeypatch: pytest.MonkeyPatch) -> None:
+    original = decoder.panels
+    monkeypatch.setattr(decoder, "panels", lambda weight: original(weight.roll(1, 0)))
+    with pytest.raises(CheckpointError, match="gives other logits when fused than in transformers"):
+        runner(folders["llama"])
+
+
+@needs_library
+def test_a_paged_cache_needs_another_program(folders: dict[str, Path]) -> None:
+    loaded = load_model(ModelSource(str(folders["llama"]), dtype="bfloat16", device="cpu"))
+    fuse_model(loaded)
+    with pytest.raises(ValueError, match="fused for a KV cache by head"):
+        fuse_model(loaded, paged=True)
+
+
+def by_torch(folder: Path) -> LoadedModel:
+    loaded = load_model(ModelSource(str(folder), dtype="bfloat16", device="cpu"))
+    program = fuse_model(loaded)
+    assert isinstance(program, FusedDecoder)
+    assert program.cpu_decoder is None
+    return loaded
+
+
+def test_torch_runs_what_it_cannot(folders: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Sizes that are no multiple of a vector, and any model where the library was not built or cannot be loaded."""
+    config = transformers.LlamaConfig(**SHAPE | {"head_dim": 12}, num_key_value_heads=2)
+    AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path)
+    by_torch(tmp_path)
+    other = tmp_path / "other.so"
+    other.write_bytes(b"no library")
+    for spec in (None, ModuleSpec("kernels._cpu_decoder", None, origin=str(other))):
+        monkeypatch.setattr("importlib.util.find_spec", lambda name, spec=spec: spec)
+        decoder.library.cache_clear()
+        try:
+            by_torch(folders["llama"])
+        finally:
+            decoder.library.cache_clear()
