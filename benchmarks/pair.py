@@ -1,8 +1,8 @@
 """The gain of speculation over gRPC: the target alone, the pair, and other implementations of both, in turns.
 
 Each pair runs by torch, beside transformers, its assisted generation and its prompt lookup; and by llama.cpp from GGUF
-files of bfloat16, beside llama.cpp's own server and its speculation. Each way to speculate takes part with several
-numbers of drafted tokens, so that it is seen at its best.
+files of bfloat16. llama.cpp's own server and its speculation take part beside both. Each way to speculate takes part
+with several numbers of drafted tokens, so that it is seen at its best.
 """
 
 import sys
@@ -36,7 +36,7 @@ GENERATE, DECODE = "generate", "Decode"
 ASSISTED, LOOKUP, PAIR = "assisted", "prompt lookup", "pair"
 LLAMA, DRAFTING = "llama.cpp alone", "llama.cpp drafting"
 """Its target alone, and its own speculation with the settings that are fastest at each temperature."""
-ALONE = (GENERATE, LLAMA, DECODE)
+ALONE = (GENERATE, DECODE)
 THEIRS = (LLAMA, DRAFTING)
 TORCH, LLAMA_CPP = RUNTIMES = ("torch", "llama.cpp")
 
@@ -107,13 +107,28 @@ def _torch_writers(
         for tokens in given.lookup_tokens
     }
     generate = transformers_writer(target, threads=threads)
-    return {GENERATE: generate, **assisted, **lookup, **ours}, {"transformers": {"threads": threads}, **placement}
+    try:
+        theirs, settings = _their_writers(bench, models, running, trials)
+    except Unavailable:  # the runtime llama.cpp says so
+        theirs, settings = {}, {}
+    writers = {GENERATE: generate, **assisted, **lookup, **theirs, **ours}
+    return writers, {"transformers": {"threads": threads}, **settings, **placement}
 
 
 def _llama_writers(
     bench: Bench, models: Models, running: ExitStack, trials: Sequence[Task]
 ) -> tuple[dict[str, Write], Json]:
     """As `_torch_writers`. Raises `Unavailable` without llama.cpp."""
+    theirs, settings = _their_writers(bench, models, running, trials)
+    files = gguf_pair(models)
+    ours, placement = _our_writers(bench.given, files.target, files.draft, running, trials)
+    return theirs | ours, settings | placement
+
+
+def _their_writers(
+    bench: Bench, models: Models, running: ExitStack, trials: Sequence[Task]
+) -> tuple[dict[str, Write], Json]:
+    """llama.cpp's own server, with the settings that are fastest. Raises `Unavailable` without it."""
     program, files = find_server(), gguf_pair(models)
     start = partial(LlamaServer, program, files, longest=max(len(task.token_ids) for task in trials) + 1024)
 
@@ -146,8 +161,7 @@ def _llama_writers(
         LLAMA: servers[LLAMA].write,
         DRAFTING: lambda task: servers[f"{DRAFTING}, T = {task.temperature:g}"].write(task),
     }
-    ours, placement = _our_writers(bench.given, files.target, files.draft, running, trials)
-    return theirs | ours, settings | placement
+    return theirs, settings
 
 
 _MAKERS = {TORCH: _torch_writers, LLAMA_CPP: _llama_writers}
@@ -180,7 +194,7 @@ def _seconds(write: Write, tasks: Sequence[Task]) -> float:
 
 
 def figures(runs: Sequence[Json]) -> Json:
-    """One pair at one temperature. Ratios are to the faster target alone in the same repetition.
+    """One pair at one temperature. Ratios are to our or transformers' target alone, the faster in the same repetition.
 
     `over_llama`: the same to llama.cpp's own; its target alone for ours, and the better of its ways for the pair.
     """
@@ -189,7 +203,7 @@ def figures(runs: Sequence[Json]) -> Json:
     best = max(rates, key=lambda name: rates[name])
     # Assisted generation reports no α; that of the pair holds for it, whose models are the same.
     alpha = harness.alpha_of([run for run in runs if run["arm"].startswith(PAIR)])
-    order = [*ALONE, ASSISTED, LOOKUP, DRAFTING, PAIR]
+    order = [*ALONE, ASSISTED, LOOKUP, LLAMA, DRAFTING, PAIR]
     found = compared(runs, best, sorted(by_arm, key=lambda name: order.index(name.split(",")[0])))
     for name, arm in found.items():
         arm["predicted_ratio"] = predicted_ratio(arm, alpha, rates[best])
@@ -227,7 +241,7 @@ def draw(document: Json, path: Path) -> None:
         for name, arm in sorted(arms.items(), key=lambda item: item[1]["ratio"]):
             fastest[name.split(",")[0]] = arm
         group = f"{models} pair\n{document['models'][pair]['target_layers']} layers"
-        ways = {way: fastest[way] for way in (*ALONE, ASSISTED, LOOKUP, DRAFTING, PAIR) if way in fastest}
+        ways = {way: fastest[way] for way in (*ALONE, LLAMA, ASSISTED, LOOKUP, DRAFTING, PAIR) if way in fastest}
         panels.setdefault(f"{runtime or TORCH}, T = {temperature}", {})[group] = ways
     plots.comparison(
         path,

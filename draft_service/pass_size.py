@@ -2,20 +2,19 @@
 
 The tokens after the first of a pass cost next to nothing, and are accepted less often. Which is faster, s = 1 or the
 given s, depends on temperature, load and times. So both are measured, in tokens a second of judged rounds: the faster
-one is taken, and the other one by a request now and then.
+one is taken, and the other one by a request now and then, twice as rarely after each.
 
 Invariant 4: s is chosen before a request drafts anything, from rounds of other requests that share no draws with it.
 """
 
-import random
 from collections import defaultdict
 from collections.abc import Hashable
 from dataclasses import dataclass, field
 
 # Rounds with each s before they are compared, and that the measurements remember.
-KNOWN_ROUNDS, REMEMBERED_ROUNDS = 128, 512
-# One request in so many takes the other s: before both are known, and after.
-FIRST_EVERY, EVERY = 4, 32
+KNOWN_ROUNDS, REMEMBERED_ROUNDS = 24, 512
+# The other s is tried after so many requests at first, and at most.
+FIRST_WAIT, MOST_WAIT = 4, 128
 # The other s is taken if it is this much faster.
 GAIN = 1.03
 
@@ -43,16 +42,23 @@ class _Arms:
     """s = 1 and the given s, of requests of one kind at one load."""
 
     is_parallel: bool = False  # the given s is the better one
+    wait: int = FIRST_WAIT  # requests between two that try the other s
+    left: int = FIRST_WAIT  # requests until the next one
     rates: dict[bool, _Rate] = field(default_factory=lambda: {False: _Rate(), True: _Rate()})
 
-    def compare(self) -> bool:
-        """Takes the faster s. Returns whether both are known."""
+    def choose(self) -> bool:
+        """Whether the next request takes the given s."""
         best, other = self.rates[self.is_parallel], self.rates[not self.is_parallel]
-        if not (best.is_known and other.is_known):
-            return False
-        if other.tokens * best.seconds > GAIN * best.tokens * other.seconds:
+        if best.is_known and other.is_known and other.tokens * best.seconds > GAIN * best.tokens * other.seconds:
             self.is_parallel = not self.is_parallel
-        return True
+            self.wait = self.left = FIRST_WAIT
+        self.left -= 1
+        if self.left:
+            return self.is_parallel
+        if other.is_known:
+            self.wait = min(2 * self.wait, MOST_WAIT)
+        self.left = self.wait
+        return not self.is_parallel
 
 
 class PassSizes:
@@ -61,16 +67,10 @@ class PassSizes:
     def __init__(self) -> None:
         self._arms: defaultdict[Hashable, _Arms] = defaultdict(_Arms)  # by kind and load
         self._load = 0
-        self._coin = random.Random(0)
 
     def choose(self, kind: Hashable, s: int) -> int:
         """Return 1 or `s` for a request of this kind."""
-        if s == 1:
-            return 1
-        arms = self._arms[kind, self._load]
-        every = EVERY if arms.compare() else FIRST_EVERY
-        is_parallel = arms.is_parallel is (self._coin.random() >= 1 / every)
-        return s if is_parallel else 1
+        return s if s > 1 and self._arms[kind, self._load].choose() else 1
 
     def add(self, kind: Hashable, s: int, *, tokens: int, seconds: float, active: int) -> None:
         """Record a round: its tokens, its time from verdict to verdict, and how many sequences were active."""

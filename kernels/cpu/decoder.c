@@ -77,7 +77,9 @@ typedef struct {
     const Pass *pass;
 } Pool;
 
-static Pool pool = {.pass_lock = PTHREAD_MUTEX_INITIALIZER, .lock = PTHREAD_MUTEX_INITIALIZER, .wake = PTHREAD_COND_INITIALIZER};
+#define NEW_POOL \
+    {.pass_lock = PTHREAD_MUTEX_INITIALIZER, .lock = PTHREAD_MUTEX_INITIALIZER, .wake = PTHREAD_COND_INITIALIZER}
+static Pool pool = NEW_POOL;
 
 #define SPINS 4000 /* some 0.1 ms */
 
@@ -120,7 +122,7 @@ static void *work(void *argument) {
 
 /* A forked process has none of the threads. */
 static void forget_threads(void) {
-    pool = (Pool){.pass_lock = PTHREAD_MUTEX_INITIALIZER, .lock = PTHREAD_MUTEX_INITIALIZER, .wake = PTHREAD_COND_INITIALIZER};
+    pool = (Pool)NEW_POOL;
 }
 
 /* Starts threads up to `wanted`, this one included; returns how many there are. */
@@ -151,7 +153,8 @@ INLINE void write_bf16(bf16 *to, __m512 value) {
 /* e^x within 2 units in the last place; 0 below -87. */
 INLINE __m512 exponential(__m512 x) {
     x = _mm512_max_ps(_mm512_min_ps(x, _mm512_set1_ps(88.0f)), _mm512_set1_ps(-104.0f));
-    __m512 n = _mm512_roundscale_ps(_mm512_mul_ps(x, _mm512_set1_ps(1.44269504f)), _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
+    __m512 n = _mm512_mul_ps(x, _mm512_set1_ps(1.44269504f));
+    n = _mm512_roundscale_ps(n, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
     __m512 r = _mm512_fnmadd_ps(n, _mm512_set1_ps(0.693359375f), x);
     r = _mm512_fnmadd_ps(n, _mm512_set1_ps(-2.12194440e-4f), r);
     __m512 y = _mm512_set1_ps(1.9875691500e-4f);
@@ -173,15 +176,16 @@ INLINE __m512 sums(__m512 *v) {
             _mm512_castpd_ps(_mm512_unpacklo_pd(_mm512_castps_pd(v[2 * i]), _mm512_castps_pd(v[2 * i + 1]))),
             _mm512_castpd_ps(_mm512_unpackhi_pd(_mm512_castps_pd(v[2 * i]), _mm512_castps_pd(v[2 * i + 1]))));
     for (int i = 0; i < 2; i++)
-        v[i] = _mm512_add_ps(_mm512_shuffle_f32x4(v[2 * i], v[2 * i + 1], 0x88), _mm512_shuffle_f32x4(v[2 * i], v[2 * i + 1], 0xdd));
+        v[i] = _mm512_add_ps(_mm512_shuffle_f32x4(v[2 * i], v[2 * i + 1], 0x88),
+                             _mm512_shuffle_f32x4(v[2 * i], v[2 * i + 1], 0xdd));
     return _mm512_add_ps(_mm512_shuffle_f32x4(v[0], v[1], 0x88), _mm512_shuffle_f32x4(v[0], v[1], 0xdd));
 }
 
 /* ------------------------------------------------------------------------------------------------------- products */
 
-/* `rows` rows of x times one panel, into `out` or added to it; only the first `columns` outputs. With `fetches` the next
- * panel is fetched from memory meanwhile. */
-INLINE void multiply(const int rows, const bf16 *panel, const bf16 *x, int64_t inputs, const float *bias, float *out, int64_t stride, int columns, int adds, const int fetches) {
+/* `rows` rows of x times one panel, into `out` or added to it; only the first `columns` outputs. */
+INLINE void multiply(const int rows, const bf16 *panel, const bf16 *x, int64_t inputs, const float *bias, float *out,
+                     int64_t stride, int columns, int adds) {
     __m512 sum[MOST_ROWS][4];
 #pragma GCC unroll 6
     for (int r = 0; r < rows; r++)
@@ -190,10 +194,7 @@ INLINE void multiply(const int rows, const bf16 *panel, const bf16 *x, int64_t i
     for (int64_t pair = 0; pair < inputs / 2; pair++, panel += 2 * PANEL) {
         __m512bh weight[4];
 #pragma GCC unroll 4
-        for (int b = 0; b < 4; b++) {
-            weight[b] = (__m512bh)_mm512_loadu_si512(panel + 32 * b);
-            if (fetches) _mm_prefetch((const char *)(panel + inputs * PANEL + 32 * b), _MM_HINT_T1);
-        }
+        for (int b = 0; b < 4; b++) weight[b] = (__m512bh)_mm512_loadu_si512(panel + 32 * b);
 #pragma GCC unroll 6
         for (int r = 0; r < rows; r++) {
             int32_t two;
@@ -216,23 +217,23 @@ INLINE void multiply(const int rows, const bf16 *panel, const bf16 *x, int64_t i
         }
 }
 
-#define ROWS_OF(n) case n: if (fetches) multiply(n, panel, x, inputs, bias, out, stride, columns, adds, 1); else multiply(n, panel, x, inputs, bias, out, stride, columns, adds, 0); break;
+#define MULTIPLY(n) case n: multiply(n, panel, x, inputs, bias, out, stride, columns, adds); break;
 
-/* All rows of x [rows, inputs] times one panel. The last of several walks over it finds it in the cache. */
-static void product(int rows, const bf16 *panel, const bf16 *x, int64_t inputs, const float *bias, float *out, int64_t stride, int columns, int adds) {
-    int walks = 0;
+/* All rows of x [rows, inputs] times one panel. */
+static void product(int rows, const bf16 *panel, const bf16 *x, int64_t inputs, const float *bias, float *out,
+                    int64_t stride, int columns, int adds) {
     while (rows) {
         int count = rows <= MOST_ROWS ? rows : rows < 2 * MOST_ROWS ? (rows + 1) / 2 : MOST_ROWS;
-        int fetches = walks++ && count == rows;
-        switch (count) { ROWS_OF(1) ROWS_OF(2) ROWS_OF(3) ROWS_OF(4) ROWS_OF(5) ROWS_OF(6) }
+        switch (count) { MULTIPLY(1) MULTIPLY(2) MULTIPLY(3) MULTIPLY(4) MULTIPLY(5) MULTIPLY(6) }
         x += count * inputs, out += count * stride, rows -= count;
     }
 }
 
 /* This thread's panels of a product: out [rows, outputs]. */
-static void products(const Pass *pass, int thread, int rows, const bf16 *weight, const bf16 *x, int64_t inputs, const float *bias, float *out, int64_t outputs, int adds) {
-    int panels = (int)((outputs + PANEL - 1) / PANEL);
-    int first = (int)((int64_t)panels * thread / pass->threads), end = (int)((int64_t)panels * (thread + 1) / pass->threads);
+static void products(const Pass *pass, int thread, int rows, const bf16 *weight, const bf16 *x, int64_t inputs,
+                     const float *bias, float *out, int64_t outputs, int adds) {
+    int64_t panels = (outputs + PANEL - 1) / PANEL;
+    int first = (int)(panels * thread / pass->threads), end = (int)(panels * (thread + 1) / pass->threads);
     for (int i = first; i < end; i++) {
         int64_t column = (int64_t)i * PANEL, left = outputs - column;
         product(rows, weight + column * inputs, x, inputs, bias ? bias + column : NULL, out + column, outputs,
@@ -253,6 +254,11 @@ static void norm(const float *x, const float *weight, int size, float eps, bf16 
         write_bf16(out + i, _mm512_mul_ps(_mm512_mul_ps(_mm512_loadu_ps(x + i), scale), _mm512_loadu_ps(weight + i)));
 }
 
+static void norm_rows(const Model *model, const float *x, const float *weight, int rows, bf16 *out) {
+    int64_t hidden = model->hidden;
+    for (int row = 0; row < rows; row++) norm(x + row * hidden, weight, hidden, model->eps, out + row * hidden);
+}
+
 /* As `norm`, of one head, in place and in float32. */
 static void head_norm(float *x, const float *weight, int size, float eps) {
     __m512 square = _mm512_setzero_ps();
@@ -262,7 +268,8 @@ static void head_norm(float *x, const float *weight, int size, float eps) {
     }
     __m512 scale = _mm512_set1_ps(1.0f / sqrtf(_mm512_reduce_add_ps(square) / (float)size + eps));
     for (int i = 0; i < size; i += 16)
-        _mm512_storeu_ps(x + i, _mm512_mul_ps(_mm512_mul_ps(_mm512_loadu_ps(x + i), scale), _mm512_loadu_ps(weight + i)));
+        _mm512_storeu_ps(x + i,
+                         _mm512_mul_ps(_mm512_mul_ps(_mm512_loadu_ps(x + i), scale), _mm512_loadu_ps(weight + i)));
 }
 
 /* The elements of a rotated pair are neighbours. */
@@ -292,35 +299,45 @@ static void place_row(const Model *model, const Pass *pass, const Layer *layer, 
 }
 
 /* Values times shares, for `heads` query heads and 16 * `vectors` elements. */
-INLINE void weigh(const int heads, const int vectors, const Pass *pass, int row, int first, int end, const float *values, int size, const float *scores, int64_t stride, const float *scale, bf16 *out) {
+INLINE void weigh(const int heads, const int vectors, const Pass *pass, int row, int first, int end,
+                  const float *values, int size, const float *scores, int64_t stride, const float *scale, bf16 *out) {
     __m512 sum[5][4];
 #pragma GCC unroll 5
     for (int g = 0; g < heads; g++)
 #pragma GCC unroll 4
         for (int b = 0; b < vectors; b++) sum[g][b] = _mm512_setzero_ps();
     for (int position = first; position < end;) {
-        int tokens = pass->block_tokens, rest = tokens - position % tokens, count = rest < end - position ? rest : end - position;
+        int rest = pass->block_tokens - position % pass->block_tokens;
+        int count = rest < end - position ? rest : end - position;
         const float *value = values + place_of(pass, row, position) * size;
         for (int j = position - first; count--; j++, position++, value += size) {
 #pragma GCC unroll 5
             for (int g = 0; g < heads; g++) {
                 __m512 share = _mm512_set1_ps(scores[g * stride + j]);
 #pragma GCC unroll 4
-                for (int b = 0; b < vectors; b++) sum[g][b] = _mm512_fmadd_ps(share, _mm512_loadu_ps(value + 16 * b), sum[g][b]);
+                for (int b = 0; b < vectors; b++)
+                    sum[g][b] = _mm512_fmadd_ps(share, _mm512_loadu_ps(value + 16 * b), sum[g][b]);
             }
         }
     }
 #pragma GCC unroll 5
     for (int g = 0; g < heads; g++)
 #pragma GCC unroll 4
-        for (int b = 0; b < vectors; b++) write_bf16(out + g * size + 16 * b, _mm512_mul_ps(sum[g][b], _mm512_set1_ps(scale[g])));
+        for (int b = 0; b < vectors; b++)
+            write_bf16(out + g * size + 16 * b, _mm512_mul_ps(sum[g][b], _mm512_set1_ps(scale[g])));
 }
 
-#define WEIGH(heads, vectors) case heads: weigh(heads, vectors, pass, row, first, end, values + at, size, scores + g * stride, stride, scale, out + g * size + at); break;
-#define WEIGH_CASES(vectors) switch (count) { WEIGH(1, vectors) WEIGH(2, vectors) WEIGH(3, vectors) WEIGH(4, vectors) WEIGH(5, vectors) }
+#define WEIGH(heads, vectors) \
+    case heads: \
+        weigh(heads, vectors, pass, row, first, end, values + at, size, scores + g * stride, stride, scale, \
+              out + g * size + at); \
+        break;
+#define WEIGH_CASES(vectors) \
+    switch (count) { WEIGH(1, vectors) WEIGH(2, vectors) WEIGH(3, vectors) WEIGH(4, vectors) WEIGH(5, vectors) }
 
 /* Attention of one row, for the query heads of one head of keys. */
-static void attend(const Model *model, const Pass *pass, const Layer *layer, const float *memory, const float *query, float *scores, bf16 *out, int row, int kv_head) {
+static void attend(const Model *model, const Pass *pass, const Layer *layer, const float *memory, const float *query,
+                   float *scores, bf16 *out, int row, int kv_head) {
     int size = model->head_dim, group = model->heads / model->kv_heads, end = pass->positions[row] + 1;
     int first = layer->window && layer->window < end ? end - layer->window : 0, seen = end - first;
     int64_t stride = pass->longest + 16;
@@ -328,7 +345,8 @@ static void attend(const Model *model, const Pass *pass, const Layer *layer, con
     query += kv_head * group * size, out += kv_head * group * size;
     for (int j = 0; j < seen; j += 16) {
         const float *key[16];
-        for (int i = 0; i < 16; i++) key[i] = keys + place_of(pass, row, first + (j + i < seen ? j + i : seen - 1)) * size;
+        for (int i = 0; i < 16; i++)
+            key[i] = keys + place_of(pass, row, first + (j + i < seen ? j + i : seen - 1)) * size;
         for (int g = 0; g < group; g++) {
             __m512 sum[16];
 #pragma GCC unroll 16
@@ -364,9 +382,11 @@ static void attend(const Model *model, const Pass *pass, const Layer *layer, con
 }
 
 /* This thread's panels of gate and up, and silu(gate) * up. */
-static void gate_and_up(const Model *model, const Pass *pass, const Layer *layer, const bf16 *normed, bf16 *mid, int thread) {
-    int units = model->mlp / PANEL, hidden = model->hidden, mlp = model->mlp;
-    int begin = (int)((int64_t)units * thread / pass->threads), end = (int)((int64_t)units * (thread + 1) / pass->threads);
+static void gate_and_up(const Model *model, const Pass *pass, const Layer *layer, const bf16 *normed, bf16 *mid,
+                        int thread) {
+    int hidden = model->hidden, mlp = model->mlp;
+    int64_t units = mlp / PANEL;
+    int begin = (int)(units * thread / pass->threads), end = (int)(units * (thread + 1) / pass->threads);
     for (int unit = begin; unit < end; unit++) {
         const bf16 *gate = layer->gate_up + (int64_t)unit * 2 * PANEL * hidden, *up = gate + (int64_t)PANEL * hidden;
         const float *bias = layer->gate_up_bias ? layer->gate_up_bias + (int64_t)unit * 2 * PANEL : NULL;
@@ -374,8 +394,9 @@ static void gate_and_up(const Model *model, const Pass *pass, const Layer *layer
             float gates[MOST_ROWS * PANEL], ups[MOST_ROWS * PANEL];
             int left = pass->rows - first;
             count = left < MOST_ROWS ? left : MOST_ROWS;
-            product(count, gate, normed + (int64_t)first * hidden, hidden, bias, gates, PANEL, PANEL, 0);
-            product(count, up, normed + (int64_t)first * hidden, hidden, bias ? bias + PANEL : NULL, ups, PANEL, PANEL, 0);
+            const bf16 *x = normed + (int64_t)first * hidden;
+            product(count, gate, x, hidden, bias, gates, PANEL, PANEL, 0);
+            product(count, up, x, hidden, bias ? bias + PANEL : NULL, ups, PANEL, PANEL, 0);
             for (int i = 0; i < count * PANEL; i += 16) {
                 __m512 g = _mm512_loadu_ps(gates + i), one = _mm512_set1_ps(1.0f);
                 __m512 divisor = _mm512_add_ps(one, exponential(_mm512_sub_ps(_mm512_setzero_ps(), g)));
@@ -389,7 +410,8 @@ static void gate_and_up(const Model *model, const Pass *pass, const Layer *layer
 static Scratch scratch_of(const Model *model, const Pass *pass, int thread, int64_t *bytes) {
     int64_t rows = pass->rows, group = model->heads / model->kv_heads, used = 0;
     Scratch found;
-#define TAKE(field, type, count) found.field = (type *)(pass->scratch + used), used += ((int64_t)sizeof(type) * (count) + 63) / 64 * 64
+#define TAKE(field, type, count) \
+    found.field = (type *)(pass->scratch + used), used += ((int64_t)sizeof(type) * (count) + 63) / 64 * 64
     TAKE(x, float, rows * model->hidden);
     TAKE(qkv, float, rows * (model->heads + 2 * model->kv_heads) * model->head_dim);
     TAKE(attended, bf16, rows * model->heads * model->head_dim);
@@ -409,13 +431,13 @@ static void run(const Model *model, const Pass *pass, int thread) {
     Scratch s = scratch_of(model, pass, thread, NULL);
     for (int row = thread; row < rows; row += threads)
         for (int i = 0; i < hidden; i += 16)
-            _mm512_storeu_ps(s.x + (int64_t)row * hidden + i, read_bf16(model->embedding + pass->tokens[row] * hidden + i));
+            _mm512_storeu_ps(s.x + (int64_t)row * hidden + i,
+                             read_bf16(model->embedding + pass->tokens[row] * hidden + i));
     barrier(threads);
     for (int n = 0; n < model->layers; n++) {
         const Layer *layer = model->layer + n;
         float *memory = pass->memory + (int64_t)n * 2 * model->kv_heads * pass->places * size;
-        for (int row = 0; row < rows; row++)
-            norm(s.x + (int64_t)row * hidden, layer->attention_norm, hidden, model->eps, s.normed + (int64_t)row * hidden);
+        norm_rows(model, s.x, layer->attention_norm, rows, s.normed);
         products(pass, thread, rows, layer->qkv, s.normed, hidden, layer->qkv_bias, s.qkv, width, 0);
         barrier(threads);
         for (int row = thread; row < rows; row += threads)
@@ -423,30 +445,32 @@ static void run(const Model *model, const Pass *pass, int thread) {
         barrier(threads);
         for (int task = thread; task < rows * model->kv_heads; task += threads) {
             int row = task / model->kv_heads;
-            attend(model, pass, layer, memory, s.qkv + (int64_t)row * width, s.scores, s.attended + (int64_t)row * attended,
-                   row, task % model->kv_heads);
+            attend(model, pass, layer, memory, s.qkv + (int64_t)row * width, s.scores,
+                   s.attended + (int64_t)row * attended, row, task % model->kv_heads);
         }
         barrier(threads);
         products(pass, thread, rows, layer->output, s.attended, attended, layer->output_bias, s.x, hidden, 1);
         barrier(threads);
-        for (int row = 0; row < rows; row++)
-            norm(s.x + (int64_t)row * hidden, layer->mlp_norm, hidden, model->eps, s.normed + (int64_t)row * hidden);
+        norm_rows(model, s.x, layer->mlp_norm, rows, s.normed);
         gate_and_up(model, pass, layer, s.normed, s.mid, thread);
         barrier(threads);
         products(pass, thread, rows, layer->down, s.mid, model->mlp, layer->down_bias, s.x, hidden, 1);
         barrier(threads);
     }
     for (int i = 0; i < pass->wanted; i++)
-        norm(s.x + (int64_t)pass->wanted_rows[i] * hidden, model->norm, hidden, model->eps, s.normed + (int64_t)i * hidden);
-    products(pass, thread, pass->wanted, model->head, s.normed, hidden, model->head_bias, pass->logits, model->vocab_size, 0);
+        norm(s.x + (int64_t)pass->wanted_rows[i] * hidden, model->norm, hidden, model->eps,
+             s.normed + (int64_t)i * hidden);
+    products(pass, thread, pass->wanted, model->head, s.normed, hidden, model->head_bias, pass->logits,
+             model->vocab_size, 0);
 }
 
 /* ------------------------------------------------------------------------------------------------------ interface */
 
 /* Whether this processor can run it. */
 int decoder_supported(void) {
-    return __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") && __builtin_cpu_supports("avx512dq") &&
-           __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("avx512bf16");
+    return __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
+           __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl") &&
+           __builtin_cpu_supports("avx512bf16");
 }
 
 /* Sizes of the structures, which Python's must have: an old library stays behind when the sources change. */

@@ -13,7 +13,7 @@ import pytest
 
 from draft_service import speculation
 from draft_service.drafters.base import Kind
-from draft_service.pass_size import EVERY, FIRST_EVERY, KNOWN_ROUNDS, PassSizes
+from draft_service.pass_size import FIRST_WAIT, MOST_WAIT, PassSizes
 from draft_service.request import Generation
 from draft_service.speculation import GammaController
 from kernels.verify import Rule
@@ -37,13 +37,13 @@ def serve(sizes: PassSizes, kind: str, gain: float, requests: int, *, active: in
 
 
 @pytest.mark.parametrize(("gain", "best"), [(1.3, 4), (0.8, 1)])
-def test_the_faster_one_is_taken_and_the_other_now_and_then(gain: float, best: int) -> None:
-    """The seconds of a wrong choice are few: a request in `EVERY`, once both are known."""
+def test_the_faster_one_is_taken_and_the_other_ever_more_rarely(gain: float, best: int) -> None:
     sizes = PassSizes()
-    first = serve(sizes, "cold", gain, 8 * KNOWN_ROUNDS // ROUNDS)
-    assert first[4] >= KNOWN_ROUNDS / ROUNDS
-    then = serve(sizes, "cold", gain, 2000)
-    assert 0.5 / EVERY < 1 - then[best] / 2000 < 2 / EVERY
+    first = serve(sizes, "cold", gain, 8 * FIRST_WAIT)
+    assert first[4] >= 2
+    assert gain > 1 or first[4] <= 4
+    then = serve(sizes, "cold", gain, 20 * MOST_WAIT)
+    assert 15 <= 20 * MOST_WAIT - then[best] <= 30
 
 
 def test_a_change_is_followed_and_kinds_and_loads_are_measured_apart() -> None:
@@ -52,13 +52,13 @@ def test_a_change_is_followed_and_kinds_and_loads_are_measured_apart() -> None:
     assert serve(sizes, "hot", 0.8, 400)[1] > 300
     assert serve(sizes, "cold", 1.3, 400)[4] > 350
     assert serve(sizes, "cold", 0.8, 400, active=8)[1] > 300
-    assert serve(sizes, "cold", 0.8, 4000)[1] > 2000, "slower now"
+    assert serve(sizes, "cold", 0.8, 1000)[1] > 500, "slower now"
     assert serve(sizes, "cold", 0.8, 400)[1] > 350
 
 
 def test_one_token_a_pass_is_no_choice() -> None:
     sizes = PassSizes()
-    assert {sizes.choose("cold", 1) for _ in range(10 * FIRST_EVERY)} == {1}
+    assert {sizes.choose("cold", 1) for _ in range(10 * FIRST_WAIT)} == {1}
 
 
 def request(**fields: Any) -> Generation:

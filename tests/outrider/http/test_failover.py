@@ -92,7 +92,7 @@ def test_a_full_service_is_429_and_a_slow_one_504(demo_pair: Pair, chat_folder: 
         draft = cluster.draft(demo_pair.verifier, model=chat_folder, flags="--max-sequences 1 --max-waiting 0")
         wait_healthy(draft)
         with (
-            running_front(draft.address, retry_timeout=0.0, timeout=1.5) as url,
+            running_front(draft.address, retry_timeout=0.0, timeout=0.5) as url,
             httpx.Client(base_url=url, timeout=60) as http,
         ):
             long = FIELDS | {"max_tokens": 900}
@@ -104,6 +104,7 @@ def test_a_full_service_is_429_and_a_slow_one_504(demo_pair: Pair, chat_folder: 
                 assert draft.address not in answer.text
                 held.read()
                 assert b'"error"' in held.content
+            wait_until(lambda: draft.count("outrider_num_requests_running") == 0, 10.0, "the late text is cancelled")
             answer = http.post("/v1/completions", json=long)
             assert answer.status_code == 504
             assert answer.json()["error"]["type"] == "server_error"
