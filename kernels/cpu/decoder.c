@@ -48,16 +48,19 @@ typedef struct {
     int32_t rows, wanted, threads, block_tokens;
     int32_t longest;              /* positions of the longest sequence */
     const int64_t *tokens;        /* [rows] */
-    const int32_t *positions;     /* [rows], in the row's sequence */
-    const int32_t *first_blocks;  /* [rows]: where the blocks of its sequence begin in `blocks` */
-    const int32_t *blocks;
-    const int32_t *wanted_rows;   /* [wanted] */
+    /* One after the other: the position of each row in its sequence, where the blocks of its sequence begin in
+     * `blocks`, the rows whose logits are wanted, and the blocks of all sequences. */
+    const int32_t *positions;
     const float *rotations;       /* [positions, head_dim / 2, 2]: cosine, sine */
     float *memory;                /* [layers, 2, kv_heads, places, head_dim] */
     int64_t places;
     float *logits;                /* [wanted, vocab_size] */
     char *scratch;                /* `decoder_scratch` bytes, aligned to 64 */
 } Pass;
+
+INLINE const int32_t *first_blocks(const Pass *pass) { return pass->positions + pass->rows; }
+INLINE const int32_t *wanted_rows(const Pass *pass) { return first_blocks(pass) + pass->rows; }
+INLINE const int32_t *blocks(const Pass *pass) { return wanted_rows(pass) + pass->wanted; }
 
 typedef struct {
     float *x, *qkv;        /* [rows, hidden], [rows, (heads + 2 kv_heads) head_dim] */
@@ -283,7 +286,7 @@ static void rotate(float *x, const float *rotation, int size) {
 
 INLINE int64_t place_of(const Pass *pass, int row, int position) {
     int size = pass->block_tokens;
-    return (int64_t)pass->blocks[pass->first_blocks[row] + position / size] * size + position % size;
+    return (int64_t)blocks(pass)[first_blocks(pass)[row] + position / size] * size + position % size;
 }
 
 /* Queries and keys of a row are normed and rotated; its key and value go to memory. */
@@ -458,7 +461,7 @@ static void run(const Model *model, const Pass *pass, int thread) {
         barrier(threads);
     }
     for (int i = 0; i < pass->wanted; i++)
-        norm(s.x + (int64_t)pass->wanted_rows[i] * hidden, model->norm, hidden, model->eps,
+        norm(s.x + (int64_t)wanted_rows(pass)[i] * hidden, model->norm, hidden, model->eps,
              s.normed + (int64_t)i * hidden);
     products(pass, thread, pass->wanted, model->head, s.normed, hidden, model->head_bias, pass->logits,
              model->vocab_size, 0);

@@ -49,13 +49,11 @@ class _Model(ctypes.Structure):
 class _Pass(ctypes.Structure):
     _fields_ = [
         *((name, ctypes.c_int32) for name in ("rows", "wanted", "threads", "block_tokens", "longest")),
-        *((name, _Pointer) for name in (
-            "tokens", "positions", "first_blocks", "blocks", "wanted_rows", "rotations", "memory",
-        )),
+        *((name, _Pointer) for name in ("tokens", "positions", "rotations", "memory")),
         ("places", ctypes.c_int64),
         ("logits", _Pointer),
         ("scratch", _Pointer),
-    ]  # fmt: skip
+    ]
 
 
 @cache
@@ -137,10 +135,10 @@ class CPUDecoder:
     def run(
         self,
         tokens: Tensor,
-        positions: np.ndarray,
-        first_blocks: np.ndarray,
-        blocks: np.ndarray,
-        wanted: np.ndarray,
+        positions: Sequence[int],
+        first_blocks: Sequence[int],
+        wanted: Sequence[int],
+        blocks: Sequence[int],
         *,
         rotations: Tensor,
         memory: Tensor,
@@ -151,10 +149,10 @@ class CPUDecoder:
 
         Args:
             tokens: int64 `[T]`.
-            positions: int32 `[T]`, of each row in its sequence.
-            first_blocks: int32 `[T]`: where the blocks of the row's sequence begin in `blocks`.
-            blocks: int32, the block tables one after the other.
-            wanted: int32 `[R]`: the rows that need logits.
+            positions: `[T]`, of each row in its sequence.
+            first_blocks: `[T]`: where the blocks of the row's sequence begin in `blocks`.
+            wanted: `[R]`: the rows that need logits.
+            blocks: the block tables one after the other.
             rotations: e^(i · angle) of all positions, `[max_length, 1, D/2]`, complex64.
             memory: keys and values, `[layers, 2, kv_heads, places, head_dim]`, float32.
             block_tokens: positions of a block.
@@ -169,11 +167,10 @@ class CPUDecoder:
         if memory.dtype != torch.float32:
             raise ValueError(f"the KV cache is {memory.dtype}; the compiled decoder needs float32")
         logits = torch.empty(len(wanted), self._vocab_size, dtype=torch.float32)
+        numbers = np.array([*positions, *first_blocks, *wanted, *blocks], np.int32)  # in one array: 10 µs less
         own = _Pass(
-            rows=len(tokens), wanted=len(wanted), threads=torch.get_num_threads(), block_tokens=block_tokens,
-            longest=longest, tokens=tokens.data_ptr(), positions=positions.ctypes.data,
-            first_blocks=first_blocks.ctypes.data, blocks=blocks.ctypes.data, wanted_rows=wanted.ctypes.data,
-            rotations=rotations.data_ptr(), memory=memory.data_ptr(), places=memory.size(3), logits=logits.data_ptr(),
+            len(positions), len(wanted), torch.get_num_threads(), block_tokens, longest, tokens.data_ptr(),
+            numbers.ctypes.data, rotations.data_ptr(), memory.data_ptr(), memory.size(3), logits.data_ptr(),
         )  # fmt: skip
         model, given = ctypes.byref(self._model), ctypes.byref(own)
         needed = self._library.decoder_scratch(model, given)

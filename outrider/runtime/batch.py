@@ -197,11 +197,6 @@ class PackedBatch:
         ]
         return torch.tensor(places, device=self.masks.no_rows.device)
 
-    def positions(self) -> np.ndarray:
-        """int32 `[T]`: the position of each row in its sequence."""
-        spans = [np.arange(each, each + n, dtype=np.int32) for each, n in zip(self.starts, self.counts, strict=True)]
-        return spans[0] if len(spans) == 1 else np.concatenate(spans)
-
     def position_ids(self, device: torch.device) -> Tensor:
         """`[T]`: the position of each row in its sequence."""
         if len(self.starts) == 1:

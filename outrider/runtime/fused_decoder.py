@@ -13,10 +13,8 @@ import operator
 import sys
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
-from itertools import accumulate, chain
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor, nn
 from transformers import LlamaForCausalLM, MistralForCausalLM, Qwen2ForCausalLM, Qwen3ForCausalLM
@@ -248,20 +246,19 @@ class FusedDecoder:
     def _run_on_cpu(self, decoder: cpu.CPUDecoder, token_ids: Tensor, batch: PackedBatch, rows: Rows) -> Tensor:
         assert batch.pool is not None
         assert batch.pool.by_head is not None
-        wanted = np.arange(batch.rows, dtype=np.int32)
-        if isinstance(rows, Tensor):
-            wanted = rows.numpy().astype(np.int32)
-        elif rows is not None:
-            wanted = wanted[batch.rows - rows :]
-        tables = [blocks for blocks, _ in batch.tables]
-        firsts = accumulate(map(len, tables[:-1]), initial=0)
+        positions, first_blocks, blocks = list[int](), list[int](), list[int]()
+        for start, count, (table, _) in zip(batch.starts, batch.counts, batch.tables, strict=True):
+            positions += range(start, start + count)
+            first_blocks += [len(blocks)] * count
+            blocks += table
+        wanted = rows.tolist() if isinstance(rows, Tensor) else range(batch.rows - (rows or batch.rows), batch.rows)
         longest = max(map(operator.add, batch.starts, batch.counts))
         return decoder.run(
             token_ids,
-            batch.positions(),
-            np.repeat(np.fromiter(firsts, np.int32, len(tables)), batch.counts),
-            np.fromiter(chain.from_iterable(tables), np.int32),
+            positions,
+            first_blocks,
             wanted,
+            blocks,
             rotations=self._rotations_to(longest),
             memory=batch.pool.by_head.stores[0],  # all layers have one shape
             block_tokens=batch.block_tokens,

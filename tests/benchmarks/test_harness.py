@@ -142,7 +142,7 @@ def test_ours_by_llama_cpp_is_held_against_the_better_of_its_own() -> None:
         for arm, seconds in (("llama.cpp alone", alone), ("llama.cpp drafting", drafting), ("Decode", 0.625))
     ]
     found = pair.figures([*runs, *(drafted("pair, γ = 4", 0.32, repetition=nth) for nth in range(2))])
-    assert list(found) == ["llama.cpp alone", "Decode", "llama.cpp drafting", "pair, γ = 4"]
+    assert list(found) == ["Decode", "llama.cpp alone", "llama.cpp drafting", "pair, γ = 4"]
     assert found["Decode"]["over_llama"] == pytest.approx(0.8), "to its target alone"
     assert found["pair, γ = 4"]["over_llama_range"] == pytest.approx([0.40 / 0.32, 0.50 / 0.32])
     assert "over_llama" not in found["llama.cpp drafting"]
