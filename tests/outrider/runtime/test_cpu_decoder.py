@@ -2,6 +2,8 @@
 
 import os
 import random
+import shutil
+import sys
 from collections.abc import Callable, Sequence
 from importlib.machinery import ModuleSpec
 from pathlib import Path
@@ -17,6 +19,7 @@ from kernels.cpu import decoder
 from outrider.runtime.errors import CheckpointError
 from outrider.runtime.fused_decoder import FusedDecoder, fuse_model
 from outrider.runtime.kv_cache import BLOCK_TOKENS
+from outrider.runtime.llama_loader import processor_flags
 from outrider.runtime.loader import LoadedModel, ModelSource, load_model
 from outrider.runtime.model_runner import Chunk, ModelRunner
 
@@ -104,6 +107,11 @@ def run(model: ModelRunner, sequences: Sequence[Sequence[int]], widths: Sequence
     for slot in slots:
         model.pool.free(slot)
     return [torch.cat(rows) for rows in found]
+
+
+def test_the_library_is_there_where_it_can_be() -> None:
+    can_be = sys.platform == "linux" and shutil.which("gcc") and "avx512_bf16" in processor_flags()
+    assert decoder.library() is not None or not can_be
 
 
 @needs_library
