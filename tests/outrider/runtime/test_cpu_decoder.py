@@ -164,11 +164,12 @@ def test_only_wanted_rows_have_logits(folders: dict[str, Path]) -> None:
 
 
 @needs_library
-def test_nan_stays_in_its_sequence(folders: dict[str, Path]) -> None:
+@pytest.mark.parametrize("value", [torch.nan, torch.inf])
+def test_nan_stays_in_its_sequence(value: float, folders: dict[str, Path]) -> None:
     loaded = load_model(ModelSource(str(folders["qwen3"]), dtype="bfloat16", device="cpu"))
     model = ModelRunner.build(loaded, 8, 256)
     with torch.no_grad():
-        loaded.model.model.embed_tokens.weight[7] = torch.nan  # the program reads the same memory
+        loaded.model.model.embed_tokens.weight[7] = value  # the program reads the same memory
     good, bad = [8, 9, 10, 11], [8, 7, 10, 11]
     found = run(model, [bad, good, bad], [4, 4, 2])
     assert found[0].isnan().any(1).tolist() == found[2].isnan().any(1).tolist() == [False, True, True, True]
