@@ -171,4 +171,4 @@ constraints:
 	@mv build/constraints.txt constraints.txt && rm -rf build/constraints
 
 clean:
-	@rm -rf $(VENV) build dist site *.egg-info .pytest_cache .mypy_cache .ruff_cache .import_linter_cache .hypothesis
+	@rm -rf $(VENV) build dist site kernels/*.so *.egg-info .pytest_cache .mypy_cache .ruff_cache .import_linter_cache .hypothesis

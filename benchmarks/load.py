@@ -3,8 +3,8 @@
 The other one is transformers' continuous batching; with `--runtime llama.cpp`, which runs the pair from GGUF files of
 bfloat16, it is llama.cpp's own server.
 
-Three loops. `closed`: a number of streams, each with its next text when one has ended. `short-texts`: the same with 32
-streams and texts of a few tokens. `open`: Poisson arrivals with a fixed seed, at shares of the highest request rate
+Three loops. `closed`: a number of streams, each with its next text when one has ended. `short-texts`: the same with
+`--short-streams` and texts of a few tokens. `open`: Poisson arrivals with a fixed seed, at shares of the highest request rate
 of Outrider in the closed loop; without transformers. Lengths of texts vary by half of their mean.
 
     python -m benchmarks.load --only demo --parts closed --contenders Decode pair --streams 1 8 64 --repetitions 1
@@ -61,7 +61,6 @@ MIX = "short"
 AIM = 0.97
 """The least ratio that the pair should have at any load."""
 
-SHORT_STREAMS = 32
 _GOLDEN = 0.6180339887
 _USUAL: Json = {
     "new_tokens": 64, "streams": [1, 2, 4, 8, 16, 32, 64], "parts": list(LEVELS), "contenders": [BATCHING, ALONE, PAIR],
@@ -82,6 +81,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
                         "without batching)")  # fmt: skip
     parser.add_argument("--runtime", choices=(TORCH, LLAMA_CPP), default=TORCH, help="of both services")
     parser.add_argument("--streams", type=int, nargs="+", help="of the closed loop (default: 1 to 64)")
+    parser.add_argument("--short-streams", type=int, default=32, help="of the loop of short texts")
     parser.add_argument("--new-tokens", type=int, help="mean tokens of a text (default: 64; deepened: 32)")
     parser.add_argument("--rates", type=float, nargs="+", default=[0.5, 0.9], help="of the open loop")
     parser.add_argument("--open-seconds", type=float, default=8.0, help="how long requests of the open loop arrive")
@@ -103,7 +103,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def measure(bench: Bench) -> None:
     given = bench.given
     bench.document |= {"models": {}, "contenders": {}, "unavailable": {}, "capacity": {}}
-    for name in ("streams", "rates", "new_tokens", "repetitions"):
+    for name in ("streams", "short_streams", "rates", "new_tokens", "repetitions"):
         value = getattr(given, name)
         if value is not None and min(value if isinstance(value, list) else [value]) <= 0:
             raise ValueError(f"{name} is {value}; it must be above 0")
@@ -136,7 +136,7 @@ class Loops:
     def _servers(self, running: ExitStack) -> dict[str, Server]:
         given, target = self._given, self._models.target
         by_llama = given.runtime == LLAMA_CPP
-        most = max(8, *given.streams, SHORT_STREAMS if SHORT in given.parts else 0)
+        most = max(8, *given.streams, given.short_streams if SHORT in given.parts else 0)
 
         @cache
         def services() -> Services:
@@ -207,7 +207,7 @@ class Loops:
         given, repetition = self._given, cell["repetition"]
         if cell["part"] == SHORT:
             short = tasks(self._prompts, given.short_texts, repetition, int(cell["level"]))
-            return figures(server.closed(short, SHORT_STREAMS))
+            return figures(server.closed(short, given.short_streams))
         if cell["part"] == CLOSED:
             streams = int(cell["level"])
             count = max(given.least_texts, 3 * streams)

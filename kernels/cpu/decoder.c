@@ -153,9 +153,10 @@ INLINE void write_bf16(bf16 *to, __m512 value) {
     _mm256_storeu_si256((__m256i *)to, (__m256i)_mm512_cvtneps_pbh(value));
 }
 
-/* e^x within 2 units in the last place; 0 below -87. */
+/* e^x within 2 units in the last place, for x up to 88; 0 below -104. NaN stays NaN: both bounds return the second
+ * operand then. */
 INLINE __m512 exponential(__m512 x) {
-    x = _mm512_max_ps(_mm512_min_ps(x, _mm512_set1_ps(88.0f)), _mm512_set1_ps(-104.0f));
+    x = _mm512_max_ps(_mm512_set1_ps(-104.0f), _mm512_min_ps(_mm512_set1_ps(88.0f), x));
     __m512 n = _mm512_mul_ps(x, _mm512_set1_ps(1.44269504f));
     n = _mm512_roundscale_ps(n, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
     __m512 r = _mm512_fnmadd_ps(n, _mm512_set1_ps(0.693359375f), x);

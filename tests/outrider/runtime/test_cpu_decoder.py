@@ -2,6 +2,8 @@
 
 import os
 import random
+import shutil
+import sys
 from collections.abc import Callable, Sequence
 from importlib.machinery import ModuleSpec
 from pathlib import Path
@@ -17,6 +19,7 @@ from kernels.cpu import decoder
 from outrider.runtime.errors import CheckpointError
 from outrider.runtime.fused_decoder import FusedDecoder, fuse_model
 from outrider.runtime.kv_cache import BLOCK_TOKENS
+from outrider.runtime.llama_loader import processor_flags
 from outrider.runtime.loader import LoadedModel, ModelSource, load_model
 from outrider.runtime.model_runner import Chunk, ModelRunner
 
@@ -106,6 +109,11 @@ def run(model: ModelRunner, sequences: Sequence[Sequence[int]], widths: Sequence
     return [torch.cat(rows) for rows in found]
 
 
+def test_the_library_is_there_where_it_can_be() -> None:
+    can_be = sys.platform == "linux" and shutil.which("gcc") and "avx512_bf16" in processor_flags()
+    assert decoder.library() is not None or not can_be
+
+
 @needs_library
 @pytest.mark.parametrize("name", CONFIGS)
 def test_logits_are_those_of_transformers(name: str, folders: dict[str, Path]) -> None:
@@ -156,11 +164,12 @@ def test_only_wanted_rows_have_logits(folders: dict[str, Path]) -> None:
 
 
 @needs_library
-def test_nan_stays_in_its_sequence(folders: dict[str, Path]) -> None:
+@pytest.mark.parametrize("value", [torch.nan, torch.inf])
+def test_nan_stays_in_its_sequence(value: float, folders: dict[str, Path]) -> None:
     loaded = load_model(ModelSource(str(folders["qwen3"]), dtype="bfloat16", device="cpu"))
     model = ModelRunner.build(loaded, 8, 256)
     with torch.no_grad():
-        loaded.model.model.embed_tokens.weight[7] = torch.nan  # the program reads the same memory
+        loaded.model.model.embed_tokens.weight[7] = value  # the program reads the same memory
     good, bad = [8, 9, 10, 11], [8, 7, 10, 11]
     found = run(model, [bad, good, bad], [4, 4, 2])
     assert found[0].isnan().any(1).tolist() == found[2].isnan().any(1).tolist() == [False, True, True, True]
