@@ -4,8 +4,8 @@ The other one is transformers' continuous batching; with `--runtime llama.cpp`, 
 bfloat16, it is llama.cpp's own server.
 
 Three loops. `closed`: a number of streams, each with its next text when one has ended. `short-texts`: the same with
-`--short-streams` and texts of a few tokens. `open`: Poisson arrivals with a fixed seed, at shares of the highest request
-rate of Outrider in the closed loop; without transformers. Lengths of texts vary by half of their mean.
+`--short-streams` and texts of a few tokens. `open`: Poisson arrivals with a fixed seed, at shares of the highest
+request rate of Outrider in the closed loop; without transformers. Lengths of texts vary by half of their mean.
 
     python -m benchmarks.load --only demo --parts closed --contenders Decode pair --streams 1 8 64 --repetitions 1
                                                      one minute; in two trees, in turns, it compares them
