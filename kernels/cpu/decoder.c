@@ -247,15 +247,23 @@ static void products(const Pass *pass, int thread, int rows, const bf16 *weight,
 
 /* ---------------------------------------------------------------------------------------------------------- parts */
 
-static void norm(const float *x, const float *weight, int size, float eps, bf16 *out) {
+/* What an RMS norm multiplies x by, beside its weight. */
+INLINE __m512 norm_scale(const float *x, int size, float eps) {
     __m512 square = _mm512_setzero_ps();
     for (int i = 0; i < size; i += 16) {
         __m512 v = _mm512_loadu_ps(x + i);
         square = _mm512_fmadd_ps(v, v, square);
     }
-    __m512 scale = _mm512_set1_ps(1.0f / sqrtf(_mm512_reduce_add_ps(square) / (float)size + eps));
-    for (int i = 0; i < size; i += 16)
-        write_bf16(out + i, _mm512_mul_ps(_mm512_mul_ps(_mm512_loadu_ps(x + i), scale), _mm512_loadu_ps(weight + i)));
+    return _mm512_set1_ps(1.0f / sqrtf(_mm512_reduce_add_ps(square) / (float)size + eps));
+}
+
+INLINE __m512 normed(const float *x, __m512 scale, const float *weight) {
+    return _mm512_mul_ps(_mm512_mul_ps(_mm512_loadu_ps(x), scale), _mm512_loadu_ps(weight));
+}
+
+static void norm(const float *x, const float *weight, int size, float eps, bf16 *out) {
+    __m512 scale = norm_scale(x, size, eps);
+    for (int i = 0; i < size; i += 16) write_bf16(out + i, normed(x + i, scale, weight + i));
 }
 
 static void norm_rows(const Model *model, const float *x, const float *weight, int rows, bf16 *out) {
@@ -265,15 +273,8 @@ static void norm_rows(const Model *model, const float *x, const float *weight, i
 
 /* As `norm`, of one head, in place and in float32. */
 static void head_norm(float *x, const float *weight, int size, float eps) {
-    __m512 square = _mm512_setzero_ps();
-    for (int i = 0; i < size; i += 16) {
-        __m512 v = _mm512_loadu_ps(x + i);
-        square = _mm512_fmadd_ps(v, v, square);
-    }
-    __m512 scale = _mm512_set1_ps(1.0f / sqrtf(_mm512_reduce_add_ps(square) / (float)size + eps));
-    for (int i = 0; i < size; i += 16)
-        _mm512_storeu_ps(x + i,
-                         _mm512_mul_ps(_mm512_mul_ps(_mm512_loadu_ps(x + i), scale), _mm512_loadu_ps(weight + i)));
+    __m512 scale = norm_scale(x, size, eps);
+    for (int i = 0; i < size; i += 16) _mm512_storeu_ps(x + i, normed(x + i, scale, weight + i));
 }
 
 /* The elements of a rotated pair are neighbours. */
