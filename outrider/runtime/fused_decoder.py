@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from transformers import LlamaForCausalLM, MistralForCausalLM, Qwen2ForCausalLM, Qwen3ForCausalLM
 from transformers.pytorch_utils import Conv1D
 
-from kernels.cpu import decoder as cpu
+from kernels import cpu_decoder as cpu
 from outrider.runtime.attention import AttentionLayer, Batch, Program, Rows, TransformersProgram
 from outrider.runtime.batch import PackedBatch, PagedBatch
 from outrider.runtime.errors import CheckpointError

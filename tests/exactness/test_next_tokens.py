@@ -20,7 +20,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import pytest
 
-from kernels.cpu.decoder import library
+from kernels.cpu_decoder import library
 from kernels.sampling import SamplingParams
 from outrider.evaluation import chisquare
 from outrider.evaluation.chisquare import Fit

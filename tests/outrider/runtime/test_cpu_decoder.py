@@ -15,7 +15,7 @@ import transformers
 from torch import Tensor
 from transformers import AutoModelForCausalLM, PreTrainedConfig
 
-from kernels.cpu import decoder
+from kernels import cpu_decoder as decoder
 from outrider.runtime.errors import CheckpointError
 from outrider.runtime.fused_decoder import FusedDecoder, fuse_model
 from outrider.runtime.kv_cache import BLOCK_TOKENS

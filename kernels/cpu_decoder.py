@@ -1,4 +1,4 @@
-"""All layers of a Llama-like decoder in one call, over a KV cache by head: `decoder.c`.
+"""All layers of a Llama-like decoder in one call, over a KV cache by head: `cpu_decoder.c`.
 
 torch runs some ten operations for a layer, and each costs as much time as the weights of a small layer. Here a pass
 over a few rows takes about the time to read the weights. The library is built with the package where there is a C

@@ -1,4 +1,4 @@
-/* All layers of a Llama-like decoder in one call, for processors with AVX512-BF16. See kernels/cpu/decoder.py.
+/* All layers of a Llama-like decoder in one call, for processors with AVX512-BF16. See kernels/cpu_decoder.py.
  *
  * Weights are bfloat16, everything else is float32; inputs of a product are rounded to bfloat16. A row's result depends
  * on its own sequence alone: each sum is taken in one order, whatever else the pass holds. So passes over one row and
