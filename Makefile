@@ -40,7 +40,7 @@ PIP_INSTALL = $(BIN)/python -m pip install --quiet --disable-pip-version-check -
 	$(if $(TORCH_INDEX),--extra-index-url $(TORCH_INDEX)) $(PIP_ARGS)
 
 # A stamp for each set of extras. A change of the manifests, or of the C code, installs again.
-MANIFEST := pyproject.toml constraints.txt kernels/cpu_decoder.c
+MANIFEST := pyproject.toml constraints.txt $(wildcard kernels/*.c kernels/*.h)
 SERVICE := $(VENV)/.installed-service
 BENCH := $(VENV)/.installed-bench
 DEV := $(VENV)/.installed-dev

@@ -7,60 +7,15 @@
 
 #if defined(__x86_64__) && defined(__linux__) && defined(__GNUC__) && !defined(__clang__)
 
-#include <immintrin.h>
-#include <math.h>
 #include <pthread.h>
 #include <sched.h>
 #include <stdatomic.h>
-#include <stdint.h>
-#include <string.h>
 
-#pragma GCC target("avx512f,avx512bw,avx512dq,avx512vl,avx512bf16,fma")
+#include "cpu_decoder.h"
 
-#define INLINE static inline __attribute__((always_inline))
 #define PANEL 64      /* outputs of a panel of weights: four vectors */
 #define MOST_ROWS 6   /* of one walk over a panel: 6 * 4 sums, 4 weights and an input fit 32 registers */
 #define MOST_THREADS 256
-
-typedef uint16_t bf16;
-
-/* Weights of a product are panels: [outputs / 64, inputs / 2, 64, 2], outputs filled up with zeros. */
-typedef struct {
-    const float *attention_norm, *mlp_norm;        /* [hidden] */
-    const bf16 *qkv, *output, *gate_up, *down;     /* gate_up: panels of gate and of up by turns */
-    const float *qkv_bias, *output_bias, *gate_up_bias, *down_bias; /* as the outputs of the panels; or NULL */
-    const float *head_norm;                        /* [heads + kv_heads, head_dim], or NULL */
-    float scaling;
-    int32_t window;                                /* positions that a row sees; 0: all */
-} Layer;
-
-typedef struct {
-    int32_t layers, hidden, heads, kv_heads, head_dim, mlp /* a multiple of 64 */, vocab_size;
-    float eps;
-    const bf16 *embedding; /* [vocab_size, hidden] */
-    const float *norm;     /* [hidden] */
-    const bf16 *head;
-    const float *head_bias;
-    const Layer *layer;
-} Model;
-
-typedef struct {
-    int32_t rows, wanted, threads, block_tokens;
-    int32_t longest;              /* positions of the longest sequence */
-    const int64_t *tokens;        /* [rows] */
-    /* One after the other: the position of each row in its sequence, where the blocks of its sequence begin in
-     * `blocks`, the rows whose logits are wanted, and the blocks of all sequences. */
-    const int32_t *positions;
-    const float *rotations;       /* [positions, head_dim / 2, 2]: cosine, sine */
-    float *memory;                /* [layers, 2, kv_heads, places, head_dim] */
-    int64_t places;
-    float *logits;                /* [wanted, vocab_size] */
-    char *scratch;                /* `decoder_scratch` bytes, aligned to 64 */
-} Pass;
-
-INLINE const int32_t *first_blocks(const Pass *pass) { return pass->positions + pass->rows; }
-INLINE const int32_t *wanted_rows(const Pass *pass) { return first_blocks(pass) + pass->rows; }
-INLINE const int32_t *blocks(const Pass *pass) { return wanted_rows(pass) + pass->wanted; }
 
 typedef struct {
     float *x, *qkv;        /* [rows, hidden], [rows, (heads + 2 kv_heads) head_dim] */
@@ -151,24 +106,6 @@ INLINE __m512 read_bf16(const bf16 *from) {
 
 INLINE void write_bf16(bf16 *to, __m512 value) {
     _mm256_storeu_si256((__m256i *)to, (__m256i)_mm512_cvtneps_pbh(value));
-}
-
-/* e^x within 2 units in the last place, for x up to 88; 0 below -104. NaN stays NaN: both bounds return the second
- * operand then. */
-INLINE __m512 exponential(__m512 x) {
-    x = _mm512_max_ps(_mm512_set1_ps(-104.0f), _mm512_min_ps(_mm512_set1_ps(88.0f), x));
-    __m512 n = _mm512_mul_ps(x, _mm512_set1_ps(1.44269504f));
-    n = _mm512_roundscale_ps(n, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
-    __m512 r = _mm512_fnmadd_ps(n, _mm512_set1_ps(0.693359375f), x);
-    r = _mm512_fnmadd_ps(n, _mm512_set1_ps(-2.12194440e-4f), r);
-    __m512 y = _mm512_set1_ps(1.9875691500e-4f);
-    y = _mm512_fmadd_ps(y, r, _mm512_set1_ps(1.3981999507e-3f));
-    y = _mm512_fmadd_ps(y, r, _mm512_set1_ps(8.3334519073e-3f));
-    y = _mm512_fmadd_ps(y, r, _mm512_set1_ps(4.1665795894e-2f));
-    y = _mm512_fmadd_ps(y, r, _mm512_set1_ps(1.6666665459e-1f));
-    y = _mm512_fmadd_ps(y, r, _mm512_set1_ps(5.0000001201e-1f));
-    y = _mm512_fmadd_ps(y, _mm512_mul_ps(r, r), _mm512_add_ps(r, _mm512_set1_ps(1.0f)));
-    return _mm512_scalef_ps(y, n);
 }
 
 /* The sums of 16 vectors, as one vector. */
@@ -490,7 +427,6 @@ int64_t decoder_scratch(const Model *model, const Pass *pass) {
     return bytes;
 }
 
-/* Runs a pass. Keys and values of its rows are in memory afterwards. */
 void decoder_run(const Model *model, Pass *pass) {
     if (pass->threads > MOST_THREADS) pass->threads = MOST_THREADS;
     if (pass->threads == 1) {

@@ -1,20 +1,26 @@
 """All layers of a Llama-like decoder in one call, over a KV cache by head: `cpu_decoder.c`.
 
 torch runs some ten operations for a layer, and each costs as much time as the weights of a small layer. Here a pass
-over a few rows takes about the time to read the weights. The library is built with the package where there is a C
-compiler; elsewhere, and on processors without AVX512-BF16, `library` returns None.
+over a few rows takes about the time to read the weights. A decode loop is one call, too: `cpu_decode_loop.c` draws the
+tokens between its passes. The library is built with the package where there is a C compiler; elsewhere, and on
+processors without AVX512-BF16, `library` returns None.
 """
 
 import ctypes
 import importlib.util
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from functools import cache
-from typing import Any
+from itertools import accumulate
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+
+from kernels.rng import noise_rows
+from kernels.sampling import Draw, Sample
+from kernels.sparse import SparseConfig, SparseDistribution
 
 PANEL = 64
 """Outputs of a panel, see `panels`."""
@@ -56,6 +62,27 @@ class _Pass(ctypes.Structure):
     ]
 
 
+class _Draw(ctypes.Structure):
+    _fields_ = [
+        *((name, ctypes.c_int32) for name in ("tokens", "top_k")),
+        *((name, ctypes.c_float) for name in ("temperature", "top_p", "min_p", "max_entropy")),
+        *((name, _Pointer) for name in ("uniforms", "noise")),
+    ]
+
+
+class _Loop(ctypes.Structure):
+    _fields_ = [
+        *((name, ctypes.c_int32) for name in ("sequences", "most_tokens", "vocab_size", "mask_token", "max_support")),
+        ("keep_mass", ctypes.c_float),
+        ("draw", ctypes.POINTER(_Draw)),
+        *((name, _Pointer) for name in ("sample", "ids", "weights", "scratch", "active", "next")),
+    ]
+
+
+_SAMPLE = 4  # numbers of a sample: token, row of its logits, support, total
+_SLACK = 32  # values behind each row of the loop's scratch memory
+
+
 @cache
 def library() -> Any:
     """The library; None where it was not built, is of other sources, or the processor lacks AVX512-BF16."""
@@ -64,11 +91,12 @@ def library() -> Any:
         loaded = None if found is None or found.origin is None else ctypes.CDLL(found.origin)
     except OSError:
         return None
-    if loaded is None or not loaded.decoder_supported() or not hasattr(loaded, "decoder_sizes"):
+    if loaded is None or not loaded.decoder_supported() or not hasattr(loaded, "decoder_loop_sizes"):
         return None
-    sizes = (ctypes.c_int32 * 3)()
+    sizes = (ctypes.c_int32 * 6)()
     loaded.decoder_sizes(sizes)
-    if list(sizes) != [ctypes.sizeof(each) for each in (_Layer, _Model, _Pass)]:
+    loaded.decoder_loop_sizes(ctypes.byref(sizes, 12))
+    if list(sizes) != [*map(ctypes.sizeof, (_Layer, _Model, _Pass, _Draw)), 4 * _SAMPLE, ctypes.sizeof(_Loop)]:
         return None
     loaded.decoder_scratch.restype = ctypes.c_int64
     return loaded
@@ -102,6 +130,30 @@ def filled_inputs(down: Tensor) -> Tensor:
     return F.pad(down, (0, -down.size(1) % PANEL))
 
 
+class Rows(NamedTuple):
+    """The rows of a pass: of each of S sequences, one after the other.
+
+    Attributes:
+        tokens: int64 `[T]`.
+        starts: `[S]`: the position of the first row of each sequence.
+        counts: `[S]`: rows of each sequence, T in all.
+        tables: `[S]`: the block table of each sequence.
+        block_tokens: positions of a block.
+        longest: positions of the longest sequence.
+        rotations: e^(i · angle) of all positions, `[max_length, 1, D/2]`, complex64.
+        memory: keys and values, `[layers, 2, kv_heads, places, head_dim]`, float32.
+    """
+
+    tokens: Tensor
+    starts: Sequence[int]
+    counts: Sequence[int]
+    tables: Sequence[Sequence[int]]
+    block_tokens: int
+    longest: int
+    rotations: Tensor
+    memory: Tensor
+
+
 class CPUDecoder:
     """A decoder. Only one thread may use it.
 
@@ -132,31 +184,12 @@ class CPUDecoder:
             layer=self._layers,
         )
 
-    def run(
-        self,
-        tokens: Tensor,
-        positions: Sequence[int],
-        first_blocks: Sequence[int],
-        wanted: Sequence[int],
-        blocks: Sequence[int],
-        *,
-        rotations: Tensor,
-        memory: Tensor,
-        block_tokens: int,
-        longest: int,
-    ) -> Tensor:
+    def run(self, rows: Rows, wanted: Sequence[int]) -> Tensor:
         """Runs a pass; the keys and values of its rows are in memory afterwards.
 
         Args:
-            tokens: int64 `[T]`.
-            positions: `[T]`, of each row in its sequence.
-            first_blocks: `[T]`: where the blocks of the row's sequence begin in `blocks`.
+            rows: of the pass.
             wanted: `[R]`: the rows that need logits.
-            blocks: the block tables one after the other.
-            rotations: e^(i · angle) of all positions, `[max_length, 1, D/2]`, complex64.
-            memory: keys and values, `[layers, 2, kv_heads, places, head_dim]`, float32.
-            block_tokens: positions of a block.
-            longest: positions of the longest sequence.
 
         Returns:
             Logits `[R, V]`, float32.
@@ -164,21 +197,80 @@ class CPUDecoder:
         Raises:
             ValueError: the memory is not float32.
         """
-        if memory.dtype != torch.float32:
-            raise ValueError(f"the KV cache is {memory.dtype}; the compiled decoder needs float32")
         logits = torch.empty(len(wanted), self._vocab_size, dtype=torch.float32)
+        own, _numbers = self._pass(rows, wanted, logits)
+        self._library.decoder_run(ctypes.byref(self._model), ctypes.byref(own))
+        return logits
+
+    def run_loop(
+        self,
+        rows: Rows,
+        draws: Sequence[Sequence[Draw]],
+        config: SparseConfig,
+        *,
+        vocab_size: int,
+        mask_token: int | None,
+    ) -> list[list[Sample]]:
+        """Runs a pass, draws a token of each sequence, runs those tokens, and so on; the last one is not run.
+
+        Args:
+            rows: of the first pass; `blocks` and `longest` are for all rows of the loop.
+            draws: of each sequence, at least one; all with the same parameters, and noise or uniforms.
+            config: how q is truncated.
+            vocab_size: tokens that may be drawn.
+            mask_token: is never drawn.
+
+        Returns:
+            The samples of each sequence. A sample without a token is the last of its sequence.
+
+        Raises:
+            ValueError: the memory is not float32.
+        """
+        count, most = len(draws), max(map(len, draws))
+        # Each pass writes its logits behind those of the pass before.
+        logits = torch.empty(sum(map(len, draws)), self._vocab_size, dtype=torch.float32)
+        own, _numbers = self._pass(rows, [end - 1 for end in accumulate(rows.counts)], logits)
+        uniforms = np.zeros((count, most), np.int64)
+        noise: list[Tensor | None] = []
+        for i, each in enumerate(draws):
+            positioned = [draw.noise for draw in each if draw.noise is not None]
+            noise.append(noise_rows(positioned, vocab_size).log1p() if positioned else None)
+            if not positioned:
+                uniforms[i, : len(each)] = [int(draw.uniform * 2.0**53) for draw in each]
+        drawn = np.empty((count, most, _SAMPLE), np.int32)
+        ids = np.empty((count, most, config.max_support), np.uint32)
+        weights = np.empty((count, most, config.max_support), np.uint16)
+        scratch = np.empty(3 * (vocab_size + _SLACK), np.float32)
+        active, following = np.empty(3 * count, np.int32), np.empty(count, np.int64)
+        loop = _Loop(
+            count, most, vocab_size, -1 if mask_token is None else mask_token, config.max_support, config.keep_mass,
+            (_Draw * count)(*map(_draw_of, draws, uniforms, noise)), drawn.ctypes.data, ids.ctypes.data,
+            weights.ctypes.data, scratch.ctypes.data, active.ctypes.data, following.ctypes.data,
+        )  # fmt: skip
+        self._library.decoder_loop(ctypes.byref(self._model), ctypes.byref(own), ctypes.byref(loop))
+        drawable = logits[:, :vocab_size]
+        return [list(_samples(*each, drawable)) for each in zip(draws, drawn.tolist(), ids, weights, strict=True)]
+
+    def _pass(self, rows: Rows, wanted: Sequence[int], logits: Tensor) -> tuple[_Pass, np.ndarray]:
+        """A pass, and numbers that it points to."""
+        positions, first_blocks, blocks = list[int](), list[int](), list[int]()
+        for start, count, table in zip(rows.starts, rows.counts, rows.tables, strict=True):
+            positions += range(start, start + count)
+            first_blocks += [len(blocks)] * count
+            blocks += table
+        if rows.memory.dtype != torch.float32:
+            raise ValueError(f"the KV cache is {rows.memory.dtype}; the compiled decoder needs float32")
         numbers = np.array([*positions, *first_blocks, *wanted, *blocks], np.int32)  # in one array: 10 µs less
         own = _Pass(
-            len(positions), len(wanted), torch.get_num_threads(), block_tokens, longest, tokens.data_ptr(),
-            numbers.ctypes.data, rotations.data_ptr(), memory.data_ptr(), memory.size(3), logits.data_ptr(),
+            len(positions), len(wanted), torch.get_num_threads(), rows.block_tokens, rows.longest,
+            rows.tokens.data_ptr(), numbers.ctypes.data, rows.rotations.data_ptr(), rows.memory.data_ptr(),
+            rows.memory.size(3), logits.data_ptr(),
         )  # fmt: skip
-        model, given = ctypes.byref(self._model), ctypes.byref(own)
-        needed = self._library.decoder_scratch(model, given)
+        needed = self._library.decoder_scratch(ctypes.byref(self._model), ctypes.byref(own))
         if needed > len(self._scratch):
             self._scratch = torch.empty(needed, dtype=torch.uint8)
         own.scratch = self._scratch.data_ptr()
-        self._library.decoder_run(model, given)
-        return logits
+        return own, numbers
 
     def _layer(self, layer: Any) -> _Layer:
         return _Layer(
@@ -200,3 +292,25 @@ class CPUDecoder:
     def _keep(self, values: Tensor) -> int:
         self._kept.append(values)
         return values.data_ptr()
+
+
+def _draw_of(draws: Sequence[Draw], uniforms: np.ndarray, noise: Tensor | None) -> _Draw:
+    first, params = draws[0], draws[0].params
+    # A temperature that float32 would round to zero: as in `sampling`.
+    temperature = params.temperature if params.is_greedy else max(params.temperature, 1.2e-38)
+    return _Draw(
+        len(draws), params.top_k, temperature, params.top_p, params.min_p, first.max_entropy, uniforms.ctypes.data,
+        None if noise is None else noise.data_ptr(),
+    )  # fmt: skip
+
+
+def _samples(
+    draws: Sequence[Draw], drawn: Sequence[Sequence[int]], ids: np.ndarray, weights: np.ndarray, logits: Tensor
+) -> Iterator[Sample]:
+    by_uniform = draws[0].noise is None and not draws[0].params.is_greedy
+    for i, (token, row, support, total) in enumerate(drawn[: len(draws)]):
+        if token < 0:
+            yield Sample(token)
+            return
+        q = SparseDistribution(ids[i, :support], weights[i, :support], total) if by_uniform else None
+        yield Sample(token, q, None if by_uniform else logits[row])

@@ -1,8 +1,9 @@
 """The decode loop: samples several tokens in a row for each of a few sequences, in one call.
 
 Over a paged pool the steps are CUDA graphs: one step samples a token of each sequence on the device and runs it. A step
-is captured once per number of sequences and replayed for each token, without host syncs in between. Otherwise the steps
-run eagerly, and `kernels.sampling` samples between them.
+is captured once per number of sequences and replayed for each token, without host syncs in between. On a CPU the
+decoder in C runs the whole loop, where it runs the model. Otherwise the steps run eagerly, and `kernels.sampling`
+samples between them.
 """
 
 import math
@@ -22,6 +23,7 @@ from kernels.sampling_device import DeviceDraws
 from kernels.sparse import SparseConfig
 from outrider.runtime.batch import Chunk, PagedBatch, build_batch
 from outrider.runtime.cuda_graph import CannotCapture, Capturer, PagedRunner
+from outrider.runtime.fused_decoder import FusedDecoder
 from outrider.runtime.model_runner import ModelRunner
 
 
@@ -80,10 +82,25 @@ class DecodeLoop:
                 )
         if (why := self.obstacle(draws)) is not None:
             raise ValueError(f"the decode loop of {model_runner.loaded.name} does not support {why}")
-        samples = self._step_by_step(chunks, draws) if self._captured is None else self._captured.decode(chunks, draws)
+        if self._captured is not None:
+            samples = self._captured.decode(chunks, draws)
+        elif isinstance(model_runner.program, FusedDecoder) and model_runner.program.cpu_decoder is not None:
+            samples = self._in_c(model_runner.program, chunks, draws)
+        else:
+            samples = self._step_by_step(chunks, draws)
         for chunk, own_samples in zip(chunks, samples, strict=True):
             pool.extend(chunk.slot, chunk.start + len(chunk.tokens) + len(own_samples) - 1)
         return samples
+
+    def _in_c(
+        self, program: FusedDecoder, chunks: Sequence[Chunk], draws: Sequence[Sequence[Draw]]
+    ) -> list[list[Sample]]:
+        tokens = np.array([token for chunk in chunks for token in chunk.tokens], np.int64)
+        batch = self.model_runner.pack(chunks, [len(own) - 1 for own in draws])
+        mask_token = self.model_runner.loaded.mask_token
+        return program.run_loop(
+            torch.from_numpy(tokens), batch, draws, self.config, vocab_size=self.vocab_size, mask_token=mask_token
+        )
 
     def _step_by_step(self, chunks: Sequence[Chunk], draws: Sequence[Sequence[Draw]]) -> list[list[Sample]]:
         samples: list[list[Sample]] = [[] for _ in chunks]

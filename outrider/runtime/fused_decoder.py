@@ -21,6 +21,8 @@ from transformers import LlamaForCausalLM, MistralForCausalLM, Qwen2ForCausalLM,
 from transformers.pytorch_utils import Conv1D
 
 from kernels import cpu_decoder as cpu
+from kernels.sampling import Draw, Sample
+from kernels.sparse import SparseConfig
 from outrider.runtime.attention import AttentionLayer, Batch, Program, Rows, TransformersProgram
 from outrider.runtime.batch import PackedBatch, PagedBatch
 from outrider.runtime.errors import CheckpointError
@@ -235,7 +237,9 @@ class FusedDecoder:
         assert batch.pool is not None
         assert batch.pool.by_head is not None
         if self.cpu_decoder is not None:
-            return self._run_on_cpu(self.cpu_decoder, token_ids, batch, rows)
+            wanted = rows.tolist() if isinstance(rows, Tensor) else range(batch.rows - (rows or batch.rows), batch.rows)
+            ends = list(map(operator.add, batch.starts, batch.counts))
+            return self.cpu_decoder.run(self._rows_in_c(token_ids, batch, ends), wanted)
         memory, size = batch.pool.by_head.stores[0], batch.pool.block_tokens  # all layers have one shape
         groups, orders = zip(*(batch.groups_for(self._group, window) for window in self._layers.windows), strict=True)
         last, chosen = (batch.rows, rows) if rows is None or isinstance(rows, Tensor) else (rows, None)
@@ -243,26 +247,34 @@ class FusedDecoder:
         positions, slots = batch.position_ids(self._device), batch.slot_mapping()
         return self._run(token_ids, rotations, positions, slots, memory, size, list(groups), list(orders), last, chosen)
 
-    def _run_on_cpu(self, decoder: cpu.CPUDecoder, token_ids: Tensor, batch: PackedBatch, rows: Rows) -> Tensor:
+    def run_loop(
+        self,
+        token_ids: Tensor,
+        batch: PackedBatch,
+        draws: Sequence[Sequence[Draw]],
+        config: SparseConfig,
+        *,
+        vocab_size: int,
+        mask_token: int | None,
+    ) -> list[list[Sample]]:
+        """The decode loop in C, which must be there: see `kernels.cpu_decoder.CPUDecoder.run_loop`."""
+        assert self.cpu_decoder is not None
+        rows = self._rows_in_c(token_ids, batch, batch.ends)
+        return self.cpu_decoder.run_loop(rows, draws, config, vocab_size=vocab_size, mask_token=mask_token)
+
+    def _rows_in_c(self, token_ids: Tensor, batch: PackedBatch, ends: Sequence[int]) -> cpu.Rows:
         assert batch.pool is not None
         assert batch.pool.by_head is not None
-        positions, first_blocks, blocks = list[int](), list[int](), list[int]()
-        for start, count, (table, _) in zip(batch.starts, batch.counts, batch.tables, strict=True):
-            positions += range(start, start + count)
-            first_blocks += [len(blocks)] * count
-            blocks += table
-        wanted = rows.tolist() if isinstance(rows, Tensor) else range(batch.rows - (rows or batch.rows), batch.rows)
-        longest = max(map(operator.add, batch.starts, batch.counts))
-        return decoder.run(
+        longest = max(ends)
+        return cpu.Rows(
             token_ids,
-            positions,
-            first_blocks,
-            wanted,
-            blocks,
-            rotations=self._rotations_to(longest),
-            memory=batch.pool.by_head.stores[0],  # all layers have one shape
-            block_tokens=batch.block_tokens,
-            longest=longest,
+            batch.starts,
+            batch.counts,
+            [batch.pool.blocks_to(*each)[0] for each in zip(batch.slots, ends, strict=True)],
+            batch.block_tokens,
+            longest,
+            self._rotations_to(longest),
+            batch.pool.by_head.stores[0],  # all layers have one shape
         )
 
     def choose_layers(self, dtype: torch.dtype) -> LayerOps:

@@ -51,10 +51,8 @@ class _PackedSteps(Steps):
     def __init__(self, model_runner: "ModelRunner", chunks: Sequence[Chunk], later_rows: Sequence[int]) -> None:
         self._model_runner = model_runner
         self._tokens = [token for chunk in chunks for token in chunk.tokens]
-        counts = [len(chunk.tokens) for chunk in chunks]
-        spans = ((chunk.slot, chunk.start, count) for chunk, count in zip(chunks, counts, strict=True))
-        self._batch = pack(spans, model_runner.pool, model_runner.masks, later_rows=later_rows)
-        self._last = torch.tensor(counts, device=model_runner.loaded.device).cumsum(0) - 1
+        self._batch = model_runner.pack(chunks, later_rows)
+        self._last = torch.tensor(self._batch.counts, device=model_runner.loaded.device).cumsum(0) - 1
 
     def first(self) -> Tensor:
         return self._model_runner.run_packed(self._tokens, self._batch, self._last)
@@ -225,8 +223,16 @@ class ModelRunner:
 
     def _run(self, chunks: Sequence[Chunk]) -> Tensor:
         tokens = chunks[0].tokens if len(chunks) == 1 else [token for chunk in chunks for token in chunk.tokens]
-        batch = pack(((chunk.slot, chunk.start, len(chunk.tokens)) for chunk in chunks), self.pool, self.masks)
-        return self.run_packed(tokens, batch, self._rows(chunks))
+        return self.run_packed(tokens, self.pack(chunks), self._rows(chunks))
+
+    def pack(self, chunks: Sequence[Chunk], later_rows: Sequence[int] = ()) -> PackedBatch:
+        """The batch of these chunks over a pool that is not paged; `later_rows` of each slot get blocks too.
+
+        Raises:
+            PoolExhausted: the pool has too few free blocks.
+        """
+        spans = ((chunk.slot, chunk.start, len(chunk.tokens)) for chunk in chunks)
+        return pack(spans, self.pool, self.masks, later_rows=later_rows)
 
     def run_packed(self, tokens: Sequence[int], batch: PackedBatch, rows: Rows) -> Tensor:
         """Runs `tokens` `[T]` of a batch over a pool that is not paged; returns the logits of `rows` in float32."""

@@ -16,6 +16,9 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, PreTrainedConfig
 
 from kernels import cpu_decoder as decoder
+from kernels.sampling import NO_LOGITS, UNSURE, Draw, Sample, SamplingParams, sample
+from kernels.sparse import SparseConfig
+from outrider.runtime.decode_loop import DecodeLoop
 from outrider.runtime.errors import CheckpointError
 from outrider.runtime.fused_decoder import FusedDecoder, fuse_model
 from outrider.runtime.kv_cache import BLOCK_TOKENS
@@ -174,6 +177,144 @@ def test_nan_stays_in_its_sequence(value: float, folders: dict[str, Path]) -> No
     found = run(model, [bad, good, bad], [4, 4, 2])
     assert found[0].isnan().any(1).tolist() == found[2].isnan().any(1).tolist() == [False, True, True, True]
     assert torch.equal(found[1], run(model, [good], [1])[0])
+
+
+# ------------------------------------------------------------------------------------------------------- decode loop
+
+PARAMS = [
+    SamplingParams(temperature=0),
+    SamplingParams(),
+    SamplingParams(temperature=0.05),
+    SamplingParams(temperature=1e-300),
+    SamplingParams(temperature=4.0),  # many tokens are equally likely, more than `max_support`
+    SamplingParams(temperature=1.4, top_k=9),
+    SamplingParams(top_p=0.8),
+    SamplingParams(temperature=4.0, top_p=0.95),
+    SamplingParams(min_p=0.1),
+    SamplingParams(temperature=2.0, top_k=300, top_p=0.9, min_p=0.02),
+]
+WIDE = 3001
+"""Tokens of a larger vocabulary, most of which are improbable."""
+
+
+@pytest.fixture(scope="module")
+def wide(tmp_path_factory: pytest.TempPathFactory) -> LoadedModel:
+    """A model in which each token has a twin with the same logit, WIDE / 2 ids above it."""
+    torch.manual_seed(2)
+    config = transformers.LlamaConfig(**SHAPE | {"vocab_size": WIDE}, num_key_value_heads=2)
+    model = AutoModelForCausalLM.from_config(config)
+    with torch.no_grad():
+        head = torch.randn(WIDE // 2 + 1, 48) * 3 / 48**0.5
+        model.lm_head.weight.copy_(head.repeat(2, 1)[:WIDE])
+    folder = tmp_path_factory.mktemp("wide")
+    model.to(torch.bfloat16).save_pretrained(folder)
+    return load_model(ModelSource(str(folder), dtype="bfloat16", device="cpu"))
+
+
+def one_by_one(model: ModelRunner, slot: int, chunk: list[int], draws: Sequence[Draw], loop: DecodeLoop) -> list[Sample]:
+    """As the loop, in Python: a pass and a sample for each token."""
+    samples = list[Sample]()
+    for draw in draws:
+        logits = model.logits([Chunk(slot, chunk, model.pool.length(slot), len(chunk) - 1)])
+        samples += sample(loop.without_mask(logits), [draw], loop.config)
+        if samples[-1].token < 0:
+            break
+        chunk = [samples[-1].token]
+    return samples
+
+
+def assert_alike(mine: Sample, theirs: Sample, config: SparseConfig) -> None:
+    """The same token, from weights that differ by 1 at most; where sums of float32 differ, so may the least tokens."""
+    assert mine.token == theirs.token
+    assert (mine.q is None) is (theirs.q is None)
+    if mine.q is None or theirs.q is None:
+        return
+    assert list(mine.q.ids) == sorted(set(mine.q.ids.tolist()))
+    assert mine.q.total == int(mine.q.weights.sum(dtype=int))
+    assert mine.q.weights.min() >= 1
+    assert len(mine.q.ids) <= config.max_support
+    ours = dict(zip(mine.q.ids.tolist(), mine.q.weights.tolist(), strict=True))
+    others = dict(zip(theirs.q.ids.tolist(), theirs.q.weights.tolist(), strict=True))
+    assert all(abs(ours[token] - others[token]) <= 1 for token in ours.keys() & others.keys())
+    extra = ours.keys() ^ others.keys()
+    least = min(*ours.values(), *others.values())
+    assert len(extra) <= 1, (extra, len(ours))
+    assert all(ours.get(token, others.get(token)) <= least + 1 for token in extra)
+
+
+@needs_library
+@pytest.mark.parametrize("config", [SparseConfig(), SparseConfig(keep_mass=0.9, max_support=40), SparseConfig(1.0, 7)])
+@pytest.mark.parametrize("by_noise", [False, True])
+def test_the_loop_draws_the_tokens_of_single_steps(by_noise: bool, config: SparseConfig, wide: LoadedModel) -> None:
+    """By uniforms and by noise; several sequences, which draw different numbers of tokens with different parameters."""
+    model = ModelRunner.build(wide, 24, 256)
+    loop, rng = DecodeLoop(model, WIDE - 4, config), random.Random(1)
+    prompts = [rng.choices(range(WIDE), k=rng.randint(1, 40)) for _ in PARAMS]
+    draws: list[list[Draw]] = []
+    for i, params in enumerate(PARAMS):
+        count = 1 + i * 5 % 7
+        shared = [(i, len(prompts[i]) + j) if by_noise else None for j in range(count)]
+        draws.append([Draw(params, rng.random(), noise) for noise in shared])
+    ours, theirs = ([model.pool.allocate() for _ in PARAMS] for _ in range(2))
+    found = loop.decode([Chunk(slot, tokens, 0, 0) for slot, tokens in zip(ours, prompts, strict=True)], draws)
+    for i, samples in enumerate(found):
+        wanted = one_by_one(model, theirs[i], prompts[i], draws[i], loop)
+        assert len(samples) == len(wanted) == len(draws[i])
+        for mine, right in zip(samples, wanted, strict=True):
+            assert_alike(mine, right, config)
+            assert (mine.scores is None) is (right.scores is None)
+            if mine.scores is not None and right.scores is not None and draws[i][0].params.is_greedy:
+                assert torch.equal(mine.scores, right.scores)
+            elif mine.scores is not None and right.scores is not None:  # up to a factor
+                assert torch.allclose(*(scores / scores.min() for scores in (mine.scores, right.scores)), atol=1e-5)
+        assert model.pool.length(ours[i]) == model.pool.length(theirs[i])
+        after = [model.logits([Chunk(slot[i], [5], model.pool.length(slot[i]), 0)]) for slot in (ours, theirs)]
+        assert torch.equal(*after)
+
+
+@needs_library
+@pytest.mark.parametrize("params", [SamplingParams(temperature=0), SamplingParams(), SamplingParams(top_k=3)])
+@pytest.mark.parametrize("by_noise", [False, True])
+def test_the_loop_stops_where_the_draft_is_unsure(params: SamplingParams, by_noise: bool, wide: LoadedModel) -> None:
+    model = ModelRunner.build(wide, 4, 256)
+    loop, lengths = DecodeLoop(model, WIDE, SparseConfig()), set[int]()
+    for bound in (0.9, 2.0, 3.0, 4.0, 5.0, 9.0):
+        one, other = model.pool.allocate(), model.pool.allocate()
+        draws = [Draw(params, 0.37, (3, 2 + i) if by_noise else None, max_entropy=bound) for i in range(6)]
+        (samples,) = loop.decode([Chunk(one, [11, 12], 0, 1)], [draws])
+        wanted = one_by_one(model, other, [11, 12], draws, loop)
+        assert [each.token for each in samples] == [each.token for each in wanted]
+        assert samples[-1].token == UNSURE or len(samples) == 6
+        lengths.add(len(samples))
+        model.pool.free(one)
+        model.pool.free(other)
+    assert len(lengths) > 1
+
+
+@needs_library
+def test_the_loop_stops_at_bad_logits(folders: dict[str, Path]) -> None:
+    """The other sequences go on, and none draws the mask token."""
+    loaded = load_model(ModelSource(str(folders["qwen3"]), dtype="bfloat16", device="cpu"))
+    model = ModelRunner.build(loaded, 8, 256)
+    with torch.no_grad():
+        loaded.model.model.embed_tokens.weight[7] = torch.nan  # the program reads the same memory
+    loop = DecodeLoop(model, 97, SparseConfig())
+    slots = [model.pool.allocate() for _ in range(3)]
+    for params in (SamplingParams(temperature=0), SamplingParams()):
+        draws = [[Draw(params, 0.2)] * 4] * 3
+        chunks = [Chunk(slot, [8, token], 0, 1) for slot, token in zip(slots, (7, 9, 10), strict=True)]
+        found = loop.decode(chunks, draws)
+        assert [each.token for each in found[0]] == [NO_LOGITS]
+        assert [len(each) for each in found[1:]] == [4, 4]
+        favourite = found[1][0].token
+        for slot in slots:
+            model.pool.rollback(slot, 0)
+        loaded.mask_token = favourite
+        (found[1],) = loop.decode(chunks[1:2], draws[:1])
+        assert favourite not in [each.token for each in found[1]]
+        loaded.mask_token = None
+        for slot in slots:
+            model.pool.rollback(slot, 0)
 
 
 @needs_library

@@ -1,0 +1,288 @@
+/* The decode loop in C: runs a pass, draws a token of each sequence, runs those, and so on. See kernels/cpu_decoder.py.
+ *
+ * A token is drawn as in kernels/sampling.py and kernels/sparse.py: filters, truncation, rounding to integers, then the
+ * inverse CDF of the integers. Sums are of float32 in one order, so a bound may fall one token beside Python's. q̂ is the
+ * distribution that was drawn from all the same.
+ */
+
+#if defined(__x86_64__) && defined(__linux__) && defined(__GNUC__) && !defined(__clang__)
+
+#include "cpu_decoder.h"
+
+#define NO_LOGITS -1
+#define UNSURE -2
+#define LARGEST_WEIGHT 65535.0f
+#define LEAST (0.50001f / LARGEST_WEIGHT) /* relative to the most probable token; below it the weight rounds to 0 */
+#define FIRST_SHARE 64 /* a first bound: tokens below 1/64 of the mass that may be dropped are seldom kept */
+
+/* How the tokens of a sequence are drawn: `kernels.sampling.Draw`. */
+typedef struct {
+    int32_t tokens; /* to draw, at least 1 */
+    int32_t top_k;  /* 0: off */
+    float temperature, top_p, min_p, max_entropy;
+    const int64_t *uniforms; /* [tokens], integers below 2^53 */
+    const float *noise;      /* [tokens, vocab_size]: log(1 - v), see `kernels.rng.unit`; NULL: by uniforms */
+} Draw;
+
+typedef struct {
+    int32_t token, row /* of the logits */, support, total;
+} Sample;
+
+typedef struct {
+    int32_t sequences, most_tokens, vocab_size /* tokens that may be drawn */, mask_token /* -1: none */, max_support;
+    float keep_mass;
+    const Draw *draw;  /* [sequences] */
+    Sample *sample;    /* [sequences, most_tokens] */
+    uint32_t *ids;     /* [sequences, most_tokens, max_support] */
+    uint16_t *weights; /* the same */
+    float *scratch;    /* [3, vocab_size + 32] */
+    int32_t *active;   /* [3, sequences] */
+    int64_t *next;     /* [sequences] */
+} Loop;
+
+INLINE __mmask16 lanes(int left) { return left >= 16 ? 0xffff : (__mmask16)((1u << left) - 1); }
+
+INLINE __m512 read(const float *z, int i, int size) {
+    return _mm512_mask_loadu_ps(_mm512_set1_ps(-INFINITY), lanes(size - i), z + i);
+}
+
+INLINE float of_bits(int32_t bits) {
+    float value;
+    memcpy(&value, &bits, sizeof value);
+    return value;
+}
+
+/* The largest of z; NaN if there is one. */
+static float largest(const float *z, int size) {
+    __m512 most = _mm512_set1_ps(-INFINITY);
+    __mmask16 is_nan = 0;
+    for (int i = 0; i < size; i += 16) {
+        __m512 v = read(z, i, size);
+        is_nan |= _mm512_cmp_ps_mask(v, v, _CMP_UNORD_Q);
+        most = _mm512_max_ps(most, v);
+    }
+    return is_nan ? NAN : _mm512_reduce_max_ps(most);
+}
+
+/* The first element with this value; there is one. */
+static int first_with(const float *z, int size, float value) {
+    for (int i = 0;; i += 16) {
+        __mmask16 found = _mm512_cmp_ps_mask(read(z, i, size), _mm512_set1_ps(value), _CMP_EQ_OQ);
+        if (found) return i + __builtin_ctz(found);
+    }
+}
+
+/* log of the probabilities, up to a constant: 0 for the largest logit. */
+INLINE __m512 scaled(const float *z, int i, int size, float most, float temperature) {
+    return _mm512_div_ps(_mm512_sub_ps(read(z, i, size), _mm512_set1_ps(most)), _mm512_set1_ps(temperature));
+}
+
+/* e^`scaled`; returns their sum. */
+static float exponentials(const float *z, float *out, int size, float most, float temperature) {
+    __m512 total = _mm512_setzero_ps();
+    for (int i = 0; i < size; i += 16) {
+        __m512 e = exponential(scaled(z, i, size, most, temperature));
+        total = _mm512_add_ps(total, e);
+        _mm512_mask_storeu_ps(out + i, lanes(size - i), e);
+    }
+    return _mm512_reduce_add_ps(total);
+}
+
+/* Of the tokens with at least `least`, in nats. */
+static float entropy_from(float least, const float *z, const float *e, int size, float most, float temperature) {
+    __m512 total = _mm512_setzero_ps(), weighed = total;
+    for (int i = 0; i < size; i += 16) {
+        __m512 v = read(e, i, size), s = _mm512_max_ps(scaled(z, i, size, most, temperature), _mm512_set1_ps(-104.0f));
+        __mmask16 stay = _mm512_cmp_ps_mask(v, _mm512_set1_ps(least), _CMP_GE_OQ);
+        total = _mm512_mask_add_ps(total, stay, total, v);
+        weighed = _mm512_mask_add_ps(weighed, stay, weighed, _mm512_mul_ps(v, s));
+    }
+    float sum = _mm512_reduce_add_ps(total);
+    return logf(sum) - _mm512_reduce_add_ps(weighed) / sum;
+}
+
+/* Tokens by their e, at most 1. After the last one follow 16 values of -1. */
+typedef struct {
+    float *e;
+    int32_t *ids;
+    int size;
+    float mass;
+} Tokens;
+
+/* Collects the tokens whose e is above `bound`, in the order of their ids. */
+static void collect(const float *e, int size, float bound, Tokens *out) {
+    __m512i id = _mm512_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15);
+    __m512 mass = _mm512_setzero_ps();
+    int count = 0;
+    for (int i = 0; i < size; i += 16) {
+        __m512 v = read(e, i, size);
+        __mmask16 above = _mm512_cmp_ps_mask(v, _mm512_set1_ps(bound), _CMP_GT_OQ);
+        if (!above) continue;
+        mass = _mm512_mask_add_ps(mass, above, mass, v);
+        _mm512_storeu_ps(out->e + count, _mm512_maskz_compress_ps(above, v));
+        _mm512_storeu_si512(out->ids + count,
+                            _mm512_maskz_compress_epi32(above, _mm512_add_epi32(id, _mm512_set1_epi32(i))));
+        count += __builtin_popcount(above);
+    }
+    _mm512_storeu_ps(out->e + count, _mm512_set1_ps(-1.0f));
+    out->size = count, out->mass = _mm512_reduce_add_ps(mass);
+}
+
+/* How many tokens reach `bound`; their sum goes to `mass`. */
+static int count_from(const Tokens *tokens, float bound, float *mass) {
+    __m512 sum = _mm512_setzero_ps();
+    int count = 0;
+    for (int i = 0; i < tokens->size; i += 16) {
+        __m512 v = _mm512_loadu_ps(tokens->e + i);
+        __mmask16 reaching = _mm512_cmp_ps_mask(v, _mm512_set1_ps(bound), _CMP_GE_OQ);
+        sum = _mm512_mask_add_ps(sum, reaching, sum, v);
+        count += __builtin_popcount(reaching);
+    }
+    *mass = _mm512_reduce_add_ps(sum);
+    return count;
+}
+
+/* The largest bound that `count` tokens reach, or tokens with `mass` together; 0 if there are fewer. By bisection of the
+ * bits, whose order is that of the values. */
+static int32_t bound_of(const Tokens *tokens, int count, float mass) {
+    int32_t low = 0, high = 0x3f800001; /* above 1 */
+    float found;
+    if (count_from(tokens, 0.0f, &found) < count && found < mass) return 0;
+    while (high - low > 1) {
+        int32_t middle = low + (high - low) / 2;
+        if (count_from(tokens, of_bits(middle), &found) >= count || found >= mass) low = middle;
+        else high = middle;
+    }
+    return low;
+}
+
+/* Removes the mass of tokens that the filters drop from `total`, and returns the least e of those that stay. */
+static float filter(const Draw *draw, const float *e, int size, float *total, Tokens *tokens) {
+    float bound = 0.0f;
+    if (!(0 < draw->top_k && draw->top_k < size) && draw->top_p >= 1.0f && draw->min_p <= 0.0f) return bound;
+    collect(e, size, LEAST, tokens);
+    int32_t bits;
+    if (0 < draw->top_k && draw->top_k < size && (bits = bound_of(tokens, draw->top_k, INFINITY)))
+        count_from(tokens, bound = of_bits(bits), total);
+    if (draw->top_p < 1.0f && (bits = bound_of(tokens, INT32_MAX, draw->top_p * *total)))
+        count_from(tokens, bound = of_bits(bits), total);
+    if (draw->min_p > bound) count_from(tokens, bound = draw->min_p, total);
+    return bound;
+}
+
+/* q̂ of unnormalised probabilities e. */
+static void truncate(const Loop *loop, const Draw *draw, const float *e, float total, Tokens *tokens, uint32_t *ids,
+                     uint16_t *weights, Sample *sample) {
+    int size = loop->vocab_size, most = loop->max_support;
+    float least = filter(draw, e, size, &total, tokens);
+    least = least > 0.0f ? nextafterf(least, 0.0f) : 0.0f; /* `collect` takes what is above */
+    if (least < LEAST) least = LEAST;
+    float kept_mass = loop->keep_mass * total, first = total * (1.0f - loop->keep_mass) / FIRST_SHARE;
+    collect(e, size, first > least ? first : least, tokens);
+    if (first > least && tokens->size < most && tokens->mass < kept_mass) collect(e, size, least, tokens);
+    /* All tokens above the bound are kept, and as many of those at it as are needed: the lower ids. */
+    float bound = of_bits(bound_of(tokens, most, kept_mass)), mass;
+    int count = count_from(tokens, nextafterf(bound, 2.0f), &mass), at_bound = 0;
+    while (count + at_bound < most && (at_bound == 0 || mass + (float)at_bound * bound < kept_mass)) at_bound++;
+    sample->support = sample->total = 0;
+    for (int i = 0; i < tokens->size; i++) {
+        if (tokens->e[i] < bound || (tokens->e[i] == bound && at_bound-- <= 0)) continue;
+        int weight = (int)rintf(tokens->e[i] * LARGEST_WEIGHT);
+        ids[sample->support] = (uint32_t)tokens->ids[i], weights[sample->support] = (uint16_t)weight;
+        sample->support++, sample->total += weight;
+    }
+}
+
+static int token_at(const Sample *sample, const uint32_t *ids, const uint16_t *weights, int64_t uniform) {
+    int target = (int)((unsigned __int128)uniform * (unsigned)sample->total >> 53), below = 0, i = 0;
+    while ((below += weights[i]) <= target) i++;
+    return (int)ids[i];
+}
+
+static float entropy_of_weights(const Sample *sample, const uint16_t *weights) {
+    double sum = 0.0;
+    for (int i = 0; i < sample->support; i++) sum += weights[i] * log(weights[i]);
+    return (float)(log(sample->total) - sum / sample->total);
+}
+
+/* Draws token `t` of a sequence from its logits, which become scores where noise decides. */
+static void draw_token(const Loop *loop, int sequence, int t, float *z) {
+    const Draw *draw = loop->draw + sequence;
+    int size = loop->vocab_size;
+    int64_t place = (int64_t)sequence * loop->most_tokens + t, first = place * loop->max_support;
+    Sample *sample = loop->sample + place;
+    if (loop->mask_token >= 0 && loop->mask_token < size) z[loop->mask_token] = -INFINITY;
+    float *e = loop->scratch, most = largest(z, size), entropy = 0.0f;
+    Tokens tokens = {e + size + 32, (int32_t *)(e + 2 * (size + 32)), 0, 0.0f};
+    if (!isfinite(most)) {
+        sample->token = NO_LOGITS;
+    } else if (draw->temperature == 0.0f) {
+        if (draw->max_entropy < INFINITY) {
+            exponentials(z, e, size, most, 1.0f);
+            entropy = entropy_from(0.0f, z, e, size, most, 1.0f);
+        }
+        sample->token = first_with(z, size, most);
+    } else {
+        float total = exponentials(z, e, size, most, draw->temperature);
+        if (draw->noise) {
+            float least = filter(draw, e, size, &total, &tokens);
+            if (draw->max_entropy < INFINITY) entropy = entropy_from(least, z, e, size, most, draw->temperature);
+            const float *noise = draw->noise + (int64_t)t * size;
+            __m512 smallest = _mm512_setzero_ps();
+            for (int i = 0; i < size; i += 16) {
+                __m512 v = read(e, i, size), bound = _mm512_set1_ps(least);
+                v = _mm512_maskz_mov_ps(_mm512_cmp_ps_mask(v, bound, _CMP_GE_OQ), v);
+                v = _mm512_div_ps(v, _mm512_maskz_loadu_ps(lanes(size - i), noise + i));
+                smallest = _mm512_mask_min_ps(smallest, lanes(size - i), smallest, v);
+                _mm512_mask_storeu_ps(z + i, lanes(size - i), v);
+            }
+            sample->token = first_with(z, size, _mm512_reduce_min_ps(smallest));
+        } else {
+            uint32_t *ids = loop->ids + first;
+            uint16_t *weights = loop->weights + first;
+            truncate(loop, draw, e, total, &tokens, ids, weights, sample);
+            if (draw->max_entropy < INFINITY) entropy = entropy_of_weights(sample, weights);
+            sample->token = token_at(sample, ids, weights, draw->uniforms[t]);
+        }
+    }
+    if (sample->token >= 0 && entropy > draw->max_entropy) sample->token = UNSURE;
+}
+
+/* Sizes of the structures, as `decoder_sizes`. */
+void decoder_loop_sizes(int32_t *sizes) {
+    sizes[0] = sizeof(Draw), sizes[1] = sizeof(Sample), sizes[2] = sizeof(Loop);
+}
+
+/* Runs `pass`, whose wanted rows are the last ones of the sequences, and draws. A token is run if another follows it.
+ * Logits of each pass follow those of the pass before: [all tokens, model's vocabulary]. */
+void decoder_loop(const Model *model, Pass *pass, const Loop *loop) {
+    int count = loop->sequences, drawn = 0;
+    int32_t *active = loop->active, *position = active + count, *first_block = position + count;
+    int32_t *blocks_begin = (int32_t *)blocks(pass);
+    for (int i = 0; i < count; i++) {
+        int row = wanted_rows(pass)[i];
+        active[i] = i, position[i] = pass->positions[row], first_block[i] = first_blocks(pass)[row];
+    }
+    for (int t = 0;; t++) {
+        decoder_run(model, pass);
+        int going = 0;
+        for (int i = 0; i < count; i++) {
+            int sequence = active[i];
+            Sample *sample = loop->sample + (int64_t)sequence * loop->most_tokens + t;
+            sample->row = drawn++;
+            draw_token(loop, sequence, t, pass->logits + (int64_t)i * model->vocab_size);
+            if (sample->token < 0 || t + 1 == loop->draw[sequence].tokens) continue;
+            active[going] = sequence, position[going] = position[i] + 1, first_block[going] = first_block[i];
+            loop->next[going++] = sample->token;
+        }
+        if (!going) return;
+        pass->logits += (int64_t)count * model->vocab_size;
+        count = going;
+        int32_t *numbers = blocks_begin - 3 * count; /* as `Pass.positions` */
+        for (int i = 0; i < count; i++)
+            numbers[i] = position[i], numbers[count + i] = first_block[i], numbers[2 * count + i] = i;
+        pass->positions = numbers, pass->tokens = loop->next, pass->rows = pass->wanted = count;
+    }
+}
+
+#endif
