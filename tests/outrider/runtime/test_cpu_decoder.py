@@ -211,8 +211,9 @@ def wide(tmp_path_factory: pytest.TempPathFactory) -> LoadedModel:
     return load_model(ModelSource(str(folder), dtype="bfloat16", device="cpu"))
 
 
-def one_by_one(model: ModelRunner, slot: int, chunk: list[int], draws: Sequence[Draw], loop: DecodeLoop) -> list[Sample]:
+def one_by_one(loop: DecodeLoop, slot: int, chunk: list[int], draws: Sequence[Draw]) -> list[Sample]:
     """As the loop, in Python: a pass and a sample for each token."""
+    model = loop.model_runner
     samples = list[Sample]()
     for draw in draws:
         logits = model.logits([Chunk(slot, chunk, model.pool.length(slot), len(chunk) - 1)])
@@ -258,7 +259,7 @@ def test_the_loop_draws_the_tokens_of_single_steps(by_noise: bool, config: Spars
     ours, theirs = ([model.pool.allocate() for _ in PARAMS] for _ in range(2))
     found = loop.decode([Chunk(slot, tokens, 0, 0) for slot, tokens in zip(ours, prompts, strict=True)], draws)
     for i, samples in enumerate(found):
-        wanted = one_by_one(model, theirs[i], prompts[i], draws[i], loop)
+        wanted = one_by_one(loop, theirs[i], prompts[i], draws[i])
         assert len(samples) == len(wanted) == len(draws[i])
         for mine, right in zip(samples, wanted, strict=True):
             assert_alike(mine, right, config)
@@ -273,6 +274,25 @@ def test_the_loop_draws_the_tokens_of_single_steps(by_noise: bool, config: Spars
 
 
 @needs_library
+def test_a_uniform_at_the_edge_of_a_cell_draws_the_next_token(wide: LoadedModel) -> None:
+    model = ModelRunner.build(wide, 4, 256)
+    loop, slot = DecodeLoop(model, WIDE, SparseConfig()), model.pool.allocate()
+
+    def draw(u: float) -> Sample:
+        model.pool.rollback(slot, 0)
+        return loop.decode([Chunk(slot, [11, 12], 0, 1)], [[Draw(SamplingParams(), u)]])[0][0]
+
+    q = draw(0.0).q
+    assert q is not None
+    edges = q.weights.cumsum(dtype=int)[:-1].tolist()
+    assert len(edges) > 10
+    for i, edge in enumerate(edges):
+        u = -(-(edge << 53) // q.total) / 2.0**53  # the least uniform of the cell
+        assert draw(u).token == q.ids[i + 1] == q.token_at(u)
+        assert draw(u - 2.0**-53).token == q.ids[i]
+
+
+@needs_library
 @pytest.mark.parametrize("params", [SamplingParams(temperature=0), SamplingParams(), SamplingParams(top_k=3)])
 @pytest.mark.parametrize("by_noise", [False, True])
 def test_the_loop_stops_where_the_draft_is_unsure(params: SamplingParams, by_noise: bool, wide: LoadedModel) -> None:
@@ -282,7 +302,7 @@ def test_the_loop_stops_where_the_draft_is_unsure(params: SamplingParams, by_noi
         one, other = model.pool.allocate(), model.pool.allocate()
         draws = [Draw(params, 0.37, (3, 2 + i) if by_noise else None, max_entropy=bound) for i in range(6)]
         (samples,) = loop.decode([Chunk(one, [11, 12], 0, 1)], [draws])
-        wanted = one_by_one(model, other, [11, 12], draws, loop)
+        wanted = one_by_one(loop, other, [11, 12], draws)
         assert [each.token for each in samples] == [each.token for each in wanted]
         assert samples[-1].token == UNSURE or len(samples) == 6
         lengths.add(len(samples))
