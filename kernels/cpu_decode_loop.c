@@ -19,9 +19,10 @@
 typedef struct {
     int32_t tokens; /* to draw, at least 1 */
     int32_t top_k;  /* 0: off */
-    float temperature, top_p, min_p, max_entropy;
-    const int64_t *uniforms; /* [tokens], integers below 2^53 */
-    const float *noise;      /* [tokens, vocab_size]: log(1 - v), see `kernels.rng.unit`; NULL: by uniforms */
+    float temperature, top_p, min_p;
+    const float *max_entropy; /* [tokens] */
+    const int64_t *uniforms;  /* [tokens], integers below 2^53 */
+    const float *noise;       /* [tokens, vocab_size]: log(1 - v), see `kernels.rng.unit`; NULL: by uniforms */
 } Draw;
 
 typedef struct {
@@ -212,12 +213,12 @@ static void draw_token(const Loop *loop, int sequence, int t, float *z) {
     int64_t place = (int64_t)sequence * loop->most_tokens + t, first = place * loop->max_support;
     Sample *sample = loop->sample + place;
     if (loop->mask_token >= 0 && loop->mask_token < size) z[loop->mask_token] = -INFINITY;
-    float *e = loop->scratch, most = largest(z, size), entropy = 0.0f;
+    float *e = loop->scratch, most = largest(z, size), entropy = 0.0f, max_entropy = draw->max_entropy[t];
     Tokens tokens = {e + size + 32, (int32_t *)(e + 2 * (size + 32)), 0, 0.0f};
     if (!isfinite(most)) {
         sample->token = NO_LOGITS;
     } else if (draw->temperature == 0.0f) {
-        if (draw->max_entropy < INFINITY) {
+        if (max_entropy < INFINITY) {
             exponentials(z, e, size, most, 1.0f);
             entropy = entropy_from(0.0f, z, e, size, most, 1.0f);
         }
@@ -226,7 +227,7 @@ static void draw_token(const Loop *loop, int sequence, int t, float *z) {
         float total = exponentials(z, e, size, most, draw->temperature);
         if (draw->noise) {
             float least = filter(draw, e, size, &total, &tokens);
-            if (draw->max_entropy < INFINITY) entropy = entropy_from(least, z, e, size, most, draw->temperature);
+            if (max_entropy < INFINITY) entropy = entropy_from(least, z, e, size, most, draw->temperature);
             const float *noise = draw->noise + (int64_t)t * size;
             __m512 smallest = _mm512_setzero_ps();
             for (int i = 0; i < size; i += 16) {
@@ -241,11 +242,11 @@ static void draw_token(const Loop *loop, int sequence, int t, float *z) {
             uint32_t *ids = loop->ids + first;
             uint16_t *weights = loop->weights + first;
             truncate(loop, draw, e, total, &tokens, ids, weights, sample);
-            if (draw->max_entropy < INFINITY) entropy = entropy_of_weights(sample, weights);
+            if (max_entropy < INFINITY) entropy = entropy_of_weights(sample, weights);
             sample->token = token_at(sample, ids, weights, draw->uniforms[t]);
         }
     }
-    if (sample->token >= 0 && entropy > draw->max_entropy) sample->token = UNSURE;
+    if (sample->token >= 0 && entropy > max_entropy) sample->token = UNSURE;
 }
 
 /* Sizes of the structures, as `decoder_sizes`. */

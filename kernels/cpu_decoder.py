@@ -65,8 +65,8 @@ class _Pass(ctypes.Structure):
 class _Draw(ctypes.Structure):
     _fields_ = [
         *((name, ctypes.c_int32) for name in ("tokens", "top_k")),
-        *((name, ctypes.c_float) for name in ("temperature", "top_p", "min_p", "max_entropy")),
-        *((name, _Pointer) for name in ("uniforms", "noise")),
+        *((name, ctypes.c_float) for name in ("temperature", "top_p", "min_p")),
+        *((name, _Pointer) for name in ("max_entropy", "uniforms", "noise")),
     ]
 
 
@@ -215,7 +215,7 @@ class CPUDecoder:
 
         Args:
             rows: of the first pass; `blocks` and `longest` are for all rows of the loop.
-            draws: of each sequence, at least one; all with the same parameters, and noise or uniforms.
+            draws: of each sequence, at least one; with the same parameters, and noise or uniforms for all.
             config: how q is truncated.
             vocab_size: tokens that may be drawn.
             mask_token: is never drawn.
@@ -231,8 +231,10 @@ class CPUDecoder:
         logits = torch.empty(sum(map(len, draws)), self._vocab_size, dtype=torch.float32)
         own, _numbers = self._pass(rows, [end - 1 for end in accumulate(rows.counts)], logits)
         uniforms = np.zeros((count, most), np.int64)
+        max_entropies = np.zeros((count, most), np.float32)
         noise: list[Tensor | None] = []
         for i, each in enumerate(draws):
+            max_entropies[i, : len(each)] = [draw.max_entropy for draw in each]
             positioned = [draw.noise for draw in each if draw.noise is not None]
             noise.append(noise_rows(positioned, vocab_size).log1p() if positioned else None)
             if not positioned:
@@ -244,7 +246,7 @@ class CPUDecoder:
         active, following = np.empty(3 * count, np.int32), np.empty(count, np.int64)
         loop = _Loop(
             count, most, vocab_size, -1 if mask_token is None else mask_token, config.max_support, config.keep_mass,
-            (_Draw * count)(*map(_draw_of, draws, uniforms, noise)), drawn.ctypes.data, ids.ctypes.data,
+            (_Draw * count)(*map(_draw_of, draws, max_entropies, uniforms, noise)), drawn.ctypes.data, ids.ctypes.data,
             weights.ctypes.data, scratch.ctypes.data, active.ctypes.data, following.ctypes.data,
         )  # fmt: skip
         self._library.decoder_loop(ctypes.byref(self._model), ctypes.byref(own), ctypes.byref(loop))
@@ -294,13 +296,13 @@ class CPUDecoder:
         return values.data_ptr()
 
 
-def _draw_of(draws: Sequence[Draw], uniforms: np.ndarray, noise: Tensor | None) -> _Draw:
-    first, params = draws[0], draws[0].params
+def _draw_of(draws: Sequence[Draw], max_entropies: np.ndarray, uniforms: np.ndarray, noise: Tensor | None) -> _Draw:
+    params = draws[0].params
     # A temperature that float32 would round to zero: as in `sampling`.
     temperature = params.temperature if params.is_greedy else max(params.temperature, 1.2e-38)
     return _Draw(
-        len(draws), params.top_k, temperature, params.top_p, params.min_p, first.max_entropy, uniforms.ctypes.data,
-        None if noise is None else noise.data_ptr(),
+        len(draws), params.top_k, temperature, params.top_p, params.min_p, max_entropies.ctypes.data,
+        uniforms.ctypes.data, None if noise is None else noise.data_ptr(),
     )  # fmt: skip
 
 

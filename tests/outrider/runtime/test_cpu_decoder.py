@@ -300,7 +300,8 @@ def test_the_loop_stops_where_the_draft_is_unsure(params: SamplingParams, by_noi
     loop, lengths = DecodeLoop(model, WIDE, SparseConfig()), set[int]()
     for bound in (0.9, 2.0, 3.0, 4.0, 5.0, 9.0):
         one, other = model.pool.allocate(), model.pool.allocate()
-        draws = [Draw(params, 0.37, (3, 2 + i) if by_noise else None, max_entropy=bound) for i in range(6)]
+        bounds = [9.0, *[bound] * 5]  # a request's bound does not hold for the first token
+        draws = [Draw(params, 0.37, (3, 2 + i) if by_noise else None, each) for i, each in enumerate(bounds)]
         (samples,) = loop.decode([Chunk(one, [11, 12], 0, 1)], [draws])
         wanted = one_by_one(loop, other, [11, 12], draws)
         assert [each.token for each in samples] == [each.token for each in wanted]
