@@ -132,8 +132,9 @@ def describe(variant: Variant, architecture: int) -> Json:
     with tempfile.TemporaryDirectory() as folder:
         binary = Path(folder) / "kernel.cubin"
         binary.write_bytes(compiled.asm["cubin"])
-        code, usage = (_dumped(binary, what) for what in ("--dump-sass", "--dump-resource-usage"))
-    found = re.search(r"REG:(\d+)", usage)
+        command = [knobs.nvidia.cuobjdump.path, "--dump-sass", "--dump-resource-usage", str(binary)]
+        code = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    found = re.search(r"REG:(\d+)", code)
     assert found is not None
     registers, threads = int(found[1]), 32 * options["num_warps"]
     return {
@@ -151,12 +152,6 @@ def describe(variant: Variant, architecture: int) -> Json:
         "stores": len(re.findall(r"\bSTG\.", code)),
         "wide_stores": len(re.findall(r"\bSTG\.[A-Z.]*128", code)),
     }
-
-
-def _dumped(binary: Path, what: str) -> str:
-    return subprocess.run(
-        [knobs.nvidia.cuobjdump.path, what, str(binary)], capture_output=True, text=True, check=True
-    ).stdout
 
 
 def table(rows: Sequence[Json]) -> str:
