@@ -171,7 +171,7 @@ def main(arguments: list[str] | None = None) -> None:
     tokenizer = PreTrainedTokenizerFast.from_pretrained(options.work / "tokenizer")
     for member, minutes in (("target", options.target_minutes), ("draft", options.draft_minutes)):
         if not (options.work / f"{member}.json").exists():
-            budget = 0.02 if options.quick else minutes
+            budget = 0.002 if options.quick else minutes
             make(member, tokenizer, options.work, options.out, budget)
     write_sentences(options.out / "sentences.jsonl", 64)
     print(f"done in {(time.monotonic() - begun) / 60:.1f} min; now: python -m models.translation.measure", flush=True)

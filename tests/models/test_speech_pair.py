@@ -67,7 +67,7 @@ def test_transcripts_are_in_whispers_order(bank: Bank) -> None:
 def test_a_quick_run_makes_a_pair_and_another_run_goes_on(
     bank: Bank, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    options = Options(work=tmp_path / "work", out=tmp_path, minutes={"target": 0.02, "draft": 0.02})
+    options = Options(work=tmp_path / "work", out=tmp_path, minutes={"target": 0.002, "draft": 0.002})
     options.work.mkdir()
     make_pair((bank, bank), options)
     for member, mels in (("target", 80), ("draft", 40)):
