@@ -84,8 +84,8 @@ class DecodeLoop:
             raise ValueError(f"the decode loop of {model_runner.loaded.name} does not support {why}")
         if self._captured is not None:
             samples = self._captured.decode(chunks, draws)
-        elif isinstance(model_runner.program, FusedDecoder) and model_runner.program.cpu_decoder is not None:
-            samples = self._in_c(model_runner.program, chunks, draws)
+        elif model_runner.loop_in_c is not None:
+            samples = self._in_c(model_runner.loop_in_c, chunks, draws)
         else:
             samples = self._step_by_step(chunks, draws)
         for chunk, own_samples in zip(chunks, samples, strict=True):

@@ -76,6 +76,7 @@ class ModelRunner:
 
     Attributes:
         layer_choice: the operations of a fused model over a paged pool, for the log; else None.
+        loop_in_c: the program, if it has the decode loop of `kernels.cpu_decoder`; else None.
 
     Raises:
         ValueError: the pool does not fit the model or the attention.
@@ -109,6 +110,9 @@ class ModelRunner:
         self.paged_runner: Runner | None = None
         self.captured: GraphRunner | None = None
         self.layer_choice: LayerOps | None = None
+        self.loop_in_c: FusedDecoder | None = None
+        if isinstance(self.program, FusedDecoder) and self.program.cpu_decoder is not None:
+            self.loop_in_c = self.program
         if pool.paged is not None:
             if isinstance(self.program, FusedDecoder):
                 self.layer_choice = self.program.choose_layers(pool.dtype)
