@@ -22,7 +22,10 @@ _SHIPPED = (".py", ".pyi", ".proto", "py.typed")
 def wheel(tmp_path_factory: pytest.TempPathFactory) -> Iterator[zipfile.ZipFile]:
     """Build a wheel from a copy of the tree's sources, tests included, with the back end that pip would call."""
     tree, built = tmp_path_factory.mktemp("tree"), tmp_path_factory.mktemp("built")
-    for path in [*sources(*_SHIPPED, ".c", ".h"), *(ROOT / name for name in ("pyproject.toml", "README.md", "LICENSE"))]:
+    for path in [
+        *sources(*_SHIPPED, ".c", ".h"),
+        *(ROOT / name for name in ("pyproject.toml", "README.md", "LICENSE")),
+    ]:
         copy = tree / path.relative_to(ROOT)
         copy.parent.mkdir(parents=True, exist_ok=True)
         shutil.copyfile(path, copy)
