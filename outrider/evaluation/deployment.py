@@ -6,7 +6,6 @@ A cell is one arm at one temperature with one number of streams. Its figures are
 
 from __future__ import annotations
 
-import asyncio
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
@@ -158,8 +157,6 @@ async def measure(
     salts = count()
 
     async def write(stage: str, run: Run, arm: Arm, texts: int, max_new_tokens: int) -> Run:
-        if (task := asyncio.current_task()) is not None and task.cancelling():
-            raise asyncio.CancelledError  # asyncio loses a cancellation that meets a result
         name = f"T = {run.temperature:g}, {run.streams} stream{'s' * (run.streams > 1)}, {arm.name}"
         report(stage, name, 0)
         options = arm.options | {
