@@ -98,9 +98,9 @@ class DecodeLoop:
         tokens = np.array([token for chunk in chunks for token in chunk.tokens], np.int64)
         batch = self.model_runner.pack(chunks, [len(own) - 1 for own in draws])
         mask_token = self.model_runner.loaded.mask_token
-        return program.run_loop(
-            torch.from_numpy(tokens), batch, draws, self.config, vocab_size=self.vocab_size, mask_token=mask_token
-        )
+        rows = program.rows_in_c(torch.from_numpy(tokens), batch, batch.ends)
+        assert program.cpu_decoder is not None
+        return program.cpu_decoder.run_loop(rows, draws, self.config, vocab_size=self.vocab_size, mask_token=mask_token)
 
     def _step_by_step(self, chunks: Sequence[Chunk], draws: Sequence[Sequence[Draw]]) -> list[list[Sample]]:
         samples: list[list[Sample]] = [[] for _ in chunks]

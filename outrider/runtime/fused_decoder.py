@@ -21,8 +21,6 @@ from transformers import LlamaForCausalLM, MistralForCausalLM, Qwen2ForCausalLM,
 from transformers.pytorch_utils import Conv1D
 
 from kernels import cpu_decoder as cpu
-from kernels.sampling import Draw, Sample
-from kernels.sparse import SparseConfig
 from outrider.runtime.attention import AttentionLayer, Batch, Program, Rows, TransformersProgram
 from outrider.runtime.batch import PackedBatch, PagedBatch
 from outrider.runtime.errors import CheckpointError
@@ -239,7 +237,7 @@ class FusedDecoder:
         if self.cpu_decoder is not None:
             wanted = rows.tolist() if isinstance(rows, Tensor) else range(batch.rows - (rows or batch.rows), batch.rows)
             ends = list(map(operator.add, batch.starts, batch.counts))
-            return self.cpu_decoder.run(self._rows_in_c(token_ids, batch, ends), wanted)
+            return self.cpu_decoder.run(self.rows_in_c(token_ids, batch, ends), wanted)
         memory, size = batch.pool.by_head.stores[0], batch.pool.block_tokens  # all layers have one shape
         groups, orders = zip(*(batch.groups_for(self._group, window) for window in self._layers.windows), strict=True)
         last, chosen = (batch.rows, rows) if rows is None or isinstance(rows, Tensor) else (rows, None)
@@ -247,22 +245,8 @@ class FusedDecoder:
         positions, slots = batch.position_ids(self._device), batch.slot_mapping()
         return self._run(token_ids, rotations, positions, slots, memory, size, list(groups), list(orders), last, chosen)
 
-    def run_loop(
-        self,
-        token_ids: Tensor,
-        batch: PackedBatch,
-        draws: Sequence[Sequence[Draw]],
-        config: SparseConfig,
-        *,
-        vocab_size: int,
-        mask_token: int | None,
-    ) -> list[list[Sample]]:
-        """The decode loop in C, which must be there: see `kernels.cpu_decoder.CPUDecoder.run_loop`."""
-        assert self.cpu_decoder is not None
-        rows = self._rows_in_c(token_ids, batch, batch.ends)
-        return self.cpu_decoder.run_loop(rows, draws, config, vocab_size=vocab_size, mask_token=mask_token)
-
-    def _rows_in_c(self, token_ids: Tensor, batch: PackedBatch, ends: Sequence[int]) -> cpu.Rows:
+    def rows_in_c(self, token_ids: Tensor, batch: PackedBatch, ends: Sequence[int]) -> cpu.Rows:
+        """The rows of a batch for the decoder in C, with the blocks of each sequence up to its end."""
         assert batch.pool is not None
         assert batch.pool.by_head is not None
         longest = max(ends)
