@@ -1,8 +1,8 @@
 /* The decode loop in C: runs a pass, draws a token of each sequence, runs those, and so on. See kernels/cpu_decoder.py.
  *
- * A token is drawn as in kernels/sampling.py and kernels/sparse.py: filters, truncation, rounding to integers, then the
- * inverse CDF of the integers. Sums are of float32 in one order, so a bound may fall one token beside Python's. q̂ is the
- * distribution that was drawn from all the same.
+ * A draft token is drawn as in kernels/sampling.py and kernels/sparse.py: filters, truncation, rounding to integers, then
+ * the inverse CDF of the integers. Sums are of float32 in one order, so a bound may fall one token beside Python's. q̂ is
+ * the distribution that was drawn from all the same. A token of the target is drawn from p, which is not truncated.
  */
 
 #if defined(__x86_64__) && defined(__linux__) && defined(__GNUC__) && !defined(__clang__)
@@ -19,10 +19,12 @@
 typedef struct {
     int32_t tokens; /* to draw, at least 1 */
     int32_t top_k;  /* 0: off */
+    int32_t stops;
     float temperature, top_p, min_p;
     const float *max_entropy; /* [tokens] */
     const int64_t *uniforms;  /* [tokens], integers below 2^53 */
     const float *noise;       /* [tokens, vocab_size]: log(1 - v), see `kernels.rng.unit`; NULL: by uniforms */
+    const int32_t *stop;      /* [stops]: nothing is drawn after one of these tokens */
 } Draw;
 
 typedef struct {
@@ -30,7 +32,8 @@ typedef struct {
 } Sample;
 
 typedef struct {
-    int32_t sequences, most_tokens, vocab_size /* tokens that may be drawn */, mask_token /* -1: none */, max_support;
+    int32_t sequences, most_tokens, vocab_size /* tokens that may be drawn */, mask_token /* -1: none */;
+    int32_t max_support; /* of q̂; 0: draw from p */
     float keep_mass;
     const Draw *draw;  /* [sequences] */
     Sample *sample;    /* [sequences, most_tokens] */
@@ -45,6 +48,11 @@ INLINE __mmask16 lanes(int left) { return left >= 16 ? 0xffff : (__mmask16)((1u 
 
 INLINE __m512 read(const float *z, int i, int size) {
     return _mm512_mask_loadu_ps(_mm512_set1_ps(-INFINITY), lanes(size - i), z + i);
+}
+
+INLINE double sum_of(__m512 v) {
+    __m256 high = _mm512_extractf32x8_ps(v, 1);
+    return _mm512_reduce_add_pd(_mm512_add_pd(_mm512_cvtps_pd(_mm512_castps512_ps256(v)), _mm512_cvtps_pd(high)));
 }
 
 INLINE float of_bits(int32_t bits) {
@@ -157,11 +165,12 @@ static int32_t bound_of(const Tokens *tokens, int count, float mass) {
     return low;
 }
 
-/* Removes the mass of tokens that the filters drop from `total`, and returns the least e of those that stay. */
-static float filter(const Draw *draw, const float *e, int size, float *total, Tokens *tokens) {
+/* Removes the mass of tokens that the filters drop from `total`, and returns the least e of those that stay. Tokens up to
+ * `ignored` are not looked at. */
+static float filter(const Draw *draw, const float *e, int size, float ignored, float *total, Tokens *tokens) {
     float bound = 0.0f;
     if (!(0 < draw->top_k && draw->top_k < size) && draw->top_p >= 1.0f && draw->min_p <= 0.0f) return bound;
-    collect(e, size, LEAST, tokens);
+    collect(e, size, ignored, tokens);
     int32_t bits;
     if (0 < draw->top_k && draw->top_k < size && (bits = bound_of(tokens, draw->top_k, INFINITY)))
         count_from(tokens, bound = of_bits(bits), total);
@@ -175,7 +184,7 @@ static float filter(const Draw *draw, const float *e, int size, float *total, To
 static void truncate(const Loop *loop, const Draw *draw, const float *e, float total, Tokens *tokens, uint32_t *ids,
                      uint16_t *weights, Sample *sample) {
     int size = loop->vocab_size, most = loop->max_support;
-    float least = filter(draw, e, size, &total, tokens);
+    float least = filter(draw, e, size, LEAST, &total, tokens);
     least = least > 0.0f ? nextafterf(least, 0.0f) : 0.0f; /* `collect` takes what is above */
     if (least < LEAST) least = LEAST;
     float kept_mass = loop->keep_mass * total, first = total * (1.0f - loop->keep_mass) / FIRST_SHARE;
@@ -206,6 +215,30 @@ static float entropy_of_weights(const Sample *sample, const uint16_t *weights) {
     return (float)(log(sample->total) - sum / sample->total);
 }
 
+/* Sets every e below `least` to 0, and returns the inverse CDF of the rest. Sums are of float64. */
+static int token_of(float *e, int size, float least, int64_t uniform) {
+    double total = 0.0, below = 0.0;
+    for (int i = 0; i < size; i += 16) {
+        __mmask16 in = lanes(size - i);
+        __m512 v = _mm512_maskz_loadu_ps(in, e + i);
+        v = _mm512_maskz_mov_ps(_mm512_cmp_ps_mask(v, _mm512_set1_ps(least), _CMP_GE_OQ), v);
+        _mm512_mask_storeu_ps(e + i, in, v);
+        total += sum_of(v);
+    }
+    double target = (double)uniform / 9007199254740992.0 * total; /* below the total, so a block reaches above it */
+    int token = -1;
+    for (int i = 0; i < size && token < 0; i += 16) {
+        double sum = sum_of(_mm512_maskz_loadu_ps(lanes(size - i), e + i));
+        if (below + sum <= target) {
+            below += sum;
+            continue;
+        }
+        for (int j = i; j < size && j < i + 16 && below <= target; j++)
+            if (e[j] > 0.0f) token = j, below += e[j];
+    }
+    return token;
+}
+
 /* Draws token `t` of a sequence from its logits, which become scores where noise decides. */
 static void draw_token(const Loop *loop, int sequence, int t, float *z) {
     const Draw *draw = loop->draw + sequence;
@@ -213,6 +246,7 @@ static void draw_token(const Loop *loop, int sequence, int t, float *z) {
     int64_t place = (int64_t)sequence * loop->most_tokens + t, first = place * loop->max_support;
     Sample *sample = loop->sample + place;
     if (loop->mask_token >= 0 && loop->mask_token < size) z[loop->mask_token] = -INFINITY;
+    float ignored = loop->max_support ? LEAST : 0.0f;
     float *e = loop->scratch, most = largest(z, size), entropy = 0.0f, max_entropy = draw->max_entropy[t];
     Tokens tokens = {e + size + 32, (int32_t *)(e + 2 * (size + 32)), 0, 0.0f};
     if (!isfinite(most)) {
@@ -226,7 +260,7 @@ static void draw_token(const Loop *loop, int sequence, int t, float *z) {
     } else {
         float total = exponentials(z, e, size, most, draw->temperature);
         if (draw->noise) {
-            float least = filter(draw, e, size, &total, &tokens);
+            float least = filter(draw, e, size, ignored, &total, &tokens);
             if (max_entropy < INFINITY) entropy = entropy_from(least, z, e, size, most, draw->temperature);
             const float *noise = draw->noise + (int64_t)t * size;
             __m512 smallest = _mm512_setzero_ps();
@@ -238,6 +272,10 @@ static void draw_token(const Loop *loop, int sequence, int t, float *z) {
                 _mm512_mask_storeu_ps(z + i, lanes(size - i), v);
             }
             sample->token = first_with(z, size, _mm512_reduce_min_ps(smallest));
+        } else if (!loop->max_support) {
+            float least = filter(draw, e, size, ignored, &total, &tokens);
+            if (max_entropy < INFINITY) entropy = entropy_from(least, z, e, size, most, draw->temperature);
+            sample->token = token_of(e, size, least, draw->uniforms[t]);
         } else {
             uint32_t *ids = loop->ids + first;
             uint16_t *weights = loop->weights + first;
@@ -247,6 +285,12 @@ static void draw_token(const Loop *loop, int sequence, int t, float *z) {
         }
     }
     if (sample->token >= 0 && entropy > max_entropy) sample->token = UNSURE;
+}
+
+static int is_stop(const Draw *draw, int token) {
+    for (int i = 0; i < draw->stops; i++)
+        if (draw->stop[i] == token) return 1;
+    return 0;
 }
 
 /* Sizes of the structures, as `decoder_sizes`. */
@@ -272,7 +316,8 @@ void decoder_loop(const Model *model, Pass *pass, const Loop *loop) {
             Sample *sample = loop->sample + (int64_t)sequence * loop->most_tokens + t;
             sample->row = drawn++;
             draw_token(loop, sequence, t, pass->logits + (int64_t)i * model->vocab_size);
-            if (sample->token < 0 || t + 1 == loop->draw[sequence].tokens) continue;
+            const Draw *draw = loop->draw + sequence;
+            if (sample->token < 0 || t + 1 == draw->tokens || is_stop(draw, sample->token)) continue;
             active[going] = sequence, position[going] = position[i] + 1, first_block[going] = first_block[i];
             loop->next[going++] = sample->token;
         }

@@ -8,7 +8,7 @@ processors without AVX512-BF16, `library` returns None.
 
 import ctypes
 import importlib.util
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from functools import cache
 from itertools import accumulate
 from typing import Any, NamedTuple
@@ -19,7 +19,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from kernels.rng import noise_rows
-from kernels.sampling import Draw, Sample
+from kernels.sampling import NO_LOGITS, Draw, Sample
 from kernels.sparse import SparseConfig, SparseDistribution
 
 PANEL = 64
@@ -64,9 +64,9 @@ class _Pass(ctypes.Structure):
 
 class _Draw(ctypes.Structure):
     _fields_ = [
-        *((name, ctypes.c_int32) for name in ("tokens", "top_k")),
+        *((name, ctypes.c_int32) for name in ("tokens", "top_k", "stops")),
         *((name, ctypes.c_float) for name in ("temperature", "top_p", "min_p")),
-        *((name, _Pointer) for name in ("max_entropy", "uniforms", "noise")),
+        *((name, _Pointer) for name in ("max_entropy", "uniforms", "noise", "stop")),
     ]
 
 
@@ -206,19 +206,21 @@ class CPUDecoder:
         self,
         rows: Rows,
         draws: Sequence[Sequence[Draw]],
-        config: SparseConfig,
+        config: SparseConfig | None,
         *,
         vocab_size: int,
         mask_token: int | None,
+        stops: Sequence[Collection[int]],
     ) -> list[list[Sample]]:
         """Runs a pass, draws a token of each sequence, runs those tokens, and so on; the last one is not run.
 
         Args:
             rows: of the first pass; `blocks` and `longest` are for all rows of the loop.
             draws: of each sequence, at least one; with the same parameters, and noise or uniforms for all.
-            config: how q is truncated.
+            config: how q is truncated; None draws from p itself, see `kernels.sampling.sample`.
             vocab_size: tokens that may be drawn.
             mask_token: is never drawn.
+            stops: of each sequence: nothing is drawn after one of these tokens.
 
         Returns:
             The samples of each sequence. A sample without a token is the last of its sequence.
@@ -239,18 +241,19 @@ class CPUDecoder:
             noise.append(noise_rows(positioned, vocab_size).log1p() if positioned else None)
             if not positioned:
                 uniforms[i, : len(each)] = [int(draw.uniform * 2.0**53) for draw in each]
-        drawn = np.empty((count, most, _SAMPLE), np.int32)
-        ids = np.empty((count, most, config.max_support), np.uint32)
-        weights = np.empty((count, most, config.max_support), np.uint16)
+        support, keep_mass = (0, 1.0) if config is None else (config.max_support, config.keep_mass)
+        stop = [np.array(sorted(each), np.int32) for each in stops]
+        drawn = np.full((count, most, _SAMPLE), NO_LOGITS, np.int32)
+        ids, weights = np.empty((count, most, support), np.uint32), np.empty((count, most, support), np.uint16)
         scratch = np.empty(3 * (vocab_size + _SLACK), np.float32)
         active, following = np.empty(3 * count, np.int32), np.empty(count, np.int64)
         loop = _Loop(
-            count, most, vocab_size, -1 if mask_token is None else mask_token, config.max_support, config.keep_mass,
-            (_Draw * count)(*map(_draw_of, draws, max_entropies, uniforms, noise)), drawn.ctypes.data, ids.ctypes.data,
-            weights.ctypes.data, scratch.ctypes.data, active.ctypes.data, following.ctypes.data,
+            count, most, vocab_size, -1 if mask_token is None else mask_token, support, keep_mass,
+            (_Draw * count)(*map(_draw_of, draws, max_entropies, uniforms, noise, stop)), drawn.ctypes.data,
+            ids.ctypes.data, weights.ctypes.data, scratch.ctypes.data, active.ctypes.data, following.ctypes.data,
         )  # fmt: skip
         self._library.decoder_loop(ctypes.byref(self._model), ctypes.byref(own), ctypes.byref(loop))
-        drawable = logits[:, :vocab_size]
+        drawable = None if config is None else logits[:, :vocab_size]
         return [list(_samples(*each, drawable)) for each in zip(draws, drawn.tolist(), ids, weights, strict=True)]
 
     def _pass(self, rows: Rows, wanted: Sequence[int], logits: Tensor) -> tuple[_Pass, np.ndarray]:
@@ -296,23 +299,29 @@ class CPUDecoder:
         return values.data_ptr()
 
 
-def _draw_of(draws: Sequence[Draw], max_entropies: np.ndarray, uniforms: np.ndarray, noise: Tensor | None) -> _Draw:
+def _draw_of(
+    draws: Sequence[Draw], max_entropies: np.ndarray, uniforms: np.ndarray, noise: Tensor | None, stop: np.ndarray
+) -> _Draw:
     params = draws[0].params
     # A temperature that float32 would round to zero: as in `sampling`.
     temperature = params.temperature if params.is_greedy else max(params.temperature, 1.2e-38)
     return _Draw(
-        len(draws), params.top_k, temperature, params.top_p, params.min_p, max_entropies.ctypes.data,
-        uniforms.ctypes.data, None if noise is None else noise.data_ptr(),
+        len(draws), params.top_k, len(stop), temperature, params.top_p, params.min_p, max_entropies.ctypes.data,
+        uniforms.ctypes.data, None if noise is None else noise.data_ptr(), stop.ctypes.data,
     )  # fmt: skip
 
 
 def _samples(
-    draws: Sequence[Draw], drawn: Sequence[Sequence[int]], ids: np.ndarray, weights: np.ndarray, logits: Tensor
+    draws: Sequence[Draw], drawn: Sequence[Sequence[int]], ids: np.ndarray, weights: np.ndarray, logits: Tensor | None
 ) -> Iterator[Sample]:
+    """`logits` is None if tokens are drawn from p itself. Behind a stop token there is a sample without a token."""
     by_uniform = draws[0].noise is None and not draws[0].params.is_greedy
     for i, (token, row, support, total) in enumerate(drawn[: len(draws)]):
         if token < 0:
             yield Sample(token)
             return
+        if logits is None:
+            yield Sample(token)
+            continue
         q = SparseDistribution(ids[i, :support], weights[i, :support], total) if by_uniform else None
         yield Sample(token, q, None if by_uniform else logits[row])

@@ -163,13 +163,14 @@ class Sample(NamedTuple):
     scores: Tensor | None = None
 
 
-def sample(logits: Tensor, draws: Sequence[Draw], config: SparseConfig) -> list[Sample]:
+def sample(logits: Tensor, draws: Sequence[Draw], config: SparseConfig | None) -> list[Sample]:
     """Sample one token from each row of `logits` `[B, V]`, on the host; rows are independent.
 
     Args:
-        logits: the draft's, with penalties applied.
+        logits: with penalties applied.
         draws: one per row.
-        config: how q is truncated.
+        config: how q is truncated. None, for the target, draws from p itself, as verification draws after the last
+            draft; then samples have neither q nor scores.
 
     Raises:
         ValueError: the number of draws is not the number of rows.
@@ -191,13 +192,21 @@ def sample(logits: Tensor, draws: Sequence[Draw], config: SparseConfig) -> list[
     return samples
 
 
-def _sample_alike(logits: Tensor, draws: Sequence[Draw], config: SparseConfig) -> list[Sample]:
+def _sample_alike(logits: Tensor, draws: Sequence[Draw], config: SparseConfig | None) -> list[Sample]:
     """As `sample`, for at least one draw; all have the same parameters, and noise or uniforms."""
     params = draws[0].params
     if params.is_greedy:
-        return _largest(logits.float().cpu(), draws)
-    p = probabilities(logits, params).cpu()
-    return _inverse_cdf(p.numpy(), draws, config) if draws[0].noise is None else _gumbel_max(p, draws)
+        samples = _largest(logits.float().cpu(), draws)
+    else:
+        p = probabilities(logits, params).cpu()
+        samples = _inverse_cdf(p.numpy(), draws, config) if draws[0].noise is None else _gumbel_max(p, draws)
+    return samples if config is not None else [Sample(each.token) for each in samples]
+
+
+def inverse_cdf(weights: np.ndarray, u: float) -> int:
+    """Return the first token whose cumulative weight is above u times the whole: never one of weight 0."""
+    cdf = torch.from_numpy(weights).cumsum(0, dtype=torch.float64).numpy()
+    return int(cdf.searchsorted(u * cdf[-1], side="right"))
 
 
 def gumbel_scores(p: Tensor, noise: Tensor) -> Tensor:
@@ -248,12 +257,16 @@ def _gumbel_max(p: Tensor, draws: Sequence[Draw]) -> list[Sample]:
     return samples
 
 
-def _inverse_cdf(p: np.ndarray, draws: Sequence[Draw], config: SparseConfig) -> list[Sample]:
+def _inverse_cdf(p: np.ndarray, draws: Sequence[Draw], config: SparseConfig | None) -> list[Sample]:
     # p: [B, V]
     samples = []
     for row, draw in zip(p, draws, strict=True):
         if math.isnan(row[0]):
             samples.append(Sample(NO_LOGITS))
+            continue
+        if config is None:
+            is_unsure = draw.max_entropy < math.inf and entropy(row) > draw.max_entropy
+            samples.append(Sample(UNSURE if is_unsure else inverse_cdf(row, draw.uniform)))
             continue
         q = truncate(row, config)
         if draw.max_entropy < math.inf and entropy(q.weights / q.total) > draw.max_entropy:

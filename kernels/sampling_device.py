@@ -61,25 +61,30 @@ def obstacle(draw: Draw) -> str | None:
     return None if draw.max_entropy == float("inf") else "max_entropy"
 
 
-def sample(logits: Tensor, draws: DeviceDraws, config: SparseConfig) -> DeviceSamples:
+def sample(logits: Tensor, draws: DeviceDraws, config: SparseConfig | None) -> DeviceSamples:
     """Sample one token from each row of `logits` `[B, V]`; all tensors, the result included, are on one device.
 
     No host sync; shapes do not depend on values; rows are independent. Noise needs the Triton kernel of verification.
+    Without a `config` tokens are drawn from p itself, as in `sampling.sample`, and K is 0.
     """
     V = logits.shape[1]
     z = logits.float()
     greedy = (draws.temperatures == 0).unsqueeze(1)
     p = _softmax(z, draws.temperatures)
     sound = torch.where(greedy, z.amax(dim=1, keepdim=True).isfinite(), ~p[:, :1].isnan())
-    ids, weights = _truncate(p, config)
-    # At temperature 0 a point mass replaces the result.
-    first = torch.arange(ids.shape[1], device=z.device) == 0
     best = z.argmax(dim=1, keepdim=True)
-    ids = torch.where(greedy, best.expand_as(ids).masked_fill(~first, V), ids)
-    weights = torch.where(greedy, first.long() * _LARGEST, weights)
-    ids = ids.masked_fill(~sound, V)
-    weights = weights.masked_fill(~sound, 0)
-    tokens = ids.gather(1, _indices(weights, draws.bits)).squeeze(1)
+    if config is None:
+        tokens = torch.where(greedy, best, _inverse_cdf(p, draws.bits)).squeeze(1)
+        ids = weights = tokens.new_empty(len(tokens), 0)
+    else:
+        ids, weights = _truncate(p, config)
+        # At temperature 0 a point mass replaces the result.
+        first = torch.arange(ids.shape[1], device=z.device) == 0
+        ids = torch.where(greedy, best.expand_as(ids).masked_fill(~first, V), ids)
+        weights = torch.where(greedy, first.long() * _LARGEST, weights)
+        ids = ids.masked_fill(~sound, V)
+        weights = weights.masked_fill(~sound, 0)
+        tokens = ids.gather(1, _indices(weights, draws.bits)).squeeze(1)
     if draws.by_noise is not None:
         from kernels.verify_triton import gumbel_max  # triton is optional
 
@@ -140,6 +145,13 @@ def _truncate(p: Tensor, config: SparseConfig) -> tuple[Tensor, Tensor]:
     ids = torch.searchsorted(kept, ranks)
     weights = (p.gather(1, ids.clamp(max=V - 1)).double() * scale).round().long()
     return ids, weights.masked_fill(ids == V, 0)
+
+
+def _inverse_cdf(p: Tensor, bits: Tensor) -> Tensor:
+    """Return `sampling.inverse_cdf` of each row of `p` `[B, V]` at the uniforms of `bits` `[B]`, `[B, 1]`."""
+    cdf = p.cumsum(dim=1, dtype=torch.float64)
+    target = bits.unsqueeze(1).double() * 2.0**-53 * cdf[:, -1:]
+    return torch.searchsorted(cdf, target, right=True).clamp(max=p.shape[1] - 1)
 
 
 def _indices(weights: Tensor, bits: Tensor) -> Tensor:

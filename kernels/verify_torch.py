@@ -20,7 +20,7 @@ from kernels.adjustments import apply
 from kernels.dense import DenseDistribution, DraftLogits
 from kernels.logprobs import wants_reports, with_reports
 from kernels.rng import noise_rows
-from kernels.sampling import bad_rows, gumbel_max, probabilities
+from kernels.sampling import bad_rows, gumbel_max, inverse_cdf, probabilities
 from kernels.sigmoid import Scores
 from kernels.sparse import SparseDistribution
 from kernels.verify import BAD_LOGITS, DraftDistribution, Proposed, Rule, Status, VerifyResult, adjustments_of
@@ -168,12 +168,12 @@ def _resampled(
     beta = tuple(drafts.beta[draft : draft + min(accepted + 1, gamma)])
     u = proposal.resample_uniform(accepted)
     if accepted == gamma:
-        return VerifyResult(Status.OK, accepted, _inverse_cdf(row, u), beta)
+        return VerifyResult(Status.OK, accepted, inverse_cdf(row, u), beta)
     ids, q, _ = drafts.support(draft + accepted)
     rest = residual(row if P == 1 else P * row, ids, q)
     if rest.sum() > _ROUNDING * P:
-        return VerifyResult(Status.OK, accepted, _inverse_cdf(rest, u), beta)
-    return VerifyResult(Status.ZERO_RESIDUAL, accepted, _inverse_cdf(row, u), beta)
+        return VerifyResult(Status.OK, accepted, inverse_cdf(rest, u), beta)
+    return VerifyResult(Status.ZERO_RESIDUAL, accepted, inverse_cdf(row, u), beta)
 
 
 def _verify_sigmoid(raw: Tensor, z: Tensor, proposals: Sequence[Proposed]) -> list[VerifyResult]:
@@ -212,19 +212,13 @@ def _walk_sigmoid(z: Tensor, bad: Sequence[bool], proposal: Proposed) -> VerifyR
         p_row, q_row = scores.rows(i)
         rest = residual(p_row, slice(None), q_row)
         if rest.any():
-            return VerifyResult(Status.OK, i, _inverse_cdf(rest, u))
+            return VerifyResult(Status.OK, i, inverse_cdf(rest, u))
         p_next = probabilities(z[i : i + 1], proposal.params)[0].numpy()
-        return VerifyResult(Status.ZERO_RESIDUAL, i, _inverse_cdf(p_next, u))
+        return VerifyResult(Status.ZERO_RESIDUAL, i, inverse_cdf(p_next, u))
     if bad[gamma]:
         return BAD_LOGITS
     p_next = probabilities(z[gamma:], proposal.params)[0].numpy()
-    return VerifyResult(Status.OK, gamma, _inverse_cdf(p_next, proposal.resample_uniform(gamma)))
-
-
-def _inverse_cdf(weights: np.ndarray, u: float) -> int:
-    """Return the first token whose cumulative weight is above u times the whole: never one of weight 0."""
-    cdf = torch.from_numpy(weights).cumsum(0, dtype=torch.float64).numpy()
-    return int(cdf.searchsorted(u * cdf[-1], side="right"))
+    return VerifyResult(Status.OK, gamma, inverse_cdf(p_next, proposal.resample_uniform(gamma)))
 
 
 def _verify_greedy(raw: Tensor, z: Tensor, proposals: Sequence[Proposed]) -> list[VerifyResult]:

@@ -8,7 +8,7 @@ samples between them.
 
 import math
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -33,21 +33,25 @@ class DecodeLoop:
     Args:
         model_runner: the model.
         vocab_size: tokens that may be sampled; the model's logits may have more.
-        config: how q is truncated.
+        config: how q is truncated; None, for a target, draws from p itself.
     """
 
-    def __init__(self, model_runner: ModelRunner, vocab_size: int, config: SparseConfig) -> None:
+    def __init__(self, model_runner: ModelRunner, vocab_size: int, config: SparseConfig | None) -> None:
         self.model_runner = model_runner
         self.vocab_size = vocab_size
         self.config = config
         self._captured: CapturedSteps | None = None
 
+    @property
+    def _mask_token(self) -> int | None:
+        """The draft's, which is never sampled."""
+        return None if self.config is None else self.model_runner.loaded.mask_token
+
     def without_mask(self, logits: Tensor) -> Tensor:
         """The logits `[R, V]` of tokens that may be sampled, in place. Those of the mask token become -inf."""
         z = logits[:, : self.vocab_size]
-        mask_token = self.model_runner.loaded.mask_token
-        if mask_token is not None and mask_token < self.vocab_size:
-            z[:, mask_token] = -math.inf
+        if self._mask_token is not None and self._mask_token < self.vocab_size:
+            z[:, self._mask_token] = -math.inf
         return z
 
     def obstacle(self, draws: Sequence[Sequence[Draw]]) -> str | None:
@@ -57,11 +61,17 @@ class DecodeLoop:
         return None if self.model_runner.paged_runner is None else "no steps are captured for a paged KV cache"
 
     @torch.inference_mode()
-    def decode(self, chunks: Sequence[Chunk], draws: Sequence[Sequence[Draw]]) -> list[list[Sample]]:
+    def decode(
+        self,
+        chunks: Sequence[Chunk],
+        draws: Sequence[Sequence[Draw]],
+        stops: Sequence[Collection[int]] | None = None,
+    ) -> list[list[Sample]]:
         """Runs a chunk of each sequence, samples its next token, runs that token, and so on. The last token is not run.
 
-        Each sequence gets one token per draw, as by `kernels.sampling.sample`. Afterwards a slot holds its chunk and
-        all sampled tokens but the last. If it raises, no slot has changed its length.
+        Each sequence gets one token per draw, as by `kernels.sampling.sample`, up to the first of its `stops`.
+        Afterwards a slot holds its chunk and all sampled tokens but the last. If it raises, no slot has changed its
+        length.
 
         Returns:
             The samples of each sequence. A sample without a token is the last of its sequence.
@@ -82,27 +92,36 @@ class DecodeLoop:
                 )
         if (why := self.obstacle(draws)) is not None:
             raise ValueError(f"the decode loop of {model_runner.loaded.name} does not support {why}")
+        stops = stops or [()] * len(chunks)
         if self._captured is not None:
             samples = self._captured.decode(chunks, draws)
         elif model_runner.loop_in_c is not None:
-            samples = self._in_c(model_runner.loop_in_c, chunks, draws)
+            samples = self._in_c(model_runner.loop_in_c, chunks, draws, stops)
         else:
-            samples = self._step_by_step(chunks, draws)
+            samples = self._step_by_step(chunks, draws, stops)
+        samples = list(map(_to_stop, samples, stops))
         for chunk, own_samples in zip(chunks, samples, strict=True):
             pool.extend(chunk.slot, chunk.start + len(chunk.tokens) + len(own_samples) - 1)
         return samples
 
     def _in_c(
-        self, program: FusedDecoder, chunks: Sequence[Chunk], draws: Sequence[Sequence[Draw]]
+        self,
+        program: FusedDecoder,
+        chunks: Sequence[Chunk],
+        draws: Sequence[Sequence[Draw]],
+        stops: Sequence[Collection[int]],
     ) -> list[list[Sample]]:
         tokens = np.array([token for chunk in chunks for token in chunk.tokens], np.int64)
         batch = self.model_runner.pack(chunks, [len(own) - 1 for own in draws])
-        mask_token = self.model_runner.loaded.mask_token
         rows = program.rows_in_c(torch.from_numpy(tokens), batch, batch.ends)
         assert program.cpu_decoder is not None
-        return program.cpu_decoder.run_loop(rows, draws, self.config, vocab_size=self.vocab_size, mask_token=mask_token)
+        return program.cpu_decoder.run_loop(
+            rows, draws, self.config, vocab_size=self.vocab_size, mask_token=self._mask_token, stops=stops
+        )
 
-    def _step_by_step(self, chunks: Sequence[Chunk], draws: Sequence[Sequence[Draw]]) -> list[list[Sample]]:
+    def _step_by_step(
+        self, chunks: Sequence[Chunk], draws: Sequence[Sequence[Draw]], stops: Sequence[Collection[int]]
+    ) -> list[list[Sample]]:
         samples: list[list[Sample]] = [[] for _ in chunks]
         active = list(range(len(chunks)))
         steps = self.model_runner.steps(chunks, [len(own) - 1 for own in draws])
@@ -111,7 +130,11 @@ class DecodeLoop:
             drawn = sample(self.without_mask(logits), [draws[b][len(samples[b])] for b in active], self.config)
             for b, each in zip(active, drawn, strict=True):
                 samples[b].append(each)
-            going = [i for i, b in enumerate(active) if drawn[i].token >= 0 and len(samples[b]) < len(draws[b])]
+            going = [
+                i
+                for i, b in enumerate(active)
+                if drawn[i].token >= 0 and len(samples[b]) < len(draws[b]) and drawn[i].token not in stops[b]
+            ]
             active = [active[i] for i in going]
             if not active:
                 return samples
@@ -152,10 +175,16 @@ class DecodeLoop:
             vocab_size=self.vocab_size,
             logits_size=model_runner.loaded.vocab_size,
             with_noise=with_noise,
-            mask_token=model_runner.loaded.mask_token,
+            mask_token=self._mask_token,
         )
         self._captured = CapturedSteps(model_runner, eager, size, self.config)
         return self._captured.capture(capturer, seconds=seconds, most_bytes=most_bytes)
+
+
+def _to_stop(samples: list[Sample], stops: Collection[int]) -> list[Sample]:
+    """The samples up to the first of `stops`."""
+    end = next((i + 1 for i, each in enumerate(samples) if each.token in stops), len(samples)) if stops else None
+    return samples[:end]
 
 
 @dataclass(frozen=True, slots=True)
@@ -196,11 +225,11 @@ class CapturedSteps:
         model_runner: the model.
         eager: its runner.
         size: the limits.
-        config: how q is truncated.
+        config: see `DecodeLoop`.
     """
 
     def __init__(
-        self, model_runner: ModelRunner, eager: PagedRunner, size: DecodeLoopSize, config: SparseConfig
+        self, model_runner: ModelRunner, eager: PagedRunner, size: DecodeLoopSize, config: SparseConfig | None
     ) -> None:
         self._model_runner = model_runner
         self._eager = eager
@@ -287,14 +316,14 @@ class _StepBuffers:
     """The tensors that steps of S sequences read and write, and the graphs of these steps."""
 
     def __init__(
-        self, eager: PagedRunner, size: DecodeLoopSize, config: SparseConfig, sequences: int, logits: Tensor
+        self, eager: PagedRunner, size: DecodeLoopSize, config: SparseConfig | None, sequences: int, logits: Tensor
     ) -> None:
         self.sequences = S = sequences
         self._eager, self._size, self._config = eager, size, config
         self._logits = logits[: size.tokens * S].view(size.tokens, S, -1)
         blocks = -(-size.max_length // size.block_tokens)
         items, slots = work_size(S, size.max_length + size.tokens)
-        support = min(config.max_support, size.vocab_size)
+        support = 0 if config is None else min(config.max_support, size.vocab_size)
         on_gpu = eager.device.type == "cuda"
         inputs = PackedArrays(
             {
@@ -401,7 +430,7 @@ class _StepBuffers:
         end = next(
             (i + 1 for i, each in enumerate(samples) if each.token == NO_LOGITS), count
         )  # later samples have no meaning
-        if draws[0].params.is_greedy:
+        if draws[0].params.is_greedy and self._config is not None:
             rows = self._size.exclude_mask(self._logits[:end, s, : self._size.vocab_size].clone()).unbind(0)
             return [
                 each if each.token == NO_LOGITS else each._replace(scores=row)

@@ -274,6 +274,59 @@ def test_the_loop_draws_the_tokens_of_single_steps(by_noise: bool, config: Spars
 
 
 @needs_library
+@pytest.mark.parametrize("by_noise", [False, True])
+def test_a_target_draws_from_the_whole_distribution(by_noise: bool, wide: LoadedModel) -> None:
+    """Among others a quarter of all tokens by chance, where q̂ holds 256 of 3,001; and the ends of u."""
+    model = ModelRunner.build(wide, 24, 256)
+    loop, rng, every = DecodeLoop(model, WIDE - 4, None), random.Random(3), [*PARAMS, SamplingParams(top_k=2500)]
+    ends, beyond = [0.0, 1.0 - 2.0**-53], set[int]()
+    for repetition in range(6):
+        slots = [[model.pool.allocate() for _ in every] for _ in range(2)]
+        prompts = [rng.choices(range(WIDE), k=rng.randint(1, 20)) for _ in every]
+        draws: list[list[Draw]] = []
+        for i, params in enumerate(every, repetition * len(every)):
+            uniforms = [rng.choice(ends) if rng.random() < 0.2 else rng.random() for _ in range(12)]
+            draws.append([Draw(params, u, (i, 40 + j) if by_noise else None) for j, u in enumerate(uniforms)])
+        found = loop.decode([Chunk(slot, each, 0, 0) for slot, each in zip(slots[0], prompts, strict=True)], draws)
+        for slot, prompt, own, samples in zip(slots[1], prompts, draws, found, strict=True):
+            wanted = one_by_one(loop, slot, prompt, own)
+            assert [each.token for each in samples] == [each.token for each in wanted]
+            assert all(each.q is None and each.scores is None for each in samples)
+            beyond |= {each.token for each in samples}
+        for slot in (*slots[0], *slots[1]):
+            model.pool.free(slot)
+    assert len(beyond) > 200
+
+
+@needs_library
+def test_a_uniform_at_the_edge_of_two_tokens_draws_the_second(folders: dict[str, Path], tmp_path: Path) -> None:
+    """Of 128 tokens with equal logits; sums of 1/128 are exact."""
+    equal = AutoModelForCausalLM.from_pretrained(folders["llama, 64 units"], dtype=torch.bfloat16)
+    with torch.no_grad():
+        equal.lm_head.weight.copy_(equal.lm_head.weight[:1].expand(128, -1))
+    equal.save_pretrained(tmp_path)
+    model = ModelRunner.build(load_model(ModelSource(str(tmp_path), dtype="bfloat16", device="cpu")), 1, 256)
+    draws = [Draw(SamplingParams(), token / 128) for token in range(128)]
+    (samples,) = DecodeLoop(model, 128, None).decode([Chunk(model.pool.allocate(), [5], 0, 0)], [draws])
+    assert [each.token for each in samples] == list(range(128))
+
+
+@needs_library
+@pytest.mark.parametrize("config", [SparseConfig(), None])
+def test_the_loop_ends_a_sequence_after_a_stop_token(config: SparseConfig | None, wide: LoadedModel) -> None:
+    model = ModelRunner.build(wide, 4, 256)
+    loop, slots = DecodeLoop(model, WIDE, config), [model.pool.allocate() for _ in range(2)]
+    chunks = [Chunk(slot, [11, 12 + slot], 0, 1) for slot in slots]
+    draws = [[Draw(SamplingParams(), 0.1 * i) for i in range(1, 8)]] * 2
+    first, second = ([each.token for each in own] for own in loop.decode(chunks, draws))
+    for slot in slots:
+        model.pool.rollback(slot, 0)
+    found = loop.decode(chunks, draws, [{first[3], WIDE}, {WIDE}])
+    assert [[each.token for each in own] for own in found] == [first[: first.index(first[3]) + 1], second]
+    assert [model.pool.length(slot) for slot in slots] == [1 + len(own) for own in found]
+
+
+@needs_library
 def test_a_uniform_at_the_edge_of_a_cell_draws_the_next_token(wide: LoadedModel) -> None:
     model = ModelRunner.build(wide, 4, 256)
     loop, slot = DecodeLoop(model, WIDE, SparseConfig()), model.pool.allocate()

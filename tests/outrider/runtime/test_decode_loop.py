@@ -166,6 +166,39 @@ def test_decoding_ends_before_the_first_token_above_its_entropy_bound(load: Load
     assert {2, 6} < ended
 
 
+def test_only_a_draft_never_draws_the_mask_token(load: Load) -> None:
+    """A target draws from its own distribution."""
+    loaded = load("llama")
+    draft = eager_loop(loaded)
+    target = DecodeLoop(draft.model_runner, KNOWN, None)
+    slot = draft.model_runner.pool.allocate()
+
+    def best(loop: DecodeLoop) -> int:
+        draft.model_runner.pool.rollback(slot, 0)
+        return loop.decode([Chunk(slot, [3, 1], 0, 1)], [[Draw(GREEDY)]])[0][0].token
+
+    favourite = best(draft)
+    loaded.mask_token = favourite
+    assert best(draft) != favourite
+    assert best(target) == favourite
+
+
+@pytest.mark.parametrize("is_captured", [False, True])
+def test_decoding_ends_after_a_stop_token(is_captured: bool, load: Load) -> None:
+    """Of its own sequence; the other one goes on."""
+    loop = captured_loop(load("llama"), with_noise=False) if is_captured else eager_loop(load("llama"))
+    pool, draws = loop.model_runner.pool, [make_draws(GREEDY, random.Random(1), GAMMA, None)] * 2
+    slots = [pool.allocate() for _ in range(2)]
+    chunks = [Chunk(slot, [3, 1 + slot], 0, 1) for slot in slots]
+    first, second = map(tokens, loop.decode(chunks, draws))
+    stop = first[2]
+    for slot in slots:
+        pool.rollback(slot, 0)
+    found = list(map(tokens, loop.decode(chunks, draws, [{stop, VOCABULARY}, {VOCABULARY}])))
+    assert found == [first[: first.index(stop) + 1], second]
+    assert [pool.length(slot) for slot in slots] == [1 + len(each) for each in found]
+
+
 def test_decoding_continues_over_scattered_blocks(load: Load) -> None:
     """Keys and values are gathered for the whole call, and written back at its end."""
     loop = eager_loop(load("llama"), 3)
