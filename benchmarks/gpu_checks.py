@@ -223,6 +223,10 @@ def _rounds(device: torch.device, dtype: torch.dtype) -> str:
         verdicts = [(each.accepted, each.next_token) for each in target(chunks, proposals).results]
         if verdicts != [(1, 11)] * len(own):
             return f"rounds under {rule}: {verdicts}"
+    alone = Proposed((), (), SamplingParams(), seed=1, base_length=42)
+    decoded = target.decode([Chunk(slots[0], [9], model_runner.pool.length(slots[0]), 0)], [alone], [3], [()])
+    if decoded is None or (decoded.earlier, decoded.results[0].next_token) != ([[10, 11]], 12):
+        return f"decoded tokens: {decoded}"
     draws = [[Draw(SamplingParams(), 0.5)] * 3 for _ in slots]
     samples = loop.decode([Chunk(slot, [9], model_runner.pool.length(slot), 0) for slot in slots], draws)
     drafted = [[each.token for each in own] for own in samples]

@@ -100,7 +100,7 @@ class SpeculationCounts:
 
     @property
     def mean_gamma(self) -> float:
-        """Mean γ over rounds. Each token of a `Decode` is a round of γ = 0."""
+        """Mean γ over verdicts; 0 for those of `Decode`."""
         return self._gamma_sum / self.num_rounds if self.num_rounds else 0.0
 
     def to_message(self) -> draft_service_pb2.SpeculationStatistics:
@@ -212,7 +212,7 @@ class Round:
 
     Attributes:
         number: of the round in its sequence, from 1.
-        owed: verdicts still to come: one for a proposal, one for each token of a `Decode`.
+        owed: what is still to come: the verdict of a proposal, or the tokens of a `Decode`.
         is_decode: whether it is a `Decode`.
         draft_tokens: of the proposal.
         distributions: q̂ of each drafted token, or its logits; None is the point mass; empty under `coupled`.
@@ -324,7 +324,7 @@ class Sequence:
         """Appends the tokens of the round's next verdict."""
         self.tokens += verdict.token_ids
         self._hash.extend(verdict.token_ids)
-        self.round.owed -= 1
+        self.round.owed -= len(verdict.token_ids) if self.round.is_decode else 1
         self.finish_reason = verdict.finish_reason
 
     def round_times(self, verdict: speculation_pb2.Verdict) -> draft_service_pb2.RoundReport:
@@ -390,6 +390,7 @@ class Sequence:
             reopened=reopened,
             isolated=isolated,
             encoder_input=request.encoder_input,
+            joined_verdicts=not request.round_sizes.response,  # one verdict of several tokens would show in its size
             report_probabilities=request.report_probabilities,
         )
         opening.sampling.seed = self.seed

@@ -178,7 +178,7 @@ class GammaController:
         self._pass_sizes = PassSizes()
         self._chosen = Histogram(
             "outrider_spec_decode_gamma",
-            "Gamma as chosen for each round; 0 for each token that the target generated alone.",
+            "Gamma as chosen for each verdict; 0 for those of a Decode.",
             ["policy"],
             registry=metrics.registry,
             buckets=(0, 1, 2, 3, 4, 5, 6, 8, 10, 12, 16, 24, 32, 64),
@@ -302,6 +302,7 @@ class SequenceGamma:
                 accepted=verdict.accepted,
                 beta=verdict.beta if self._has_beta else (),
                 seconds=seconds,
+                decoded=1 if self._drafted else len(verdict.token_ids),
                 overhead=seconds - at_verifier if seconds is not None and is_usual else None,
                 drafting=self._drafting,
                 at_verifier=at_verifier,

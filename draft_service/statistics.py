@@ -46,7 +46,8 @@ class JudgedRound:
     """The data of one verdict that policies use. Times are in seconds.
 
     Attributes:
-        gamma: the chosen γ; 0 for each token of a `Decode`.
+        gamma: the chosen γ; 0 for a `Decode`.
+        decoded: tokens of a `Decode` in the verdict.
         drafted: tokens in the proposal; fewer than γ if the drafter ended it early.
         judged: tokens that were tested: the accepted ones and the first rejected one.
         accepted: accepted tokens.
@@ -75,6 +76,7 @@ class JudgedRound:
     sequences: int = 1
     seconds: float | None = None
     drafting: float = 0.0
+    decoded: int = 1
 
 
 class Acceptance:
@@ -270,7 +272,7 @@ class CostModel:
         else:
             is_typical = round_.sequences > ALIKE * self.active
         if self.is_measured and is_typical and round_.seconds is not None and 0 < round_.seconds < math.inf:
-            cycles.add(round_.seconds, self._formula(round_.drafted), self.active)
+            cycles.add(round_.seconds / round_.decoded, self._formula(round_.drafted), self.active)
 
     def begin_trial(self) -> None:
         """Give the old measurements of proposals little weight: drafting is tried again."""
@@ -280,7 +282,7 @@ class CostModel:
         drafts.expected *= FORMULA_WEIGHT / REMEMBERED_CYCLES
 
     def cycle(self, gamma: float) -> float:
-        """Return the seconds from one verdict to the next; γ = 0 is `Decode`."""
+        """Return the seconds from one verdict to the next; γ = 0 is `Decode`, with a verdict for each token."""
         return (self._cycles(drafts=gamma > 0).ratio or 1.0) * self._formula(gamma)
 
     def rates(self, chances: Sequence[float], drafted_share: float) -> list[float]:
@@ -383,7 +385,7 @@ class AcceptanceStatistics:
             self.rounds += 1
             self.drafted_share += RECENT * (round_.drafted / max(wanted, round_.gamma) - self.drafted_share)
         if (round_.gamma > 0) is self._choice.drafts:
-            self._choice.left -= 1 / max(1, round_.active)
+            self._choice.left -= round_.decoded / max(1, round_.active)
 
     def choose(self, costs: CostModel, ceiling: int) -> int:
         """Return the best γ for all sequences; 0 if drafting does not pay."""

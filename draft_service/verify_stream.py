@@ -135,6 +135,13 @@ class VerifyStream:
                 f"{verdict.base_length}, and the sequence has {counted(length, 'token')}; run the same release of both "
                 "services",
             )
+        round_ = self._sequence.round
+        if not verdict.token_ids or (round_.is_decode and len(verdict.token_ids) > round_.owed):
+            raise internal(
+                "INTERNAL",
+                f"the verdict on round {verdict.round} of the verifier at {self._address} has "
+                f"{counted(len(verdict.token_ids), 'token')}; at least 1, and at most {round_.owed} for a Decode",
+            )
         if self._sequence.needs_prompt_logprobs:
             raise self._incomplete(f"a verdict came before the log-probabilities of position {self._sequence.scored}")
         self._seen = verdict.round

@@ -14,7 +14,7 @@ from typing import Protocol, TypeVar
 
 import structlog
 
-from kernels.verify import Rule, VerifyResult
+from kernels.verify import Proposed, Rule, VerifyResult
 from outrider.rpc.errors import RequestError, counted, internal, unavailable, yielded
 from outrider.runtime.block_pool import PoolCorrupted
 from outrider.runtime.engine import Engine
@@ -26,7 +26,7 @@ from protos.outrider.v1 import model_pb2, speculation_pb2, verifier_service_pb2
 from verifier_service.request import Round
 from verifier_service.scheduler import IDLE_SECONDS, TURN_SECONDS, Plan, Scheduler, TargetWork
 from verifier_service.sequence import TargetSequence, is_sound, seconds_to_linger
-from verifier_service.target_runner import Scoring, StepResult, TargetRunner
+from verifier_service.target_runner import MOST_IN_A_ROW, Scoring, StepResult, TargetRunner
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,11 +89,14 @@ _DRAINING = verifier_service_pb2.Notice(
 
 # Seconds without a step before the pool is checked.
 QUIET_SECONDS = 1.0
+# A step writes as many tokens of a `Decode` in a row as take these seconds: other sequences wait.
+SECONDS_IN_A_ROW = 8e-3
 # Timed forward passes of each width at the start: the first one costs several times the next.
 TRIALS = 3
 
 
 COST_MODEL = Component("cost_model")
+DECODE_LOOP = Component("decode_loop")
 LINGER = Component("linger")
 LOAD = Component("load")
 METRICS = Component("engine_metrics")
@@ -286,8 +289,27 @@ class VerifierEngine(Engine[Message, TargetWork, StepResult]):
             for item in work
             if item.encodes and (inputs := item.sequence.opening.encoder_input) is not None
         ]
+        decoded = DECODE_LOOP.run(lambda: self._decode(work, proposals), None)
+        if decoded is not None:
+            return decoded
         scorings = [Scoring(item.scored_tokens, item.sequence.opening.top_prompt_logprobs) for item in _scored(work)]
         return self.runner([item.chunk for item in work], proposals, encoder_inputs, scorings, self._account)
+
+    def _decode(self, work: Sequence[TargetWork], proposals: Sequence[Proposed]) -> StepResult | None:
+        """Several tokens of each sequence in a row, if all that run have a `Decode`; None for an ordinary step."""
+        scheduler = self.scheduler
+        rounds = [(item.sequence, item.round) for item in work if item.round is not None and item.round.decode]
+        unfinished = sum(not each.finished for each in scheduler.running)
+        if len(rounds) < unfinished or any(item.encodes for item in work):
+            return None
+        most = min(MOST_IN_A_ROW, int(SECONDS_IN_A_ROW / max(self.cost.line.seconds(len(work)), 1e-9)))
+        counts = [sequence.tokens_in_a_row(round_, most) for sequence, round_ in rounds]
+        chunks = [item.chunk for item in work]
+        if max(counts) == 1 or not scheduler.have_blocks(chunks, counts):
+            return None
+        self._account()
+        stops = [sequence.opening.stop_token_ids for sequence, _ in rounds]
+        return self.runner.decode(chunks, proposals, counts, stops)
 
     def fail(self, work: TargetWork, error: Exception, *, is_own: bool) -> None:
         if is_own:
@@ -310,13 +332,16 @@ class VerifierEngine(Engine[Message, TargetWork, StepResult]):
         for item, logprobs in zip(_scored(work), output.scores, strict=True):
             _run_for(item.sequence, lambda: item.sequence.add_prompt_logprobs(logprobs))  # noqa: B023
         rounds = [(item.sequence, item.round) for item in work if item.round is not None]
-        for (sequence, round_), result in zip(rounds, output.results, strict=True):
-            judged = _run_for(sequence, lambda: self._commit(sequence, round_, result, step))  # noqa: B023
+        earlier = output.earlier or [()] * len(rounds)
+        for (sequence, round_), result, before in zip(rounds, output.results, earlier, strict=True):
+            judged = _run_for(sequence, lambda: self._commit(sequence, round_, result, before, step))  # noqa: B023
             if judged is not None:
                 step.judged.append(judged)
         self.flush()
 
-    def _commit(self, sequence: TargetSequence, round_: Round, result: VerifyResult, step: "Step") -> "JudgedRound":
+    def _commit(
+        self, sequence: TargetSequence, round_: Round, result: VerifyResult, earlier: Sequence[int], step: "Step"
+    ) -> "JudgedRound":
         """Commits a round's tokens, and rolls the KV cache back to them.
 
         Raises:
@@ -329,7 +354,7 @@ class VerifierEngine(Engine[Message, TargetWork, StepResult]):
             )
         queued = max(0.0, self.step_started - sequence.owed_since(round_))
         drafted = len(sequence.drafted(round_))
-        accepted = sequence.commit(round_, result, partial(step.timings, queued), self._load)
+        accepted = sequence.commit(round_, result, earlier, partial(step.timings, queued), self._load)
         self.scheduler.settle(sequence)
         return JudgedRound(sequence, drafted, accepted, queued)
 
@@ -346,7 +371,7 @@ class VerifierEngine(Engine[Message, TargetWork, StepResult]):
         if (observer := step.observer) is not None:
             METRICS.run(lambda: _count_step(observer, step), None)
         if step.is_of_rounds:  # steps with prompts cost more; γ does not depend on them
-            COST_MODEL.run(lambda: self.cost.add(step.tokens, step.seconds), None)
+            COST_MODEL.run(lambda: self.cost.add(step.tokens, step.seconds / step.passes), None)
         self._load = LOAD.run(self._measure_load, self._load)
 
     def _observe(self, call: Callable[[Observer], None]) -> None:
@@ -415,7 +440,8 @@ class Step:
     """Results of a step, for verdicts and for accounting.
 
     Attributes:
-        tokens: tokens in its forward pass.
+        tokens: tokens in its forward pass, or in the first of several.
+        passes: its forward passes.
         sequences: sequences in it.
         judged: committed rounds, in order.
         is_of_rounds: whether it had rounds, and neither prompt tokens nor an encoder.
@@ -426,6 +452,7 @@ class Step:
         self.observer = observer
         self.tokens = sum(len(item.chunk.tokens) for item in work)
         self.sequences = len(work)
+        self.passes = output.passes
         self.forward_seconds = output.forward_seconds
         self.verify_seconds = output.verify_seconds
         self.judged: list[JudgedRound] = []

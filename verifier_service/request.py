@@ -70,6 +70,7 @@ class Opening:
     response_bytes: int = 0  # each response is padded to a multiple of this; 0: no padding
     resumed: bool = False
     isolated: bool = False
+    joined_verdicts: bool = False  # a verdict may hold several tokens of a Decode
     encoder_input: Tensor | None = field(default=None, repr=False, compare=False)
 
 
@@ -160,6 +161,7 @@ def check_open(
         response_bytes=_check_response_bytes(message.response_bytes),
         resumed=message.reopened or bool(committed),
         isolated=message.isolated,
+        joined_verdicts=message.joined_verdicts,
     )
 
 

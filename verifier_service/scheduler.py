@@ -287,6 +287,12 @@ class Scheduler:
             plan.begun.append((sequence, known))
         return True
 
+    def have_blocks(self, chunks: Sequence[Chunk], counts: Sequence[int]) -> bool:
+        """Whether the pool has free blocks for a planned step that writes so many tokens of each chunk in a row."""
+        ends = [chunk.start + len(chunk.tokens) + count - 1 for chunk, count in zip(chunks, counts, strict=True)]
+        needed = sum(self._pool.blocks_needed(chunk.slot, end) for chunk, end in zip(chunks, ends, strict=True))
+        return needed <= self._pool.blocks.num_free
+
     def _victims(self, sequence: TargetSequence, plan: Plan) -> Iterator[int]:
         """Sequences that may be preempted: those that have long owed a round, then newer ones, the newest first."""
         now = time.perf_counter()

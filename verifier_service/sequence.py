@@ -105,7 +105,7 @@ class TargetSequence:
     opened: verifier_service_pb2.VerifyResponse | None = None
     rounds: deque[Round] = field(default_factory=deque)
     tokens: list[int] = field(init=False)
-    decoded: int = 0  # tokens written by the current Decode
+    decoded: int = 0  # tokens written by the current `Decode`
     judged_at: float = 0.0  # time.perf_counter() at its last verdict
     turnaround: Turnaround = field(default_factory=Turnaround)
     last_round: int = 0
@@ -224,6 +224,13 @@ class TargetSequence:
             reports_probabilities=self.opening.reports_probabilities,
         )
 
+    def tokens_in_a_row(self, round_: Round, most: int) -> int:
+        """How many tokens of a `Decode` one step may write, `most` at most; 1 for a proposal."""
+        opening = self.opening
+        if not opening.joined_verdicts or opening.top_logprobs >= 0 or self._adjuster is not None:
+            return 1
+        return max(1, min(most, round_.decode - self.decoded, opening.max_new_tokens - self.written))
+
     def owed_since(self, round_: Round) -> float:
         """When the wait for the round's next verdict began: at its arrival, or within a Decode at the last verdict."""
         return self.judged_at if self.decoded else round_.arrived
@@ -278,16 +285,19 @@ class TargetSequence:
         self,
         round_: Round,
         result: VerifyResult,
+        earlier: Sequence[int],
         timings: Callable[[], speculation_pb2.VerdictTimings],
         load: speculation_pb2.VerifierLoad,
     ) -> int:
         """Commits the tokens of a result, cut at the end of the sequence, and delivers the verdict.
 
+        `earlier` are tokens of a `Decode` before the result's.
+
         Returns:
             How many of the drafted tokens were accepted and committed.
         """
         base, drafted = len(self.tokens), self.drafted(round_)
-        tokens, reason = self._cut([*drafted[: result.accepted], result.next_token])
+        tokens, reason = self._cut([*drafted[: result.accepted], *earlier, result.next_token])
         self.tokens += tokens
         self._hash.extend(tokens)
         if self._adjuster is not None:
@@ -295,7 +305,7 @@ class TargetSequence:
                 self._adjuster.push(token)
         self.judged_at = time.perf_counter()
         self.is_isolated = False
-        self.decoded += 1
+        self.decoded += len(tokens)
         if self.decoded >= round_.decode:
             self.rounds.popleft()
             self.last_round = round_.number

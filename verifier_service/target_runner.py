@@ -5,18 +5,23 @@ verification. This holds with and without CUDA graphs.
 """
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from kernels.logprobs import SCORED_ROWS, prompt_logprobs
-from kernels.sampling import SamplingParams
-from kernels.verify import Proposed, TokenLogprobs, VerifyResult, verify
+from kernels.rng import Domain, uniform
+from kernels.sampling import Draw, SamplingParams
+from kernels.verify import BAD_LOGITS, Proposed, Rule, Status, TokenLogprobs, VerifyResult, verify
 from outrider.runtime.cuda_graph import Capturer
+from outrider.runtime.decode_loop import DecodeLoop
 from outrider.runtime.model_runner import Chunk, ModelRunner
 from outrider.service.sampling import MAX_TOP_LOGPROBS
+
+# The most tokens that `TargetRunner.decode` draws in a row for a sequence, and the most sequences of a captured loop.
+MOST_IN_A_ROW, MOST_DECODED = 8, 32
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,8 +44,10 @@ class StepResult:
     Attributes:
         proposals: the judged proposals.
         results: one for each proposal, in order.
+        earlier: of each proposal, tokens that `decode` drew before the one in its result; empty after other steps.
+        passes: forward passes of the step.
         scores: one for each scoring, in order: log-probabilities of its tokens; None if a row of logits is bad.
-        forward_seconds: of the forward pass, of encoders, and of scoring.
+        forward_seconds: of the forward passes, of encoders, and of scoring; after `decode` also of sampling.
         verify_seconds: of the verification and the transfer of its results.
     """
 
@@ -49,6 +56,8 @@ class StepResult:
     scores: list[tuple[TokenLogprobs, ...] | None]
     forward_seconds: float
     verify_seconds: float
+    earlier: Sequence[Sequence[int]] = ()
+    passes: int = 1
 
 
 class TargetRunner:
@@ -64,6 +73,7 @@ class TargetRunner:
         self._model_runner = model_runner
         self._vocab_size = vocab_size
         self._verify_path = verify_path
+        self.loop = DecodeLoop(model_runner, vocab_size, None)
 
     @torch.inference_mode()
     def __call__(
@@ -116,6 +126,41 @@ class TargetRunner:
         forward, _, verifying, scoring = clock.seconds()
         return StepResult(proposals, results, scores, forward + scoring, verifying)
 
+    def decode(
+        self,
+        chunks: Sequence[Chunk],
+        proposals: Sequence[Proposed],
+        counts: Sequence[int],
+        stops: Sequence[Collection[int]],
+    ) -> StepResult | None:
+        """Draws several tokens in a row for each chunk, with the draws of single steps.
+
+        Args:
+            chunks: as in a call.
+            proposals: of each chunk, without drafts, adjustments and log-probabilities.
+            counts: of each chunk, tokens to draw, `MOST_IN_A_ROW` at most.
+            stops: of each chunk, tokens after which nothing is drawn.
+
+        Returns:
+            The results; None if the decode loop cannot draw them.
+
+        Raises:
+            ValueError, PoolExhausted: see `DecodeLoop.decode`.
+        """
+        draws = [_draws(proposal, count) for proposal, count in zip(proposals, counts, strict=True)]
+        if self.loop.obstacle(draws) is not None:
+            return None
+        started = time.perf_counter()
+        drawn = [[each.token for each in own] for own in self.loop.decode(chunks, draws, stops)]
+        seconds = time.perf_counter() - started
+        results, earlier = list[VerifyResult](), list[list[int]]()
+        for *before, last in drawn:
+            if last < 0 and before:  # the next step finds the bad logits again
+                *before, last = before
+            results.append(VerifyResult(Status.OK, 0, last) if last >= 0 else BAD_LOGITS)
+            earlier.append(before)
+        return StepResult(proposals, results, [], seconds, 0.0, earlier, passes=max(map(len, drawn)))
+
     def capture(
         self,
         capturer: Capturer,
@@ -126,15 +171,34 @@ class TargetRunner:
         seconds: float,
         most_bytes: int,
     ) -> str:
-        """Captures steps of rounds; see `ModelRunner.capture`."""
-        return self._model_runner.capture(
+        """Captures the decode loop and steps of rounds; see `DecodeLoop.capture` and `ModelRunner.capture`."""
+        loop = self.loop.capture(
+            capturer,
+            sequences=min(max_sequences, MOST_DECODED),
+            tokens=MOST_IN_A_ROW,
+            with_noise=self._verify_path == "triton",
+            seconds=seconds / 2,
+            most_bytes=most_bytes,
+        )
+        steps = self._model_runner.capture(
             capturer,
             max_sequences=max_sequences,
             widest=max_gamma + 1,
             max_batch_tokens=max(max_batch_tokens, max_gamma + 1),
-            seconds=seconds,
+            seconds=seconds / 2,
             most_bytes=most_bytes,
         )
+        return f"decode loop: {loop}; steps: {steps}"
+
+
+def _draws(proposal: Proposed, count: int) -> list[Draw]:
+    """The draws of the next tokens: the base of each is the length of the text before it."""
+    params, positions = proposal.params, range(proposal.base_length, proposal.base_length + count)
+    if params.is_greedy:
+        return [Draw(params)] * count
+    if proposal.rule is Rule.COUPLED:
+        return [Draw(params, noise=(proposal.seed, position)) for position in positions]
+    return [Draw(params, uniform(proposal.seed, position, 0, Domain.RESAMPLE)) for position in positions]
 
 
 def verify_rows(logits: Tensor, verify_path: str) -> None:

@@ -254,6 +254,25 @@ def test_a_decode_is_as_slow_as_at_the_nearest_number_of_sequences_that_used_it(
     assert costs.cycle(0) == pytest.approx(1.5 * step.seconds(1), rel=0.02)
 
 
+def test_a_verdict_of_several_decoded_tokens_counts_as_so_many() -> None:
+    """Their time is that of all, and so many of the pause are over."""
+    costs, pauses = [], []
+    for decoded in (1, 4):
+        cost, statistics, step = CostModel(), AcceptanceStatistics(), CostLine(0.01, 0.0)
+        statistics._choice.drafts, statistics._choice.left = False, 32.0
+        for _ in range(20):
+            cost.add(judged(4, accepted=0))
+        for _ in range(64 // decoded):
+            one = JudgedRound(0, step=step, seconds=0.012 * decoded, decoded=decoded)
+            cost.add(one)
+            if statistics._choice.left > 16:
+                statistics.add(one, 0)
+        costs.append(cost.cycle(0))
+        pauses.append(statistics._choice.left)
+    assert costs[1] == pytest.approx(costs[0], rel=0.05)
+    assert pauses == [16.0, 16.0]
+
+
 def test_the_end_of_a_text_counts_as_a_rejection() -> None:
     """Short texts end inside a proposal so often that the formula promised 9 % more than they got."""
     (policy,) = adaptive()

@@ -10,6 +10,7 @@ from typing import Any
 import grpc
 import pytest
 
+from draft_service.privacy import RoundSizes
 from draft_service.replicas import Replica
 from draft_service.sequence import Sequence
 from draft_service.verify_stream import VerifyStream
@@ -120,6 +121,57 @@ async def test_notices_restart_the_timeout() -> None:
         await stream.send()
         sequence.commit(await stream.verdict())
     assert sequence.tokens == [1, 2, 3, 7]
+
+
+def verdicts(*tokens: list[int]) -> Verify:
+    """A verifier that answers the first round with these verdicts."""
+
+    async def verify(_: Any, context: Any) -> None:
+        await context.read()
+        await context.write(VerifyResponse(opened=OPENED))
+        await context.read()
+        base, judged = 3, speculation_pb2.VERDICT_STATUS_JUDGED
+        for each in tokens:
+            verdict = speculation_pb2.Verdict(round=1, base_length=base, token_ids=each, status=judged)
+            await context.write(VerifyResponse(verdict=verdict))
+            base += len(each)
+        await context.read()
+
+    return verify
+
+
+async def test_a_verdict_may_hold_several_tokens_of_a_decode() -> None:
+    """Or one each, as of a verifier that does not know `joined_verdicts`."""
+    for parts in ([[7, 8], [9]], [[7], [8], [9]], [[7, 8, 9]]):
+        sequence = record()
+        assert sequence.opening().joined_verdicts
+        async with fake_verifier(verdicts(*parts)) as address, stream_to(address, sequence) as stream:
+            await stream.open()
+            sequence.decode(3)
+            await stream.send()
+            for part in parts:
+                assert sequence.round.owed > 0
+                sequence.commit(await stream.verdict())
+                assert sequence.tokens[-len(part) :] == part
+        assert sequence.round.owed == 0
+    fixed = record(round_sizes=RoundSizes(request=512, response=512))
+    assert not fixed.opening().joined_verdicts  # the size of a message must not show how many tokens it holds
+
+
+async def test_a_verdict_without_tokens_or_with_too_many_is_refused() -> None:
+    given: list[list[list[int]]] = [[[]], [[7, 8], [9, 10]]]
+    for parts in given:
+        sequence = record()
+        async with fake_verifier(verdicts(*parts)) as address, stream_to(address, sequence) as stream:
+            await stream.open()
+            sequence.decode(3)
+            await stream.send()
+            for _ in parts[:-1]:
+                sequence.commit(await stream.verdict())
+            with pytest.raises(RequestError) as caught:
+                await stream.verdict()
+        assert caught.value.code == grpc.StatusCode.INTERNAL
+        assert f"has {len(parts[-1])} tokens; at least 1, and at most {sequence.round.owed}" in caught.value.message
 
 
 @pytest.mark.parametrize(

@@ -40,6 +40,16 @@ class PairServices:
         )
 
     @contextmanager
+    def with_verifier(self, *flags: str) -> Iterator[Service]:
+        """Start a verifier with these flags and a draft service in front of it; stop both after the block."""
+        verifier = self._cluster.verifier(model=self.target, flags=(*sampling.FLAGS, *flags))
+        draft = self.start_draft("sharpened", verifier=verifier)
+        wait_healthy(verifier, draft)
+        yield draft
+        draft.end()
+        verifier.end()
+
+    @contextmanager
     def with_fault(
         self, fault: str, kind: str = "sharpened", flags: str = "", *, in_verifier: bool = False
     ) -> Iterator[Service]:

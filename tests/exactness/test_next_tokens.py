@@ -28,7 +28,7 @@ from tests.cluster import Service
 from tests.exactness import sampling
 from tests.exactness.distributions import PARAMS, chain_fits, transitions
 from tests.exactness.pairs import BAD_DRAFTS, VOCABULARY
-from tests.exactness.sampling import Run
+from tests.exactness.sampling import SAMPLES, Run
 from tests.exactness.services import PairServices
 
 LAST = 14
@@ -132,6 +132,26 @@ def test_each_next_token_is_distributed_as_the_targets(
         assert len(run.gammas) >= 4
         assert min(run.gammas) == 0
     assert chisquare.detectable(classes.df, classes.n, level=LEVEL, power=0.95) <= distance
+    assert min(outcomes.p_value, classes.p_value) > LEVEL
+
+
+@pytest.mark.parametrize(
+    ("dtype", "params", "seed"),
+    [("float32", NARROW, 863), ("float32", PARAMS, 861), ("bfloat16", PARAMS, 862)],
+    ids=str,
+)
+def test_each_token_that_the_target_writes_alone_is_distributed_as_its_own(
+    dtype: str, params: SamplingParams, seed: int, markov: PairServices
+) -> None:
+    """Several tokens in a row, in bfloat16 by the loop in C where it can run. Sixteen texts at a time: a step of more
+    sequences may take too long for several tokens.
+    """
+    drafting = MODEL._replace(params=params, options={"gamma": 0, "n": 8})
+    with markov.with_verifier("--dtype", dtype) as service:
+        run, outcomes, classes = sampled(service, markov, drafting, length=26, samples=8 * SAMPLES, seed=seed)
+    assert run.drafts == 0
+    assert run.rounds < 0.5 * run.tokens.size
+    assert chisquare.detectable(classes.df, classes.n, level=LEVEL, power=0.95) <= 0.09
     assert min(outcomes.p_value, classes.p_value) > LEVEL
 
 

@@ -8,8 +8,8 @@ from __future__ import annotations
 import asyncio
 import random
 import zlib
-from collections.abc import Awaitable, Callable, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Awaitable, Callable, Collection, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -197,7 +197,7 @@ class TokenRunner:
     ) -> StepResult:
         require(not encoder_inputs, "the model has no encoder")
         require(not scorings, "no prompt is scored")
-        if self._chance.random() < self.broken or any(each.seed in self.poisoned for each in proposals):
+        if self._fails(proposals):
             raise RuntimeError("the device fails")
         for chunk in chunks:
             require(chunk.start == self._pool.length(chunk.slot), "a chunk begins elsewhere than its sequence ends")
@@ -213,6 +213,38 @@ class TokenRunner:
                 results.append(self._oracle.verify(proposed.seed, context, proposed))
         seconds = 1e-3 + 1e-4 * sum(len(chunk.tokens) for chunk in chunks)
         return StepResult(proposals, results, [], seconds, 1e-4)
+
+    def decode(
+        self,
+        chunks: Sequence[Chunk],
+        proposals: Sequence[Proposed],
+        counts: Sequence[int],
+        stops: Sequence[Collection[int]],
+    ) -> StepResult | None:
+        if self._fails(proposals):
+            return None
+        results, earlier = [], []
+        for chunk, proposed, count, stop in zip(chunks, proposals, counts, stops, strict=True):
+            require(chunk.start == self._pool.length(chunk.slot), "a chunk begins elsewhere than its sequence ends")
+            self._pool.grow(chunk.slot, chunk.start + len(chunk.tokens) + count - 1)
+            self._pool.write(chunk.slot, chunk.start, chunk.tokens)
+            self._pool.extend(chunk.slot, chunk.start + len(chunk.tokens))
+            drawn: list[int] = []
+            while True:
+                context = self._pool.held(chunk.slot)
+                one = replace(proposed, base_length=proposed.base_length + len(drawn))
+                result = self._oracle.verify(proposed.seed, context, one)
+                if len(drawn) + 1 == count or result.next_token in stop:
+                    break
+                drawn.append(result.next_token)
+                self._pool.write(chunk.slot, len(context), drawn[-1:])
+                self._pool.extend(chunk.slot, len(context) + 1)
+            results.append(result)
+            earlier.append(drawn)
+        return StepResult(proposals, results, [], 1e-3, 0.0, earlier, max(map(len, earlier)) + 1)
+
+    def _fails(self, proposals: Sequence[Proposed]) -> bool:
+        return self._chance.random() < self.broken or any(each.seed in self.poisoned for each in proposals)
 
 
 @dataclass

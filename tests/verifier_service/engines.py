@@ -92,11 +92,12 @@ class Client:
         self._engine = engine
         engine.receive(Open(self.sequence))
 
-    def submit(self, drafted: Sequence[int] = (7, 8), *, arrived: float | None = None) -> None:
-        """Submit the next round."""
+    def submit(self, drafted: Sequence[int] = (7, 8), *, arrived: float | None = None, decode: int = 0) -> None:
+        """Submit the next round: a proposal, or a `Decode` of so many tokens."""
         sequence, at = self.sequence, time.perf_counter() if arrived is None else arrived
-        number = sequence.last_round
-        self._engine.receive(Submit(sequence, a_round(number + 1, sequence.tokens, drafted, seen=number, arrived=at)))
+        number, drafted = sequence.last_round, () if decode else drafted
+        own = a_round(number + 1, sequence.tokens, drafted, seen=number, arrived=at, decode=decode)
+        self._engine.receive(Submit(sequence, own))
 
     def close(self) -> None:
         self._engine.receive(Close(self.sequence))

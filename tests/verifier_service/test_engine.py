@@ -6,17 +6,22 @@ The engine is real and runs a demo model. The tests take its turns, so that none
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any
 
 import pytest
+import torch
 
+from kernels.adjustments import Adjuster, LogitRules
+from kernels.sampling import SamplingParams
+from kernels.verify import Rule
 from outrider.runtime.loader import LoadedModel, ModelSource, load_model
 from outrider.runtime.model_runner import Chunk
 from outrider.service.cost_model import FittedCost
 from protos.outrider.v1 import verifier_service_pb2
 from tests.cluster import MODELS
 from tests.verifier_service.engines import Client, engine_of, run
-from verifier_service.engine import HalfClose, Remind, VerifierEngine
+from verifier_service.engine import DECODE_LOOP, HalfClose, Remind, VerifierEngine
 from verifier_service.sequence import TargetSequence, seconds_to_linger
 
 PROMPTS = [[11, 12], [13, 14, 15], [16]]
@@ -179,6 +184,141 @@ def test_a_step_is_accounted_for_under_the_next_pass_or_when_idle(
     assert order == ["pass", "pass", "accounts"]
     engine.turn()
     assert order == ["pass", "pass", "accounts", "accounts"]
+
+
+GREEDY, SAMPLED = SamplingParams(temperature=0), SamplingParams(temperature=1.5, top_k=40)
+ALONE: list[dict[str, Any]] = [
+    {"params": GREEDY},
+    {"params": SAMPLED},
+    {"params": SAMPLED, "rule": Rule.COUPLED},
+    {"params": SAMPLED, "rule": Rule.BLOCK, "seed": 3, "stop": 46},  # its tenth token
+    {"params": SAMPLED, "max_new_tokens": 5},
+]
+
+
+def decoded(engine: VerifierEngine, tokens: int, hows: Sequence[dict[str, Any]], *, joined: bool) -> list[Client]:
+    """Clients that let the target write 20 tokens each, so many at once."""
+    clients = []
+    for i, how in enumerate(hows):
+        own = {"max_new_tokens": 20, "seed": i, **how}
+        clients.append(Client(engine, PROMPTS[i % 3], joined_verdicts=joined, **own))
+    while not all(client.sequence.finished for client in clients):
+        for client in clients:
+            if not client.sequence.finished and not client.sequence.rounds:
+                client.submit(decode=tokens)
+        engine.turn()
+    for client in clients:
+        client.close()
+    assert engine.model_runner.pool.used_blocks == 0
+    return clients
+
+
+@pytest.mark.parametrize("hows", [ALONE[:4], *([each] for each in ALONE)], ids=str)
+def test_a_step_writes_several_tokens_of_a_decode(engine: VerifierEngine, hows: list[dict[str, Any]]) -> None:
+    """The tokens of single steps, in fewer verdicts; stop tokens and limits hold."""
+    expected = decoded(engine, 7, hows, joined=False)
+    engine.cost = FittedCost([(1, 1e-6)])
+    found = decoded(engine, 7, hows, joined=True)
+    for one, other in zip(found, expected, strict=True):
+        assert one.error is None
+        assert one.sequence.tokens == other.sequence.tokens
+        written = list(one.sequence.opening.prompt)
+        for verdict in one.verdicts:
+            assert verdict.base_length == len(written)
+            assert (verdict.judged, verdict.accepted, len(verdict.beta)) == (0, 0, 0)
+            written += verdict.token_ids
+        assert written == one.sequence.tokens
+        assert max(len(each.token_ids) for each in one.verdicts) == min(7, one.sequence.opening.max_new_tokens)
+        assert one.verdicts[-1].finish_reason == other.verdicts[-1].finish_reason
+
+
+def test_the_cost_of_several_tokens_in_a_row_is_that_of_their_passes(
+    engine: VerifierEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    costs, engine.cost = list[tuple[int, float]](), FittedCost([(1, 1e-6)])
+    monkeypatch.setattr(engine.cost, "add", lambda tokens, seconds: costs.append((tokens, seconds)))
+    decode: Any = engine.runner.decode
+    monkeypatch.setattr(engine.runner, "decode", lambda *given: replace(decode(*given), forward_seconds=3.5))
+    client = Client(engine, joined_verdicts=True, max_new_tokens=9)
+    client.submit((), decode=9)
+    for _ in range(3):  # the first step holds the prompt
+        engine.turn()
+    assert [len(each.token_ids) for each in client.verdicts] == [8, 1]
+    client = Client(engine, [11], joined_verdicts=True, max_new_tokens=7)
+    client.submit((), decode=7)
+    engine.turn()
+    engine.turn()
+    assert costs[-1] == (1, 0.5)
+
+
+@pytest.mark.parametrize("why", ["logprobs", "penalties", "a proposal", "a sequence that owes a round", "few blocks"])
+def test_a_step_writes_one_token_of_a_decode_where_another_would_wait(engine: VerifierEngine, why: str) -> None:
+    pool, cost = engine.model_runner.pool, FittedCost([(1, 1e-6)])
+    engine.cost = cost
+    client = Client(engine, [11] * (pool.block_tokens - 4), joined_verdicts=True, max_new_tokens=36)
+    client.submit(decode=36)
+    if why == "logprobs":
+        object.__setattr__(client.sequence.opening, "top_logprobs", 0)
+    elif why == "penalties":
+        client.sequence._adjuster = Adjuster(LogitRules(presence_penalty=0.5), PROMPTS[0], 2000)
+    elif why in ("a proposal", "a sequence that owes a round"):
+        other = Client(engine, PROMPTS[1], joined_verdicts=True)
+        other.submit((7,))
+        if why == "a sequence that owes a round":
+            engine.turn()
+    elif why == "few blocks":
+        engine.cost = FittedCost([(1, 1.0)])
+        engine.turn()
+        engine.cost = cost
+        while pool.blocks.num_free:
+            pool.grow(pool.allocate(), 1)
+    before, errors = len(client.sequence.tokens), DECODE_LOOP.errors
+    engine.turn()
+    assert len(client.sequence.tokens) == before + 1
+    assert (client.error, DECODE_LOOP.errors) == (None, errors)
+
+
+def test_tokens_in_a_row_take_a_bounded_time(engine: VerifierEngine) -> None:
+    for seconds, expected in ((1e-4, 8), (2.5e-3, 3), (1.0, 1)):
+        client = Client(engine, joined_verdicts=True, max_new_tokens=40)
+        engine.cost = FittedCost([(1, seconds)])
+        client.submit(decode=40)
+        engine.turn()
+        assert len(client.verdicts[-1].token_ids) == expected
+        client.close()
+
+
+def test_a_decode_loop_that_fails_harms_no_text(engine: VerifierEngine, monkeypatch: pytest.MonkeyPatch) -> None:
+    (expected,) = decoded(engine, 7, ALONE[1:2], joined=False)
+
+    def broken(*_: Any, **__: Any) -> Any:
+        raise RuntimeError("the loop")
+
+    monkeypatch.setattr(engine.runner.loop, "decode", broken)
+    (found,) = decoded(engine, 7, ALONE[1:2], joined=True)
+    assert found.sequence.tokens == expected.sequence.tokens
+
+
+def test_bad_logits_within_a_row_end_the_sequence_after_its_sound_tokens(
+    engine: VerifierEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    steps = engine.model_runner.steps
+
+    def spoilt(*given: Any) -> Any:
+        found = steps(*given)
+        monkeypatch.setattr(found, "next", lambda *_: torch.full((1, 2048), torch.nan), raising=True)
+        return found
+
+    client = Client(engine, joined_verdicts=True)
+    client.submit(decode=4)
+    monkeypatch.setattr(engine.model_runner, "steps", spoilt)
+    engine.turn()
+    assert [len(each.token_ids) for each in client.verdicts] == [1]
+    monkeypatch.setattr(engine.model_runner, "forward", lambda chunks: torch.full((len(chunks), 2048), torch.nan))
+    engine.cost = FittedCost([(1, 1.0)])
+    engine.turn()
+    assert client.error is not None
+    assert client.error.reason == "BAD_LOGITS"
 
 
 def test_a_queued_sequence_gets_its_position_with_each_notice(engine: VerifierEngine) -> None:

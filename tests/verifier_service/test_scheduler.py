@@ -57,7 +57,9 @@ class Driver:
             if item.round is not None:
                 drafted = len(item.sequence.drafted(item.round))
                 result = VerifyResult(status=Status.OK, accepted=min(accepted, drafted), next_token=8, beta=())
-                item.sequence.commit(item.round, result, speculation_pb2.VerdictTimings, speculation_pb2.VerifierLoad())
+                item.sequence.commit(
+                    item.round, result, (), speculation_pb2.VerdictTimings, speculation_pb2.VerifierLoad()
+                )
                 item.sequence.backlog = 0
                 self.scheduler.settle(item.sequence)
         self.pool.check_integrity()

@@ -17,7 +17,7 @@ def judge(sequence: TargetSequence, accepted: int, next_token: int) -> None:
     result = VerifyResult(
         status=Status.OK, accepted=accepted, next_token=next_token, beta=(0.5,) * min(accepted + 1, 1)
     )
-    sequence.commit(current, result, speculation_pb2.VerdictTimings, speculation_pb2.VerifierLoad())
+    sequence.commit(current, result, (), speculation_pb2.VerdictTimings, speculation_pb2.VerifierLoad())
 
 
 def verdicts(replies: list[Reply]) -> list[Any]:
