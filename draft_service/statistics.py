@@ -15,9 +15,10 @@ UNTRIED_GAIN = 1.4
 SAME = 0.01
 # Proposals before drafting may stop, also in a later trial: of all sequences, and of each one.
 FIRM_ROUNDS, FIRM_ROUNDS_OF_EACH = 32, 10
-# Tokens that each sequence writes with `Decode` after drafting stopped. The first pause only measures `Decode`. After
-# a longer one drafting is tried again. Each pause is `LONGER` times the last one.
-FIRST_PAUSE, LONGER, LONGEST_PAUSE = 32, 4, 1024
+# Tokens that each sequence writes with `Decode` after drafting stopped. The first pause only measures `Decode`. After a
+# longer one drafting is tried again: it is so long that a trial, if it is like the last one, costs no more than this
+# share of the time.
+FIRST_PAUSE, LEAST_PAUSE, LONGEST_PAUSE, TRIAL_SHARE = 32, 64, 1024, 0.01
 # Weight, in judged tokens, that the old statistics of a position keep when drafting is tried again.
 KEPT_FOR_A_TRIAL = 16.0
 # Prior of a chance of acceptance, and its weight in judged tokens.
@@ -35,7 +36,7 @@ PURE = 0.9
 # Weight of the last round in a running mean.
 RECENT = 1 / 32
 # Rounds of each sequence that the mean number of active sequences covers.
-REMEMBERED_ACTIVE = 4
+REMEMBERED_ACTIVE = 1
 # Cycles of each sequence that a mean covers; the weight of the formula, in cycles; and the longest cycle that counts,
 # as a multiple of the formula.
 REMEMBERED_CYCLES, FORMULA_WEIGHT, LARGEST_RATIO = 128, 4, 2.0
@@ -272,7 +273,7 @@ class CostModel:
         else:
             is_typical = round_.sequences > ALIKE * self.active
         if self.is_measured and is_typical and round_.seconds is not None and 0 < round_.seconds < math.inf:
-            cycles.add(round_.seconds / round_.decoded, self._formula(round_.drafted), self.active)
+            cycles.add(round_.seconds, round_.decoded * self._formula(round_.drafted), self.active)
 
     def begin_trial(self) -> None:
         """Give the old measurements of proposals little weight: drafting is tried again."""
@@ -325,7 +326,7 @@ class _Choice:
 
     Attributes:
         drafts: the choice.
-        left: rounds of each sequence until the next choice; below 0 they count on.
+        left: rounds of each sequence, or tokens of `Decode`, until the next choice; below 0 they count on.
         pause: `left` when drafting stopped the last time; 0 before that.
     """
 
@@ -333,10 +334,10 @@ class _Choice:
     left: float = 0.0
     pause: float = 0.0
 
-    def stop(self) -> None:
-        """Stop drafting, for longer than the last time if it did not last."""
+    def stop(self, pause: float) -> None:
+        """Stop drafting, for so many tokens of each sequence if it did not last."""
         has_lasted = -self.left > self.pause
-        self.left = self.pause = FIRST_PAUSE if has_lasted else min(LONGER * self.pause, LONGEST_PAUSE)
+        self.left = self.pause = FIRST_PAUSE if has_lasted else min(max(pause, LEAST_PAUSE), LONGEST_PAUSE)
         self.drafts = False
 
     def resume(self, trial: float) -> None:
@@ -401,6 +402,8 @@ class AcceptanceStatistics:
                 costs.begin_trial()
                 self.accepted.forget(KEPT_FOR_A_TRIAL)
         if choice.left <= 0 and costs.is_firm and gain < (1 if costs.has_decoded else UNTRIED_GAIN):
-            choice.stop()
+            tokens = rates[self.gamma] * costs.cycle(self.drafted_share * self.gamma)
+            lost = costs.firm_rounds * tokens * (1 / gain - 1)  # in a trial, in tokens of `Decode`
+            choice.stop(lost / TRIAL_SHARE)
         self.pause = 0.0 if choice.drafts else choice.left
         return self.gamma if choice.drafts else 0

@@ -28,7 +28,7 @@ from draft_service.speculation import (
     PolicyKind,
     SequenceGamma,
 )
-from draft_service.statistics import FIRM_ROUNDS, AcceptanceStatistics, CostModel, JudgedRound
+from draft_service.statistics import FIRM_ROUNDS, LONGEST_PAUSE, AcceptanceStatistics, CostModel, JudgedRound
 from kernels.verify import Rule
 from outrider.service.cost_model import CostLine
 from outrider.service.metrics import Metrics
@@ -202,19 +202,27 @@ def alone(sequences: int, cost: CostLine) -> float:
     return sequences / cost.seconds(sequences)
 
 
-def test_pauses_grow_while_drafting_does_not_pay() -> None:
+def test_trials_of_drafting_cost_a_percent_while_it_does_not_pay() -> None:
+    """Pauses are longer, the more a trial costs."""
     statistics, costs, pauses = AcceptanceStatistics(), CostModel(), [0.0]
-    for _ in range(20_000):
+    seconds = lost = 0.0
+    for number in range(20_000):
         before = statistics.pause
         gamma = statistics.choose(costs, CEILING) if costs.is_measured else 5
         if statistics.pause > before:
             pauses.append(statistics.pause)
         round_ = judged(gamma, accepted=0)
+        if number > 5_000 and round_.seconds is not None:
+            seconds += round_.seconds
+            lost += round_.seconds - STEP_COST.seconds(1)
         costs.add(round_)
         statistics.add(round_, gamma)
         if gamma:
             statistics.accepted.add(0, 0.0)
-    assert pauses[:6] == [0, 32, 128, 512, 1024, 1024]
+    assert pauses[:2] == [0, 32]
+    assert min(pauses[2:]) > 500
+    assert max(pauses) <= LONGEST_PAUSE
+    assert 0.002 * seconds < lost < 0.015 * seconds
 
 
 def judged(gamma: int, accepted: int, active: int = 1) -> JudgedRound:
