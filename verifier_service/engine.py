@@ -1,5 +1,7 @@
 """The verifier's engine: one forward pass and one call of `verify` a step, for all sequences with work.
 
+If each of them has a `Decode`, a step is one call of the decode loop, for several tokens of each.
+
 A step: forward and verify; commit and rollback for each sequence (an error ends that sequence only); replies, in one
 call. Its accounting follows under the forward pass of the next step, or when the engine is idle. Code that only speeds
 up or observes runs in a `Component` (`outrider.service.best_effort`), so it cannot fail a sequence. Loop
