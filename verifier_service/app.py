@@ -38,7 +38,8 @@ from outrider.service.settings import SettingsError
 from outrider.service.wire import PrefixHash, largest_verify_message, server_limit
 from protos.outrider.v1 import model_pb2, sampling_pb2, speculation_pb2, verifier_service_pb2
 from protos.outrider.v1.verifier_service_pb2_grpc import add_VerifierServiceServicer_to_server
-from verifier_service.engine import Close, Drain, Observer, Open, Submit, VerifierEngine
+from verifier_service.accounting import Observer
+from verifier_service.engine import Close, Drain, Open, Submit, VerifierEngine
 from verifier_service.metrics import SequenceMetrics, SpeculationMetrics
 from verifier_service.request import FEATURES, check_decode, check_open, check_proposal
 from verifier_service.sequence import Reply, TargetSequence, encoded

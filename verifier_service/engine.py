@@ -12,11 +12,11 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Protocol, TypeVar
+from typing import TypeVar
 
 import structlog
 
-from kernels.verify import Proposed, Rule, VerifyResult
+from kernels.verify import Proposed, VerifyResult
 from outrider.rpc.errors import RequestError, counted, internal, unavailable, yielded
 from outrider.runtime.block_pool import PoolCorrupted
 from outrider.runtime.engine import Engine
@@ -25,8 +25,9 @@ from outrider.runtime.prefix_cache import PrefixCache
 from outrider.service.best_effort import Component
 from outrider.service.cost_model import FittedCost
 from protos.outrider.v1 import model_pb2, speculation_pb2, verifier_service_pb2
+from verifier_service.accounting import JudgedRound, Observer, Step, count_plan, count_step
 from verifier_service.request import Round
-from verifier_service.scheduler import IDLE_SECONDS, TURN_SECONDS, Plan, Scheduler, TargetWork
+from verifier_service.scheduler import IDLE_SECONDS, TURN_SECONDS, Scheduler, TargetWork
 from verifier_service.sequence import TargetSequence, is_sound, seconds_to_linger
 from verifier_service.target_runner import MOST_IN_A_ROW, Scoring, StepResult, TargetRunner
 
@@ -104,31 +105,6 @@ LOAD = Component("load")
 METRICS = Component("engine_metrics")
 NOTICES = Component("queued_notices")
 POOL_CHECK = Component("kv_check")
-
-
-class Observer(Protocol):
-    """Counts the engine's work. Called on the engine's thread, so it must be quick."""
-
-    def verified(self, seconds: float) -> None:
-        """One call of `verify` ended."""
-
-    def judged(self, rule: Rule, drafted: int, accepted: int) -> None:
-        """A round was judged; `accepted` of its `drafted` tokens are in the text."""
-
-    def forwarded(self, tokens: int, sequences: int, seconds: float) -> None:
-        """A forward pass ended."""
-
-    def waited(self, seconds: float) -> None:
-        """A round waited for its step."""
-
-    def begun(self, tokens: int, cached: int) -> None:
-        """A sequence starts to run; `cached` of its `tokens` are in the prefix cache."""
-
-    def preempted(self) -> None:
-        """A sequence was preempted; it will run again."""
-
-    def checked(self, intact: bool) -> None:
-        """The KV pool was checked."""
 
 
 class VerifierEngine(Engine[Message, TargetWork, StepResult]):
@@ -267,7 +243,7 @@ class VerifierEngine(Engine[Message, TargetWork, StepResult]):
             for sequence in self.scheduler.running
         ]
         plan = self.scheduler.plan(rounds)
-        self._observe(lambda observer: _count_plan(observer, plan))
+        self._observe(lambda observer: count_plan(observer, plan))
         self.flush()  # STALE verdicts
         return plan.work
 
@@ -294,24 +270,22 @@ class VerifierEngine(Engine[Message, TargetWork, StepResult]):
         decoded = DECODE_LOOP.run(lambda: self._decode(work, proposals), None)
         if decoded is not None:
             return decoded
+        pool = self.model_runner.pool
+        for item in work:
+            if pool.length(item.chunk.slot) > item.chunk.start:  # it failed at its end
+                pool.rollback(item.chunk.slot, item.chunk.start)
         scorings = [Scoring(item.scored_tokens, item.sequence.opening.top_prompt_logprobs) for item in _scored(work)]
         return self.runner([item.chunk for item in work], proposals, encoder_inputs, scorings, self._account)
 
     def _decode(self, work: Sequence[TargetWork], proposals: Sequence[Proposed]) -> StepResult | None:
-        """Several tokens of each sequence in a row, if all that run have a `Decode`; None for an ordinary step."""
-        scheduler = self.scheduler
-        rounds = [(item.sequence, item.round) for item in work if item.round is not None and item.round.decode]
-        unfinished = sum(not each.finished for each in scheduler.running)
-        if len(rounds) < unfinished or any(item.encodes for item in work):
-            return None
+        """Several tokens of each sequence in a row; None for an ordinary step."""
         most = min(MOST_IN_A_ROW, int(SECONDS_IN_A_ROW / max(self.cost.line.seconds(len(work)), 1e-9)))
-        counts = [sequence.tokens_in_a_row(round_, most) for sequence, round_ in rounds]
-        chunks = [item.chunk for item in work]
-        if max(counts) == 1 or not scheduler.have_blocks(chunks, counts):
+        counts = self.scheduler.tokens_in_a_row(work, most)
+        if counts is None:
             return None
         self._account()
-        stops = [sequence.opening.stop_token_ids for sequence, _ in rounds]
-        return self.runner.decode(chunks, proposals, counts, stops)
+        stops = [item.sequence.opening.stop_token_ids for item in work]
+        return self.runner.decode([item.chunk for item in work], proposals, counts, stops)
 
     def fail(self, work: TargetWork, error: Exception, *, is_own: bool) -> None:
         if is_own:
@@ -342,8 +316,8 @@ class VerifierEngine(Engine[Message, TargetWork, StepResult]):
         self.flush()
 
     def _commit(
-        self, sequence: TargetSequence, round_: Round, result: VerifyResult, earlier: Sequence[int], step: "Step"
-    ) -> "JudgedRound":
+        self, sequence: TargetSequence, round_: Round, result: VerifyResult, earlier: Sequence[int], step: Step
+    ) -> JudgedRound:
         """Commits a round's tokens, and rolls the KV cache back to them.
 
         Raises:
@@ -371,7 +345,7 @@ class VerifierEngine(Engine[Message, TargetWork, StepResult]):
         if step is None:
             return
         if (observer := step.observer) is not None:
-            METRICS.run(lambda: _count_step(observer, step), None)
+            METRICS.run(lambda: count_step(observer, step), None)
         if step.is_of_rounds:  # steps with prompts cost more; γ does not depend on them
             COST_MODEL.run(lambda: self.cost.add(step.tokens, step.seconds / step.passes), None)
         self._load = LOAD.run(self._measure_load, self._load)
@@ -422,82 +396,9 @@ class VerifierEngine(Engine[Message, TargetWork, StepResult]):
         self._observe(lambda observer: observer.checked(intact))
 
 
-@dataclass(frozen=True, slots=True)
-class JudgedRound:
-    """A round whose verdict is committed.
-
-    Attributes:
-        drafted: its γ.
-        accepted: how many of them are in the text.
-        queued: seconds that it waited for its step.
-    """
-
-    sequence: TargetSequence
-    drafted: int
-    accepted: int
-    queued: float
-
-
-class Step:
-    """Results of a step, for verdicts and for accounting.
-
-    Attributes:
-        tokens: tokens in its forward pass, or in the first of several.
-        passes: its forward passes.
-        sequences: sequences in it.
-        judged: committed rounds, in order.
-        is_of_rounds: whether it had rounds, and neither prompt tokens nor an encoder.
-        observer: of the engine when it ran: a step of the warm-up has none, also if it is accounted for later.
-    """
-
-    def __init__(self, work: Sequence[TargetWork], output: StepResult, observer: Observer | None) -> None:
-        self.observer = observer
-        self.tokens = sum(len(item.chunk.tokens) for item in work)
-        self.sequences = len(work)
-        self.passes = output.passes
-        self.forward_seconds = output.forward_seconds
-        self.verify_seconds = output.verify_seconds
-        self.judged: list[JudgedRound] = []
-        self.has_rounds = bool(output.proposals)
-        self.is_of_rounds = self.has_rounds and all(
-            item.round is not None and item.chunk.logits_from == 0 and not item.encodes for item in work
-        )
-
-    @property
-    def seconds(self) -> float:
-        """Of forward pass and verification."""
-        return self.forward_seconds + self.verify_seconds
-
-    def timings(self, queued: float) -> speculation_pb2.VerdictTimings:
-        """Timings for the verdict of a round that waited `queued` seconds."""
-        return speculation_pb2.VerdictTimings(
-            queue_us=_micros(queued),
-            forward_us=_micros(self.forward_seconds),
-            verify_us=_micros(self.verify_seconds),
-            pass_tokens=self.tokens,
-            pass_sequences=self.sequences,
-        )
-
-
 def _scored(work: Sequence[TargetWork]) -> list[TargetWork]:
     """The pieces of prompts whose tokens are scored."""
     return [item for item in work if item.scored_tokens]
-
-
-def _count_plan(observer: Observer, plan: Plan) -> None:
-    for sequence, cached in plan.begun:
-        observer.begun(len(sequence.tokens), cached)
-    for _ in plan.preempted:
-        observer.preempted()
-
-
-def _count_step(observer: Observer, step: Step) -> None:
-    observer.forwarded(step.tokens, step.sequences, step.forward_seconds)
-    if step.has_rounds:
-        observer.verified(step.verify_seconds)
-    for each in step.judged:
-        observer.judged(each.sequence.opening.sampling.rule, each.drafted, each.accepted)
-        observer.waited(each.queued)
 
 
 def _run_for(sequence: TargetSequence, action: Callable[[], Result]) -> Result | None:
@@ -510,7 +411,3 @@ def _run_for(sequence: TargetSequence, action: Callable[[], Result]) -> Result |
         _log.exception("sequence failed", request_id=sequence.opening.request_id)
         sequence.end(internal("INTERNAL", "internal error; the service's log has the cause"))
     return None
-
-
-def _micros(seconds: float) -> int:
-    return max(0, round(seconds * 1e6))

@@ -1,6 +1,6 @@
 """Metrics of the verifier service.
 
-The engine updates them (`engine.Observer`). Gauges read pool and queue when Prometheus scrapes.
+The engine updates them (`accounting.Observer`). Gauges read pool and queue when Prometheus scrapes.
 """
 
 from collections.abc import Callable, Iterator
@@ -52,7 +52,7 @@ class SequenceMetrics:
 
 
 class SpeculationMetrics:
-    """Metrics of the engine: an `engine.Observer`."""
+    """Metrics of the engine: an `accounting.Observer`."""
 
     def __init__(self, metrics: Metrics, verify_path: str) -> None:
         def counter(name: str, text: str, *labels: str) -> Counter:

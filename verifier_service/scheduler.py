@@ -287,11 +287,22 @@ class Scheduler:
             plan.begun.append((sequence, known))
         return True
 
-    def have_blocks(self, chunks: Sequence[Chunk], counts: Sequence[int]) -> bool:
-        """Whether the pool has free blocks for a planned step that writes so many tokens of each chunk in a row."""
-        ends = [chunk.start + len(chunk.tokens) + count - 1 for chunk, count in zip(chunks, counts, strict=True)]
-        needed = sum(self._pool.blocks_needed(chunk.slot, end) for chunk, end in zip(chunks, ends, strict=True))
-        return needed <= self._pool.blocks.num_free
+    def tokens_in_a_row(self, work: Sequence[TargetWork], most: int) -> list[int] | None:
+        """How many tokens of each sequence a planned step may write in a row, `most` at most.
+
+        None if it is 1, if a running sequence has no `Decode` in the step, or if there are too few free blocks.
+        """
+        counts, needed = list[int](), 0
+        for item in work:
+            if item.round is None or not item.round.decode or item.encodes:
+                return None
+            chunk = item.chunk
+            counts.append(item.sequence.tokens_in_a_row(item.round, most))
+            needed += self._pool.blocks_needed(chunk.slot, chunk.start + len(chunk.tokens) + counts[-1] - 1)
+        unfinished = sum(not each.finished for each in self.running)
+        if max(counts) == 1 or len(work) < unfinished or needed > self._pool.blocks.num_free:
+            return None
+        return counts
 
     def _victims(self, sequence: TargetSequence, plan: Plan) -> Iterator[int]:
         """Sequences that may be preempted: those that have long owed a round, then newer ones, the newest first."""

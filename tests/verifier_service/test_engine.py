@@ -288,13 +288,20 @@ def test_tokens_in_a_row_take_a_bounded_time(engine: VerifierEngine) -> None:
         client.close()
 
 
-def test_a_decode_loop_that_fails_harms_no_text(engine: VerifierEngine, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("is_at_its_end", [False, True])
+def test_a_decode_loop_that_fails_harms_no_text(
+    engine: VerifierEngine, is_at_its_end: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
     (expected,) = decoded(engine, 7, ALONE[1:2], joined=False)
 
-    def broken(*_: Any, **__: Any) -> Any:
+    decode, engine.cost = engine.runner.decode, FittedCost([(1, 1e-6)])
+
+    def broken(*given: Any) -> Any:
+        if is_at_its_end:
+            decode(*given)
         raise RuntimeError("the loop")
 
-    monkeypatch.setattr(engine.runner.loop, "decode", broken)
+    monkeypatch.setattr(engine.runner, "decode", broken)
     (found,) = decoded(engine, 7, ALONE[1:2], joined=True)
     assert found.sequence.tokens == expected.sequence.tokens
 
