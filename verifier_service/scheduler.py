@@ -290,7 +290,7 @@ class Scheduler:
     def tokens_in_a_row(self, work: Sequence[TargetWork], most: int) -> list[int] | None:
         """How many tokens of each sequence a planned step may write in a row, `most` at most.
 
-        None if it is 1, if a running sequence has no `Decode` in the step, or if there are too few free blocks.
+        None if it is 1, if an active sequence has no `Decode` in the step, or if there are too few free blocks.
         """
         counts, needed = list[int](), 0
         for item in work:
@@ -299,8 +299,9 @@ class Scheduler:
             chunk = item.chunk
             counts.append(item.sequence.tokens_in_a_row(item.round, most))
             needed += self._pool.blocks_needed(chunk.slot, chunk.start + len(chunk.tokens) + counts[-1] - 1)
-        unfinished = sum(not each.finished for each in self.running)
-        if max(counts) == 1 or len(work) < unfinished or needed > self._pool.blocks.num_free:
+        now = time.perf_counter()
+        active = sum(each.takes_part(now) for each in self.running)
+        if max(counts) == 1 or len(work) < active or needed > self._pool.blocks.num_free:
             return None
         return counts
 

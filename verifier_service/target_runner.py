@@ -21,7 +21,7 @@ from outrider.runtime.model_runner import Chunk, ModelRunner
 from outrider.service.sampling import MAX_TOP_LOGPROBS
 
 # The most tokens that `TargetRunner.decode` draws in a row for a sequence, and the most sequences of a captured loop.
-MOST_IN_A_ROW, MOST_DECODED = 8, 32
+MOST_IN_A_ROW, MOST_CAPTURED = 8, 32
 
 
 @dataclass(frozen=True, slots=True)
@@ -174,7 +174,7 @@ class TargetRunner:
         """Captures the decode loop and steps of rounds; see `DecodeLoop.capture` and `ModelRunner.capture`."""
         loop = self.loop.capture(
             capturer,
-            sequences=min(max_sequences, MOST_DECODED),
+            sequences=min(max_sequences, MOST_CAPTURED),
             tokens=MOST_IN_A_ROW,
             with_noise=self._verify_path == "triton",
             seconds=seconds / 2,

@@ -135,7 +135,7 @@ def spans(traced: Traced) -> list[Span]:
 
 
 def _spans_of_round(verdicts: Sequence[Round], arrived: int) -> Iterator[Span]:
-    """The spans of a proposal with its verdict, or of a `Decode` with one verdict for each token.
+    """The spans of a proposal with its verdict, or of a `Decode` with its verdicts.
 
     `arrived` is when the request arrived at the draft service.
     """

@@ -232,6 +232,18 @@ def test_a_step_writes_several_tokens_of_a_decode(engine: VerifierEngine, hows: 
         assert one.verdicts[-1].finish_reason == other.verdicts[-1].finish_reason
 
 
+def test_a_silent_sequence_holds_nobody_to_one_token(engine: VerifierEngine) -> None:
+    engine.cost = FittedCost([(1, 1e-6)])
+    silent, client = Client(engine, PROMPTS[1]), Client(engine, joined_verdicts=True, max_new_tokens=40)
+    silent.submit(())
+    client.submit(decode=40)
+    engine.turn()
+    for seconds, expected in ((0.0, 1), (10.0, 8)):
+        silent.sequence.judged_at -= seconds
+        engine.turn()
+        assert len(client.verdicts[-1].token_ids) == expected
+
+
 def test_the_cost_of_several_tokens_in_a_row_is_that_of_their_passes(
     engine: VerifierEngine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
