@@ -83,7 +83,8 @@ class Ask:
         where: `ALONE`, `LOAD` or `RESUMED`.
         options: of the request.
         params: of a sampled text; None: it is compared.
-        cuts: how often it is cut and resumed: after `cut` tokens, and after each chunk from then on.
+        cuts: how often it is cut and resumed: after `cut` tokens, and after each chunk from then on; without a draft
+            after each token, since a chunk then holds as many as the verifier wrote in a step.
         cut: at least 1.
     """
 
@@ -225,7 +226,7 @@ class Requester:
                             seed=event.seed, rule=event.rule, weights_fingerprint=event.weights_fingerprint
                         )
                     case Chunk():
-                        kept += event.token_ids
+                        kept += event.token_ids[:1] if ask.name == NO_DRAFT else event.token_ids
                         options = options | Options(committed_token_ids=tuple(kept), held_tokens=event.held_tokens)
                         if len(kept) >= ask.cut:
                             break
