@@ -42,6 +42,7 @@ typedef struct {
     float *scratch;    /* [3, vocab_size + 32] */
     int32_t *active;   /* [3, sequences] */
     int64_t *next;     /* [sequences] */
+    const volatile int32_t *interrupted; /* not 0: the loop ends after the token that it draws */
 } Loop;
 
 INLINE __mmask16 lanes(int left) { return left >= 16 ? 0xffff : (__mmask16)((1u << left) - 1); }
@@ -299,7 +300,7 @@ void decoder_loop_sizes(int32_t *sizes) {
 }
 
 /* Runs `pass`, whose wanted rows are the last ones of the sequences, and draws. A token is run if another follows it.
- * Logits of each pass follow those of the pass before: [all tokens, model's vocabulary]. */
+ * Logits of each pass follow those of the pass before, [all tokens, model's vocabulary]; a target needs only the last. */
 void decoder_loop(const Model *model, Pass *pass, const Loop *loop) {
     int count = loop->sequences, drawn = 0;
     int32_t *active = loop->active, *position = active + count, *first_block = position + count;
@@ -321,8 +322,8 @@ void decoder_loop(const Model *model, Pass *pass, const Loop *loop) {
             active[going] = sequence, position[going] = position[i] + 1, first_block[going] = first_block[i];
             loop->next[going++] = sample->token;
         }
-        if (!going) return;
-        pass->logits += (int64_t)count * model->vocab_size;
+        if (!going || *loop->interrupted) return;
+        if (loop->max_support) pass->logits += (int64_t)count * model->vocab_size;
         count = going;
         int32_t *numbers = blocks_begin - 3 * count; /* as `Pass.positions` */
         for (int i = 0; i < count; i++)

@@ -19,7 +19,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from kernels.rng import noise_rows
-from kernels.sampling import NO_LOGITS, Draw, Sample
+from kernels.sampling import Draw, Sample
 from kernels.sparse import SparseConfig, SparseDistribution
 
 PANEL = 64
@@ -75,10 +75,11 @@ class _Loop(ctypes.Structure):
         *((name, ctypes.c_int32) for name in ("sequences", "most_tokens", "vocab_size", "mask_token", "max_support")),
         ("keep_mass", ctypes.c_float),
         ("draw", ctypes.POINTER(_Draw)),
-        *((name, _Pointer) for name in ("sample", "ids", "weights", "scratch", "active", "next")),
+        *((name, _Pointer) for name in ("sample", "ids", "weights", "scratch", "active", "next", "interrupted")),
     ]
 
 
+_NOT_DRAWN = -3
 _SAMPLE = 4  # numbers of a sample: token, row of its logits, support, total
 _SLACK = 32  # values behind each row of the loop's scratch memory
 
@@ -211,6 +212,7 @@ class CPUDecoder:
         vocab_size: int,
         mask_token: int | None,
         stops: Sequence[Collection[int]],
+        interrupted: np.ndarray,
     ) -> list[list[Sample]]:
         """Runs a pass, draws a token of each sequence, runs those tokens, and so on; the last one is not run.
 
@@ -221,6 +223,7 @@ class CPUDecoder:
             vocab_size: tokens that may be drawn.
             mask_token: is never drawn.
             stops: of each sequence: nothing is drawn after one of these tokens.
+            interrupted: int32 `[1]`; once it is not 0, the loop ends after the token that it draws.
 
         Returns:
             The samples of each sequence. A sample without a token is the last of its sequence.
@@ -229,8 +232,8 @@ class CPUDecoder:
             ValueError: the memory is not float32.
         """
         count, most = len(draws), max(map(len, draws))
-        # Each pass writes its logits behind those of the pass before.
-        logits = torch.empty(sum(map(len, draws)), self._vocab_size, dtype=torch.float32)
+        # Each pass of a draft writes its logits behind those of the pass before.
+        logits = torch.empty(count if config is None else sum(map(len, draws)), self._vocab_size, dtype=torch.float32)
         own, _numbers = self._pass(rows, [end - 1 for end in accumulate(rows.counts)], logits)
         uniforms = np.zeros((count, most), np.int64)
         max_entropies = np.zeros((count, most), np.float32)
@@ -243,7 +246,7 @@ class CPUDecoder:
                 uniforms[i, : len(each)] = [int(draw.uniform * 2.0**53) for draw in each]
         support, keep_mass = (0, 1.0) if config is None else (config.max_support, config.keep_mass)
         stop = [np.array(sorted(each), np.int32) for each in stops]
-        drawn = np.full((count, most, _SAMPLE), NO_LOGITS, np.int32)
+        drawn = np.full((count, most, _SAMPLE), _NOT_DRAWN, np.int32)
         ids, weights = np.empty((count, most, support), np.uint32), np.empty((count, most, support), np.uint16)
         scratch = np.empty(3 * (vocab_size + _SLACK), np.float32)
         active, following = np.empty(3 * count, np.int32), np.empty(count, np.int64)
@@ -251,6 +254,7 @@ class CPUDecoder:
             count, most, vocab_size, -1 if mask_token is None else mask_token, support, keep_mass,
             (_Draw * count)(*map(_draw_of, draws, max_entropies, uniforms, noise, stop)), drawn.ctypes.data,
             ids.ctypes.data, weights.ctypes.data, scratch.ctypes.data, active.ctypes.data, following.ctypes.data,
+            interrupted.ctypes.data,
         )  # fmt: skip
         self._library.decoder_loop(ctypes.byref(self._model), ctypes.byref(own), ctypes.byref(loop))
         drawable = None if config is None else logits[:, :vocab_size]
@@ -314,9 +318,11 @@ def _draw_of(
 def _samples(
     draws: Sequence[Draw], drawn: Sequence[Sequence[int]], ids: np.ndarray, weights: np.ndarray, logits: Tensor | None
 ) -> Iterator[Sample]:
-    """`logits` is None if tokens are drawn from p itself. Behind a stop token there is a sample without a token."""
+    """`logits` is None if tokens are drawn from p itself."""
     by_uniform = draws[0].noise is None and not draws[0].params.is_greedy
     for i, (token, row, support, total) in enumerate(drawn[: len(draws)]):
+        if token == _NOT_DRAWN:
+            return
         if token < 0:
             yield Sample(token)
             return

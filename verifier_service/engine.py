@@ -29,7 +29,7 @@ from verifier_service.accounting import JudgedRound, Observer, Step, count_plan,
 from verifier_service.request import Round
 from verifier_service.scheduler import IDLE_SECONDS, TURN_SECONDS, Scheduler, TargetWork
 from verifier_service.sequence import TargetSequence, is_sound, seconds_to_linger
-from verifier_service.target_runner import MOST_IN_A_ROW, Scoring, StepResult, TargetRunner
+from verifier_service.target_runner import Scoring, StepResult, TargetRunner
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,8 +92,6 @@ _DRAINING = verifier_service_pb2.Notice(
 
 # Seconds without a step before the pool is checked.
 QUIET_SECONDS = 1.0
-# A step writes as many tokens of a `Decode` in a row as take these seconds: other sequences wait.
-SECONDS_IN_A_ROW = 8e-3
 # Timed forward passes of each width at the start: the first one costs several times the next.
 TRIALS = 3
 
@@ -165,6 +163,11 @@ class VerifierEngine(Engine[Message, TargetWork, StepResult]):
 
     # ------------------------------------------------------------------------------------------------------- receive
 
+    def post(self, message: Message) -> None:
+        super().post(message)
+        if not isinstance(message, Read | Remind):  # these can wait for the end of the step
+            self.runner.loop.interrupt.set()
+
     def receive(self, message: Message) -> None:
         match message:
             case Open(sequence):
@@ -217,6 +220,7 @@ class VerifierEngine(Engine[Message, TargetWork, StepResult]):
     # ------------------------------------------------------------------------------------------------------ the loop
 
     def turn(self) -> float | None:
+        self.runner.loop.interrupt.clear()  # before the messages are received
         try:
             return super().turn()
         finally:
@@ -279,7 +283,7 @@ class VerifierEngine(Engine[Message, TargetWork, StepResult]):
 
     def _decode(self, work: Sequence[TargetWork], proposals: Sequence[Proposed]) -> StepResult | None:
         """Several tokens of each sequence in a row; None for an ordinary step."""
-        most = min(MOST_IN_A_ROW, int(SECONDS_IN_A_ROW / max(self.cost.line.seconds(len(work)), 1e-9)))
+        most = self.runner.most_in_a_row(self.cost.line.seconds(len(work)))
         counts = self.scheduler.tokens_in_a_row(work, most)
         if counts is None:
             return None

@@ -20,8 +20,12 @@ from outrider.runtime.decode_loop import DecodeLoop
 from outrider.runtime.model_runner import Chunk, ModelRunner
 from outrider.service.sampling import MAX_TOP_LOGPROBS
 
-# The most tokens that `TargetRunner.decode` draws in a row for a sequence, and the most sequences of a captured loop.
-MOST_IN_A_ROW, MOST_CAPTURED = 8, 32
+# `TargetRunner.decode` draws as many tokens in a row as take these seconds, and this many at most. A new request ends
+# it, but not captured steps: there it waits for all of them.
+SECONDS_IN_A_ROW, MOST_IN_A_ROW = 32e-3, 32
+SECONDS_CAPTURED, MOST_CAPTURED = 8e-3, 8
+# The most sequences of a captured loop.
+SEQUENCES_CAPTURED = 32
 
 
 @dataclass(frozen=True, slots=True)
@@ -126,6 +130,12 @@ class TargetRunner:
         forward, _, verifying, scoring = clock.seconds()
         return StepResult(proposals, results, scores, forward + scoring, verifying)
 
+    def most_in_a_row(self, pass_seconds: float) -> int:
+        """The most tokens that `decode` may draw for a sequence, where a forward pass takes `pass_seconds`."""
+        captured = self.loop.is_captured
+        seconds, most = (SECONDS_CAPTURED, MOST_CAPTURED) if captured else (SECONDS_IN_A_ROW, MOST_IN_A_ROW)
+        return most if pass_seconds * most <= seconds else int(seconds / pass_seconds)
+
     def decode(
         self,
         chunks: Sequence[Chunk],
@@ -133,12 +143,12 @@ class TargetRunner:
         counts: Sequence[int],
         stops: Sequence[Collection[int]],
     ) -> StepResult | None:
-        """Draws several tokens in a row for each chunk, with the draws of single steps.
+        """Draws several tokens in a row for each chunk, with the draws of single steps. `loop.interrupt` ends it early.
 
         Args:
             chunks: as in a call.
             proposals: of each chunk, without drafts, adjustments and log-probabilities.
-            counts: of each chunk, tokens to draw, `MOST_IN_A_ROW` at most.
+            counts: of each chunk, tokens to draw, `most_in_a_row` at most.
             stops: of each chunk, tokens after which nothing is drawn.
 
         Returns:
@@ -174,8 +184,8 @@ class TargetRunner:
         """Captures the decode loop and steps of rounds; see `DecodeLoop.capture` and `ModelRunner.capture`."""
         loop = self.loop.capture(
             capturer,
-            sequences=min(max_sequences, MOST_CAPTURED),
-            tokens=MOST_IN_A_ROW,
+            sequences=min(max_sequences, SEQUENCES_CAPTURED),
+            tokens=MOST_CAPTURED,
             with_noise=self._verify_path == "triton",
             seconds=seconds / 2,
             most_bytes=most_bytes,

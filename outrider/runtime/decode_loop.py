@@ -27,6 +27,19 @@ from outrider.runtime.fused_decoder import FusedDecoder
 from outrider.runtime.model_runner import ModelRunner
 
 
+class Interrupt:
+    """Ends a running decode loop after the token that it samples. Any thread may call its methods."""
+
+    def __init__(self) -> None:
+        self.flag = np.zeros(1, np.int32)
+
+    def set(self) -> None:
+        self.flag[0] = 1
+
+    def clear(self) -> None:
+        self.flag[0] = 0
+
+
 class DecodeLoop:
     """The decode loop of one model.
 
@@ -34,13 +47,21 @@ class DecodeLoop:
         model_runner: the model.
         vocab_size: tokens that may be sampled; the model's logits may have more.
         config: how q is truncated; None, for a target, draws from p itself.
+
+    Attributes:
+        interrupt: ends each call after one token while it is set; captured steps ignore it.
     """
 
     def __init__(self, model_runner: ModelRunner, vocab_size: int, config: SparseConfig | None) -> None:
         self.model_runner = model_runner
         self.vocab_size = vocab_size
         self.config = config
+        self.interrupt = Interrupt()
         self._captured: CapturedSteps | None = None
+
+    @property
+    def is_captured(self) -> bool:
+        return self._captured is not None
 
     @property
     def _mask_token(self) -> int | None:
@@ -69,7 +90,8 @@ class DecodeLoop:
     ) -> list[list[Sample]]:
         """Runs a chunk of each sequence, samples its next token, runs that token, and so on. The last token is not run.
 
-        Each sequence gets one token per draw, as by `kernels.sampling.sample`, up to the first of its `stops`.
+        Each sequence gets one token per draw, as by `kernels.sampling.sample`, up to the first of its `stops`; fewer if
+        the loop is interrupted.
         Afterwards a slot holds its chunk and all sampled tokens but the last. If it raises, no slot has changed its
         length.
 
@@ -116,8 +138,9 @@ class DecodeLoop:
         rows = program.rows_in_c(torch.from_numpy(tokens), batch, batch.ends)
         assert program.cpu_decoder is not None
         return program.cpu_decoder.run_loop(
-            rows, draws, self.config, vocab_size=self.vocab_size, mask_token=self._mask_token, stops=stops
-        )
+            rows, draws, self.config, vocab_size=self.vocab_size, mask_token=self._mask_token, stops=stops,
+            interrupted=self.interrupt.flag,
+        )  # fmt: skip
 
     def _step_by_step(
         self, chunks: Sequence[Chunk], draws: Sequence[Sequence[Draw]], stops: Sequence[Collection[int]]
@@ -136,7 +159,7 @@ class DecodeLoop:
                 if drawn[i].token >= 0 and len(samples[b]) < len(draws[b]) and drawn[i].token not in stops[b]
             ]
             active = [active[i] for i in going]
-            if not active:
+            if not active or self.interrupt.flag[0]:
                 return samples
             logits = steps.next(going, [drawn[i].token for i in going])
 

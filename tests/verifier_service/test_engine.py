@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from itertools import count
 from typing import Any
 
 import pytest
@@ -20,8 +21,8 @@ from outrider.runtime.model_runner import Chunk
 from outrider.service.cost_model import FittedCost
 from protos.outrider.v1 import verifier_service_pb2
 from tests.cluster import MODELS
-from tests.verifier_service.engines import Client, engine_of, run
-from verifier_service.engine import DECODE_LOOP, HalfClose, Remind, VerifierEngine
+from tests.verifier_service.engines import Client, a_round, engine_of, make, run
+from verifier_service.engine import DECODE_LOOP, Close, Drain, HalfClose, Open, Read, Remind, Submit, VerifierEngine
 from verifier_service.sequence import TargetSequence, seconds_to_linger
 
 PROMPTS = [[11, 12], [13, 14, 15], [16]]
@@ -238,7 +239,7 @@ def test_a_silent_sequence_holds_nobody_to_one_token(engine: VerifierEngine) -> 
     silent.submit(())
     client.submit(decode=40)
     engine.turn()
-    for seconds, expected in ((0.0, 1), (10.0, 8)):
+    for seconds, expected in ((0.0, 1), (10.0, 32)):
         silent.sequence.judged_at -= seconds
         engine.turn()
         assert len(client.verdicts[-1].token_ids) == expected
@@ -251,11 +252,11 @@ def test_the_cost_of_several_tokens_in_a_row_is_that_of_their_passes(
     monkeypatch.setattr(engine.cost, "add", lambda tokens, seconds: costs.append((tokens, seconds)))
     decode: Any = engine.runner.decode
     monkeypatch.setattr(engine.runner, "decode", lambda *given: replace(decode(*given), forward_seconds=3.5))
-    client = Client(engine, joined_verdicts=True, max_new_tokens=9)
-    client.submit((), decode=9)
+    client = Client(engine, joined_verdicts=True, max_new_tokens=33)
+    client.submit((), decode=33)
     for _ in range(3):  # the first step holds the prompt
         engine.turn()
-    assert [len(each.token_ids) for each in client.verdicts] == [8, 1]
+    assert [len(each.token_ids) for each in client.verdicts] == [32, 1]
     client = Client(engine, [11], joined_verdicts=True, max_new_tokens=7)
     client.submit((), decode=7)
     engine.turn()
@@ -291,13 +292,52 @@ def test_a_step_writes_one_token_of_a_decode_where_another_would_wait(engine: Ve
 
 
 def test_tokens_in_a_row_take_a_bounded_time(engine: VerifierEngine) -> None:
-    for seconds, expected in ((1e-4, 8), (2.5e-3, 3), (1.0, 1)):
+    for seconds, expected in ((1e-4, 32), (10e-3, 3), (1.0, 1)):
         client = Client(engine, joined_verdicts=True, max_new_tokens=40)
         engine.cost = FittedCost([(1, seconds)])
         client.submit(decode=40)
         engine.turn()
         assert len(client.verdicts[-1].token_ids) == expected
         client.close()
+
+
+@pytest.mark.parametrize("message", [Open, Submit, Close, Drain, Read])
+def test_a_message_ends_a_row_after_its_current_token(
+    engine: VerifierEngine, message: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """All but the one that says that replies were read. The text is that of single steps."""
+    (expected,) = decoded(engine, 20, ALONE[1:2], joined=False)
+    other, passes, steps = Client(engine, PROMPTS[1]), count(2), engine.model_runner.steps
+    engine.turn()
+    messages: dict[Any, Any] = {
+        Open: Open(make([], prompt=PROMPTS[2])),
+        Submit: Submit(other.sequence, a_round(1, other.sequence.tokens, decode=1)),
+        Close: Close(other.sequence),
+        Drain: Drain(),
+        Read: Read(other.sequence, 0),
+    }
+
+    def interrupted(*given: Any) -> Any:
+        found = steps(*given)
+        run = found.next
+
+        def following(*rows: Any) -> torch.Tensor:
+            if next(passes) == 4:
+                engine.post(messages[message])
+            return run(*rows)
+
+        monkeypatch.setattr(found, "next", following)
+        return found
+
+    monkeypatch.setattr(engine.model_runner, "steps", interrupted)
+    engine.cost = FittedCost([(1, 1e-6)])
+    client = Client(engine, PROMPTS[0], joined_verdicts=True, max_new_tokens=20, seed=0, **ALONE[1])
+    client.submit(decode=20)
+    engine.turn()
+    assert len(client.verdicts[0].token_ids) == (20 if message is Read else 4)
+    while not client.sequence.finished:
+        engine.turn()
+    assert client.sequence.tokens == expected.sequence.tokens
 
 
 @pytest.mark.parametrize("is_at_its_end", [False, True])

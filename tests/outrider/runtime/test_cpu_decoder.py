@@ -327,6 +327,27 @@ def test_the_loop_ends_a_sequence_after_a_stop_token(config: SparseConfig | None
 
 
 @needs_library
+@pytest.mark.parametrize("config", [SparseConfig(), None])
+def test_an_interrupted_loop_ends_after_a_token(config: SparseConfig | None, wide: LoadedModel) -> None:
+    model = ModelRunner.build(wide, 4, 256)
+    loop, slots = DecodeLoop(model, WIDE, config), [model.pool.allocate() for _ in range(2)]
+    chunks = [Chunk(slot, [11, 12 + slot], 0, 1) for slot in slots]
+    draws = [[Draw(SamplingParams(), 0.1 * i) for i in range(1, 8)]] * 2
+    whole = loop.decode(chunks, draws)
+    for slot in slots:
+        model.pool.rollback(slot, 0)
+    loop.interrupt.set()
+    found = loop.decode(chunks, draws)
+    assert [[each.token for each in own] for own in found] == [[own[0].token] for own in whole]
+    assert [model.pool.length(slot) for slot in slots] == [2, 2]
+    loop.interrupt.clear()
+    rest = loop.decode(
+        [Chunk(s, [own[0].token], 2, 0) for s, own in zip(slots, found, strict=True)], [draws[0][1:]] * 2
+    )
+    assert [[each.token for each in own] for own in rest] == [[each.token for each in own[1:]] for own in whole]
+
+
+@needs_library
 def test_a_uniform_at_the_edge_of_a_cell_draws_the_next_token(wide: LoadedModel) -> None:
     model = ModelRunner.build(wide, 4, 256)
     loop, slot = DecodeLoop(model, WIDE, SparseConfig()), model.pool.allocate()
