@@ -338,6 +338,8 @@ def test_a_message_ends_a_row_after_its_current_token(
     while not client.sequence.finished:
         engine.turn()
     assert client.sequence.tokens == expected.sequence.tokens
+    if message is Drain:  # the next row is a whole one
+        assert len(client.verdicts[1].token_ids) == 16
 
 
 @pytest.mark.parametrize("is_at_its_end", [False, True])
