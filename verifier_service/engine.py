@@ -166,7 +166,7 @@ class VerifierEngine(Engine[Message, TargetWork, StepResult]):
     def post(self, message: Message) -> None:
         super().post(message)
         if not isinstance(message, Read | Remind):  # these can wait for the end of the step
-            self.runner.loop.interrupt.set()
+            self.runner.interrupt.set()
 
     def receive(self, message: Message) -> None:
         match message:
@@ -220,7 +220,7 @@ class VerifierEngine(Engine[Message, TargetWork, StepResult]):
     # ------------------------------------------------------------------------------------------------------ the loop
 
     def turn(self) -> float | None:
-        self.runner.loop.interrupt.clear()  # before the messages are received
+        self.runner.interrupt.clear()  # before the messages are received
         try:
             return super().turn()
         finally:

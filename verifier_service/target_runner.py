@@ -71,6 +71,9 @@ class TargetRunner:
         model_runner: the target.
         vocab_size: columns of the logits beyond it are padding.
         verify_path: an implementation of `kernels.verify`; None is the fastest on the device.
+
+    Attributes:
+        interrupt: ends `decode` early.
     """
 
     def __init__(self, model_runner: ModelRunner, *, vocab_size: int, verify_path: str | None = None) -> None:
@@ -78,6 +81,7 @@ class TargetRunner:
         self._vocab_size = vocab_size
         self._verify_path = verify_path
         self.loop = DecodeLoop(model_runner, vocab_size, None)
+        self.interrupt = self.loop.interrupt
 
     @torch.inference_mode()
     def __call__(
@@ -143,7 +147,7 @@ class TargetRunner:
         counts: Sequence[int],
         stops: Sequence[Collection[int]],
     ) -> StepResult | None:
-        """Draws several tokens in a row for each chunk, with the draws of single steps. `loop.interrupt` ends it early.
+        """Draws several tokens in a row for each chunk, with the draws of single steps. `interrupt` ends it early.
 
         Args:
             chunks: as in a call.

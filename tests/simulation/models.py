@@ -17,6 +17,7 @@ import torch
 from draft_service.drafters.base import UNBOUNDED, Draft, Drafter, Drafting, DraftSequence
 from kernels.verify import Proposed, Rule, Status, VerifyResult
 from outrider.runtime.batch import Chunk
+from outrider.runtime.decode_loop import Interrupt
 from outrider.runtime.kv_cache import KVPool
 from verifier_service.target_runner import StepResult
 
@@ -186,6 +187,7 @@ class TokenRunner:
         self._pool = pool
         self._oracle = reference
         self._chance = chance
+        self.interrupt = Interrupt()
 
     def __call__(
         self,
@@ -214,6 +216,9 @@ class TokenRunner:
         seconds = 1e-3 + 1e-4 * sum(len(chunk.tokens) for chunk in chunks)
         return StepResult(proposals, results, [], seconds, 1e-4)
 
+    def most_in_a_row(self, pass_seconds: float) -> int:
+        return 8
+
     def decode(
         self,
         chunks: Sequence[Chunk],
@@ -223,6 +228,9 @@ class TokenRunner:
     ) -> StepResult | None:
         if self._fails(proposals):
             return None
+        if self._chance.random() < 0.3:  # a message arrives
+            ended = self._chance.randint(1, max(counts))
+            counts = [min(count, ended) for count in counts]
         results, earlier = [], []
         for chunk, proposed, count, stop in zip(chunks, proposals, counts, stops, strict=True):
             require(chunk.start == self._pool.length(chunk.slot), "a chunk begins elsewhere than its sequence ends")
