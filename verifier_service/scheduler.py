@@ -290,11 +290,12 @@ class Scheduler:
     def tokens_in_a_row(self, work: Sequence[TargetWork], most: int) -> list[int] | None:
         """How many tokens of each sequence a planned step may write in a row, `most` at most.
 
-        None if it is 1, if an active sequence has no `Decode` in the step, or if there are too few free blocks.
+        None if it is 1, if an active sequence has no `Decode` in the step, if the step writes the first token of a
+        sequence, which is sent at once, or if there are too few free blocks.
         """
         counts, needed = list[int](), 0
         for item in work:
-            if item.round is None or not item.round.decode or item.encodes:
+            if item.round is None or not item.round.decode or item.encodes or not item.sequence.judged_at:
                 return None
             chunk = item.chunk
             counts.append(item.sequence.tokens_in_a_row(item.round, most))

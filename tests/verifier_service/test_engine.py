@@ -216,7 +216,7 @@ def decoded(engine: VerifierEngine, tokens: int, hows: Sequence[dict[str, Any]],
 
 @pytest.mark.parametrize("hows", [ALONE[:4], *([each] for each in ALONE)], ids=str)
 def test_a_step_writes_several_tokens_of_a_decode(engine: VerifierEngine, hows: list[dict[str, Any]]) -> None:
-    """The tokens of single steps, in fewer verdicts; stop tokens and limits hold."""
+    """The tokens of single steps, in fewer verdicts; stop tokens and limits hold. The first token is sent at once."""
     expected = decoded(engine, 7, hows, joined=False)
     engine.cost = FittedCost([(1, 1e-6)])
     found = decoded(engine, 7, hows, joined=True)
@@ -229,7 +229,8 @@ def test_a_step_writes_several_tokens_of_a_decode(engine: VerifierEngine, hows: 
             assert (verdict.judged, verdict.accepted, len(verdict.beta)) == (0, 0, 0)
             written += verdict.token_ids
         assert written == one.sequence.tokens
-        assert max(len(each.token_ids) for each in one.verdicts) == min(7, one.sequence.opening.max_new_tokens)
+        assert len(one.verdicts[0].token_ids) == 1
+        assert max(len(each.token_ids) for each in one.verdicts) >= min(6, one.sequence.opening.max_new_tokens - 1)
         assert one.verdicts[-1].finish_reason == other.verdicts[-1].finish_reason
 
 
@@ -254,13 +255,13 @@ def test_the_cost_of_several_tokens_in_a_row_is_that_of_their_passes(
     monkeypatch.setattr(engine.runner, "decode", lambda *given: replace(decode(*given), forward_seconds=3.5))
     client = Client(engine, joined_verdicts=True, max_new_tokens=33)
     client.submit((), decode=33)
-    for _ in range(3):  # the first step holds the prompt
+    for _ in range(2):
         engine.turn()
-    assert [len(each.token_ids) for each in client.verdicts] == [32, 1]
-    client = Client(engine, [11], joined_verdicts=True, max_new_tokens=7)
-    client.submit((), decode=7)
-    engine.turn()
-    engine.turn()
+    assert [len(each.token_ids) for each in client.verdicts] == [1, 32]
+    client = Client(engine, [11], joined_verdicts=True, max_new_tokens=8)
+    client.submit((), decode=8)
+    for _ in range(3):  # the last one accounts for the second
+        engine.turn()
     assert costs[-1] == (1, 0.5)
 
 
@@ -270,10 +271,12 @@ def test_a_step_writes_one_token_of_a_decode_where_another_would_wait(engine: Ve
     engine.cost = cost
     client = Client(engine, [11] * (pool.block_tokens - 4), joined_verdicts=True, max_new_tokens=36)
     client.submit(decode=36)
+    engine.turn()  # the first token
     if why == "logprobs":
         object.__setattr__(client.sequence.opening, "top_logprobs", 0)
     elif why == "penalties":
         client.sequence._adjuster = Adjuster(LogitRules(presence_penalty=0.5), PROMPTS[0], 2000)
+        client.sequence._adjuster.push(client.sequence.tokens[-1])
     elif why in ("a proposal", "a sequence that owes a round"):
         other = Client(engine, PROMPTS[1], joined_verdicts=True)
         other.submit((7,))
@@ -296,6 +299,7 @@ def test_tokens_in_a_row_take_a_bounded_time(engine: VerifierEngine) -> None:
         client = Client(engine, joined_verdicts=True, max_new_tokens=40)
         engine.cost = FittedCost([(1, seconds)])
         client.submit(decode=40)
+        engine.turn()
         engine.turn()
         assert len(client.verdicts[-1].token_ids) == expected
         client.close()
@@ -334,12 +338,13 @@ def test_a_message_ends_a_row_after_its_current_token(
     client = Client(engine, PROMPTS[0], joined_verdicts=True, max_new_tokens=20, seed=0, **ALONE[1])
     client.submit(decode=20)
     engine.turn()
-    assert len(client.verdicts[0].token_ids) == (20 if message is Read else 4)
+    engine.turn()
+    assert len(client.verdicts[1].token_ids) == (19 if message is Read else 4)
     while not client.sequence.finished:
         engine.turn()
     assert client.sequence.tokens == expected.sequence.tokens
     if message is Drain:  # the next row is a whole one
-        assert len(client.verdicts[1].token_ids) == 16
+        assert len(client.verdicts[2].token_ids) == 15
 
 
 @pytest.mark.parametrize("is_at_its_end", [False, True])
@@ -372,9 +377,10 @@ def test_bad_logits_within_a_row_end_the_sequence_after_its_sound_tokens(
 
     client = Client(engine, joined_verdicts=True)
     client.submit(decode=4)
+    engine.turn()
     monkeypatch.setattr(engine.model_runner, "steps", spoilt)
     engine.turn()
-    assert [len(each.token_ids) for each in client.verdicts] == [1]
+    assert [len(each.token_ids) for each in client.verdicts] == [1, 1]
     monkeypatch.setattr(engine.model_runner, "forward", lambda chunks: torch.full((len(chunks), 2048), torch.nan))
     engine.cost = FittedCost([(1, 1.0)])
     engine.turn()
