@@ -13,8 +13,8 @@ from outrider.service.cost_model import FORGETTING, CostLine, FittedCost
 UNTRIED_GAIN = 1.4
 # γ changes only for a gain above this share: the outcome cache has drafted for the previous γ.
 SAME = 0.01
-# Proposals before drafting may stop, also in a later trial: of all sequences, and of each one.
-FIRM_ROUNDS, FIRM_ROUNDS_OF_EACH = 32, 10
+# Proposals of each sequence before drafting may stop, also in a later trial.
+FIRM_ROUNDS = 10
 # Tokens that each sequence writes with `Decode` after drafting stopped. The first pause only measures `Decode`. After a
 # longer one drafting is tried again: it is so long that a trial, if it is like the last one, costs no more than this
 # share of the time.
@@ -231,14 +231,9 @@ class CostModel:
         return self._now.overhead is not None
 
     @property
-    def firm_rounds(self) -> float:
-        """Proposals of each sequence that are enough to decide against drafting."""
-        return max(FIRM_ROUNDS / self.active, FIRM_ROUNDS_OF_EACH)
-
-    @property
     def is_firm(self) -> bool:
         """Whether there are enough proposals to decide against drafting."""
-        return self._now.rounds >= self.firm_rounds * self.active
+        return self._now.rounds >= FIRM_ROUNDS * self.active
 
     @property
     def has_decoded(self) -> bool:
@@ -340,9 +335,9 @@ class _Choice:
         self.left = self.pause = FIRST_PAUSE if has_lasted else min(max(pause, LEAST_PAUSE), LONGEST_PAUSE)
         self.drafts = False
 
-    def resume(self, trial: float) -> None:
-        """Draft again: for a trial of so many rounds of each sequence, or after the first pause only if it pays."""
-        self.left = 0.0 if self.pause == FIRST_PAUSE else trial
+    def resume(self) -> None:
+        """Draft again: for a trial, or after the first pause only if it pays."""
+        self.left = 0.0 if self.pause == FIRST_PAUSE else FIRM_ROUNDS
         self.drafts = True
 
 
@@ -397,13 +392,13 @@ class AcceptanceStatistics:
         gain = rates[self.gamma] / rates[0]
         choice = self._choice = self._choices.setdefault(costs.size, _Choice())
         if choice.left <= 0 and not choice.drafts:
-            choice.resume(costs.firm_rounds)
+            choice.resume()
             if choice.left:
                 costs.begin_trial()
                 self.accepted.forget(KEPT_FOR_A_TRIAL)
         if choice.left <= 0 and costs.is_firm and gain < (1 if costs.has_decoded else UNTRIED_GAIN):
             tokens = rates[self.gamma] * costs.cycle(self.drafted_share * self.gamma)
-            lost = costs.firm_rounds * tokens * (1 / gain - 1)  # in a trial, in tokens of `Decode`
+            lost = FIRM_ROUNDS * tokens * (1 / gain - 1)  # in a trial, in tokens of `Decode`
             choice.stop(lost / TRIAL_SHARE)
         self.pause = 0.0 if choice.drafts else choice.left
         return self.gamma if choice.drafts else 0

@@ -182,7 +182,7 @@ def restless_gamma() -> None:
     for name, value in {"OWN_GAIN": 1.0, "OWN_MARGIN": 1.0, "KNOWN_ROUNDS": 1}.items():
         setattr(speculation, name, value)
     for name, value in {
-        "SAME": 0.0, "FIRM_ROUNDS": 1, "FIRM_ROUNDS_OF_EACH": 1, "FIRST_PAUSE": 1, "LONGEST_PAUSE": 1,
+        "SAME": 0.0, "FIRM_ROUNDS": 1, "FIRST_PAUSE": 1, "LONGEST_PAUSE": 1,
         "REMEMBERED_OF_ONE": 3, "SHARED_WEIGHT": 0.5,
     }.items():  # fmt: skip
         setattr(statistics, name, value)
