@@ -44,11 +44,14 @@ from verifier_service.settings import VerifierSettings
 LANGUAGES = ("sh", "python")
 BLOCK_S = 120.0
 HUB = {"meta-llama/Llama-3.1-8B-Instruct": "target", "meta-llama/Llama-3.2-1B-Instruct": "draft"}
-# Half a minute or more each.
+# A quarter of a minute or more each.
 # The README has the first steps of the tutorial.
 SLOW = (
     "docs/tutorial/first-text.md",
-    *(f"docs/how-to/{page}.md" for page in ("evaluate", "measure-your-deployment", "openai", "playground", "speech")),
+    *(
+        f"docs/how-to/{page}.md"
+        for page in ("choose-a-draft", "evaluate", "measure-your-deployment", "openai", "playground", "speech")
+    ),
 )
 CALLING = ("BENCH", "CHECK", "GENERATE", "TRANSCRIBE")  # commands whose address a page may leave out
 FEWER_TEXTS = {

@@ -64,6 +64,7 @@ def test_transcripts_are_in_whispers_order(bank: Bank) -> None:
     assert max(len(transcript(made, row, "transcribe", True)) for row in rows) + 4 <= LONGEST
 
 
+@pytest.mark.slow  # the pair of `test_translation_pair` is made in every run
 def test_a_quick_run_makes_a_pair_and_another_run_goes_on(
     bank: Bank, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

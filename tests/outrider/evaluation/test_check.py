@@ -95,7 +95,13 @@ def test_an_exact_deployment_passes(pair: PairServices) -> None:
     ("fault", "in_verifier", "plan", "test"),
     [
         ("untruncated_q", False, replace(ONE_PLACE, load=64, tokens=30, settings=(NARROW,)), BY_PROBABILITY),
-        ("negative_residual", True, replace(ONE_PLACE, load=40, tokens=30), BY_PROBABILITY),
+        pytest.param(
+            "negative_residual",
+            True,
+            replace(ONE_PLACE, load=40, tokens=30),
+            BY_PROBABILITY,
+            marks=pytest.mark.slow,
+        ),
         ("draws_again_after_a_resume", True, replace(ONE_PLACE, resumed=48), BY_ID),
     ],
 )
