@@ -136,7 +136,7 @@ class TargetRunner:
 
     def most_in_a_row(self, pass_seconds: float) -> int:
         """The most tokens that `decode` may draw for a sequence, where a forward pass takes `pass_seconds`."""
-        captured = self.loop.is_captured
+        captured = self._model_runner.paged_runner is not None
         seconds, most = (SECONDS_CAPTURED, MOST_CAPTURED) if captured else (SECONDS_IN_A_ROW, MOST_IN_A_ROW)
         return most if pass_seconds * most <= seconds else int(seconds / pass_seconds)
 

@@ -234,7 +234,11 @@ def _cell(runs: Sequence[Run], alone: dict[int, float]) -> Json:
     alpha = sum((each.alpha or 0.0) * each.drafted for each in texts) / drafted if drafted else None
     gamma = drafted / rounds if rounds else 0.0
     times = round_seconds((each.statistics, each.timings) for each in (text.finished for text in texts) if each)
-    predicted = None if times is None else predicted_seconds(alpha or 0.0, gamma, sum(times.values()))
+    tokens, predicted = sum(each.tokens for each in texts), None
+    if times is not None and drafted:
+        predicted = predicted_seconds(alpha or 0.0, gamma, sum(times.values()))
+    elif times is not None:  # a verdict of a `Decode` holds several tokens, but for the first one
+        predicted = sum(times.values()) * (rounds - len(texts)) / (tokens - len(texts))
     return {
         "drafter": statistics[0].drafter.value if drafted else Drafter.NONE.value,
         "policy": statistics[0].policy.value if statistics else None,
@@ -246,7 +250,7 @@ def _cell(runs: Sequence[Run], alone: dict[int, float]) -> Json:
         "predicted_tpot_ms": None if predicted is None else 1e3 * predicted,
         "alpha": alpha,
         "gamma": gamma,
-        "tokens_per_round": sum(each.tokens for each in texts) / rounds if rounds else None,
+        "tokens_per_round": tokens / rounds if rounds else None,
         "round_us": None if times is None else {phase: 1e6 * each for phase, each in times.items()},
         "repeats": len(runs),
         "texts": len(texts),

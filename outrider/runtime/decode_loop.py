@@ -28,7 +28,7 @@ from outrider.runtime.model_runner import ModelRunner
 
 
 class Interrupt:
-    """Ends a running decode loop after the token that it samples. Any thread may call its methods."""
+    """Ends a running decode loop after its current token. Any thread may call it."""
 
     def __init__(self) -> None:
         self.flag = np.zeros(1, np.int32)
@@ -58,10 +58,6 @@ class DecodeLoop:
         self.config = config
         self.interrupt = Interrupt()
         self._captured: CapturedSteps | None = None
-
-    @property
-    def is_captured(self) -> bool:
-        return self._captured is not None
 
     @property
     def _mask_token(self) -> int | None:
@@ -108,10 +104,8 @@ class DecodeLoop:
         for chunk, own in zip(chunks, draws, strict=True):
             rows = len(chunk.tokens) + len(own) - 1
             if chunk.start + rows > model_runner.max_length:
-                raise ValueError(
-                    f"slot {chunk.slot} holds {chunk.start} positions and gets {rows} more; the limit is "
-                    f"{model_runner.max_length}"
-                )
+                limit = f"the limit is {model_runner.max_length}"
+                raise ValueError(f"slot {chunk.slot} holds {chunk.start} positions and gets {rows} more; {limit}")
         if (why := self.obstacle(draws)) is not None:
             raise ValueError(f"the decode loop of {model_runner.loaded.name} does not support {why}")
         stops = stops or [()] * len(chunks)
@@ -177,11 +171,8 @@ class DecodeLoop:
 
         Args:
             capturer: of the model's device.
-            sequences: see `DecodeLoopSize`.
-            tokens: see `DecodeLoopSize`.
-            with_noise: see `DecodeLoopSize`.
-            seconds: see `GraphRunner.capture`.
-            most_bytes: see `GraphRunner.capture`.
+            sequences, tokens, with_noise: see `DecodeLoopSize`.
+            seconds, most_bytes: see `GraphRunner.capture`.
 
         Returns:
             One line for the log.

@@ -167,7 +167,7 @@ async def test_a_new_verifier_scores_again_and_no_position_comes_twice(
                     proxy.cut_after(cut, Way.DOWN)
                 sequence.decode(3)
                 await stream.send()
-                for _ in range(3):
+                while sequence.left:
                     sequence.commit(await stream.verdict())
                 await stream.close()
             finally:
