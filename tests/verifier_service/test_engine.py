@@ -230,7 +230,8 @@ def test_a_step_writes_several_tokens_of_a_decode(engine: VerifierEngine, hows: 
             written += verdict.token_ids
         assert written == one.sequence.tokens
         assert len(one.verdicts[0].token_ids) == 1
-        assert max(len(each.token_ids) for each in one.verdicts) >= min(6, one.sequence.opening.max_new_tokens - 1)
+        longest = max(len(each.token_ids) for each in one.verdicts)
+        assert min(6, one.sequence.opening.max_new_tokens - 1) <= longest <= 7
         assert one.verdicts[-1].finish_reason == other.verdicts[-1].finish_reason
 
 
@@ -303,6 +304,15 @@ def test_tokens_in_a_row_take_a_bounded_time(engine: VerifierEngine) -> None:
         engine.turn()
         assert len(client.verdicts[-1].token_ids) == expected
         client.close()
+
+
+def test_captured_steps_which_cannot_be_ended_are_fewer(
+    engine: VerifierEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    passes = (1e-4, 1e-3, 2.5e-3, 1.0)
+    assert [engine.runner.most_in_a_row(each) for each in passes] == [32, 32, 12, 0]
+    monkeypatch.setattr(engine.model_runner, "paged_runner", object())
+    assert [engine.runner.most_in_a_row(each) for each in passes] == [8, 8, 3, 0]
 
 
 @pytest.mark.parametrize("message", [Open, Submit, Close, Drain, Read])
