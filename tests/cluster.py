@@ -24,6 +24,8 @@ FLAGS = ("--dtype", "float32", "--device", "cpu", "--threads", "1")
 
 _PORTS = (20_000, 30_000)
 """Below the ports of outgoing connections: a port stays free while its service is restarted."""
+_MOST_RESERVATIONS = 200
+_reservations: list[socket.socket] = []
 
 Flags = str | Sequence[str]
 """As on a command line: a sequence of words, or one string."""
@@ -168,13 +170,31 @@ def _words(flags: Flags) -> Sequence[str]:
 
 
 def free_address() -> str:
-    """Return an address at which no process listens, and that no outgoing connection gets."""
+    """Return an address that no process listens at, no outgoing connection gets, and no other test chooses."""
     while True:
         # Not from the seeded generator: workers that run tests side by side would choose the same ports.
         address = ("127.0.0.1", random.SystemRandom().randrange(*_PORTS))
         with suppress(OSError), socket.socket() as probe:
             probe.bind(address)
+            _reserve(address)
             return "{}:{}".format(*address)
+
+
+def _reserve(address: tuple[str, int]) -> None:
+    """Hold the UDP port of that number, as other workers do: a service listens seconds after its port was chosen.
+
+    Raises:
+        OSError: another process holds it.
+    """
+    reservation = socket.socket(type=socket.SOCK_DGRAM)
+    try:
+        reservation.bind(address)
+    except OSError:
+        reservation.close()
+        raise
+    _reservations.append(reservation)
+    if len(_reservations) > _MOST_RESERVATIONS:
+        _reservations.pop(0).close()
 
 
 def wait_until(holds: Callable[[], Found], seconds: float = 60.0, what: str = "") -> Found:
