@@ -174,13 +174,17 @@ def _our_writers(
         running.enter_context(Services(target, draft, threads=threads, place=place))
         for threads, place in ((len(processors()), ANYWHERE), (1, ANYWHERE), (1, APART))
     ]
-    alone = _fastest(services, lambda each: outrider_writer(each, gamma=0), trials[:1])
-    pair = _fastest(services, lambda each: outrider_writer(each, gamma=given.gammas[0]), trials[:1])
-    return {
-        DECODE: outrider_writer(alone, gamma=0),
-        **{f"{PAIR}, γ = {gamma}": outrider_writer(pair, gamma=gamma) for gamma in given.gammas},
-        f"{PAIR}, adaptive": outrider_writer(pair, speculation="adaptive"),
-    }, {DECODE: alone.how, PAIR: pair.how}
+    arms: dict[str, Json] = {
+        DECODE: {"gamma": 0},
+        **{f"{PAIR}, γ = {gamma}": {"gamma": gamma} for gamma in given.gammas},
+        f"{PAIR}, adaptive": {"speculation": "adaptive"},
+    }
+    placed = {
+        arm: _fastest(services, lambda each: outrider_writer(each, **options), trials)  # noqa: B023
+        for arm, options in arms.items()
+    }
+    writers: dict[str, Write] = {arm: outrider_writer(each, **arms[arm]) for arm, each in placed.items()}
+    return writers, {arm: each.how for arm, each in placed.items()}
 
 
 def _fastest(candidates: Sequence[Any], writer: Callable[[Any], Write], tasks: Sequence[Task]) -> Any:
