@@ -71,10 +71,16 @@ def undisturbed(shared_cluster: Cluster) -> list[tuple[list[int], str]]:
             lambda cluster, host: cluster.services[host].send(signal.SIGKILL), {"died"}, id="a verifier is killed"
         ),
         pytest.param(
-            lambda cluster, host: cluster.services[DRAFTS[0]].send(signal.SIGKILL), set(), id="a draft is killed"
+            lambda cluster, host: cluster.services[DRAFTS[0]].send(signal.SIGKILL),
+            set(),
+            id="a draft is killed",
+            marks=pytest.mark.slow,
         ),
         pytest.param(
-            lambda cluster, host: cluster.services[host].send(signal.SIGSTOP), {"silent"}, id="a verifier freezes"
+            lambda cluster, host: cluster.services[host].send(signal.SIGSTOP),
+            {"silent"},
+            id="a verifier freezes",
+            marks=pytest.mark.slow,
         ),
         # Without a timeout for silence, the kernel gives the connection up some seconds later.
         pytest.param(

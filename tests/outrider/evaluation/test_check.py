@@ -118,7 +118,9 @@ def test_a_biased_service_is_found(fault: str, in_verifier: bool, plan: Plan, te
     assert any("Speculation is at fault" in sentence for sentence in report.verdict) != is_of_resumes
 
 
-@pytest.mark.parametrize("local", [True, False], ids=["local target", "decode"])
+@pytest.mark.parametrize(
+    "local", [pytest.param(True, id="local target"), pytest.param(False, id="decode", marks=pytest.mark.slow)]
+)
 def test_text_of_a_seed_that_depends_on_the_draft_is_found(local: bool, pair: PairServices) -> None:
     with pair.with_fault("noise_of_the_round", in_verifier=True) as service:
         report = checked(pair, service.address, FEW, local=local)

@@ -102,7 +102,9 @@ def checked(pair: Pair, *, local: bool, speech: dict[str, Any] | None = None) ->
     return asyncio.run(run())
 
 
-@pytest.mark.parametrize(("name", "local"), [("whisper", True), ("bart", True), ("bart", False)])
+@pytest.mark.parametrize(
+    ("name", "local"), [("whisper", True), pytest.param("bart", True, marks=pytest.mark.slow), ("bart", False)]
+)
 def test_an_exact_deployment_passes(name: str, local: bool, pairs: Callable[[str], Pair], clips: Path) -> None:
     """Speech; and text whose rules force the last token, and forbid repeated n-grams."""
     speech = {"paths": [clips], "language": "de"} if name == "whisper" else None
