@@ -11,9 +11,9 @@ request rate of Outrider in the closed loop; without transformers. Lengths of te
                                                      one minute; in two trees, in turns, it compares them
 
 γ is chosen by the policy `adaptive`; `--gamma` fixes it. The pair and the target alone (`Decode`) run on the same two
-services, with bfloat16 and a thread and a core each, as `outrider serve` starts them. Continuous batching has one
-thread: so it was fastest on two cores. llama.cpp's server has one thread or as many as cores, and sends a text in one
-piece.
+services, with bfloat16 and a thread and a core each, as `outrider serve` starts them; with `all threads`, on two others
+that have as many threads as there are cores. Continuous batching has one thread: so it was fastest on two cores.
+llama.cpp's server has one thread or as many as cores, and sends a text in one piece.
 """
 
 import argparse
@@ -43,15 +43,16 @@ from benchmarks.contenders import (
 )
 from benchmarks.harness import Bench, Json, between, medians, number, percent, progress
 from benchmarks.llama_cpp import LlamaServer, find_server, gguf_pair
-from benchmarks.services import Models, Services, models_of
+from benchmarks.services import ANYWHERE, APART, Models, Services, models_of
 from outrider.cli.processes import processors
 from outrider.evaluation import pictures
 
 BATCHING, ALONE, PAIR = "batching", "Decode", "pair"
 SERVERS = {"llama-server, a thread": 1, "llama-server": len(processors())}
 """llama.cpp's own server, with its threads."""
-CONTENDERS = (BATCHING, *SERVERS, ALONE, PAIR)
-REFERENCES = (BATCHING, *SERVERS, ALONE)
+ALONE_ALL, PAIR_ALL = f"{ALONE}, all threads", f"{PAIR}, all threads"
+CONTENDERS = (BATCHING, *SERVERS, ALONE, ALONE_ALL, PAIR, PAIR_ALL)
+REFERENCES = (BATCHING, *SERVERS, ALONE, ALONE_ALL)
 """The ratio of the pair is to the better of the two in the same repetition."""
 CLOSED, SHORT, OPEN = "closed", "short-texts", "open"
 LEVELS = {CLOSED: "streams", SHORT: "tokens a text", OPEN: "share of capacity"}
@@ -139,11 +140,13 @@ class Loops:
         most = max(8, *given.streams, given.short_streams if SHORT in given.parts else 0)
 
         @cache
-        def services() -> Services:
+        def services(threads: int, place: str) -> Services:
             if by_llama:
                 find_server()  # before any conversion
             files = gguf_pair(self._models) if by_llama else self._models
-            return running.enter_context(Services(files.target, files.draft, max_sequences=most))
+            return running.enter_context(
+                Services(files.target, files.draft, threads=threads, place=place, max_sequences=most)
+            )
 
         def llama_server(threads: int) -> LlamaServer:
             program, files = find_server(), gguf_pair(self._models)
@@ -157,8 +160,10 @@ class Loops:
         makers: dict[str, Callable[[], Server]] = {
             BATCHING: lambda: ContinuousBatching(target, threads=1, longest=longest),
             **{name: partial(llama_server, threads) for name, threads in SERVERS.items()},
-            ALONE: lambda: OutriderServer(services(), gamma=0),
-            PAIR: lambda: OutriderServer(services(), **options),
+            ALONE: lambda: OutriderServer(services(1, APART), gamma=0),
+            ALONE_ALL: lambda: OutriderServer(services(len(processors()), ANYWHERE), gamma=0),
+            PAIR: lambda: OutriderServer(services(1, APART), **options),
+            PAIR_ALL: lambda: OutriderServer(services(len(processors()), ANYWHERE), **options),
         }
         servers: dict[str, Server] = {}
         for name in given.contenders:
@@ -371,7 +376,13 @@ _COLUMNS: harness.Columns = {
     "time per token ms": lambda found: _times(found["tpot_ms"]),
     "between pieces ms": lambda found: _times(found["piece_ms"]),
 }
-_COLOURS = {**dict.fromkeys((BATCHING, *SERVERS), pictures.ORANGE), ALONE: pictures.GREY, PAIR: pictures.BLUE}
+_COLOURS = {
+    **dict.fromkeys((BATCHING, *SERVERS), pictures.ORANGE),
+    ALONE: pictures.GREY,
+    ALONE_ALL: pictures.VIOLET,
+    PAIR: pictures.BLUE,
+    PAIR_ALL: pictures.GREEN,
+}
 _PANELS: tuple[tuple[str, str, str | None], ...] = (
     ("tokens/s, all streams", "tokens_per_second", None),
     ("the pair over the better reference", "ratio", None),
@@ -398,7 +409,7 @@ def draw(document: Json, path: Path) -> None:
 
 def _draw_panel(panel: Axes, part: str, by_level: Json, figure: str, dotted: str | None) -> None:
     for name, colour in _COLOURS.items():
-        if figure == "ratio" and name != PAIR:
+        if figure == "ratio" and name not in (PAIR, PAIR_ALL):
             continue
         cells = [(float(level), found[name][figure]) for level, found in by_level.items() if name in found]
         for percentile, style in (("p50", "-"), (dotted, ":")) if dotted else ((None, "-"),):
