@@ -17,7 +17,7 @@ import torch
 import transformers
 from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 
-from benchmarks.harness import PHASES, Json, Runs, progress, rotated
+from benchmarks.harness import PHASES, Json, Runs, progress, shuffled
 from benchmarks.services import RULE, Services, await_
 from outrider.client import AsyncClient
 from outrider.evaluation.streams import Request, Served, phase_seconds, serve
@@ -239,13 +239,13 @@ def take_turns(
     """Adds a run for each text and writer: in turns, so that other work on the machine affects all writers alike.
 
     `where` has keys of all runs, `texts` the keys of each text. A run that is there already is not measured again. A
-    writer's name is the key `arm`; each text begins with another one, and `turn` numbers them.
+    writer's name is the key `arm`; `turn` numbers the texts, each of which has an order of its own.
     """
     for keys, task in texts:
         turn += 1
         if runs.has(**where, **keys):
             continue
-        order = [name for name in rotated(writers, turn) if not skips(name, keys)]
+        order = [name for name in shuffled(writers, turn) if not skips(name, keys)]
         own = [{**where, **keys, "arm": name, **writers[name](task)} for name in order]
         runs.add(*own)
         shown = ", ".join(f"{run['arm']} {run['tokens'] / run['seconds']:.0f}" for run in own)

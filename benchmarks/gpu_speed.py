@@ -260,7 +260,7 @@ def streams(bench: GpuBench) -> Json:
     runs: dict[tuple[int, str], list[Json]] = {(n, name): [] for n in plan.streams for name in servers}
     for turn in bench.turns(_STREAM_TURNS):
         for n in plan.streams:
-            for name, server in harness.rotated(servers.items(), turn):
+            for name, server in harness.shuffled(servers.items(), turn):
                 runs[n, name].append(figures(server.closed(tasks(n, turn), n)))
             shown = ", ".join(f"{name} {runs[n, name][-1]['tokens_per_second']:.1f}" for name in servers)
             bench.progress(f"{n} streams: {shown} tokens/s")

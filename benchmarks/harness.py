@@ -9,6 +9,7 @@ import argparse
 import json
 import os
 import platform
+import random
 import shlex
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -198,11 +199,15 @@ def summary_of(keys: Sequence[str], figures: Callable[[list[Json]], Json]) -> Ca
     return lambda bench: {"summary": tree(bench.runs, keys, figures)}
 
 
-def rotated(items: Iterable[Item], turn: int) -> list[Item]:
-    """The items, beginning with another one each turn, so that none always follows the same."""
+def shuffled(items: Iterable[Item], turn: int) -> list[Item]:
+    """The items in a random order, the same for each `turn`; each second turn has that of the one before reversed.
+
+    So each is as often before another as behind it, and none always follows the same: some leave threads that wait
+    actively, and cold caches.
+    """
     listed = list(items)
-    first = turn % len(listed) if listed else 0
-    return listed[first:] + listed[:first]
+    order = random.Random(turn // 2).sample(listed, len(listed))
+    return order[::-1] if turn % 2 else order
 
 
 def grouped(runs: Iterable[Json], key: str) -> dict[Any, list[Json]]:

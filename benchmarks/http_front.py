@@ -96,7 +96,7 @@ def compare(
         if length == bench.given.new_tokens:
             asyncio.run(way())
     for repetition in range(bench.given.repetitions):
-        for arm, length in harness.rotated(ways, repetition):
+        for arm, length in harness.shuffled(ways, repetition):
             where = {"pair": pair, "streams": streams, "repetition": repetition, "arm": arm, "tokens": length}
             if bench.has(**where):
                 continue

@@ -60,7 +60,7 @@ async def _turns(bench: Bench, target: str, addresses: dict[float, str]) -> None
         }
         for repetition in range(-1, bench.given.repetitions):  # the first warms up
             for streams in bench.given.streams:
-                for ms, stub in harness.rotated(stubs.items(), repetition):
+                for ms, stub in harness.shuffled(stubs.items(), repetition):
                     keys = {"target": target, "streams": streams, "linger_ms": ms, "repetition": repetition}
                     if not bench.has(**keys):
                         found = await _turn(stub, streams, bench.given)

@@ -197,7 +197,7 @@ class Loops:
 
     def _measure(self, cell: Json, servers: dict[str, Server], turn: int) -> None:
         shown = []
-        for name in harness.rotated([name for name in self._missing(cell) if name in servers], turn):
+        for name in harness.shuffled([name for name in self._missing(cell) if name in servers], turn):
             try:
                 found = self._served(cell, servers[name])
             except Unavailable as error:

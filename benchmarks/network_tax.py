@@ -85,7 +85,7 @@ def measure(bench: Bench) -> None:
             for turn, (keys, task) in enumerate(texts(prompts, given.new_tokens, given.repetitions)):
                 where = {"pair": models.name, **keys}
                 if not bench.has(**where):
-                    found = {arm: arms[arm](task) for arm in harness.rotated(arms, turn)}
+                    found = {arm: arms[arm](task) for arm in harness.shuffled(arms, turn)}
                     bench.add(*({**where, "arm": arm, **run} for arm, run in found.items()))
         _note_legs(bench, models, list(texts(prompts, given.new_tokens, 1)))
         progress(f"{models.name}: {len(bench.select(pair=models.name))} texts")
