@@ -67,7 +67,7 @@ _USUAL: Json = {
     "new_tokens": 64, "streams": [1, 2, 4, 8, 16, 32, 64], "parts": list(LEVELS), "contenders": [BATCHING, ALONE, PAIR],
 }  # fmt: skip
 # Its target takes twelve times as long, and continuous batching was never faster there than half of `Decode`.
-_DEEPENED: Json = {"new_tokens": 32, "streams": [1, 4, 16, 64], "parts": [CLOSED], "contenders": [ALONE, PAIR]}
+_DEEPENED: Json = {"streams": [1, 2, 4, 16], "parts": [CLOSED], "contenders": [ALONE, PAIR]}
 _BY_LLAMA: Json = {"streams": [1, 2, 4, 8, 16], "parts": [CLOSED], "contenders": [*SERVERS, ALONE, PAIR]}
 TORCH, LLAMA_CPP = "torch", "llama.cpp"
 
@@ -83,7 +83,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--runtime", choices=(TORCH, LLAMA_CPP), default=TORCH, help="of both services")
     parser.add_argument("--streams", type=int, nargs="+", help="of the closed loop (default: 1 to 64)")
     parser.add_argument("--short-streams", type=int, default=32, help="of the loop of short texts")
-    parser.add_argument("--new-tokens", type=int, help="mean tokens of a text (default: 64; deepened: 32)")
+    parser.add_argument("--new-tokens", type=int, help="mean tokens of a text (default: 64)")
     parser.add_argument("--rates", type=float, nargs="+", default=[0.5, 0.9], help="of the open loop")
     parser.add_argument("--open-seconds", type=float, default=8.0, help="how long requests of the open loop arrive")
     parser.add_argument("--repetitions", type=int, default=3, help="how often each run is made")

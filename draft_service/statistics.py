@@ -278,7 +278,7 @@ class CostModel:
         drafts.expected *= FORMULA_WEIGHT / REMEMBERED_CYCLES
 
     def cycle(self, gamma: float) -> float:
-        """Return the seconds from one verdict to the next; γ = 0 is `Decode`, with a verdict for each token."""
+        """Return the seconds from one verdict to the next; at γ = 0 those of one token of a `Decode`."""
         return (self._cycles(drafts=gamma > 0).ratio or 1.0) * self._formula(gamma)
 
     def rates(self, chances: Sequence[float], drafted_share: float) -> list[float]:

@@ -173,6 +173,15 @@ class _Generation(Body):
         }
         return {name: value for name, value in found.items() if value is not None}
 
+    def check(self) -> None:
+        """Checks fields that depend on others.
+
+        Raises:
+            ApiError: one does not fit the others.
+        """
+        if self.stream_options is not None and not self.stream:
+            raise invalid("stream_options", "stream_options is set; it needs stream: true")
+
 
 class CompletionRequest(_Generation):
     """Body of /v1/completions."""
@@ -211,7 +220,7 @@ class CompletionRequest(_Generation):
         raise invalid("prompt", f"prompt is {short_repr(value)}; it must be {expected}, none of them empty")
 
     def check(self) -> None:
-        """Checks what depends on several fields."""
+        super().check()
         if self.best_of not in (None, self.n):
             raise unsupported("best_of", f"best_of is {self.best_of} and n is {self.n}; leave best_of out")
         if not self.max_tokens and not self.echo:
@@ -289,7 +298,7 @@ class ChatRequest(_Generation):
         return conversation(self.messages)
 
     def check(self) -> None:
-        """Checks what depends on several fields."""
+        super().check()
         if self.top_logprobs and not self.logprobs:
             raise invalid("top_logprobs", f"top_logprobs is {self.top_logprobs}; it needs logprobs: true")
 
