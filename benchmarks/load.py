@@ -53,7 +53,7 @@ SERVERS = {"llama-server, a thread": 1, "llama-server": len(processors())}
 ALONE_ALL, PAIR_ALL = f"{ALONE}, all threads", f"{PAIR}, all threads"
 CONTENDERS = (BATCHING, *SERVERS, ALONE, ALONE_ALL, PAIR, PAIR_ALL)
 REFERENCES = (BATCHING, *SERVERS, ALONE, ALONE_ALL)
-"""The ratio of the pair is to the better of the two in the same repetition."""
+"""The ratio of the pair is to the best of these in the same repetition."""
 CLOSED, SHORT, OPEN = "closed", "short-texts", "open"
 LEVELS = {CLOSED: "streams", SHORT: "tokens a text", OPEN: "share of capacity"}
 """Differs between the levels of a loop."""
@@ -81,7 +81,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--contenders", nargs="+", choices=CONTENDERS, help="(default: all of the runtime; deepened: "
                         "without batching)")  # fmt: skip
     parser.add_argument("--runtime", choices=(TORCH, LLAMA_CPP), default=TORCH, help="of both services")
-    parser.add_argument("--streams", type=int, nargs="+", help="of the closed loop (default: 1 to 64)")
+    parser.add_argument("--streams", type=int, nargs="+", help="of the closed loop (default: 1 to 64; deepened: to 16)")
     parser.add_argument("--short-streams", type=int, default=32, help="of the loop of short texts")
     parser.add_argument("--new-tokens", type=int, help="mean tokens of a text (default: 64)")
     parser.add_argument("--rates", type=float, nargs="+", default=[0.5, 0.9], help="of the open loop")
@@ -140,10 +140,11 @@ class Loops:
         most = max(8, *given.streams, given.short_streams if SHORT in given.parts else 0)
 
         @cache
-        def services(threads: int, place: str) -> Services:
+        def services(threads: int) -> Services:
             if by_llama:
                 find_server()  # before any conversion
             files = gguf_pair(self._models) if by_llama else self._models
+            place = APART if threads == 1 else ANYWHERE
             return running.enter_context(
                 Services(files.target, files.draft, threads=threads, place=place, max_sequences=most)
             )
@@ -160,10 +161,10 @@ class Loops:
         makers: dict[str, Callable[[], Server]] = {
             BATCHING: lambda: ContinuousBatching(target, threads=1, longest=longest),
             **{name: partial(llama_server, threads) for name, threads in SERVERS.items()},
-            ALONE: lambda: OutriderServer(services(1, APART), gamma=0),
-            ALONE_ALL: lambda: OutriderServer(services(len(processors()), ANYWHERE), gamma=0),
-            PAIR: lambda: OutriderServer(services(1, APART), **options),
-            PAIR_ALL: lambda: OutriderServer(services(len(processors()), ANYWHERE), **options),
+            ALONE: lambda: OutriderServer(services(1), gamma=0),
+            ALONE_ALL: lambda: OutriderServer(services(len(processors())), gamma=0),
+            PAIR: lambda: OutriderServer(services(1), **options),
+            PAIR_ALL: lambda: OutriderServer(services(len(processors())), **options),
         }
         servers: dict[str, Server] = {}
         for name in given.contenders:

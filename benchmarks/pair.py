@@ -179,10 +179,7 @@ def _our_writers(
         **{f"{PAIR}, γ = {gamma}": {"gamma": gamma} for gamma in given.gammas},
         f"{PAIR}, adaptive": {"speculation": "adaptive"},
     }
-    placed = {
-        arm: _fastest(services, lambda each: outrider_writer(each, **options), trials)  # noqa: B023
-        for arm, options in arms.items()
-    }
+    placed = {arm: _fastest(services, partial(outrider_writer, **options), trials) for arm, options in arms.items()}
     writers: dict[str, Write] = {arm: outrider_writer(each, **arms[arm]) for arm, each in placed.items()}
     return writers, {arm: each.how for arm, each in placed.items()}
 

@@ -24,7 +24,7 @@ FLAGS = ("--dtype", "float32", "--device", "cpu", "--threads", "1")
 
 _PORTS = (20_000, 30_000)
 """Below the ports of outgoing connections: a port stays free while its service is restarted."""
-_MOST_RESERVATIONS = 200
+_MOST_RESERVATIONS = 200  # a process may open some thousand files; a service listens long before as many are chosen
 _reservations: list[socket.socket] = []
 
 Flags = str | Sequence[str]
