@@ -378,7 +378,8 @@ _COLUMNS: harness.Columns = {
     "between pieces ms": lambda found: _times(found["piece_ms"]),
 }
 _COLOURS = {
-    **dict.fromkeys((BATCHING, *SERVERS), pictures.ORANGE),
+    BATCHING: pictures.ORANGE,
+    **dict(zip(SERVERS, (pictures.SAND, pictures.ORANGE), strict=True)),
     ALONE: pictures.GREY,
     ALONE_ALL: pictures.VIOLET,
     PAIR: pictures.BLUE,
