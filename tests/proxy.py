@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from enum import StrEnum
-from typing import Any, Self, TypeVar
+from typing import Any, Literal, Self, TypeVar
 
 Result = TypeVar("Result")
 Pieces = asyncio.Queue[tuple[float, bytes | None]]
@@ -49,13 +49,15 @@ class Faults:
 
     Attributes:
         flowing: cleared while nothing passes.
-        bytes_left: how many bytes may still pass before everything is cut; None: any number.
+        bytes_left: how many bytes may still pass before the fault that `then` names; None: any number.
+        then: ends all connections, or lets nothing more pass this way.
     """
 
     delay: float = 0.0
     flowing: asyncio.Event = field(default_factory=asyncio.Event)
     is_garbled: bool = False
     bytes_left: int | None = None
+    then: Literal["cut", "stall"] = "cut"
 
 
 class Proxy:
@@ -125,7 +127,11 @@ class Proxy:
 
     def cut_after(self, count: int, way: Way) -> None:
         """End every connection once `count` more bytes have passed this way, on all of them together."""
-        self._set(way, bytes_left=count)
+        self._set(way, bytes_left=count, then="cut")
+
+    def stall_after(self, count: int, way: Way) -> None:
+        """Let nothing pass this way once `count` more bytes have, on all connections together."""
+        self._set(way, bytes_left=count, then="stall")
 
     def delay(self, seconds: float, *way: Way) -> None:
         """Delay every byte, in order and at any throughput."""
@@ -167,7 +173,7 @@ class Proxy:
 
         return asyncio.run_coroutine_threadsafe(run(), self._loop).result()
 
-    def _set(self, *ways: Way, **faults: float | bool | int | None) -> None:
+    def _set(self, *ways: Way, **faults: float | bool | int | str | None) -> None:
         def switch() -> None:
             for way in ways or BOTH:
                 for name, value in faults.items():
@@ -262,15 +268,23 @@ class Proxy:
                 with suppress(OSError):  # it has gone
                     sink.shutdown(socket.SHUT_RDWR)
                 return
+            rest = b""
             if faults.bytes_left is not None:
-                piece = piece[: faults.bytes_left]
+                piece, rest = piece[: faults.bytes_left], piece[faults.bytes_left :]
                 faults.bytes_left -= len(piece)
-            with suppress(OSError):  # its end comes from the other direction
-                await self._loop.sock_sendall(sink, self._noise.randbytes(len(piece)) if faults.is_garbled else piece)
+            await self._pass(faults, sink, piece)
             if faults.bytes_left == 0:
                 faults.bytes_left = None
-                self._cut(reset=False)
-                return
+                if faults.then == "cut":
+                    self._cut(reset=False)
+                    return
+                faults.flowing.clear()
+                await faults.flowing.wait()
+                await self._pass(faults, sink, rest)
+
+    async def _pass(self, faults: Faults, sink: socket.socket, piece: bytes) -> None:
+        with suppress(OSError):  # its end comes from the other direction
+            await self._loop.sock_sendall(sink, self._noise.randbytes(len(piece)) if faults.is_garbled else piece)
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,6 +1,7 @@
 """The proxy between a server and a client of plain sockets: each fault has its effect, and in its direction alone."""
 
 import contextlib
+import random
 import select
 import socket
 import socketserver
@@ -90,6 +91,18 @@ def test_a_cut_after_a_count_lets_just_so_many_bytes_through(proxy: Proxy) -> No
         assert len(read(connection, 600)) == 400
     with connect(proxy) as another:
         assert echoes(another, bytes(2000)), "it cuts once"
+
+
+def test_a_stall_after_a_count_holds_the_rest_for_later(proxy: Proxy) -> None:
+    proxy.stall_after(1000, Way.DOWN)
+    with connect(proxy) as connection:
+        sent = random.randbytes(1500)
+        connection.sendall(sent)
+        assert read(connection, 1000) == sent[:1000]
+        assert not select.select([connection], [], [], 0.2)[0], "nothing passes"
+        proxy.flow(Way.DOWN)
+        assert read(connection, 500) == sent[1000:]
+        assert echoes(connection, bytes(2000)), "it stalls once"
 
 
 @pytest.mark.parametrize("way", BOTH)
