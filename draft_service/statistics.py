@@ -17,8 +17,9 @@ SAME = 0.01
 FIRM_ROUNDS = 10
 # Tokens that each sequence writes with `Decode` after drafting stopped. The first pause only measures `Decode`. After a
 # longer one drafting is tried again: it is so long that a trial, if it is like the last one, costs no more than this
-# share of the time.
-FIRST_PAUSE, LEAST_PAUSE, LONGEST_PAUSE, TRIAL_SHARE = 32, 64, 1024, 0.01
+# share of the time. It doubles after each trial that failed, up to this multiple: where sequences change over one by
+# one, a trial costs three times as much.
+FIRST_PAUSE, LEAST_PAUSE, LONGEST_PAUSE, TRIAL_SHARE, BACKOFF = 32, 64, 4096, 0.01, 4
 # Weight, in judged tokens, that the old statistics of a position keep when drafting is tried again.
 KEPT_FOR_A_TRIAL = 16.0
 # Prior of a chance of acceptance, and its weight in judged tokens.
@@ -35,8 +36,8 @@ ALIKE = 0.7
 PURE = 0.9
 # Weight of the last round in a running mean.
 RECENT = 1 / 32
-# Rounds of each sequence that the mean number of active sequences covers.
-REMEMBERED_ACTIVE = 1
+# Rounds of each sequence that the mean number of active sequences covers: of short texts several may end at once.
+REMEMBERED_ACTIVE = 8
 # Cycles of each sequence that a mean covers; the weight of the formula, in cycles; and the longest cycle that counts,
 # as a multiple of the formula.
 REMEMBERED_CYCLES, FORMULA_WEIGHT, LARGEST_RATIO = 128, 4, 2.0
@@ -330,9 +331,13 @@ class _Choice:
     pause: float = 0.0
 
     def stop(self, pause: float) -> None:
-        """Stop drafting, for so many tokens of each sequence if it did not last."""
+        """Stop drafting, for so many tokens of each sequence, or longer, if it did not last."""
         has_lasted = -self.left > self.pause
-        self.left = self.pause = FIRST_PAUSE if has_lasted else min(max(pause, LEAST_PAUSE), LONGEST_PAUSE)
+        if has_lasted:
+            self.pause = FIRST_PAUSE
+        else:
+            self.pause = min(max(pause, LEAST_PAUSE, min(2 * self.pause, BACKOFF * pause)), LONGEST_PAUSE)
+        self.left = self.pause
         self.drafts = False
 
     def resume(self) -> None:
