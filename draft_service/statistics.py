@@ -153,9 +153,11 @@ class _Cycles:
             old.fixed + weight * (step.fixed - old.fixed), old.per_token + weight * (step.per_token - old.per_token)
         )
 
-    def add(self, seconds: float, expected: float, active: int) -> None:
+    def add(self, seconds: float, expected: float, active: int, prior: float) -> None:
+        """Adds a cycle. `prior` is the ratio before the first one."""
         if not self.expected:
-            self.measured = self.expected = FORMULA_WEIGHT * active * expected
+            self.expected = FORMULA_WEIGHT * active * expected
+            self.measured = prior * self.expected
         kept = 1 - 1 / (REMEMBERED_CYCLES * active)
         self.measured = kept * self.measured + min(seconds, LARGEST_RATIO * expected)
         self.expected = kept * self.expected + expected
@@ -208,7 +210,7 @@ class CostModel:
     x and x₀ are measured cycles divided by these formulas, each with the cost of a step published at that time: a
     verifier is slower beside a busy draft. A cycle lasts from verdict to verdict; the first one from the start of the
     sequence. Measurements are kept for each power of two of B, since sequences that draft together wait for each other.
-    Where no `Decode` was measured, x₀ and its step are those of the nearest B that has them.
+    Where no cycle was measured, x and its step are those of the nearest B that has them.
 
     Attributes:
         active: B, a running mean: texts begin and end all the time.
@@ -233,8 +235,8 @@ class CostModel:
 
     @property
     def is_firm(self) -> bool:
-        """Whether there are enough proposals to decide against drafting."""
-        return self._now.rounds >= FIRM_ROUNDS * self.active
+        """Whether there are enough proposals, at some number of active sequences, to decide against drafting."""
+        return any(measured.rounds >= FIRM_ROUNDS << size for size, measured in self._by_size.items())
 
     @property
     def has_decoded(self) -> bool:
@@ -269,7 +271,8 @@ class CostModel:
         else:
             is_typical = round_.sequences > ALIKE * self.active
         if self.is_measured and is_typical and round_.seconds is not None and 0 < round_.seconds < math.inf:
-            cycles.add(round_.seconds, round_.decoded * self._formula(round_.drafted), self.active)
+            expected = round_.decoded * self._formula(round_.drafted)
+            cycles.add(round_.seconds, expected, self.active, prior=self._cycles(drafts=drafts).ratio or 1.0)
 
     def begin_trial(self) -> None:
         """Give the old measurements of proposals little weight: drafting is tried again."""
@@ -297,12 +300,12 @@ class CostModel:
         return gamma if self._tokens_per_pass == 1 else math.ceil(gamma / self._tokens_per_pass)
 
     def _cycles(self, *, drafts: bool) -> _Cycles:
-        """Return the cycles of proposals, or those of `Decode` at the nearest number of active sequences."""
-        if drafts or self._now.cycles[False].ratio is not None:
-            return self._now.cycles[drafts]
-        sizes = [size for size, measured in self._by_size.items() if measured.cycles[False].ratio is not None]
-        nearest = min(sizes, key=lambda size: abs(size - self.size), default=None)
-        return (self._now if nearest is None else self._by_size[nearest]).cycles[False]
+        """Return cycles of proposals or of `Decode`, at the nearest number of active sequences that has any."""
+        own = self._now.cycles[drafts]
+        sizes = [size for size, measured in self._by_size.items() if measured.cycles[drafts].ratio is not None]
+        if own.ratio is not None or not sizes:
+            return own
+        return self._by_size[min(sizes, key=lambda size: abs(size - self.size))].cycles[drafts]
 
     def _formula(self, gamma: float) -> float:
         """Return the cycle without x."""

@@ -1,0 +1,107 @@
+"""The cost model and the choice whether to draft: what they measure, and when drafting is tried again."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from itertools import pairwise
+
+import pytest
+
+from draft_service.statistics import LONGEST_PAUSE, AcceptanceStatistics, CostModel, JudgedRound
+from outrider.service.cost_model import CostLine
+
+CEILING = 16
+STEP_COST = CostLine(0.008, 0.0003)
+
+
+def test_trials_of_drafting_cost_less_than_a_percent_while_it_does_not_pay() -> None:
+    statistics, costs, pauses = AcceptanceStatistics(), CostModel(), [0.0]
+    seconds = lost = 0.0
+    for number in range(20_000):
+        before = statistics.pause
+        gamma = statistics.choose(costs, CEILING) if costs.is_measured else 5
+        pauses += [statistics.pause] if statistics.pause > before else []
+        round_ = judged(gamma, accepted=0)
+        if number > 5_000 and round_.seconds is not None:
+            seconds += round_.seconds
+            lost += round_.seconds - STEP_COST.seconds(1)
+        costs.add(round_)
+        statistics.add(round_, gamma)
+        if gamma:
+            statistics.accepted.add(0, 0.0)
+    assert pauses[:2] == [0, 32]
+    assert 100 < pauses[2] < 240 < 900 < max(pauses) < 1200 < LONGEST_PAUSE
+    assert all(1 <= after / before <= 2.1 for before, after in pairwise(pauses[2:])), "it doubles at most"
+    assert 0.0005 * seconds < lost < 0.005 * seconds
+
+
+def judged(gamma: int, accepted: int, active: int = 1) -> JudgedRound:
+    """A round: 1 ms for each drafted token, 1 ms of round trip, and a step of all active sequences."""
+    tokens = active * (gamma + 1)
+    step = STEP_COST.seconds(tokens)
+    overhead = 0.001 * (gamma + 1) if gamma else None
+    seconds = step + (overhead or 0.0)
+    return JudgedRound(
+        gamma, gamma, min(gamma, accepted + 1), accepted, (), overhead, step, STEP_COST, active, tokens, active,
+        seconds, 0.001 * gamma,
+    )  # fmt: skip
+
+
+def test_the_number_of_active_sequences_is_a_running_mean() -> None:
+    """Short texts begin and end all the time: with each change of B the choice might change too."""
+    costs = CostModel()
+    for number in range(10_000):
+        active = 9 + number * 7 % 16
+        step = CostLine(0.02, 0.0002)
+        costs.add(JudgedRound(3, 3, 3, 2, (), 0.004, 0.02, step, active, 4 * active, active, 0.03))
+    assert 15 <= costs.active <= 17
+
+
+def test_a_decode_is_as_slow_as_at_the_nearest_number_of_sequences_that_used_it() -> None:
+    """While texts begin or end, there is no time to measure it at each number of sequences."""
+    costs, step = CostModel(), CostLine(0.01, 0.001)
+    for active, seconds in ((16, 0.026), (4, 0.021)):  # at 4, it is 1.5 times the published step
+        decode = JudgedRound(0, step=step, active=active, tokens=active, sequences=active, seconds=seconds)
+        for round_ in (judged(4, accepted=0, active=active), decode):
+            for _ in range(500 * active):
+                costs.add(round_)
+    for _ in range(100):
+        costs.add(judged(4, accepted=0))
+    assert costs.active == 1
+    assert costs.has_decoded
+    assert costs.cycle(0) == pytest.approx(1.5 * step.seconds(1), rel=0.02)
+
+
+def test_at_another_number_of_sequences_it_begins_with_the_nearest_cycles() -> None:
+    """Proposals take 1.5 times what the formula says. With two sequences it need not learn that again."""
+    costs = CostModel()
+    for _ in range(600):
+        costs.add(slow(active=1))
+    assert costs.is_firm
+    while costs.active < 2 or not costs.is_measured:
+        costs.add(slow(active=2))
+        assert costs.is_firm
+    for _ in range(20):
+        costs.add(slow(active=2))
+    assert costs.cycle(4) == pytest.approx(slow(active=2).seconds, rel=0.02)
+
+
+def slow(active: int) -> JudgedRound:
+    usual = judged(4, accepted=2, active=active)
+    assert usual.seconds is not None
+    return replace(usual, seconds=1.5 * usual.seconds)
+
+
+@pytest.mark.parametrize("decoded", [1, 4])
+def test_a_verdict_of_several_decoded_tokens_counts_as_so_many(decoded: int) -> None:
+    """Their time is that of all, and so many tokens of the pause are over."""
+    costs, statistics = CostModel(), AcceptanceStatistics()
+    statistics._choice.drafts, statistics._choice.left = False, 512.0
+    for _ in range(20):
+        costs.add(judged(4, accepted=0))
+    for _ in range(512 // decoded):
+        verdict = JudgedRound(0, step=CostLine(0.01, 0.0), seconds=0.012 * decoded, decoded=decoded)
+        costs.add(verdict)
+        statistics.add(verdict, 0)
+    assert costs.cycle(0) == pytest.approx(0.012, rel=0.03)
+    assert statistics._choice.left == 0
