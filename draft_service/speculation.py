@@ -62,6 +62,9 @@ class Policy(ABC):
 
     pause: int = 0
 
+    def begins(self, active: int) -> None:  # noqa: B027  # most need not know
+        """The sequence begins, at a verifier that has `active` sequences."""
+
     @abstractmethod
     def next(self, most: int) -> int:
         """Return γ of the next round, in 0..`most`; 0 is `Decode`. Called once a round, before anything is drafted."""
@@ -123,6 +126,9 @@ class Adaptive(Policy):
         self._gamma = min(gamma, ceiling)
         self._wanted = self._gamma  # γ of the current round, if the text had not to end
         self._has_begun = False
+
+    def begins(self, active: int) -> None:
+        self._costs.expect(active)
 
     def next(self, most: int) -> int:
         most = min(most, self._ceiling)
@@ -264,6 +270,11 @@ class SequenceGamma:
     def pause(self) -> int:
         """See `Policy`."""
         return int(GAMMA.bounded(lambda: self._policy.pause, 0, low=0, high=MOST_DECODED))
+
+    @GAMMA.quiet
+    def begins(self, active: int) -> None:
+        """See `Policy`."""
+        self._policy.begins(active)
 
     def next(self, most: int) -> int:
         """See `Policy`."""

@@ -223,6 +223,7 @@ class CostModel:
         self.active = 1
         self.size = 0
         self._mean_active = 0.0
+        self._most_active = 1
         self._step = CostLine(0.0, 0.0)
         self._by_size: dict[int, _Measured] = {}
         self._now = _Measured(0)  # at the current number of active sequences
@@ -246,13 +247,11 @@ class CostModel:
     def add(self, round_: JudgedRound) -> None:
         """Record a round. Only typical rounds are measured: no `Decode` beside proposals, for example."""
         active = max(1, round_.active)
-        self._mean_active += (active - self._mean_active) / (REMEMBERED_ACTIVE * active if self._mean_active else 1)
-        self.active = max(1, round(self._mean_active))
+        weight = 1 / (REMEMBERED_ACTIVE * active) if self._mean_active else 1.0
+        self._most_active = max(self._most_active, active)
+        self._set_active(self._mean_active + weight * (active - self._mean_active))
         self._step = round_.step or CostLine(round_.at_verifier, 0.0)
-        self.size = (self.active - 1).bit_length()
-        if self.size not in self._by_size:
-            self._by_size[self.size] = _Measured(self.size)
-        measured = self._now = self._by_size[self.size]
+        measured = self._now
         drafts = round_.drafted > 0
         self._drafting += (drafts - self._drafting) / (4 * self.active)
         if (self._drafting if drafts else 1 - self._drafting) < PURE:
@@ -274,6 +273,14 @@ class CostModel:
             expected = round_.decoded * self._formula(round_.drafted)
             cycles.add(round_.seconds, expected, self.active, prior=self._cycles(drafts=drafts).ratio or 1.0)
 
+    def expect(self, active: int) -> None:
+        """Raise B at once if a sequence begins at a verifier with more than twice as many. Not above the largest B so
+        far: some of them may wait in its queue.
+        """
+        active = min(active, self._most_active)
+        if active > 2 * self._mean_active:
+            self._set_active(active)
+
     def begin_trial(self) -> None:
         """Give the old measurements of proposals little weight: drafting is tried again."""
         drafts = self._now.cycles[True]
@@ -294,6 +301,12 @@ class CostModel:
             expected += reached
             rates.append(expected / self.cycle(drafted_share * (position + 1)))
         return rates
+
+    def _set_active(self, mean: float) -> None:
+        self._mean_active = mean
+        self.active = max(1, round(mean))
+        self.size = (self.active - 1).bit_length()
+        self._now = self._by_size.setdefault(self.size, _Measured(self.size))
 
     def _passes(self, gamma: float) -> float:
         """Return the draft's passes for a proposal; `gamma` may be a mean."""

@@ -57,6 +57,25 @@ def test_the_number_of_active_sequences_is_a_running_mean() -> None:
     assert 15 <= costs.active <= 17
 
 
+def test_sequences_that_begin_together_count_before_their_first_verdicts() -> None:
+    """Otherwise all texts of a burst draft, as after a pause the last verdict was of one sequence."""
+    costs = CostModel()
+    for active in (16, 1):
+        for _ in range(1000):
+            costs.add(judged(4, accepted=0, active=active))
+    assert costs.active == 1
+    costs.expect(6)
+    assert (costs.active, costs.size) == (6, 3)
+    for active in (3, 11):  # a sequence that begins ends no other; those that end are counted for a moment
+        costs.expect(active)
+        assert costs.active == 6
+    costs.expect(100)
+    assert costs.active == 16, "the others may wait in the queue"
+    for _ in range(50):
+        costs.add(judged(4, accepted=0))
+    assert costs.active == 1
+
+
 def test_a_decode_is_as_slow_as_at_the_nearest_number_of_sequences_that_used_it() -> None:
     """While texts begin or end, there is no time to measure it at each number of sequences."""
     costs, step = CostModel(), CostLine(0.01, 0.001)
