@@ -272,9 +272,9 @@ class SequenceGamma:
         return int(GAMMA.bounded(lambda: self._policy.pause, 0, low=0, high=MOST_DECODED))
 
     @GAMMA.quiet
-    def begins(self, active: int) -> None:
-        """See `Policy`."""
-        self._policy.begins(active)
+    def begins(self, load: Callable[[], int]) -> None:
+        """See `Policy`; `load` returns the sequences at the verifier."""
+        self._policy.begins(load())
 
     def next(self, most: int) -> int:
         """See `Policy`."""

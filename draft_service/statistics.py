@@ -306,7 +306,9 @@ class CostModel:
         self._mean_active = mean
         self.active = max(1, round(mean))
         self.size = (self.active - 1).bit_length()
-        self._now = self._by_size.setdefault(self.size, _Measured(self.size))
+        if self.size not in self._by_size:
+            self._by_size[self.size] = _Measured(self.size)
+        self._now = self._by_size[self.size]
 
     def _passes(self, gamma: float) -> float:
         """Return the draft's passes for a proposal; `gamma` may be a mean."""
@@ -315,10 +317,11 @@ class CostModel:
     def _cycles(self, *, drafts: bool) -> _Cycles:
         """Return cycles of proposals or of `Decode`, at the nearest number of active sequences that has any."""
         own = self._now.cycles[drafts]
-        sizes = [size for size, measured in self._by_size.items() if measured.cycles[drafts].ratio is not None]
-        if own.ratio is not None or not sizes:
+        if own.ratio is not None:
             return own
-        return self._by_size[min(sizes, key=lambda size: abs(size - self.size))].cycles[drafts]
+        sizes = [size for size, measured in self._by_size.items() if measured.cycles[drafts].ratio is not None]
+        nearest = min(sizes, key=lambda size: abs(size - self.size), default=None)
+        return own if nearest is None else self._by_size[nearest].cycles[drafts]
 
     def _formula(self, gamma: float) -> float:
         """Return the cycle without x."""
@@ -352,7 +355,8 @@ class _Choice:
         if has_lasted:
             self.pause = FIRST_PAUSE
         else:
-            self.pause = min(max(pause, LEAST_PAUSE, min(2 * self.pause, BACKOFF * pause)), LONGEST_PAUSE)
+            longer = min(2 * self.pause, BACKOFF * pause)
+            self.pause = min(max(pause, longer, LEAST_PAUSE), LONGEST_PAUSE)
         self.left = self.pause
         self.drafts = False
 

@@ -174,6 +174,21 @@ async def test_tokens_are_the_same_after_any_fault(rule: Rule, proxies: list[Pro
             proxy.heal()
 
 
+async def test_the_least_load_counts_open_sequences(proxies: list[Proxy], real: ServiceProcess) -> None:
+    """At the replica with the fewest: the other one of two has none."""
+    async with matched(real) as verifiers:
+        stream = FailoverStream(verifiers, text(Rule.COUPLED), timeout=60.0)
+        await stream.open()
+        assert verifiers.least_load() == 1
+        stream.cancel()
+        assert verifiers.least_load() == 0
+    async with matched(*proxies[:2]) as verifiers:
+        stream = FailoverStream(verifiers, text(Rule.COUPLED), timeout=60.0)
+        await stream.open()
+        assert verifiers.least_load() == 0
+        stream.cancel()
+
+
 async def test_a_sequence_waits_for_the_failover_budget_and_continues(
     proxies: list[Proxy], real: ServiceProcess
 ) -> None:

@@ -288,6 +288,9 @@ class Broken(Policy):
             raise self._answer
         return self._answer
 
+    def begins(self, active: int) -> None:
+        raise ValueError("broken")
+
     def observe(self, round_: JudgedRound) -> None:
         raise ValueError("broken")
 
@@ -298,6 +301,8 @@ class Broken(Policy):
 )
 def test_a_policy_that_fails_leaves_gamma_within_bounds(answer: Any, gamma: int) -> None:
     sequence = sequence_gamma(Broken(answer))
+    for load in (lambda: 3, lambda: 1 // 0):
+        sequence.begins(load)
     for _ in range(3):
         assert sequence.next(6) == sequence.gamma == gamma
         sequence.sent(None)

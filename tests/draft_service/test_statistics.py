@@ -57,6 +57,13 @@ def test_the_number_of_active_sequences_is_a_running_mean() -> None:
     assert 15 <= costs.active <= 17
 
 
+def test_texts_that_end_together_leave_the_number_of_active_sequences() -> None:
+    costs = CostModel()
+    for active in [4] * 200 + [1]:
+        costs.add(judged(4, accepted=0, active=active))
+    assert costs.size == 2
+
+
 def test_sequences_that_begin_together_count_before_their_first_verdicts() -> None:
     """Otherwise all texts of a burst draft, as after a pause the last verdict was of one sequence."""
     costs = CostModel()
