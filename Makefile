@@ -102,7 +102,7 @@ gpu: $(if $(DRY),$(DEV))
 # Without the usual dependencies of torch and transformers: the machine has those.
 GPU_WHEELS = grpcio grpcio-health-checking grpcio-status grpcio-reflection protobuf googleapis-common-protos structlog \
 	pydantic pydantic-core pydantic-settings annotated-types typing-inspection python-dotenv pytest-asyncio \
-	pytest-timeout prometheus-client matplotlib click rich
+	pytest-timeout prometheus-client opentelemetry-api matplotlib click rich
 GPU_PYTHON_VERSION ?= 3.12
 gpu-wheels:
 	@$(PYTHON) -m pip download --quiet --no-deps --only-binary=:all: --python-version $(GPU_PYTHON_VERSION) \
