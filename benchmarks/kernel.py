@@ -12,6 +12,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from functools import cached_property, lru_cache, partial
+from inspect import signature
 from itertools import product
 from pathlib import Path
 from typing import Any, Self
@@ -184,10 +185,12 @@ def transformers(case: Case) -> Ready:
     if case.shape.B > MOST_ALONE:
         raise Unavailable(f"it takes one sequence at a time, not {case.shape.B}")
     logits, draft_logits, drafted = case.logits, case.draft_logits, case.drafted
+    # Some releases also ask whether the draft has ended.
+    more = {"is_done_candidate": False} if "is_done_candidate" in signature(_speculative_sampling).parameters else {}
 
     def run() -> list[Any]:
         return [
-            _speculative_sampling(drafted[b : b + 1], q[None].float(), case.shape.gamma, p[None].float())
+            _speculative_sampling(drafted[b : b + 1], q[None].float(), case.shape.gamma, p[None].float(), **more)
             for b, (p, q) in enumerate(zip(logits, draft_logits, strict=True))
         ]
 

@@ -302,8 +302,10 @@ def walk_block(rows, stats, terms, drafts, beta, TILE: tl.constexpr, TILES: tl.c
     tau = tl.zeros_like(terms.gamma)
     bad = terms.gamma < 0
     P = terms.lenience * 0 + 1.0
-    kept = P
-    u_before = P
+    # Values of their own: Triton does not carry a variable through a loop that gives it another's value, where both
+    # began as the same value.
+    kept = terms.lenience * 0 + 1.0
+    u_before = terms.lenience * 0 + 1.0
     start = tl.zeros_like(terms.gamma)
     while start < terms.gamma:
         group = _group(rows, stats, terms, drafts, start, TILES)
