@@ -112,7 +112,8 @@ def _shape(bench: GpuBench, shape: Shape, bandwidth: float) -> Json:
 
     def outrider(name: str) -> Write:
         length = len(task.token_ids) + plan.alone_tokens + max(8, plan.gamma + 1)
-        streams.append(Stream(bench.timer, one_stream(loaded, length, graphs=name == GRAPHS, widths=widths)))
+        sizes = (*widths, plan.prompt_tokens)  # a verifier captures as many rows for its other sequences
+        streams.append(Stream(bench.timer, one_stream(loaded, length, graphs=name == GRAPHS, widths=sizes)))
         return streams[-1].write
 
     # transformers first, and on weights of its own: a fused decoder replaces those that it is made of.

@@ -312,15 +312,15 @@ class HostBatch:
         return HostBatch(*(part.numpy() for part in _split(buffer, shape)))
 
     def padded(self, shape: Shape, *, null_position: int) -> "HostBatch":
-        """The batch padded to `shape`, the fixed size of a CUDA graph. All rows have logits.
+        """The batch padded to `shape`, the fixed size of a CUDA graph.
 
         Padding rows belong to no sequence and write to `null_position`; padding sequences have no rows.
 
         Raises:
-            ValueError: the batch does not fit `shape`, or a row has no logits.
+            ValueError: the batch does not fit `shape`.
         """
-        (T, R, S, P, W), (rows, _, sequences, blocks, work) = self.shape, shape
-        if not all((T == R, rows >= T, sequences >= S, blocks >= P, work >= W)):
+        (T, R, S, P, W), (rows, wanted, sequences, blocks, work) = self.shape, shape
+        if not all((rows >= T, wanted >= R, sequences >= S, blocks >= P, work >= W)):
             raise ValueError(
                 f"a batch of {self.shape} (rows, rows with logits, sequences, blocks, work items) does not fit {shape}"
             )
@@ -330,7 +330,7 @@ class HostBatch:
             tokens=_fill(self.tokens, rows, 0),
             positions=_fill(self.positions, rows, 0),
             slot_mapping=_fill(self.slot_mapping, rows, null_position),
-            rows=np.arange(rows, dtype=_LONG),
+            rows=_fill(self.rows, wanted, 0),
             row_starts=_fill(self.row_starts, sequences + 1, T),
             lengths=_fill(self.lengths, sequences, 0),
             block_tables=block_tables,

@@ -1,8 +1,9 @@
 """Runs paged batches: eagerly, or as CUDA graphs captured for frequent sizes.
 
-A batch in which every row has logits (rounds, single steps) is padded to the next captured size and replayed as one
+A batch of rounds, single steps and short pieces of prompts is padded to the next captured size and replayed as one
 call. A batch that fits no graph runs eagerly. A graph reads and writes the same tensors each time: `GraphRunner` copies
-the batch there before each replay. Without CUDA, a "capture" is the function itself.
+the batch there before each replay, and it computes the logits of all rows. Without CUDA, a "capture" is the function
+itself.
 """
 
 import time
@@ -62,6 +63,10 @@ class PagedRunner:
         batch = to_device(host_batch, self.memory, self.attention, self.device)
         return self.program(batch.tokens, batch, None if len(host_batch.rows) == len(host_batch.tokens) else batch.rows)
 
+
+MOST_PROMPT_ROWS = 256
+"""The most rows of a replayed batch in which some need no logits. Where it has more, a GPU is busy for longer than the
+host needs to launch the operations, and logits that nobody needs cost more than the graph saves."""
 
 # The first runs allocate workspaces, compile kernels and choose matmul algorithms, which a capture cannot do.
 _WARM_UPS = 2
@@ -168,6 +173,7 @@ class _Captured:
     shape: Shape
     staging: Tensor
     buffer: Tensor
+    wanted: Tensor  # the rows that need logits, a part of `buffer`
     logits: Tensor
     replay: Callable[[], None]
 
@@ -176,9 +182,9 @@ class _Captured:
         return self.shape[0]
 
     def takes(self, host_batch: HostBatch) -> bool:
-        """Whether a batch fits and has logits in every row."""
+        """Whether a batch fits; one with rows that need no logits must be short."""
         T, R, S, _, _ = host_batch.shape
-        return T == R <= self.rows and self.shape[2] >= S
+        return self.rows >= T and self.shape[2] >= S and (R == T or T <= MOST_PROMPT_ROWS)
 
 
 class GraphRunner:
@@ -204,11 +210,6 @@ class GraphRunner:
         """The captured sizes in rows, ascending."""
         return [each.rows for each in self._captured]
 
-    def find(self, host_batch: HostBatch) -> int | None:
-        """The size of the graph that runs a batch; None if it runs eagerly."""
-        captured = self._find(host_batch)
-        return None if captured is None else captured.rows
-
     @torch.inference_mode()
     def run(self, host_batch: HostBatch) -> Tensor:
         """See `outrider.runtime.cuda_graph.Runner`."""
@@ -224,7 +225,9 @@ class GraphRunner:
             self._copied = torch.cuda.Event()
             self._copied.record()
         captured.replay()
-        return captured.logits.narrow(0, 0, len(host_batch.tokens))
+        T, R, *_ = host_batch.shape
+        logits = captured.logits.narrow(0, 0, T)
+        return logits if R == T else logits.index_select(0, captured.wanted.narrow(0, 0, R))
 
     @torch.inference_mode()
     def capture(
@@ -290,7 +293,7 @@ class GraphRunner:
             if (found := eager.program(batch.tokens, batch, None)) is not own:
                 own.copy_(found)
 
-        return _Captured(shape, staging, buffer, own, capturer.capture(run))
+        return _Captured(shape, staging, buffer, batch.rows, own, capturer.capture(run))
 
     def _logits(self, rows: int) -> Tensor:
         return torch.zeros(rows, self._vocab_size, dtype=self.eager.dtype, device=self.eager.device)

@@ -276,15 +276,8 @@ class CapturedSteps:
         assert model_runner.paged_runner is not None
         for chunk, own in zip(chunks, draws, strict=True):
             pool.grow(chunk.slot, chunk.start + len(chunk.tokens) + len(own) - 1)
-        # A graph returns logits of every row, so short chunks need them all.
-        host_batch = build_batch([replace(chunk, logits_from=0) for chunk in chunks], pool)
-        last = host_batch.row_starts[1:] - 1
-        if model_runner.captured is None or model_runner.captured.find(host_batch) is None:
-            host_batch = build_batch([replace(chunk, logits_from=len(chunk.tokens) - 1) for chunk in chunks], pool)
-            last = np.arange(len(chunks))
-        logits = model_runner.paged_runner.run(host_batch)
-        if len(logits) > len(last):
-            logits = logits.index_select(0, torch.from_numpy(last).to(logits.device))
+        last = [replace(chunk, logits_from=len(chunk.tokens) - 1) for chunk in chunks]
+        logits = model_runner.paged_runner.run(build_batch(last, pool))
         buffers = next(each for each in self._buffers if each.sequences >= len(chunks))
         buffers.fill(chunks, [pool.block_table(chunk.slot) for chunk in chunks], logits, draws)
         buffers.run(max(map(len, draws)) - 1, greedily=all(own[0].params.is_greedy for own in draws))

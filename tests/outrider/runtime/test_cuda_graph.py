@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from outrider.runtime import batch
+from outrider.runtime import batch, cuda_graph
 from outrider.runtime.cuda_graph import CannotCapture, GraphRunner, PagedRunner, Repeating, buckets_for
 from outrider.runtime.loader import LoadedModel
 from outrider.runtime.model_runner import Chunk, ModelRunner
@@ -43,11 +43,12 @@ def test_a_captured_step_gives_the_logits_of_an_eager_one(
     eager, model = build(load, name, dtype), build(load, name, dtype)
     assert capture(model) == f"{len(SIZES)} of {len(SIZES)} sizes"
     assert model.captured is not None
-    find, replayed = model.captured._find, list[int | None]()
+    find, replayed, chosen = model.captured._find, list[int | None](), list[bool]()
 
     def record(host_batch: batch.HostBatch) -> Any:
         found = find(host_batch)
         replayed.append(None if found is None else found.rows)
+        chosen.append(found is not None and len(host_batch.rows) < len(host_batch.tokens))
         return found
 
     monkeypatch.setattr(model.captured, "_find", record)
@@ -59,6 +60,19 @@ def test_a_captured_step_gives_the_logits_of_an_eager_one(
         assert torch.allclose(one.float(), other.float(), atol=allowed)
     assert len(set(replayed)) > 6, "several sizes"
     assert None in replayed, "and steps without a graph"
+    assert any(chosen), "and rows that need no logits, in a graph"
+
+
+def test_long_batches_with_rows_that_need_no_logits_run_eagerly(load: Load, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A graph computes the logits of all rows."""
+    monkeypatch.setattr(cuda_graph, "MOST_PROMPT_ROWS", 4)
+    model = build(load)
+    capture(model)
+    assert model.captured is not None
+    slot = model.pool.allocate()
+    for count, wanted, rows in ((4, 1, 4), (5, 1, None), (5, 5, 6)):
+        found = model.captured._find(batch.build_batch([Chunk(slot, [5] * count, 0, count - wanted)], model.pool))
+        assert (found and found.rows) == rows
 
 
 class FakeCapturer:

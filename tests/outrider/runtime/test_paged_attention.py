@@ -161,7 +161,9 @@ def test_captured_steps_continue_in_new_stretches(load: Load, monkeypatch: pytes
         found = model.forward([Chunk(slot, text[-1:], len(text) - 1, 0)])
         assert torch.allclose(found, rows[-1:], atol=2e-5)
     ends = [Chunk(slots[i], [7, 8], held[i][1], 0) for i in (2, 1)]  # the first has one stretch, the other several
-    assert model.captured.find(build_batch(ends, model.pool)) == 4
+    captured = model.captured._find(build_batch(ends, model.pool))
+    assert captured is not None
+    assert captured.rows == 4
     wanted = torch.cat([plain.forward([Chunk(held[i][0], [7, 8], held[i][1], 0)]) for i in (2, 1)])
     assert torch.allclose(model.forward(ends), wanted, atol=2e-5)
 
