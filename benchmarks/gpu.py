@@ -36,11 +36,12 @@ from outrider.runtime.loader import LoadedModel
 Result = TypeVar("Result")
 
 RUNS: dict[int, dict[str, float]] = {
-    1: {"choices": 60.0, "tests": 320.0, "memcheck": 120.0},
-    2: {"kernel": 200.0, "alone": 280.0},
-    3: {"pair": 260.0, "streams": 120.0, "engine": 90.0},
+    1: {"choices": 40.0, "tests": 440.0},
+    2: {"kernel": 60.0, "alone": 120.0, "pair": 130.0, "streams": 120.0, "engine": 40.0},
+    3: {"memcheck": 480.0},
 }
 """The parts of each run, with the seconds of each."""
+WITH_SERVICES = ("pair", "streams", "engine")
 BUDGETS = {name: seconds for parts in RUNS.values() for name, seconds in parts.items()}
 RUN_SECONDS = 500.0
 """After so much of a run no part begins; the rest of nine minutes is for imports."""
@@ -183,12 +184,12 @@ class GpuBench:
 PARTS: dict[str, Callable[[GpuBench], Json]] = {
     "choices": gpu_checks.choices,
     "tests": gpu_checks.tests,
-    "memcheck": gpu_checks.memcheck,
     "kernel": gpu_speed.kernel,
     "alone": gpu_speed.alone,
     "pair": gpu_speed.pair,
     "streams": gpu_speed.streams,
     "engine": gpu_speed.engine,
+    "memcheck": gpu_checks.memcheck,
 }
 
 
@@ -256,7 +257,7 @@ def _measure(bench: GpuBench, parts: Sequence[str], path: Path, document: Json, 
         if time.monotonic() > end:
             progress(f"the time is over; --resume goes on with {', '.join(left[nth:])}")
             return
-        if name not in RUNS[3]:
+        if name not in WITH_SERVICES:
             bench.close_services()
         progress(f"{nth + 1} of {len(left)}, {name}: up to {BUDGETS[name]:.0f} s")
         done[name] = _part(bench, name) | {"device": bench.timer.describe(), "versions": versions}

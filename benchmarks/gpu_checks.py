@@ -46,7 +46,7 @@ if TYPE_CHECKING:
     from benchmarks.gpu import GpuBench
 
 GROUPS = {
-    "tests/kernels": min(6, max(1, (os.cpu_count() or 1) // 2)),  # they mostly compile
+    "tests/kernels": min(12, max(1, (os.cpu_count() or 1) * 3 // 4)),  # they mostly compile
     "tests/outrider": 1,
     "tests/exactness": 1,
     "tests/benchmarks": 1,

@@ -49,6 +49,7 @@ if TYPE_CHECKING:
 
 GRAPHS, EAGER = "Outrider, graphs", "Outrider, eager"
 ALONE, PAIR, ASSISTED = "target alone", "the pair", "assisted generation"
+ADAPTIVE = "the pair, adaptive γ"
 
 _CAPTURE_SECONDS, _CAPTURE_BYTES = 60.0, 4096 * MIB
 _GREEDY = SamplingParams(temperature=0.0)
@@ -249,7 +250,8 @@ def _row(alpha: float, arms: Json) -> Json:
 
 def streams(bench: GpuBench) -> Json:
     services, plan = bench.services(), bench.plan
-    servers = {ALONE: OutriderServer(services, gamma=0), PAIR: OutriderServer(services, gamma=plan.gamma)}
+    gammas = {ALONE: {"gamma": 0}, PAIR: {"gamma": plan.gamma}, ADAPTIVE: {}}
+    servers = {name: OutriderServer(services, **how) for name, how in gammas.items()}
 
     def tasks(n: int, turn: int) -> list[Task]:
         count = max(_LEAST_TEXTS, _STREAM_TEXTS * n)

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from benchmarks import gpu, gpu_checks
+from benchmarks import gpu, gpu_checks, gpu_speed
 from benchmarks.gpu import DRY, DRY_RUN, FULL, PARTS, RUN_SECONDS, RUNS, GpuBench
 from benchmarks.harness import Json
 from benchmarks.synthetic_models import TINY_DRAFT, TINY_TARGET, KnownText, build
@@ -29,9 +29,9 @@ def test_a_dry_run_of_one_run_measures_its_parts_and_says_that_it_means_nothing(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("benchmarks.engine.LEAST_PASSES", 1)
-    code, document = dry_run(tmp_path / "gpu.json", "--run", "3")
+    code, document = dry_run(tmp_path / "gpu.json", "--run", "2")
     assert code == 0
-    assert list(document["parts"]) == list(RUNS[3])
+    assert list(document["parts"]) == list(RUNS[2])
     check_services(document)
     assert (document["meaning"], document["aims"]) == (DRY_RUN, [])
     assert DRY_RUN in (tmp_path / "gpu.md").read_text()
@@ -81,7 +81,8 @@ def check_services(document: Json) -> None:
         assert row["found_alpha"] == pytest.approx(accepted / judged, abs=1e-6)  # of the synthetic draft
         assert row["assisted_tokens_per_pass"] == pytest.approx(DRY.pair_tokens / passes, rel=0.35)
     for row in figures["streams"]["rows"]:
-        assert (row["tokens_per_round"] > 1) == (row["contender"] == "the pair")
+        # The target alone may write several tokens in a row.
+        assert row["tokens_per_round"] > (1 if row["contender"] == gpu_speed.PAIR else 0)
         assert row["ttft_ms"]["p99"] > 0
     assert 0 < figures["engine"]["rows"][0]["share"] < 1
 

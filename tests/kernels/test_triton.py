@@ -5,7 +5,9 @@ For these kernels too, `test_rules` has the edges of each rule, and `test_verify
 
 from __future__ import annotations
 
+import ast
 import random
+from collections.abc import Iterator
 
 import numpy as np
 import pytest
@@ -19,6 +21,7 @@ from kernels.verify import Proposed, Rule, VerifyResult
 from tests.kernels.cases import LAST, coupled, n_differing, propose, random_batch
 from tests.kernels.paths import TRITON, verify_by_triton
 from tests.kernels.reference import verify as reference
+from tests.project.tree import ROOT
 
 pytestmark = TRITON.marks
 TILE = 2048  # of vocabularies of up to 2^17
@@ -79,6 +82,32 @@ def test_all_of_a_large_support_counts(rule: Rule) -> None:
         propose(tuple(each.token_at(1 - u) for each in q), q, (u, 1 - u), resample=u * 7 % 1, rule=rule) for u in grid
     ]
     assert len({each.accepted for each in verified(z.repeat(12, 1), proposals)}) > 1
+
+
+def device_functions() -> Iterator[ast.FunctionDef]:
+    """Yield the functions that Triton compiles."""
+    for path in sorted((ROOT / "kernels").glob("*.py")):
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            if isinstance(node, ast.FunctionDef) and "triton.jit" in "".join(map(ast.unparse, node.decorator_list)):
+                yield node
+
+
+def test_no_variable_enters_a_loop_as_the_same_value_as_another() -> None:
+    """If a loop sets such a variable to the other, Triton does not carry it to the next turn, nor out of the loop. The
+    interpreter does, so only this test, or a GPU, shows it.
+    """
+    found, loops = [], 0
+    for function in device_functions():
+        nodes = list(ast.walk(function))
+        copies = [node for node in nodes if isinstance(node, ast.Assign) and isinstance(node.value, ast.Name)]
+        for loop in (node for node in nodes if isinstance(node, ast.For | ast.While)):
+            names = (node for node in ast.walk(loop) if isinstance(node, ast.Name))
+            changed = {node.id for node in names if isinstance(node.ctx, ast.Store)}
+            pairs = (ast.unparse(node).split(" = ") for node in copies if node.lineno < loop.lineno)
+            found += [(function.name, *pair) for pair in pairs if changed.issuperset(pair)]
+            loops += 1
+    assert found == []
+    assert loops > 10
 
 
 def _agreeable(rule: Rule, gamma: int, K: int, V: int, seed: int) -> tuple[Tensor, Proposed]:
