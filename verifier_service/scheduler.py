@@ -182,8 +182,13 @@ class Scheduler:
         sequence gets every other step for itself. In the planned step, rounds are before pieces of prompts.
         """
         ready = self._isolate([item for item in rounds if _may_run(*item)])
-        prompts = [item for item in ready if self._behind(item[0]) > 1]
-        order = [item for item in ready if self._behind(item[0]) == 1 and item[1] is not None] + prompts
+        order, prompts = list[_Ready](), list[_Ready]()
+        for item in ready:
+            if self._is_prompt(item[0]):
+                prompts.append(item)
+            elif item[1] is not None:
+                order.append(item)
+        order += prompts
         if self.is_short:
             order.sort(key=lambda item: item[0].arrival)
             self.is_short = False
@@ -192,8 +197,7 @@ class Scheduler:
         budget = self._max_batch_tokens
         reserved = int(PROMPT_SHARE * budget) if prompts else 0
         for sequence, round_ in order:
-            is_prompt = self._behind(sequence) > 1
-            left = budget if is_prompt else budget - reserved
+            left = budget if not prompts or self._is_prompt(sequence) else budget - reserved
             encodes = self._lacks_encoder(sequence)
             if (left < 1 and plan.work) or (encodes and has_encoder):
                 continue
@@ -255,10 +259,10 @@ class Scheduler:
         encoder_slot = self._pool.encoder_slot(sequence.slot)
         return encoder_slot is None or not self._pool.length(encoder_slot)
 
-    def _behind(self, sequence: TargetSequence) -> int:
-        """Tokens that are not in the KV cache."""
+    def _is_prompt(self, sequence: TargetSequence) -> bool:
+        """Whether tokens before its last one are not in the KV cache."""
         assert sequence.slot is not None
-        return len(sequence.tokens) - self._pool.length(sequence.slot)
+        return len(sequence.tokens) - self._pool.length(sequence.slot) > 1
 
     # ------------------------------------------------------------------------------------------------------- blocks
 
@@ -266,11 +270,13 @@ class Scheduler:
         """Reserves blocks for all tokens of a sequence and its round; may preempt others."""
         slot = sequence.slot
         assert slot is not None
+        length = len(sequence.tokens) + (0 if round_ is None else len(sequence.drafted(round_)))
+        if not self._pool.blocks_needed(slot, length):  # as in most steps
+            return True
         begins = self._pool.is_empty(slot)
         # Tokens of a prompt are scored by the rows before them, so those rows must run.
         looks_up = begins and sequence.is_scored
         known = self._adopt(sequence, slot) if looks_up else 0
-        length = len(sequence.tokens) + (0 if round_ is None else len(sequence.drafted(round_)))
         # A new sequence leaves each other one a block to grow, or it would soon be preempted itself.
         spare = self._pool.holders if begins else 0
         given = grow_with_preemption(

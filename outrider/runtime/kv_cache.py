@@ -205,11 +205,11 @@ class KVPool:
 
     def blocks_needed(self, slot: int, length: int) -> int:
         """The number of free blocks that `grow` would take."""
-        held = self._of(slot)
-        lacking = max(0, self.blocks_for(length) - len(held.block_table))
-        inside, offset = divmod(held.length, self.block_tokens)
-        shared = offset and length > held.length and self.blocks.ref_count(held.block_table[inside]) > 1
-        return lacking + bool(shared)
+        held, size = self._of(slot), self.block_tokens
+        lacking = max(0, -(-length // size) - len(held.block_table))
+        if held.length < length and held.length % size:
+            lacking += self.blocks.ref_count(held.block_table[held.length // size]) > 1  # it is copied
+        return lacking
 
     def grow(self, slot: int, length: int) -> None:
         """Takes blocks for positions up to `length`, and copies a shared block before it is written.
