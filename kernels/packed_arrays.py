@@ -4,9 +4,9 @@ kernels expect.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
-from itertools import accumulate
 
 import numpy as np
 import torch
@@ -24,9 +24,14 @@ class Field:
     shape: tuple[int, ...]
 
     @property
-    def nbytes(self) -> int:
-        """Its size in bytes."""
-        return int(np.prod(self.shape)) * np.dtype(self.type).itemsize
+    def size(self) -> int:
+        """The number of its elements."""
+        return math.prod(self.shape)
+
+    @property
+    def itemsize(self) -> int:
+        """The size of an element in bytes."""
+        return np.dtype(self.type).itemsize
 
 
 class PackedArrays:
@@ -34,10 +39,13 @@ class PackedArrays:
 
     def __init__(self, fields: Mapping[str, Field]) -> None:
         """Lay the arrays out, one after the other."""
-        ends = list(accumulate((-(-field.nbytes // _EDGE) * _EDGE for field in fields.values()), initial=0))
-        self._fields = dict(fields)
-        self._starts = dict(zip(fields, ends, strict=False))
-        self.nbytes = max(ends[-1], _EDGE)
+        self._fields: dict[str, tuple[Field, slice]] = {}  # with its elements in a buffer of its type
+        end = 0
+        for name, field in fields.items():
+            first = end // field.itemsize
+            self._fields[name] = field, slice(first, first + field.size)
+            end += -(-field.size * field.itemsize // _EDGE) * _EDGE
+        self.nbytes = max(end, _EDGE)
 
     def buffer(self, device: torch.device, pinned: bool = False) -> Tensor:
         """Return an uninitialised buffer for all arrays, uint8 `[nbytes]`."""
@@ -45,17 +53,11 @@ class PackedArrays:
 
     def arrays(self, buffer: Tensor) -> dict[str, np.ndarray]:
         """Return views of the arrays in `buffer`, on the host."""
-        return {
-            name: buffer[start : start + field.nbytes].numpy().view(field.type).reshape(field.shape)
-            for name, field, start in self._placed()
-        }
+        host = buffer.numpy()
+        typed = {each: host.view(each) for each in _TORCH}
+        return {name: typed[each.type][part].reshape(each.shape) for name, (each, part) in self._fields.items()}
 
     def tensors(self, buffer: Tensor) -> dict[str, Tensor]:
         """Return views of the arrays in `buffer` as tensors, on any device."""
-        return {
-            name: buffer[start : start + field.nbytes].view(_TORCH[field.type]).view(field.shape)
-            for name, field, start in self._placed()
-        }
-
-    def _placed(self) -> list[tuple[str, Field, int]]:
-        return [(name, field, self._starts[name]) for name, field in self._fields.items()]
+        typed = {each: buffer.view(dtype) for each, dtype in _TORCH.items()}
+        return {name: typed[each.type][part].view(each.shape) for name, (each, part) in self._fields.items()}
