@@ -37,7 +37,7 @@ Result = TypeVar("Result")
 
 RUNS: dict[int, dict[str, float]] = {
     1: {"choices": 40.0, "tests": 440.0},
-    2: {"kernel": 60.0, "alone": 120.0, "pair": 130.0, "streams": 120.0, "engine": 40.0},
+    2: {"kernel": 60.0, "alone": 120.0, "profile": 30.0, "pair": 130.0, "streams": 120.0, "engine": 40.0},
     3: {"memcheck": 480.0},
 }
 """The parts of each run, with the seconds of each."""
@@ -186,6 +186,7 @@ PARTS: dict[str, Callable[[GpuBench], Json]] = {
     "tests": gpu_checks.tests,
     "kernel": gpu_speed.kernel,
     "alone": gpu_speed.alone,
+    "profile": gpu_speed.profile,
     "pair": gpu_speed.pair,
     "streams": gpu_speed.streams,
     "engine": gpu_speed.engine,

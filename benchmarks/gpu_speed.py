@@ -1,6 +1,7 @@
-"""How fast a GPU is: parts `kernel`, `alone`, `pair`, `streams` and `engine` of `benchmarks.gpu`.
+"""How fast a GPU is: parts `kernel`, `alone`, `profile`, `pair`, `streams` and `engine` of `benchmarks.gpu`.
 
-`alone` is one stream of a target: Outrider runs its steps as the verifier does, transformers has `generate`. `pair` is
+`alone` is one stream of a target: Outrider runs its steps as the verifier does, transformers has `generate`. `profile`
+has the kernels of a pass. `pair` is
 one stream through both services at temperature 0, beside the target alone and transformers' assisted generation on the
 same two models, and Theorem 3.8. `streams` is a closed loop as in `benchmarks.load`. All write the known text of the
 synthetic models: the draft's mistakes depend on the text, so every contender meets the same.
@@ -10,6 +11,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from functools import partial
 from statistics import median
 from typing import TYPE_CHECKING, Any
@@ -58,6 +60,8 @@ _LEAST_TEXTS = 4
 _STREAM_ALPHA = 0.8  # one of the plan's
 _STREAM_TURNS = 2
 _STREAM_TEXTS = 2  # a stream
+_PROFILED_PASSES = 5
+_SHOWN_KERNELS, _KERNEL_NAME = 16, 80  # those that take longest, and characters of a name
 
 
 def kernel(bench: GpuBench) -> Json:
@@ -175,17 +179,22 @@ class Stream:
         return text_run("Outrider", task, tokens, {"forward": seconds}, seconds=seconds, rounds=len(tokens))
 
     def pass_seconds(self, task: Task, width: int) -> float:
-        """Seconds of a step of so many tokens behind the prompt, with the logits of all."""
+        with self.passes(task, width) as work:
+            return self._timer.wall(work)["median"] * 1e-6
+
+    @contextmanager
+    def passes(self, task: Task, width: int) -> Iterator[Callable[[], None]]:
+        """Yields a step of so many tokens behind the prompt, with the logits of all."""
         prompt, pool = task.token_ids, self._model_runner.pool
         slot = pool.allocate()
+
+        def work() -> None:
+            pool.rollback(slot, len(prompt))
+            self._model_runner.forward([Chunk(slot, [1] * width, len(prompt), 0)])
+
         try:
             self._next(slot, prompt, 0)
-
-            def work() -> None:
-                pool.rollback(slot, len(prompt))
-                self._model_runner.forward([Chunk(slot, [1] * width, len(prompt), 0)])
-
-            return self._timer.wall(work)["median"] * 1e-6
+            yield work
         finally:
             pool.free(slot)
 
@@ -193,6 +202,39 @@ class Stream:
         logits = self._model_runner.forward([Chunk(slot, tokens, start, len(tokens) - 1)])
         (result,) = verify(logits, [Proposed((), (), _GREEDY, 0, start + len(tokens))])
         return result.next_token
+
+
+def profile(bench: GpuBench) -> Json:
+    """The kernels of a pass with graphs, of one row and of a proposal: how many, and how long each takes."""
+    rows: list[Json] = []
+    for shape in bench.plan.shapes[:2]:
+        found = bench.attempt(shape.name, partial(_profiled, bench, shape))
+        rows += found if isinstance(found, list) else [{"shape": shape.name} | found]
+    return {"rows": rows}
+
+
+def _profiled(bench: GpuBench, shape: Shape) -> list[Json]:
+    task, widths = bench.task(shape, 0, 1), (1, bench.plan.gamma + 1)
+    stream = Stream(bench.timer, one_stream(bench.loaded(shape), 256, graphs=True, widths=widths))
+    on_gpu = bench.device.type == "cuda"
+    rows: list[Json] = []
+    for width in widths:
+        with stream.passes(task, width) as work:
+            work()
+            activity = torch.profiler.ProfilerActivity.CUDA if on_gpu else torch.profiler.ProfilerActivity.CPU
+            with torch.profiler.profile(activities=[activity]) as profiled:
+                for _ in range(_PROFILED_PASSES):
+                    work()
+                if on_gpu:
+                    torch.cuda.synchronize(bench.device)
+        total = {
+            each.key: (each.count, each.self_device_time_total if on_gpu else each.self_cpu_time_total)
+            for each in profiled.key_averages()
+        }
+        for name, (count, us) in sorted(total.items(), key=lambda item: -item[1][1])[:_SHOWN_KERNELS]:
+            times = {"launches": count / _PROFILED_PASSES, "us_each": us / count, "us": us / _PROFILED_PASSES}
+            rows.append({"shape": shape.name, "rows": width, "kernel": name[:_KERNEL_NAME], **times})
+    return rows
 
 
 def pair(bench: GpuBench) -> Json:

@@ -70,6 +70,8 @@ def check_device(document: Json) -> None:
         assert all(row["contenders"][name]["of_bound"] > 0 for name in ("Outrider, eager", "transformers"))
         assert set(row["pass_seconds"]) == {"1", str(DRY.gamma + 1)}
     assert {run["part"] for run in figures["kernel"]["rows"]} == {"gamma", "batch", "rules"}
+    assert all(row["launches"] > 0 and row["us"] > 0 for row in figures["profile"]["rows"])
+    assert {row["rows"] for row in figures["profile"]["rows"]} == {1, DRY.gamma + 1}
 
 
 def check_services(document: Json) -> None:
