@@ -236,12 +236,12 @@ class FailoverStream:
         return opened
 
     async def send(self) -> None:
-        """Sends the sequence's round.
+        """Sends the sequence's round, unless the opening carried it.
 
         If this fails, or the verifier drains, `verdict` does the failover, so that committed tokens are sent to the
         client first.
         """
-        if self._lease is None or self._lease.stream.draining:
+        if self._lease is None or self._lease.stream.draining or self._lease.stream.has_round:
             return
         try:
             await self._lease.stream.send()

@@ -128,13 +128,21 @@ class Sample:
 
     async def _write(self, target: FailoverStream, on_open: OnOpen) -> None:
         draft = self._begin_draft()  # the draft reads the prompt while the target does
+        if draft is None:
+            self._begin_round(None)  # the opening carries it
         opened = await target.open()
         self._emitter.cached_tokens = opened.cached_tokens
         on_open(opened)
         if not self.sequence.needs_prompt_logprobs:
             self.on_scored()
         while not self.sequence.finish_reason:
-            await self._send_round(target, draft)
+            drafted = None if draft is None else await self._drafted(draft)
+            if not self.sequence.round.owed:
+                self._begin_round(drafted)
+            await target.send()
+            self._count_verdict()
+            if drafted is not None:
+                self._count_draft(drafted)
             await self._emit()  # while the target runs: earlier, it would delay the draft
             while self.sequence.round.owed and not self.sequence.finish_reason:
                 verdict = await self._next_verdict(target)
@@ -171,9 +179,9 @@ class Sample:
         self._draft_start = time.perf_counter()
         return self._drafting.propose(gamma) if gamma else None
 
-    async def _send_round(self, target: FailoverStream, draft: Awaitable[Draft] | None) -> None:
+    def _begin_round(self, drafted: Draft | None) -> None:
+        """Begins a round with a proposal, or with a `Decode` (None)."""
         sequence = self.sequence
-        drafted = await self._drafted(draft) if draft is not None else None
         sent = time.perf_counter()
         self._gamma.sent(drafted)
         if drafted is None:
@@ -187,10 +195,6 @@ class Sample:
                 draft_start=self._draft_start,
             )
         sequence.round.sent = sent
-        await target.send()
-        self._count_verdict()
-        if drafted is not None:
-            self._count_draft(drafted)
 
     def _tokens_to_decode(self) -> int:
         """Tokens of the next `Decode`."""

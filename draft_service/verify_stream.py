@@ -73,8 +73,13 @@ class VerifyStream:
             RequestError: the verifier refuses the sequence, is unreachable, runs another model than before, or uses
                 another acceptance rule than the requested one.
         """
-        opening = self._sequence.opening(reopened=reopened, isolated=isolated)
-        await self._write(VerifyRequest(open=opening))
+        message, round_ = VerifyRequest(), self._sequence.round
+        opening = message.open
+        opening.CopyFrom(self._sequence.opening(reopened=reopened, isolated=isolated))
+        # A request of fixed size must not show whether the first round is a Decode.
+        if round_.is_decode and round_.owed and not self._sequence.request.round_sizes.request:
+            self._describe(opening.decode)
+        await self._write(message)
         self._may_run = not isolated
         while self._opened is None:
             self._note(await self._read())
@@ -92,6 +97,8 @@ class VerifyStream:
                 f"the verifier at {self._address} uses the rule {taken}, and the request {needed}; run the same "
                 "release of both services",
             )
+        if self._opened.round and self._opened.round == round_.number:
+            self._sent = round_
         return self._opened
 
     async def send(self) -> None:
@@ -100,11 +107,14 @@ class VerifyStream:
         Raises:
             RequestError: the stream has ended.
         """
+        round_, message = self._sequence.round, VerifyRequest()
+        self._describe(message.decode if round_.is_decode else message.proposal)
+        await self._write(message)
+        self._sent = round_
+
+    def _describe(self, content: verifier_service_pb2.Decode | speculation_pb2.Proposal) -> None:
+        """Fills the message of the sequence's round."""
         sequence, round_ = self._sequence, self._sequence.round
-        message = VerifyRequest()
-        content: verifier_service_pb2.Decode | speculation_pb2.Proposal = (
-            message.decode if round_.is_decode else message.proposal
-        )
         content.round = round_.number
         content.base_length = len(sequence.tokens)
         content.prefix_hash = sequence.prefix_hash
@@ -113,8 +123,6 @@ class VerifyStream:
             content.num_tokens = round_.owed
         else:
             encode_proposal(content, round_.draft_tokens, round_.distributions)
-        await self._write(message)
-        self._sent = round_
 
     async def verdict(self) -> speculation_pb2.Verdict:
         """The next verdict.

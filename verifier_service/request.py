@@ -71,6 +71,7 @@ class Opening:
     resumed: bool = False
     isolated: bool = False
     joined_verdicts: bool = False  # a verdict may hold several tokens of a Decode
+    first_round: "Round | None" = None  # a Decode
     encoder_input: Tensor | None = field(default=None, repr=False, compare=False)
 
 
@@ -162,6 +163,7 @@ def check_open(
         resumed=message.reopened or bool(committed),
         isolated=message.isolated,
         joined_verdicts=message.joined_verdicts,
+        first_round=check_decode(message.decode) if message.HasField("decode") else None,
     )
 
 

@@ -127,6 +127,7 @@ class VerifyStream:
                 rules=self._model.rules,
                 rule=RULE_TO_WIRE[sequence.opening.sampling.rule],
                 weights_fingerprint=self._model.weights_fingerprint,
+                round=0 if (first := sequence.opening.first_round) is None else first.number,
             ),
         )
         if sequence.is_isolated:

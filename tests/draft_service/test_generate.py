@@ -12,6 +12,7 @@ from outrider.cli.processes import ServiceProcess
 from outrider.seeds import derive_seed
 from protos.outrider.v1 import draft_service_pb2, sampling_pb2
 from protos.outrider.v1.draft_service_pb2_grpc import DraftServiceStub
+from tests.cluster import Service, wait_until
 from tests.draft_service import oracle
 from tests.draft_service.calls import BLOCK, COUPLED, PROMPT, TOKENWISE, generate, request, sampling, write
 from tests.draft_service.pairs import BREAKING_TOKEN, DRAFT_CONTEXT
@@ -28,6 +29,17 @@ def test_greedy_text_is_the_targets_own_with_any_gamma(draft: grpc.Channel, gamm
     assert sample.text == oracle.decode(IDS + sample.ids)[len(PROMPT) :]
     assert sample.reason == "LENGTH"
     assert sample.end.statistics.num_drafts == 0 if gamma == 0 else sample.end.statistics.num_drafts > 0
+
+
+def test_a_text_without_drafts_begins_in_the_step_of_its_prompt(draft: grpc.Channel, target_process: Service) -> None:
+    def steps() -> float:
+        return target_process.count("outrider_step_forward_seconds_count")
+
+    before = steps()
+    for first in (40, 41, 42):
+        write(draft, [first, *IDS], gamma=0, max_new_tokens=1)
+    wait_until(lambda: steps() - before >= 3)  # the last is counted when the verifier has nothing else to do
+    assert steps() - before == 3
 
 
 def test_started_repeats_the_effective_request(draft: grpc.Channel) -> None:

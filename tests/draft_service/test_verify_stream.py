@@ -158,6 +158,53 @@ async def test_a_verdict_may_hold_several_tokens_of_a_decode() -> None:
     assert not fixed.opening().joined_verdicts  # the size of a message must not show how many tokens it holds
 
 
+@pytest.mark.parametrize("takes", [True, False])
+async def test_the_opening_carries_a_decode_that_is_sent_again_to_an_older_verifier(takes: bool) -> None:
+    messages: list[verifier_service_pb2.VerifyRequest] = []
+    received = asyncio.Event()
+
+    async def verify(_: Any, context: Any) -> None:
+        messages.append(await context.read())
+        await context.write(VerifyResponse(opened=verifier_service_pb2.Opened(rule=COUPLED, round=int(takes))))
+        if not takes:
+            messages.append(await context.read())
+        received.set()
+        await context.read()
+
+    sequence = record()
+    sequence.decode(5)
+    async with fake_verifier(verify) as address, stream_to(address, sequence) as stream:
+        await stream.open()
+        assert stream.has_round is takes
+        if not takes:
+            await stream.send()
+        await asyncio.wait_for(received.wait(), LONG_S)
+    first = messages[0].open.decode
+    assert (first.round, first.base_length, first.num_tokens) == (1, 3, 5)
+    assert first.prefix_hash == sequence.prefix_hash
+    if not takes:
+        assert messages[1].decode == first
+
+
+async def test_an_opening_carries_neither_a_proposal_nor_a_decode_of_fixed_size() -> None:
+    for sequence, begin in (
+        (record(), lambda it: it.propose([1], [])),
+        (record(round_sizes=RoundSizes(request=512, response=512)), lambda it: it.decode(5)),
+    ):
+        openings: list[verifier_service_pb2.OpenSequence] = []
+
+        async def verify(_: Any, context: Any, openings: list[Any] = openings) -> None:
+            openings.append((await context.read()).open)
+            await context.write(VerifyResponse(opened=OPENED))
+            await context.read()
+
+        begin(sequence)
+        async with fake_verifier(verify) as address, stream_to(address, sequence) as stream:
+            await stream.open()
+            assert not stream.has_round
+        assert [each.HasField("decode") for each in openings] == [False]
+
+
 async def test_a_verdict_without_tokens_or_with_too_many_is_refused() -> None:
     given: list[list[list[int]]] = [[[]], [[7, 8], [9, 10]]]
     for parts in given:

@@ -107,7 +107,8 @@ def gateway(demo_pair: Pair, tmp_path_factory: pytest.TempPathFactory) -> Iterat
     template = json.loads(settings.read_text(encoding="utf-8")) | {"chat_template": TEMPLATE}
     settings.write_text(json.dumps(template), encoding="utf-8")
     with Cluster() as cluster:
-        draft = cluster.draft(demo_pair.verifier, model=Path(os.path.relpath(model)), flags="--vllm-grpc")
+        flags = "--vllm-grpc --speculation fixed"
+        draft = cluster.draft(demo_pair.verifier, model=Path(os.path.relpath(model)), flags=flags)
         wait_healthy(draft)
         folder = tmp_path_factory.mktemp("smg")
         with _running(draft.address, folder) as url:

@@ -45,7 +45,8 @@ def started_vllm_pair(folder: Path) -> Iterator[Pair]:
     with Cluster("--vllm-metrics") as cluster:
         verifier = cluster.verifier(flags=f"--max-sequences {VERIFIER_SEQUENCES}")
         limits = f"--max-client-sequences {CLIENT_SEQUENCES} --max-stop-strings 3 --max-message-bytes {MESSAGE_BYTES}"
-        draft = cluster.draft(verifier, flags=f"--vllm-grpc --auth-token-file {folder / 'tokens'} {limits}")
+        limits += f" --auth-token-file {folder / 'tokens'}"
+        draft = cluster.draft(verifier, flags=f"--vllm-grpc --speculation fixed {limits}")
         wait_healthy(verifier, draft)
         yield Pair(verifier, draft)
 

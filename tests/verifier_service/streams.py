@@ -22,12 +22,24 @@ def opening(
     temperature: float = 0.0,
     seed: int = 1,
     rule: sampling_pb2.AcceptanceRule = sampling_pb2.ACCEPTANCE_RULE_UNSPECIFIED,
+    decode: verifier_service_pb2.Decode | None = None,
 ) -> verifier_service_pb2.OpenSequence:
     return verifier_service_pb2.OpenSequence(
         prompt_token_ids=PROMPT if prompt is None else prompt,
         max_new_tokens=max_new_tokens,
         ignore_eos=True,
         sampling=sampling_pb2.SamplingParams(temperature=temperature, seed=seed, rule=rule),
+        decode=decode,
+    )
+
+
+def decode(number: int, prefix: list[int], tokens: int = 1, seen: int = 0) -> verifier_service_pb2.Decode:
+    return verifier_service_pb2.Decode(
+        round=number,
+        base_length=len(prefix),
+        prefix_hash=PrefixHash(prefix).digest(),
+        num_tokens=tokens,
+        seen_round=seen,
     )
 
 
@@ -76,14 +88,7 @@ class Stream(BidirectionalCall):
         self.send(VerifyRequest(sequence_id=self.sequence_id, open=message or opening()))
 
     def decode(self, number: int, prefix: list[int], tokens: int = 1, seen: int = 0) -> None:
-        decode = verifier_service_pb2.Decode(
-            round=number,
-            base_length=len(prefix),
-            prefix_hash=PrefixHash(prefix).digest(),
-            num_tokens=tokens,
-            seen_round=seen,
-        )
-        self.send(VerifyRequest(sequence_id=self.sequence_id, decode=decode))
+        self.send(VerifyRequest(sequence_id=self.sequence_id, decode=decode(number, prefix, tokens, seen)))
 
     def propose(
         self, number: int, prefix: list[int], tokens: list[int], seen: int = 0, *, sends_distributions: bool = True

@@ -14,7 +14,7 @@ import pytest
 from protos.outrider.v1 import sampling_pb2, verifier_service_pb2
 from protos.outrider.v1.verifier_service_pb2 import VerifyRequest
 from tests.cluster import MODELS, Cluster, Service, wait_until
-from tests.verifier_service.streams import PROMPT, Stream, error_of, opening
+from tests.verifier_service.streams import PROMPT, Stream, decode, error_of, opening
 
 MAX_SEQUENCES, WAITING = 4, 1
 COUPLED = sampling_pb2.ACCEPTANCE_RULE_COUPLED
@@ -61,6 +61,23 @@ def test_a_stream_ends_without_error_after_the_last_verdict_and_after_half_closi
             stream.take()
 
 
+def test_a_decode_that_comes_with_the_opening_runs_in_the_step_of_the_prompt(
+    channel: grpc.Channel, alone: list[int]
+) -> None:
+    with Stream(channel) as stream:
+        stream.open(opening(decode=decode(1, PROMPT, 3)))
+        assert stream.take().opened.round == 1
+        verdicts = [stream.verdict() for _ in range(3)]
+        stream.decode(2, [*PROMPT, *alone[:3]], 5, seen=1)
+        verdicts += [stream.verdict() for _ in range(5)]
+    assert [verdict.token_ids[0] for verdict in verdicts] == alone
+    assert [verdict.round for verdict in verdicts] == [1] * 3 + [2] * 5
+    assert verdicts[0].timings.pass_tokens == len(PROMPT)
+    with Stream(channel) as stream:
+        stream.open()
+        assert stream.take().opened.round == 0
+
+
 INVALID = grpc.StatusCode.INVALID_ARGUMENT
 GARBAGE = b"\xff" * 4
 
@@ -85,6 +102,9 @@ BAD_STREAMS: list[tuple[Any, str, str]] = [
     (lambda s: (s.open(), s.decode(1, [*PROMPT, 1])), "WRONG_BASE", "base_length of round 1 is 5"),
     (lambda s: (s.open(), s.decode(1, [9, 9, 9, 9])), "WRONG_BASE", "prefix_hash"),
     (lambda s: (s.open(), s.decode(1, PROMPT, 0)), "INVALID_FIELD", "num_tokens is 0"),
+    (lambda s: s.open(opening(decode=decode(1, PROMPT, 0))), "INVALID_FIELD", "num_tokens is 0"),
+    (lambda s: s.open(opening(decode=decode(1, [9, 9, 9, 9]))), "WRONG_BASE", "prefix_hash"),
+    (lambda s: (s.open(opening(decode=decode(2, PROMPT))), s.decode(2, PROMPT)), "OUT_OF_ORDER", "must be above 2"),
     (lambda s: (s.open(), s.propose(1, PROMPT, [1] * 17)), "INVALID_FIELD", "17"),
     (
         lambda s: (s.open(), s.propose(1, PROMPT, [1, 2], sends_distributions=False)),

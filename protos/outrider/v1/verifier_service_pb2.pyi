@@ -21,7 +21,7 @@ NOTICE_KIND_QUEUED: NoticeKind
 NOTICE_KIND_DRAINING: NoticeKind
 
 class OpenSequence(_message.Message):
-    __slots__ = ("prompt_token_ids", "committed_token_ids", "sampling", "max_new_tokens", "min_new_tokens", "stop_token_ids", "ignore_eos", "logprobs", "required_features", "weights_fingerprint", "request_id", "cache_salt", "reopened", "request_bytes", "response_bytes", "isolated", "encoder_input", "prompt_logprobs", "report_probabilities", "joined_verdicts")
+    __slots__ = ("prompt_token_ids", "committed_token_ids", "sampling", "max_new_tokens", "min_new_tokens", "stop_token_ids", "ignore_eos", "logprobs", "required_features", "weights_fingerprint", "request_id", "cache_salt", "reopened", "request_bytes", "response_bytes", "isolated", "encoder_input", "prompt_logprobs", "report_probabilities", "joined_verdicts", "decode")
     PROMPT_TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
     COMMITTED_TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
     SAMPLING_FIELD_NUMBER: _ClassVar[int]
@@ -42,6 +42,7 @@ class OpenSequence(_message.Message):
     PROMPT_LOGPROBS_FIELD_NUMBER: _ClassVar[int]
     REPORT_PROBABILITIES_FIELD_NUMBER: _ClassVar[int]
     JOINED_VERDICTS_FIELD_NUMBER: _ClassVar[int]
+    DECODE_FIELD_NUMBER: _ClassVar[int]
     prompt_token_ids: _containers.RepeatedScalarFieldContainer[int]
     committed_token_ids: _containers.RepeatedScalarFieldContainer[int]
     sampling: _sampling_pb2.SamplingParams
@@ -62,7 +63,8 @@ class OpenSequence(_message.Message):
     prompt_logprobs: _sampling_pb2.LogprobsParams
     report_probabilities: bool
     joined_verdicts: bool
-    def __init__(self, prompt_token_ids: _Optional[_Iterable[int]] = ..., committed_token_ids: _Optional[_Iterable[int]] = ..., sampling: _Optional[_Union[_sampling_pb2.SamplingParams, _Mapping]] = ..., max_new_tokens: _Optional[int] = ..., min_new_tokens: _Optional[int] = ..., stop_token_ids: _Optional[_Iterable[int]] = ..., ignore_eos: _Optional[bool] = ..., logprobs: _Optional[_Union[_sampling_pb2.LogprobsParams, _Mapping]] = ..., required_features: _Optional[_Iterable[str]] = ..., weights_fingerprint: _Optional[str] = ..., request_id: _Optional[str] = ..., cache_salt: _Optional[str] = ..., reopened: _Optional[bool] = ..., request_bytes: _Optional[int] = ..., response_bytes: _Optional[int] = ..., isolated: _Optional[bool] = ..., encoder_input: _Optional[_Union[_input_pb2.EncoderInput, _Mapping]] = ..., prompt_logprobs: _Optional[_Union[_sampling_pb2.LogprobsParams, _Mapping]] = ..., report_probabilities: _Optional[bool] = ..., joined_verdicts: _Optional[bool] = ...) -> None: ...
+    decode: Decode
+    def __init__(self, prompt_token_ids: _Optional[_Iterable[int]] = ..., committed_token_ids: _Optional[_Iterable[int]] = ..., sampling: _Optional[_Union[_sampling_pb2.SamplingParams, _Mapping]] = ..., max_new_tokens: _Optional[int] = ..., min_new_tokens: _Optional[int] = ..., stop_token_ids: _Optional[_Iterable[int]] = ..., ignore_eos: _Optional[bool] = ..., logprobs: _Optional[_Union[_sampling_pb2.LogprobsParams, _Mapping]] = ..., required_features: _Optional[_Iterable[str]] = ..., weights_fingerprint: _Optional[str] = ..., request_id: _Optional[str] = ..., cache_salt: _Optional[str] = ..., reopened: _Optional[bool] = ..., request_bytes: _Optional[int] = ..., response_bytes: _Optional[int] = ..., isolated: _Optional[bool] = ..., encoder_input: _Optional[_Union[_input_pb2.EncoderInput, _Mapping]] = ..., prompt_logprobs: _Optional[_Union[_sampling_pb2.LogprobsParams, _Mapping]] = ..., report_probabilities: _Optional[bool] = ..., joined_verdicts: _Optional[bool] = ..., decode: _Optional[_Union[Decode, _Mapping]] = ...) -> None: ...
 
 class Decode(_message.Message):
     __slots__ = ("round", "base_length", "prefix_hash", "num_tokens", "seen_round")
@@ -93,18 +95,20 @@ class VerifyRequest(_message.Message):
     def __init__(self, sequence_id: _Optional[str] = ..., open: _Optional[_Union[OpenSequence, _Mapping]] = ..., proposal: _Optional[_Union[_speculation_pb2.Proposal, _Mapping]] = ..., decode: _Optional[_Union[Decode, _Mapping]] = ..., padding: _Optional[_Iterable[bytes]] = ...) -> None: ...
 
 class Opened(_message.Message):
-    __slots__ = ("cached_tokens", "limits", "rules", "rule", "weights_fingerprint")
+    __slots__ = ("cached_tokens", "limits", "rules", "rule", "weights_fingerprint", "round")
     CACHED_TOKENS_FIELD_NUMBER: _ClassVar[int]
     LIMITS_FIELD_NUMBER: _ClassVar[int]
     RULES_FIELD_NUMBER: _ClassVar[int]
     RULE_FIELD_NUMBER: _ClassVar[int]
     WEIGHTS_FINGERPRINT_FIELD_NUMBER: _ClassVar[int]
+    ROUND_FIELD_NUMBER: _ClassVar[int]
     cached_tokens: int
     limits: _model_pb2.Limits
     rules: _containers.RepeatedScalarFieldContainer[_sampling_pb2.AcceptanceRule]
     rule: _sampling_pb2.AcceptanceRule
     weights_fingerprint: str
-    def __init__(self, cached_tokens: _Optional[int] = ..., limits: _Optional[_Union[_model_pb2.Limits, _Mapping]] = ..., rules: _Optional[_Iterable[_Union[_sampling_pb2.AcceptanceRule, str]]] = ..., rule: _Optional[_Union[_sampling_pb2.AcceptanceRule, str]] = ..., weights_fingerprint: _Optional[str] = ...) -> None: ...
+    round: int
+    def __init__(self, cached_tokens: _Optional[int] = ..., limits: _Optional[_Union[_model_pb2.Limits, _Mapping]] = ..., rules: _Optional[_Iterable[_Union[_sampling_pb2.AcceptanceRule, str]]] = ..., rule: _Optional[_Union[_sampling_pb2.AcceptanceRule, str]] = ..., weights_fingerprint: _Optional[str] = ..., round: _Optional[int] = ...) -> None: ...
 
 class Notice(_message.Message):
     __slots__ = ("kind", "queue_position", "message")
