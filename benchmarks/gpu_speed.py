@@ -1,10 +1,10 @@
 """How fast a GPU is: parts `kernel`, `alone`, `profile`, `pair`, `streams` and `engine` of `benchmarks.gpu`.
 
 `alone` is one stream of a target: Outrider runs its steps as the verifier does, transformers has `generate`. `profile`
-has the kernels of a pass. `pair` is
-one stream through both services at temperature 0, beside the target alone and transformers' assisted generation on the
-same two models, and Theorem 3.8. `streams` is a closed loop as in `benchmarks.load`. All write the known text of the
-synthetic models: the draft's mistakes depend on the text, so every contender meets the same.
+lists the kernels of a pass. `pair` is one stream through both services at temperature 0, beside the target alone and
+transformers' assisted generation on the same two models, and Theorem 3.8. `streams` is a closed loop as in
+`benchmarks.load`. All write the known text of the synthetic models: the draft's mistakes depend on the text, so every
+contender meets the same.
 """
 
 from __future__ import annotations

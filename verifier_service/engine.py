@@ -192,7 +192,7 @@ class VerifierEngine(Engine[Message, TargetWork, StepResult]):
     def _open(self, sequence: TargetSequence) -> None:
         self._unchecked = True
         if (first := sequence.opening.first_round) is not None:
-            sequence.submit(first)
+            self.receive(Submit(sequence, first))
         if not self.scheduler.add(sequence):
             NOTICES.run(lambda: self._remind(sequence), None)
         if self._draining:  # it was accepted just before the drain

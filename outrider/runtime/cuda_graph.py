@@ -65,8 +65,8 @@ class PagedRunner:
 
 
 MOST_PROMPT_ROWS = 256
-"""The most rows of a replayed batch in which some need no logits. Where it has more, a GPU is busy for longer than the
-host needs to launch the operations, and logits that nobody needs cost more than the graph saves."""
+"""The most rows of a replayed batch in which some need no logits; an estimate. The forward pass of a longer batch takes
+longer than its launch, so a graph saves little, and it computes logits for all rows."""
 
 # The first runs allocate workspaces, compile kernels and choose matmul algorithms, which a capture cannot do.
 _WARM_UPS = 2

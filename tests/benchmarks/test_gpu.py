@@ -83,8 +83,10 @@ def check_services(document: Json) -> None:
         assert row["found_alpha"] == pytest.approx(accepted / judged, abs=1e-6)  # of the synthetic draft
         assert row["assisted_tokens_per_pass"] == pytest.approx(DRY.pair_tokens / passes, rel=0.35)
     for row in figures["streams"]["rows"]:
-        # The target alone may write several tokens in a row.
-        assert row["tokens_per_round"] > (1 if row["contender"] == gpu_speed.PAIR else 0)
+        if row["contender"] != gpu_speed.ADAPTIVE:
+            assert (row["alpha"] is None) == (row["contender"] == gpu_speed.ALONE)
+        if row["contender"] == gpu_speed.PAIR:  # the target alone may write several tokens in a row, too
+            assert row["tokens_per_round"] > 1
         assert row["ttft_ms"]["p99"] > 0
     assert 0 < figures["engine"]["rows"][0]["share"] < 1
 

@@ -124,6 +124,16 @@ def test_an_isolated_sequence_has_steps_to_itself_until_its_first_verdict(
     assert steps[:4] == [{0}, {0, 2, 3}, {1}, {0, 1, 2, 3}]
 
 
+def test_isolated_sequences_may_bring_their_first_round(engine: VerifierEngine, right: list[list[int]]) -> None:
+    clients = [
+        Client(engine, PROMPTS[i], isolated=is_isolated, first_round=a_round(1, PROMPTS[i], decode=2))
+        for i, is_isolated in ((0, True), (1, True), (0, False))
+    ]
+    assert all(len(client.sequence.rounds) == 1 for client in clients)
+    assert run(engine, clients) == [right[0], right[1], right[0]]
+    assert all(client.verdicts[0].round == 1 for client in clients)
+
+
 def test_isolated_sequences_open_one_at_a_time(engine: VerifierEngine, monkeypatch: pytest.MonkeyPatch) -> None:
     """So that it is known which of them ends a process. A turn without a round ends."""
     first, silent, third = clients = [Client(engine, prompt, isolated=True) for prompt in PROMPTS]
