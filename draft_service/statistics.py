@@ -1,7 +1,7 @@
 """Acceptance statistics and the cost of a round, from which γ is chosen."""
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from copy import deepcopy
 from dataclasses import dataclass
 from statistics import median
@@ -210,7 +210,7 @@ class CostModel:
     x and x₀ are measured cycles divided by these formulas, each with the cost of a step published at that time: a
     verifier is slower beside a busy draft. A cycle lasts from verdict to verdict; the first one from the start of the
     sequence. Measurements are kept for each power of two of B, since sequences that draft together wait for each other.
-    Where no cycle was measured, x and its step are those of the nearest B that has them.
+    Where overhead was not measured, or no cycle, those of the nearest B that has them count.
 
     Attributes:
         active: B, a running mean: texts begin and end all the time.
@@ -231,8 +231,8 @@ class CostModel:
 
     @property
     def is_measured(self) -> bool:
-        """Whether overhead is known at the current number of active sequences."""
-        return self._now.overhead is not None
+        """Whether overhead is known, at some number of active sequences."""
+        return self._overhead() is not None
 
     @property
     def is_firm(self) -> bool:
@@ -258,18 +258,20 @@ class CostModel:
             return
         cycles = measured.cycles[drafts]
         cycles.add_step(self._step, self.active)
+        has_overhead = measured.overhead is not None
         if drafts:
-            measured.rounds += self.is_measured
+            measured.rounds += has_overhead
             is_typical = ALIKE < (round_.drafted + 1) * round_.sequences / round_.tokens < 1 / ALIKE
             if round_.overhead is None:
                 is_typical = True  # the first round: its step holds prompts
-            elif math.isfinite(round_.overhead) and (is_typical or not self.is_measured):
+            elif math.isfinite(round_.overhead) and (is_typical or not has_overhead):
                 measured.add_overhead(
                     math.ceil(self._passes(round_.drafted)), max(round_.overhead, 1e-9), round_.drafting
                 )
         else:
             is_typical = round_.sequences > ALIKE * self.active
-        if self.is_measured and is_typical and round_.seconds is not None and 0 < round_.seconds < math.inf:
+        is_comparable = is_typical and (not drafts or measured.overhead is not None)
+        if is_comparable and round_.seconds is not None and 0 < round_.seconds < math.inf:
             expected = round_.decoded * self._formula(round_.drafted)
             cycles.add(round_.seconds, expected, self.active, prior=self._cycles(drafts=drafts).ratio or 1.0)
 
@@ -316,16 +318,23 @@ class CostModel:
 
     def _cycles(self, *, drafts: bool) -> _Cycles:
         """Return cycles of proposals or of `Decode`, at the nearest number of active sequences that has any."""
-        own = self._now.cycles[drafts]
-        if own.ratio is not None:
-            return own
-        sizes = [size for size, measured in self._by_size.items() if measured.cycles[drafts].ratio is not None]
-        nearest = min(sizes, key=lambda size: abs(size - self.size), default=None)
-        return own if nearest is None else self._by_size[nearest].cycles[drafts]
+        return self._nearest(lambda each: each.cycles[drafts].ratio is not None).cycles[drafts]
+
+    def _overhead(self) -> FittedCost | None:
+        """Return overhead, at the nearest number of active sequences that has it."""
+        return self._nearest(lambda each: each.overhead is not None).overhead
+
+    def _nearest(self, has: Callable[[_Measured], bool]) -> _Measured:
+        """Return what was measured at the number of active sequences nearest to B for which `has`; else at B."""
+        if has(self._now):
+            return self._now
+        sizes = [size for size, measured in self._by_size.items() if has(measured)]
+        nearest = min(sizes, key=lambda size: abs(size - self.size), default=self.size)
+        return self._by_size.get(nearest, self._now)
 
     def _formula(self, gamma: float) -> float:
         """Return the cycle without x."""
-        tokens, line = self.active * (gamma + 1), self._now.overhead
+        tokens, line = self.active * (gamma + 1), self._overhead()
         step = self._cycles(drafts=gamma > 0).step or self._step
         overhead = line.line.seconds(self._passes(gamma)) if gamma and line is not None else 0.0
         seconds = overhead + step.seconds(tokens)

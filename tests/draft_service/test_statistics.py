@@ -112,6 +112,29 @@ def test_at_another_number_of_sequences_it_begins_with_the_nearest_cycles() -> N
     assert costs.cycle(4) == pytest.approx(slow(active=2).seconds, rel=0.02)
 
 
+def test_at_another_number_of_sequences_it_does_not_draft_to_measure_that() -> None:
+    """Drafting does not pay. On its way from 32 sequences to one, B passes numbers that were never measured."""
+    statistics, costs = AcceptanceStatistics(), CostModel()
+    run(statistics, costs, active=32, rounds=20_000)
+    assert run(statistics, costs, active=1, rounds=100) == 0
+    assert (costs.active, costs.size) == (1, 0)
+    assert run(statistics, costs, active=1, rounds=5_000) > 0, "after a pause it is measured there too"
+
+
+def run(statistics: AcceptanceStatistics, costs: CostModel, *, active: int, rounds: int) -> int:
+    """Verdicts of sequences whose drafts are all rejected; returns the number of proposals."""
+    proposals = 0
+    for _ in range(rounds):
+        gamma = statistics.choose(costs, CEILING) if costs.is_measured else 5
+        round_ = judged(gamma, accepted=0, active=active)
+        costs.add(round_)
+        statistics.add(round_, gamma)
+        if gamma:
+            statistics.accepted.add(0, 0.0)
+            proposals += 1
+    return proposals
+
+
 def slow(active: int) -> JudgedRound:
     usual = judged(4, accepted=2, active=active)
     assert usual.seconds is not None
