@@ -230,11 +230,8 @@ def _gpu_layers(llama_cpp: ModuleType, device: str) -> int:
 
 
 def _kv_dtype(file_type: Any, *, on_cpu: bool) -> torch.dtype:
-    """Of keys and values: that of the weights, where the processor multiplies it; else float16."""
-    if file_type == _ALL_F32:
-        return torch.float32
-    multiplies = on_cpu and "avx512_bf16" in processor_flags()
-    return torch.bfloat16 if file_type == _MOSTLY_BF16 and multiplies else torch.float16
+    """Of keys and values."""
+    return torch.float32 if file_type == _ALL_F32 else torch.float16
 
 
 def _description(llama_cpp: ModuleType, handle: Any) -> str:
