@@ -20,7 +20,7 @@ from outrider.runtime.selfcheck import Reference
 from outrider.runtime.tokenizer import Tokenizer
 
 LLAMA_CPP = "llama.cpp"
-_ALL_F32, _MOSTLY_BF16 = 0, 32  # `general.file_type`
+_ALL_F32 = 0  # `general.file_type`
 
 
 def chosen_runtime(runtime: str, model: str) -> str:
@@ -170,7 +170,7 @@ def load_gguf(source: ModelSource) -> tuple[LlamaModel, Tokenizer]:
         weight_bytes=llama_cpp.llama_model_size(handle),
         layers=(layer,) * llama_cpp.llama_model_n_layer(handle),
         reference=Reference(torch.empty(2, 0, dtype=torch.int64), torch.empty(2, 0, 0)),
-        kv_dtype=_kv_dtype(metadata.get("general.file_type"), on_cpu=not gpu_layers),
+        kv_dtype=torch.float32 if metadata.get("general.file_type") == _ALL_F32 else torch.float16,
         handle=handle,
     ), tokenizer
 
@@ -227,11 +227,6 @@ def _gpu_layers(llama_cpp: ModuleType, device: str) -> int:
     if device != "auto":
         raise CheckpointError(f"--device is {device}; llama-cpp-python is built for the CPU alone")
     return 0
-
-
-def _kv_dtype(file_type: Any, *, on_cpu: bool) -> torch.dtype:
-    """Of keys and values."""
-    return torch.float32 if file_type == _ALL_F32 else torch.float16
 
 
 def _description(llama_cpp: ModuleType, handle: Any) -> str:
