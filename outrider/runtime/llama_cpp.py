@@ -30,6 +30,7 @@ _BESIDE_WINDOW = 2
 _CELLS = 256  # llama.cpp rounds the number of cells up to a multiple
 _MICRO_BATCH = 512  # rows that llama.cpp computes at once
 _LEAST_BATCH = 2048
+_TILE = 64  # rows from which its flash attention computes, on a CPU, with the cells of other sequences too
 _NO_SLOT = 1  # of llama_decode: too few cells
 
 
@@ -224,9 +225,20 @@ class LlamaRunner(ModelRunner):
         Raises:
             PoolExhausted: llama.cpp has too few cells.
         """
-        pool, rows = self._pool, sum(len(chunk.tokens) for chunk in chunks)
+        rows = sum(len(chunk.tokens) for chunk in chunks)
         if rows > self._most_rows:
             raise ValueError(f"a pass of {rows} rows; {self._most_rows} at most are possible")
+        calls = _calls(chunks)
+        if len(calls) == 1:
+            return self._decode(chunks)
+        found: dict[int, Tensor] = {}
+        for call in calls:
+            logits = self._decode([chunks[i] for i in call]).clone()
+            found |= zip(call, logits.split([len(chunks[i].tokens) - chunks[i].logits_from for i in call]), strict=True)
+        return torch.cat([found[i] for i in range(len(chunks))])
+
+    def _decode(self, chunks: Sequence[Chunk]) -> Tensor:
+        pool, rows = self._pool, sum(len(chunk.tokens) for chunk in chunks)
         for chunk in chunks:
             pool.truncate(chunk.slot, chunk.start)
         wanted = self._batch.fill(chunks, [pool.sequence(chunk.slot) for chunk in chunks])
@@ -248,6 +260,19 @@ class LlamaRunner(ModelRunner):
         for chunk, later in zip(chunks, later_rows, strict=True):
             self.pool.grow(chunk.slot, chunk.start + len(chunk.tokens) + later)
         return _LlamaSteps(self, chunks)
+
+
+def _calls(chunks: Sequence[Chunk]) -> list[list[int]]:
+    """Divides chunks between calls of llama.cpp: each has one sequence, or fewer rows than `_TILE`."""
+    calls: list[list[int]] = []
+    rows = _TILE
+    for i in sorted(range(len(chunks)), key=lambda i: len(chunks[i].tokens)):
+        rows += len(chunks[i].tokens)
+        if rows >= _TILE:
+            calls.append([])
+            rows = len(chunks[i].tokens)
+        calls[-1].append(i)
+    return calls
 
 
 class _LlamaSteps(Steps):

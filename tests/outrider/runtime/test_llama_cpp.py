@@ -139,6 +139,25 @@ def test_other_sequences_and_widths_change_a_text_at_near_ties_only(tmp_path: Pa
         assert flips <= 16
 
 
+def test_prompts_of_any_length_beside_other_sequences_keep_their_logits(tmp_path: Path) -> None:
+    """The demo target in bfloat16. A pass of many rows takes several calls of llama.cpp; rows keep their order."""
+    convert(str(MODELS / "target"), tmp_path / "target.gguf", "bf16")
+    runner = build(tmp_path / "target.gguf", length=128)
+    generator = torch.Generator().manual_seed(1)
+    counts, wanted = (70, 1, 64, 30, 5, 40, 3), (1, 1, 4, 0, 5, 2, 3)
+    texts = [[*map(int, torch.randint(2048, (count,), generator=generator))] for count in counts]
+
+    def chunks() -> list[Chunk]:
+        return [
+            Chunk(runner.pool.allocate(), text, 0, len(text) - rows) for text, rows in zip(texts, wanted, strict=True)
+        ]
+
+    alone = [runner.logits([chunk]) for chunk in chunks()]
+    runner.pool.reset()
+    together = runner.logits(chunks())
+    assert torch.allclose(together, torch.cat(alone), rtol=0, atol=0.1)
+
+
 @pytest.mark.parametrize(("kind", "near"), [("Q8_0", 0.02), ("Q4_K_M", 0.15)])
 def test_files_that_llama_cpp_quantises_stay_near_their_model(kind: str, near: float, tmp_path: Path) -> None:
     llama_cpp = library()
