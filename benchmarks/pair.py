@@ -186,10 +186,10 @@ def _our_writers(
 
 
 def _fastest(candidates: Sequence[Any], writer: Callable[[Any], Write], tasks: Sequence[Task]) -> Any:
-    """They take turns, so that a slow moment of the machine is one of all. The first turn warms them up."""
+    """They take turns, so that a slow moment of the machine is one of all. In the first half `adaptive` learns."""
     writers = [writer(each) for each in candidates]
-    turns = [[sum(float(write(task)["seconds"]) for task in tasks) for write in writers] for _ in range(6)]
-    seconds = [median(each) for each in zip(*turns[1:], strict=True)]
+    turns = [[sum(float(write(task)["seconds"]) for task in tasks) for write in writers] for _ in range(12)]
+    seconds = [median(each) for each in zip(*turns[6:], strict=True)]
     return candidates[seconds.index(min(seconds))]
 
 
