@@ -33,6 +33,7 @@ FIRST_ROUNDS = 16
 # for `Decode`, if this share of the active sequences is in the step.
 ALIKE = 0.7
 # Cycles of a kind, proposals or `Decode`, are measured while at least this share of the last rounds is of that kind.
+# Each token of a `Decode` counts as a round.
 PURE = 0.9
 # Weight of the last round in a running mean.
 RECENT = 1 / 32
@@ -253,7 +254,8 @@ class CostModel:
         self._step = round_.step or CostLine(round_.at_verifier, 0.0)
         measured = self._now
         drafts = round_.drafted > 0
-        self._drafting += (drafts - self._drafting) / (4 * self.active)
+        kept = (1 - 1 / (4 * self.active)) ** round_.decoded
+        self._drafting += (1 - kept) * (drafts - self._drafting)
         if (self._drafting if drafts else 1 - self._drafting) < PURE:
             return
         cycles = measured.cycles[drafts]

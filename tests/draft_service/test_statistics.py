@@ -143,7 +143,7 @@ def slow(active: int) -> JudgedRound:
 
 @pytest.mark.parametrize("decoded", [1, 4])
 def test_a_verdict_of_several_decoded_tokens_counts_as_so_many(decoded: int) -> None:
-    """Their time is that of all, and so many tokens of the pause are over."""
+    """Their time is that of all, and so many tokens of the pause are over. Nine tokens after a proposal they count."""
     costs, statistics = CostModel(), AcceptanceStatistics()
     statistics._choice.drafts, statistics._choice.left = False, 512.0
     for _ in range(20):
@@ -152,5 +152,7 @@ def test_a_verdict_of_several_decoded_tokens_counts_as_so_many(decoded: int) -> 
         verdict = JudgedRound(0, step=CostLine(0.01, 0.0), seconds=0.012 * decoded, decoded=decoded)
         costs.add(verdict)
         statistics.add(verdict, 0)
+        decoded_so_far = 512 - statistics._choice.left
+        assert costs.has_decoded == (decoded_so_far >= 9)
     assert costs.cycle(0) == pytest.approx(0.012, rel=0.03)
     assert statistics._choice.left == 0
