@@ -30,7 +30,7 @@ REMEMBERED, REMEMBERED_OF_ONE, SHARED_WEIGHT = 512, 64, 24.0
 # Rounds before overhead is known. It begins as a line through the medians of their round trips and drafting times.
 FIRST_ROUNDS = 16
 # A cycle counts as typical if its tokens and the mean tokens of a sequence in its step differ by at most this ratio;
-# for `Decode`, if this share of the active sequences is in the step.
+# for `Decode`, if the sequences in the step and the active ones do.
 ALIKE = 0.7
 # Cycles of a kind, proposals or `Decode`, are measured while at least this share of the last rounds is of that kind.
 # Each token of a `Decode` counts as a round.
@@ -271,9 +271,9 @@ class CostModel:
                     math.ceil(self._passes(round_.drafted)), max(round_.overhead, 1e-9), round_.drafting
                 )
         else:
-            is_typical = round_.sequences > ALIKE * self.active
-        is_comparable = is_typical and (not drafts or measured.overhead is not None)
-        if is_comparable and round_.seconds is not None and 0 < round_.seconds < math.inf:
+            is_typical = ALIKE < round_.sequences / self.active < 1 / ALIKE
+        is_typical &= measured.overhead is not None
+        if is_typical and round_.seconds is not None and 0 < round_.seconds < math.inf:
             expected = round_.decoded * self._formula(round_.drafted)
             cycles.add(round_.seconds, expected, self.active, prior=self._cycles(drafts=drafts).ratio or 1.0)
 

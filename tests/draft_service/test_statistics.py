@@ -98,6 +98,20 @@ def test_a_decode_is_as_slow_as_at_the_nearest_number_of_sequences_that_used_it(
     assert costs.cycle(0) == pytest.approx(1.5 * step.seconds(1), rel=0.02)
 
 
+def test_a_decode_is_measured_only_where_about_all_active_sequences_share_its_step() -> None:
+    """B is a mean: when texts begin together, steps hold more sequences than B for a while, and when they end fewer."""
+    costs = CostModel()
+    for _ in range(100):
+        costs.add(judged(4, accepted=0, active=8))
+    for sequences, seconds in ((32, 0.02), (2, 0.005), (7, 0.012)):
+        for _ in range(400):
+            decode = JudgedRound(
+                0, step=CostLine(0.01, 0.0), active=8, tokens=sequences, sequences=sequences, seconds=seconds
+            )
+            costs.add(decode)
+    assert costs.cycle(0) == pytest.approx(0.012, rel=0.05)
+
+
 def test_at_another_number_of_sequences_it_begins_with_the_nearest_cycles() -> None:
     """Proposals take 1.5 times what the formula says. With two sequences it need not learn that again."""
     costs = CostModel()
