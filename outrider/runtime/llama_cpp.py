@@ -307,7 +307,7 @@ def _context(
     parameters.swa_full = True  # else positions before a window are lost, and a rollback would need them
     parameters.n_threads = parameters.n_threads_batch = threads or torch.get_num_threads()
     parameters.type_k = parameters.type_v = types[loaded.kv_dtype]
-    if loaded.kv_dtype == torch.float32:  # else flash attention, which skips the cells of other sequences
+    if loaded.kv_dtype == torch.float32:  # else flash attention; below `_TILE` rows it skips cells of other sequences
         parameters.flash_attn_type = llama_cpp.LLAMA_FLASH_ATTN_TYPE_DISABLED
     parameters.no_perf = True
     errors()
