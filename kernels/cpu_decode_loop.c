@@ -1,4 +1,5 @@
-/* The decode loop in C: runs a pass, draws a token of each sequence, runs those, and so on. See kernels/cpu_decoder.py.
+/* The decode loop in C: draws a token of each sequence, runs those, and so on, by our own decoder or by llama.cpp. See
+ * kernels/cpu_decode_loop.py.
  *
  * A draft token is drawn as in kernels/sampling.py and kernels/sparse.py: filters, truncation, rounding to integers, then
  * the inverse CDF of the integers. Sums are of float32 in one order, so a bound may fall one token beside Python's. q̂ is
@@ -40,7 +41,7 @@ typedef struct {
     uint32_t *ids;     /* [sequences, most_tokens, max_support] */
     uint16_t *weights; /* the same */
     float *scratch;    /* [3, vocab_size + 32] */
-    int32_t *active;   /* [3, sequences] */
+    int32_t *active;   /* [4, sequences], scratch */
     int64_t *next;     /* [sequences] */
     const volatile int32_t *interrupted; /* not 0: the loop ends after the token that it draws */
 } Loop;
@@ -294,42 +295,114 @@ static int is_stop(const Draw *draw, int token) {
     return 0;
 }
 
-/* Sizes of the structures, as `decoder_sizes`. */
-void decoder_loop_sizes(int32_t *sizes) {
-    sizes[0] = sizeof(Draw), sizes[1] = sizeof(Sample), sizes[2] = sizeof(Loop);
-}
+/* Runs one token of each sequence that goes on, and returns their logits; NULL if it fails. `going`, ascending, has the
+ * indices of these sequences in the pass before. */
+typedef float *Next(void *runner, int count, const int32_t *going, const int64_t *tokens);
 
-/* Runs `pass`, whose wanted rows are the last ones of the sequences, and draws. A token is run if another follows it.
- * Logits of each pass follow those of the pass before, [all tokens, model's vocabulary]; a target needs only the last. */
-void decoder_loop(const Model *model, Pass *pass, const Loop *loop) {
+/* Draws a token of each sequence from the first logits, runs those that another one follows, and so on. Logits have
+ * `size` columns. Those of all tokens of a draft lie in one array, [all tokens, size], in the order of the draws. */
+static void draw_and_run(const Loop *loop, float *logits, int size, Next *next, void *runner) {
     int count = loop->sequences, drawn = 0;
-    int32_t *active = loop->active, *position = active + count, *first_block = position + count;
-    int32_t *blocks_begin = (int32_t *)blocks(pass);
-    for (int i = 0; i < count; i++) {
-        int row = wanted_rows(pass)[i];
-        active[i] = i, position[i] = pass->positions[row], first_block[i] = first_blocks(pass)[row];
-    }
-    for (int t = 0;; t++) {
-        decoder_run(model, pass);
-        int going = 0;
+    int32_t *active = loop->active, *going = active + count;
+    for (int i = 0; i < count; i++) active[i] = i;
+    for (int t = 0; logits; t++) {
+        int left = 0;
         for (int i = 0; i < count; i++) {
             int sequence = active[i];
             Sample *sample = loop->sample + (int64_t)sequence * loop->most_tokens + t;
             sample->row = drawn++;
-            draw_token(loop, sequence, t, pass->logits + (int64_t)i * model->vocab_size);
+            draw_token(loop, sequence, t, logits + (int64_t)i * size);
             const Draw *draw = loop->draw + sequence;
             if (sample->token < 0 || t + 1 == draw->tokens || is_stop(draw, sample->token)) continue;
-            active[going] = sequence, position[going] = position[i] + 1, first_block[going] = first_block[i];
-            loop->next[going++] = sample->token;
+            active[left] = sequence, going[left] = i, loop->next[left++] = sample->token;
         }
-        if (!going || *loop->interrupted) return;
-        if (loop->max_support) pass->logits += (int64_t)count * model->vocab_size;
-        count = going;
-        int32_t *numbers = blocks_begin - 3 * count; /* as `Pass.positions` */
-        for (int i = 0; i < count; i++)
-            numbers[i] = position[i], numbers[count + i] = first_block[i], numbers[2 * count + i] = i;
-        pass->positions = numbers, pass->tokens = loop->next, pass->rows = pass->wanted = count;
+        if (!left || *loop->interrupted) return;
+        logits = next(runner, count = left, going, loop->next);
     }
+}
+
+/* ------------------------------------------------------------------------------------------------- our own decoder */
+
+typedef struct {
+    const Model *model;
+    Pass *pass;
+    int keeps_logits;
+    int32_t *blocks; /* of all sequences */
+    int32_t *position, *first_block; /* of each sequence in the last pass */
+} Own;
+
+static float *run_next(void *runner, int count, const int32_t *going, const int64_t *tokens) {
+    Own *own = runner;
+    Pass *pass = own->pass;
+    if (own->keeps_logits) pass->logits += (int64_t)pass->wanted * own->model->vocab_size;
+    int32_t *numbers = own->blocks - 3 * count; /* as `Pass.positions` */
+    for (int i = 0; i < count; i++) {
+        own->position[i] = own->position[going[i]] + 1, own->first_block[i] = own->first_block[going[i]];
+        numbers[i] = own->position[i], numbers[count + i] = own->first_block[i], numbers[2 * count + i] = i;
+    }
+    pass->positions = numbers, pass->tokens = tokens, pass->rows = pass->wanted = count;
+    decoder_run(own->model, pass);
+    return pass->logits;
+}
+
+/* Runs `pass`, whose wanted rows are the last ones of the sequences, and draws. Logits of a draft's passes follow those
+ * of the pass before. */
+void decoder_loop(const Model *model, Pass *pass, const Loop *loop) {
+    int count = loop->sequences;
+    int32_t *position = loop->active + 2 * count;
+    Own own = {model, pass, loop->max_support > 0, (int32_t *)blocks(pass), position, position + count};
+    for (int i = 0; i < count; i++) {
+        int row = wanted_rows(pass)[i];
+        own.position[i] = pass->positions[row], own.first_block[i] = first_blocks(pass)[row];
+    }
+    decoder_run(model, pass);
+    draw_and_run(loop, pass->logits, model->vocab_size, run_next, &own);
+}
+
+/* ------------------------------------------------------------------------------------------------------- llama.cpp */
+
+typedef struct { /* `llama_batch` of llama.h */
+    int32_t rows;
+    int32_t *token;
+    float *embedding;
+    int32_t *position, *sequence_counts;
+    int32_t **sequences;
+    int8_t *wanted;
+} LlamaBatch;
+
+typedef struct {
+    void *context;
+    int32_t (*decode)(void *context, LlamaBatch batch); /* `llama_decode` */
+    float *(*get_logits)(void *context);                /* `llama_get_logits` */
+    LlamaBatch batch; /* the last row of each sequence; all are wanted */
+    float *logits;    /* [sequences, size] of these rows; of a draft [all tokens, size], filled here */
+    int32_t size, keeps_logits;
+    int32_t code;     /* of `llama_decode`; not 0 ends the loop */
+} Llama;
+
+static float *llama_next(void *runner, int count, const int32_t *going, const int64_t *tokens) {
+    Llama *llama = runner;
+    LlamaBatch *batch = &llama->batch;
+    if (llama->keeps_logits) llama->logits += (int64_t)batch->rows * llama->size;
+    for (int i = 0; i < count; i++) {
+        batch->token[i] = (int32_t)tokens[i];
+        batch->position[i] = batch->position[going[i]] + 1, batch->sequences[i] = batch->sequences[going[i]];
+    }
+    batch->rows = count;
+    llama->code = llama->decode(llama->context, *batch);
+    if (llama->code) return NULL;
+    float *logits = llama->get_logits(llama->context);
+    if (!llama->keeps_logits) return logits;
+    return memcpy(llama->logits, logits, sizeof(float) * (size_t)count * llama->size);
+}
+
+void decoder_loop_llama(Llama *llama, const Loop *loop) {
+    draw_and_run(loop, llama->logits, llama->size, llama_next, llama);
+}
+
+/* Sizes of the structures, as `decoder_sizes`. */
+void decoder_loop_sizes(int32_t *sizes) {
+    sizes[0] = sizeof(Draw), sizes[1] = sizeof(Sample), sizes[2] = sizeof(Loop), sizes[3] = sizeof(Llama);
 }
 
 #endif

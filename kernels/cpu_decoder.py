@@ -8,7 +8,7 @@ processors without AVX512-BF16, `library` returns None.
 
 import ctypes
 import importlib.util
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Sequence
 from functools import cache
 from itertools import accumulate
 from typing import Any, NamedTuple
@@ -18,9 +18,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from kernels.rng import noise_rows
-from kernels.sampling import Draw, Sample
-from kernels.sparse import SparseConfig, SparseDistribution
+from kernels.cpu_decode_loop import SAMPLE_NUMBERS, DrawStruct, LlamaStruct, LoopArrays, LoopStruct
+from kernels.sampling import Sample
 
 PANEL = 64
 """Outputs of a panel, see `panels`."""
@@ -62,28 +61,6 @@ class _Pass(ctypes.Structure):
     ]
 
 
-class _Draw(ctypes.Structure):
-    _fields_ = [
-        *((name, ctypes.c_int32) for name in ("tokens", "top_k", "stops")),
-        *((name, ctypes.c_float) for name in ("temperature", "top_p", "min_p")),
-        *((name, _Pointer) for name in ("max_entropy", "uniforms", "noise", "stop")),
-    ]
-
-
-class _Loop(ctypes.Structure):
-    _fields_ = [
-        *((name, ctypes.c_int32) for name in ("sequences", "most_tokens", "vocab_size", "mask_token", "max_support")),
-        ("keep_mass", ctypes.c_float),
-        ("draw", ctypes.POINTER(_Draw)),
-        *((name, _Pointer) for name in ("sample", "ids", "weights", "scratch", "active", "next", "interrupted")),
-    ]
-
-
-_NOT_DRAWN = -3
-_SAMPLE = 4  # numbers of a sample: token, row of its logits, support, total
-_SLACK = 32  # values behind each row of the loop's scratch memory
-
-
 @cache
 def library() -> Any:
     """The library; None where it was not built, is of other sources, or the processor lacks AVX512-BF16."""
@@ -94,10 +71,11 @@ def library() -> Any:
         return None
     if loaded is None or not loaded.decoder_supported() or not hasattr(loaded, "decoder_loop_sizes"):
         return None
-    sizes = (ctypes.c_int32 * 6)()
+    sizes = (ctypes.c_int32 * 7)()
     loaded.decoder_sizes(sizes)
     loaded.decoder_loop_sizes(ctypes.byref(sizes, 12))
-    if list(sizes) != [*map(ctypes.sizeof, (_Layer, _Model, _Pass, _Draw)), 4 * _SAMPLE, ctypes.sizeof(_Loop)]:
+    structures = _Layer, _Model, _Pass, DrawStruct, ctypes.c_int32 * SAMPLE_NUMBERS, LoopStruct, LlamaStruct
+    if list(sizes) != [ctypes.sizeof(each) for each in structures]:
         return None
     loaded.decoder_scratch.restype = ctypes.c_int64
     return loaded
@@ -203,62 +181,24 @@ class CPUDecoder:
         self._library.decoder_run(ctypes.byref(self._model), ctypes.byref(own))
         return logits
 
-    def run_loop(
-        self,
-        rows: Rows,
-        draws: Sequence[Sequence[Draw]],
-        config: SparseConfig | None,
-        *,
-        vocab_size: int,
-        mask_token: int | None,
-        stops: Sequence[Collection[int]],
-        interrupted: np.ndarray,
-    ) -> list[list[Sample]]:
+    def run_loop(self, rows: Rows, loop: LoopArrays) -> list[list[Sample]]:
         """Runs a pass, draws a token of each sequence, runs those tokens, and so on; the last one is not run.
 
         Args:
-            rows: of the first pass; `blocks` and `longest` are for all rows of the loop.
-            draws: of each sequence, at least one; with the same parameters, and noise or uniforms for all.
-            config: how q is truncated; None draws from p itself, see `kernels.sampling.sample`.
-            vocab_size: tokens that may be drawn.
-            mask_token: is never drawn.
-            stops: of each sequence: nothing is drawn after one of these tokens.
-            interrupted: int32 `[1]`; once it is not 0, the loop ends after the token that it draws.
+            rows: of the first pass; `tables` and `longest` are for all rows of the loop.
+            loop: how to draw.
 
         Returns:
-            The samples of each sequence. A sample without a token is the last of its sequence.
+            The samples of each sequence.
 
         Raises:
             ValueError: the memory is not float32.
         """
-        count, most = len(draws), max(map(len, draws))
         # Each pass of a draft writes its logits behind those of the pass before.
-        logits = torch.empty(count if config is None else sum(map(len, draws)), self._vocab_size, dtype=torch.float32)
+        logits = torch.empty(loop.rows_kept, self._vocab_size, dtype=torch.float32)
         own, _numbers = self._pass(rows, [end - 1 for end in accumulate(rows.counts)], logits)
-        uniforms = np.zeros((count, most), np.int64)
-        max_entropies = np.zeros((count, most), np.float32)
-        noise: list[Tensor | None] = []
-        for i, each in enumerate(draws):
-            max_entropies[i, : len(each)] = [draw.max_entropy for draw in each]
-            positioned = [draw.noise for draw in each if draw.noise is not None]
-            noise.append(noise_rows(positioned, vocab_size).log1p() if positioned else None)
-            if not positioned:
-                uniforms[i, : len(each)] = [int(draw.uniform * 2.0**53) for draw in each]
-        support, keep_mass = (0, 1.0) if config is None else (config.max_support, config.keep_mass)
-        stop = [np.array(sorted(each), np.int32) for each in stops]
-        drawn = np.full((count, most, _SAMPLE), _NOT_DRAWN, np.int32)
-        ids, weights = np.empty((count, most, support), np.uint32), np.empty((count, most, support), np.uint16)
-        scratch = np.empty(3 * (vocab_size + _SLACK), np.float32)
-        active, following = np.empty(3 * count, np.int32), np.empty(count, np.int64)
-        loop = _Loop(
-            count, most, vocab_size, -1 if mask_token is None else mask_token, support, keep_mass,
-            (_Draw * count)(*map(_draw_of, draws, max_entropies, uniforms, noise, stop)), drawn.ctypes.data,
-            ids.ctypes.data, weights.ctypes.data, scratch.ctypes.data, active.ctypes.data, following.ctypes.data,
-            interrupted.ctypes.data,
-        )  # fmt: skip
-        self._library.decoder_loop(ctypes.byref(self._model), ctypes.byref(own), ctypes.byref(loop))
-        drawable = None if config is None else logits[:, :vocab_size]
-        return [list(_samples(*each, drawable)) for each in zip(draws, drawn.tolist(), ids, weights, strict=True)]
+        self._library.decoder_loop(ctypes.byref(self._model), ctypes.byref(own), ctypes.byref(loop.struct))
+        return loop.samples(logits)
 
     def _pass(self, rows: Rows, wanted: Sequence[int], logits: Tensor) -> tuple[_Pass, np.ndarray]:
         """A pass, and numbers that it points to."""
@@ -301,33 +241,3 @@ class CPUDecoder:
     def _keep(self, values: Tensor) -> int:
         self._kept.append(values)
         return values.data_ptr()
-
-
-def _draw_of(
-    draws: Sequence[Draw], max_entropies: np.ndarray, uniforms: np.ndarray, noise: Tensor | None, stop: np.ndarray
-) -> _Draw:
-    params = draws[0].params
-    # A temperature that float32 would round to zero: as in `sampling`.
-    temperature = params.temperature if params.is_greedy else max(params.temperature, 1.2e-38)
-    return _Draw(
-        len(draws), params.top_k, len(stop), temperature, params.top_p, params.min_p, max_entropies.ctypes.data,
-        uniforms.ctypes.data, None if noise is None else noise.data_ptr(), stop.ctypes.data,
-    )  # fmt: skip
-
-
-def _samples(
-    draws: Sequence[Draw], drawn: Sequence[Sequence[int]], ids: np.ndarray, weights: np.ndarray, logits: Tensor | None
-) -> Iterator[Sample]:
-    """`logits` is None if tokens are drawn from p itself."""
-    by_uniform = draws[0].noise is None and not draws[0].params.is_greedy
-    for i, (token, row, support, total) in enumerate(drawn[: len(draws)]):
-        if token == _NOT_DRAWN:
-            return
-        if token < 0:
-            yield Sample(token)
-            return
-        if logits is None:
-            yield Sample(token)
-            continue
-        q = SparseDistribution(ids[i, :support], weights[i, :support], total) if by_uniform else None
-        yield Sample(token, q, None if by_uniform else logits[row])

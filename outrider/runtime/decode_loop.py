@@ -2,8 +2,8 @@
 
 Over a paged pool the steps are CUDA graphs: one step samples a token of each sequence on the device and runs it. A step
 is captured once per number of sequences and replayed for each token, without host syncs in between. On a CPU the
-decoder in C runs the whole loop, where it runs the model. Otherwise the steps run eagerly, and `kernels.sampling`
-samples between them.
+whole loop is in C (`kernels.cpu_decode_loop`), where our decoder in C or llama.cpp runs the model. Otherwise the steps
+run eagerly, and `kernels.sampling` samples between them.
 """
 
 import math
@@ -17,13 +17,13 @@ from torch import Tensor
 
 from kernels import sampling_device
 from kernels.attention_work import ITEM, work_list, work_size
+from kernels.cpu_decode_loop import LoopArrays
 from kernels.packed_arrays import Field, PackedArrays
 from kernels.sampling import NO_LOGITS, Draw, Sample, sample
 from kernels.sampling_device import DeviceDraws
 from kernels.sparse import SparseConfig
 from outrider.runtime.batch import Chunk, PagedBatch, build_batch
 from outrider.runtime.cuda_graph import CannotCapture, Capturer, PagedRunner
-from outrider.runtime.fused_decoder import FusedDecoder
 from outrider.runtime.model_runner import ModelRunner
 
 
@@ -111,30 +111,18 @@ class DecodeLoop:
         stops = stops or [()] * len(chunks)
         if self._captured is not None:
             samples = self._captured.decode(chunks, draws)
-        elif model_runner.loop_in_c is not None:
-            samples = self._in_c(model_runner.loop_in_c, chunks, draws, stops)
+        elif model_runner.has_loop_in_c(len(chunks)):
+            loop = LoopArrays(
+                draws, self.config, vocab_size=self.vocab_size, mask_token=self._mask_token, stops=stops,
+                interrupted=self.interrupt.flag,
+            )  # fmt: skip
+            samples = model_runner.run_loop(chunks, [len(own) - 1 for own in draws], loop)
         else:
             samples = self._step_by_step(chunks, draws, stops)
         samples = list(map(_to_stop, samples, stops))
         for chunk, own_samples in zip(chunks, samples, strict=True):
             pool.extend(chunk.slot, chunk.start + len(chunk.tokens) + len(own_samples) - 1)
         return samples
-
-    def _in_c(
-        self,
-        program: FusedDecoder,
-        chunks: Sequence[Chunk],
-        draws: Sequence[Sequence[Draw]],
-        stops: Sequence[Collection[int]],
-    ) -> list[list[Sample]]:
-        tokens = np.array([token for chunk in chunks for token in chunk.tokens], np.int64)
-        batch = self.model_runner.pack(chunks, [len(own) - 1 for own in draws])
-        rows = program.rows_in_c(torch.from_numpy(tokens), batch, batch.ends)
-        assert program.cpu_decoder is not None
-        return program.cpu_decoder.run_loop(
-            rows, draws, self.config, vocab_size=self.vocab_size, mask_token=self._mask_token, stops=stops,
-            interrupted=self.interrupt.flag,
-        )  # fmt: skip
 
     def _step_by_step(
         self, chunks: Sequence[Chunk], draws: Sequence[Sequence[Draw]], stops: Sequence[Collection[int]]

@@ -15,6 +15,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from kernels.cpu_decode_loop import LlamaStruct, LoopArrays
+from kernels.cpu_decoder import library as decoder_library
+from kernels.sampling import Sample
 from outrider.runtime.batch import Chunk
 from outrider.runtime.block_pool import MemoryShape, PoolCorrupted, PoolExhausted
 from outrider.runtime.errors import CheckpointError
@@ -201,7 +204,7 @@ class LlamaRunner(ModelRunner):
         self.pool = self._pool
         self.max_length = min(max_length, loaded.context_length)
         self.attention = ORDINARY
-        self.paged_runner = self.captured = self.layer_choice = self.loop_in_c = None
+        self.paged_runner = self.captured = self.layer_choice = None
         self._batch = _Batch(llama_cpp, self._most_rows, copies * sequences, copies)
 
     def forward(self, chunks: Sequence[Chunk]) -> Tensor:
@@ -245,16 +248,40 @@ class LlamaRunner(ModelRunner):
         code = self._llama_cpp.llama_decode(self._context, self._batch.struct)
         for chunk in chunks:
             pool.wrote(chunk.slot, chunk.start + len(chunk.tokens))
-        if code:
-            for chunk in chunks:  # some of its parts may have run
-                pool.truncate(chunk.slot, chunk.start)
-            if code == _NO_SLOT:
-                raise PoolExhausted(f"llama.cpp has too few cells for {rows} rows: {errors()}")
-            raise RuntimeError(f"llama_decode returned {code} for {rows} rows: {errors()}")
+        self._check_code(code, chunks, rows)
         if not wanted:
             return torch.empty(0, self.loaded.vocab_size)
         values = self._llama_cpp.llama_get_logits(self._context)
         return torch.from_numpy(np.ctypeslib.as_array(values, (wanted, self.loaded.vocab_size)))
+
+    def _check_code(self, code: int, chunks: Sequence[Chunk], rows: int) -> None:
+        """Raises if `llama_decode` returned a code that is not 0; the slots then hold what they held before."""
+        if not code:
+            return
+        for chunk in chunks:  # some of the rows may have run
+            self._pool.truncate(chunk.slot, chunk.start)
+        if code == _NO_SLOT:
+            raise PoolExhausted(f"llama.cpp has too few cells for {rows} rows: {errors()}")
+        raise RuntimeError(f"llama_decode returned {code} for {rows} rows: {errors()}")
+
+    def has_loop_in_c(self, sequences: int) -> bool:
+        return sequences < _TILE and decoder_library() is not None
+
+    def run_loop(self, chunks: Sequence[Chunk], later_rows: Sequence[int], loop: LoopArrays) -> list[list[Sample]]:
+        steps = self.steps(chunks, later_rows)
+        logits = steps.first()
+        if loop.is_draft:
+            logits = torch.cat([logits, logits.new_empty(loop.rows_kept - len(chunks), logits.size(1))])
+        ends = [chunk.start + len(chunk.tokens) for chunk in chunks]
+        last = [Chunk(chunk.slot, [0], end - 1, 0) for chunk, end in zip(chunks, ends, strict=True)]
+        self._batch.fill(last, [self._pool.sequence(chunk.slot) for chunk in chunks])
+        struct = self._batch.loop_struct(self._context, logits, keeps_logits=loop.is_draft)
+        decoder_library().decoder_loop_llama(ctypes.byref(struct), ctypes.byref(loop.struct))
+        samples = loop.samples(logits)
+        for chunk, end, own in zip(chunks, ends, samples, strict=True):
+            self._pool.wrote(chunk.slot, end + len(own) - (struct.code == 0))
+        self._check_code(struct.code, chunks, struct.rows)
+        return samples
 
     def steps(self, chunks: Sequence[Chunk], later_rows: Sequence[int]) -> Steps:
         for chunk, later in zip(chunks, later_rows, strict=True):
@@ -276,14 +303,14 @@ def _calls(chunks: Sequence[Chunk]) -> list[list[int]]:
 
 
 class _LlamaSteps(Steps):
-    """See `Steps`."""
+    """See `Steps`. Logits are copied: samples keep them, and the next pass overwrites the memory of llama.cpp."""
 
     def __init__(self, runner: LlamaRunner, chunks: Sequence[Chunk]) -> None:
         self._runner = runner
         self._chunks = [Chunk(each.slot, each.tokens, each.start, len(each.tokens) - 1) for each in chunks]
 
     def first(self) -> Tensor:
-        return self._runner.decode(self._chunks)
+        return self._runner.decode(self._chunks).clone()
 
     def next(self, going: Sequence[int], tokens: Sequence[int]) -> Tensor:
         chunks = [self._chunks[i] for i in going]
@@ -291,7 +318,7 @@ class _LlamaSteps(Steps):
             Chunk(each.slot, [token], each.start + len(each.tokens), 0)
             for each, token in zip(chunks, tokens, strict=True)
         ]
-        return self._runner.decode(self._chunks)
+        return self._runner.decode(self._chunks).clone()
 
 
 def _context(
@@ -341,6 +368,7 @@ class _Batch:
     """
 
     def __init__(self, llama_cpp: ModuleType, rows: int, sequences: int, copies: int) -> None:
+        self._llama_cpp = llama_cpp
         self._tokens = np.zeros(rows, np.int32)
         self._positions = np.zeros(rows, np.int32)
         self._counts = np.full(rows, copies, np.int32)
@@ -374,3 +402,16 @@ class _Batch:
             row = end
         self.struct.n_tokens = row
         return wanted
+
+    def loop_struct(self, context: Handle, logits: Tensor, *, keeps_logits: bool) -> LlamaStruct:
+        """The argument of the decode loop in C, for a batch with one row of each sequence; see `LlamaStruct`."""
+        llama_cpp, batch = self._llama_cpp, self.struct
+        decode, get_logits = (
+            ctypes.cast(each, ctypes.c_void_p) for each in (llama_cpp.llama_decode, llama_cpp.llama_get_logits)
+        )
+        arrays = self._tokens, self._positions, self._counts, self._pointers, self._wanted
+        token, position, counts, sequences, wanted = (each.ctypes.data for each in arrays)
+        return LlamaStruct(
+            context._as_parameter_, decode, get_logits, batch.n_tokens, token, None, position, counts, sequences,
+            wanted, logits.data_ptr(), logits.size(1), keeps_logits, 0,
+        )  # fmt: skip

@@ -8,6 +8,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from kernels.cpu_decode_loop import LoopArrays
+from kernels.sampling import Sample
 from outrider.runtime.attention import Program, Rows, TransformersProgram
 from outrider.runtime.batch import Chunk, PackedBatch, build_batch, pack
 from outrider.runtime.cuda_graph import Capturer, GraphRunner, PagedRunner, Runner, buckets_for
@@ -28,7 +30,7 @@ __all__ = ["Chunk", "ModelRunner", "Steps"]
 class Steps(ABC):
     """The passes of a decode loop: a chunk of each sequence, then one token of each that goes on.
 
-    No pass changes the length of a slot. `first` comes before `next`; logits are valid until the next pass.
+    No pass changes the length of a slot. `first` comes before `next`. Later passes do not overwrite logits.
     """
 
     @abstractmethod
@@ -65,8 +67,8 @@ class _PackedSteps(Steps):
 class ModelRunner:
     """A model and its KV pool. Only one thread may use it.
 
-    A second runtime derives from it (`outrider.runtime.llama_cpp`): it overrides `forward`, `logits` and `steps`, and
-    brings a `KVPool` of its own.
+    A second runtime derives from it (`outrider.runtime.llama_cpp`): it overrides `forward`, `logits`, `steps` and the
+    loop in C, and brings a `KVPool` of its own.
 
     Args:
         loaded: the model.
@@ -76,7 +78,6 @@ class ModelRunner:
 
     Attributes:
         layer_choice: the operations of a fused model over a paged pool, for the log; else None.
-        loop_in_c: the program, if it has the decode loop of `kernels.cpu_decoder`; else None.
 
     Raises:
         ValueError: the pool does not fit the model or the attention.
@@ -110,9 +111,6 @@ class ModelRunner:
         self.paged_runner: Runner | None = None
         self.captured: GraphRunner | None = None
         self.layer_choice: LayerOps | None = None
-        self.loop_in_c: FusedDecoder | None = None
-        if isinstance(self.program, FusedDecoder) and self.program.cpu_decoder is not None:
-            self.loop_in_c = self.program
         if pool.paged is not None:
             if isinstance(self.program, FusedDecoder):
                 self.layer_choice = self.program.choose_layers(pool.dtype)
@@ -244,6 +242,31 @@ class ModelRunner:
             self.loaded.device
         )  # 15 µs faster than torch.tensor
         return self.program(token_ids, batch, rows).float()
+
+    def has_loop_in_c(self, sequences: int) -> bool:
+        """Whether `run_loop` runs this model, for so many sequences."""
+        return isinstance(self.program, FusedDecoder) and self.program.cpu_decoder is not None
+
+    def run_loop(self, chunks: Sequence[Chunk], later_rows: Sequence[int], loop: LoopArrays) -> list[list[Sample]]:
+        """Runs chunks, draws a token of each sequence, runs those tokens, and so on, in C. Lengths do not change.
+
+        Args:
+            chunks: as for `forward`; the logits of their last rows are drawn from.
+            later_rows: of each sequence, the most tokens that are run after its chunk.
+            loop: how to draw.
+
+        Returns:
+            The samples of each sequence.
+
+        Raises:
+            PoolExhausted: the pool has too few free blocks.
+        """
+        program = self.program
+        assert isinstance(program, FusedDecoder)
+        assert program.cpu_decoder is not None
+        tokens = np.array([token for chunk in chunks for token in chunk.tokens], np.int64)
+        batch = self.pack(chunks, later_rows)
+        return program.cpu_decoder.run_loop(program.rows_in_c(torch.from_numpy(tokens), batch, batch.ends), loop)
 
     def capture(
         self,

@@ -2,16 +2,22 @@
 
 from __future__ import annotations
 
+import ctypes
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 import transformers
 from transformers import PreTrainedConfig
 
+from kernels.cpu_decoder import library as decoder_library
+from kernels.sampling import Draw, SamplingParams
+from kernels.sparse import SparseConfig
 from outrider.runtime import gguf_tokenizer, llama_loader
 from outrider.runtime.block_pool import PoolExhausted
+from outrider.runtime.decode_loop import DecodeLoop
 from outrider.runtime.errors import CheckpointError
 from outrider.runtime.gguf_convert import convert
 from outrider.runtime.llama_cpp import LlamaRunner
@@ -190,6 +196,95 @@ def test_the_steps_of_a_decode_loop_give_the_logits_of_single_passes(folders: Ca
     for slot in texts:  # what the steps wrote is dropped before the next pass
         assert torch.allclose(runner.logits([Chunk(slot, [1, 2, 3, 6], 0, 0)]), alone[0], atol=1e-5)
     runner.pool.check_integrity()
+
+
+HOW = {
+    "greedy": (SamplingParams(temperature=0.0), False),
+    "by uniforms": (SamplingParams(top_k=20), False),
+    "by noise": (SamplingParams(temperature=0.8), True),
+}
+
+
+def loops(runner: LlamaRunner, config: SparseConfig | None) -> tuple[DecodeLoop, list[int], list[Chunk]]:
+    """A decode loop, and chunks of three sequences; one of them follows a fork."""
+    first = runner.pool.allocate()
+    runner.forward([Chunk(first, [1, 2, 3], 0, 3)])
+    slots = [first, runner.pool.fork(first), runner.pool.allocate()]
+    chunks = [Chunk(slots[0], [4], 3, 0), Chunk(slots[1], [5, 6], 3, 2), Chunk(slots[2], [7, 8, 9], 0, 0)]
+    return DecodeLoop(runner, VOCABULARY - 2, config), slots, chunks
+
+
+@pytest.mark.parametrize("config", [SparseConfig(max_support=9), None])
+@pytest.mark.parametrize("how", HOW)
+def test_the_loop_in_c_draws_the_tokens_of_python(
+    how: str, config: SparseConfig | None, folders: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Sequences of several lengths, one of which ends at a stop token; then the next logits of each."""
+    params, by_noise = HOW[how]
+    draws = [
+        [Draw(params, 0.13 * (i + 3 * j) % 1, (j, 40 + i) if by_noise else None) for i in range(n)]
+        for j, n in enumerate((7, 1, 5))
+    ]
+    stops: list[set[int]] = [set(), set(), set()]
+    found = list[Any]()
+    for in_c in (False, False, True):
+        runner = build(write_gguf(folders("llama")))
+        assert runner.has_loop_in_c(3) is (decoder_library() is not None)
+        with monkeypatch.context() as patch:
+            if not in_c:
+                patch.setattr(runner, "has_loop_in_c", lambda _: False)
+            loop, slots, chunks = loops(runner, config)
+            samples = loop.decode(chunks, draws, stops)
+        runner.pool.check_integrity()
+        stops[0] = {samples[0][min(3, len(samples[0]) - 1)].token}
+        lengths = [runner.pool.length(slot) for slot in slots]
+        after = [runner.logits([Chunk(slot, [5], length, 0)]) for slot, length in zip(slots, lengths, strict=True)]
+        found.append((samples, lengths, torch.cat(after)))
+    _, (theirs, *right), (mine, *own) = found
+    assert [len(own) for own in theirs[1:]] == [1, 5]
+    assert len(theirs[0]) <= 4
+    for ours, others in zip(mine, theirs, strict=True):
+        assert [each.token for each in ours] == [each.token for each in others]
+        assert [each.q is None for each in ours] == [each.q is None for each in others]
+        for one, other in zip(ours, others, strict=True):
+            assert (one.scores is None) is (other.scores is None)
+            if one.scores is not None and other.scores is not None:  # of noise: up to a factor
+                scale = other.scores.abs().max() / one.scores.abs().max() if by_noise else 1.0
+                assert torch.allclose(one.scores * scale, other.scores, rtol=1e-4, atol=1e-5)
+    assert own[0] == right[0]
+    assert torch.allclose(own[1], right[1], atol=1e-5)
+
+
+def test_an_interrupted_loop_ends_after_a_token(folders: Callable[[str], Path]) -> None:
+    runner = build(write_gguf(folders("llama")))
+    loop, slots, chunks = loops(runner, None)
+    loop.interrupt.set()
+    assert [len(own) for own in loop.decode(chunks, [[Draw(SamplingParams())] * 6] * 3)] == [1, 1, 1]
+    assert [runner.pool.length(slot) for slot in slots] == [4, 5, 3]
+    runner.pool.check_integrity()
+
+
+@pytest.mark.parametrize(("code", "error"), [(-3, RuntimeError), (1, PoolExhausted)])
+def test_a_pass_that_fails_in_the_loop_changes_no_length(
+    code: int, error: type[Exception], folders: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    runner = build(write_gguf(folders("llama")))
+    loop, slots, chunks = loops(runner, None)
+    decode, passes = library().llama_decode, list[int]()
+
+    def failing(context: int, batch: Any) -> int:
+        passes.append(batch.n_tokens)
+        return code if len(passes) == 3 else int(decode(context, batch))
+
+    kind = ctypes.CFUNCTYPE(ctypes.c_int32, ctypes.c_void_p, library().llama_batch)
+    with monkeypatch.context() as patch:
+        patch.setattr(runner._llama_cpp, "llama_decode", kind(failing))
+        with pytest.raises(error, match="2 rows"):
+            loop.decode(chunks, [[Draw(SamplingParams(temperature=0.0))] * n for n in (6, 2, 6)])
+    assert passes == [6, 3, 2]
+    assert [runner.pool.length(slot) for slot in slots] == [3, 3, 0]
+    runner.pool.check_integrity()
+    assert [len(own) for own in loop.decode(chunks, [[Draw(SamplingParams())] * 6] * 3)] == [6, 6, 6]
 
 
 def test_a_full_pool_is_exhausted_before_llama_cpp_is(folders: Callable[[str], Path]) -> None:
