@@ -1,8 +1,8 @@
 """The gain of speculation over gRPC: the target alone, the pair, and other implementations of both, in turns.
 
 Each pair runs by torch, beside transformers, its assisted generation and its prompt lookup; and by llama.cpp from GGUF
-files of bfloat16. llama.cpp's own server and its speculation take part beside both. Each way to speculate takes part
-with several numbers of drafted tokens, so that it is seen at its best.
+files, of bfloat16 by default. llama.cpp's own server and its speculation take part beside both. Each way to speculate
+takes part with several numbers of drafted tokens, so that it is seen at its best.
 """
 
 import sys
@@ -38,6 +38,7 @@ LLAMA, DRAFTING = "llama.cpp alone", "llama.cpp drafting"
 """Its target alone, and its own speculation with the settings that are fastest at each temperature."""
 ALONE = (GENERATE, DECODE)
 THEIRS = (LLAMA, DRAFTING)
+GGUF_TYPES = ("bf16", "q8_0")
 TORCH, LLAMA_CPP = RUNTIMES = ("torch", "llama.cpp")
 
 
@@ -46,6 +47,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     harness.target_options(parser, factor=12)
     harness.text_options(parser, prompts=5, new_tokens=64)
     parser.add_argument("--runtimes", nargs="+", choices=RUNTIMES, default=RUNTIMES, help="of both services")
+    parser.add_argument("--gguf-type", choices=GGUF_TYPES, default="bf16", help="of the weights for llama.cpp")
     parser.add_argument("--gammas", type=int, nargs="*", default=[4, 10], help="of the pair, beside `adaptive`")
     parser.add_argument("--assistant-tokens", type=int, nargs="*", default=[8, 12], help="of assisted generation")
     parser.add_argument("--lookup-tokens", type=int, nargs="*", default=[4, 10], help="of prompt lookup")
@@ -120,7 +122,7 @@ def _llama_writers(
 ) -> tuple[dict[str, Write], Json]:
     """As `_torch_writers`. Raises `Unavailable` without llama.cpp."""
     theirs, settings = _their_writers(bench, models, running, trials)
-    files = gguf_pair(models)
+    files = gguf_pair(models, bench.given.gguf_type)
     ours, placement = _our_writers(bench.given, files.target, files.draft, running, trials)
     return theirs | ours, settings | placement
 
@@ -129,7 +131,7 @@ def _their_writers(
     bench: Bench, models: Models, running: ExitStack, trials: Sequence[Task]
 ) -> tuple[dict[str, Write], Json]:
     """llama.cpp's own server, with the settings that are fastest. Raises `Unavailable` without it."""
-    program, files = find_server(), gguf_pair(models)
+    program, files = find_server(), gguf_pair(models, bench.given.gguf_type)
     start = partial(LlamaServer, program, files, longest=max(len(task.token_ids) for task in trials) + 1024)
 
     def fastest(settings: Sequence[Json], task: Task) -> Json:
