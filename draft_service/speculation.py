@@ -18,7 +18,7 @@ from prometheus_client import Histogram
 
 from draft_service.drafters.base import Draft, Kind
 from draft_service.pass_size import PassSizes
-from draft_service.statistics import Acceptance, AcceptanceStatistics, CostModel, JudgedRound
+from draft_service.statistics import FIRM_ROUNDS, Acceptance, AcceptanceStatistics, CostModel, JudgedRound
 from kernels.verify import Rule
 from outrider.service.best_effort import Component
 from outrider.service.cost_model import CostLine
@@ -126,6 +126,7 @@ class Adaptive(Policy):
         self._gamma = min(gamma, ceiling)
         self._wanted = self._gamma  # γ of the current round, if the text had not to end
         self._has_begun = False
+        self._rounds = 0  # proposals
 
     def begins(self, active: int) -> None:
         self._costs.expect(active)
@@ -148,6 +149,9 @@ class Adaptive(Policy):
     def observe(self, round_: JudgedRound) -> None:
         self._costs.add(round_)
         self._statistics.add(round_, self._wanted)
+        if round_.drafted:
+            self._statistics.texts += not self._rounds
+            self._rounds += 1
         chances = round_.beta or [float(position < round_.accepted) for position in range(round_.judged)]
         for position, chance in enumerate(chances):
             self._accepted.add(position, chance)
@@ -170,7 +174,8 @@ class Adaptive(Policy):
         """
         rates = self._costs.rates(self._accepted.chances(self._ceiling), self._statistics.drafted_share)
         best = max(range(1, self._ceiling + 1), key=rates.__getitem__)
-        if rates[0] > OWN_MARGIN * rates[best] and self._costs.is_firm:
+        is_firm = self._costs.is_firm and self._rounds >= FIRM_ROUNDS
+        if is_firm and rates[0] > OWN_MARGIN * rates[best]:
             return 0
         return best if rates[best] > OWN_GAIN * rates[gamma] else gamma
 

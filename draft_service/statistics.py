@@ -15,6 +15,8 @@ UNTRIED_GAIN = 1.4
 SAME = 0.01
 # Proposals of each sequence before drafting may stop, also in a later trial.
 FIRM_ROUNDS = 10
+# Texts with proposals before acceptance counts against drafting: the first one may be unlike the others.
+FIRM_TEXTS = 3
 # Tokens that each sequence writes with `Decode` after drafting stopped. The first pause only measures `Decode`. After a
 # longer one drafting is tried again: it is so long that a trial, if it is like the last one, costs no more than this
 # share of the time. It doubles after each trial that failed, up to this multiple: where sequences change over one by
@@ -385,6 +387,7 @@ class AcceptanceStatistics:
     Attributes:
         accepted: β of each position.
         rounds: proposals so far.
+        texts: of these proposals.
         drafted_share: running mean of drafted tokens over γ: the drafter, or the text's length limit, may end a
             proposal early.
         gamma: the best γ > 0 for all; 0 before the first choice.
@@ -394,6 +397,7 @@ class AcceptanceStatistics:
     def __init__(self) -> None:
         self.accepted = Acceptance()
         self.rounds = 0
+        self.texts = 0
         self.drafted_share = 1.0
         self.gamma = 0
         self.pause = 0.0
@@ -409,6 +413,7 @@ class AcceptanceStatistics:
         """Return statistics that start from these, for one request."""
         own = deepcopy(self)
         own.accepted.forget(SHARED_WEIGHT)
+        own.texts = FIRM_TEXTS  # it decides for one text
         return own
 
     def add(self, round_: JudgedRound, wanted: int) -> None:
@@ -432,7 +437,8 @@ class AcceptanceStatistics:
             if choice.left:
                 costs.begin_trial()
                 self.accepted.forget(KEPT_FOR_A_TRIAL)
-        if choice.left <= 0 and costs.is_firm and gain < (1 if costs.has_decoded else UNTRIED_GAIN):
+        is_firm = costs.is_firm and (self.texts == 0 or self.texts >= FIRM_TEXTS)
+        if choice.left <= 0 and is_firm and gain < (1 if costs.has_decoded else UNTRIED_GAIN):
             tokens = rates[self.gamma] * costs.cycle(self.drafted_share * self.gamma)
             lost = FIRM_ROUNDS * tokens * (1 / gain - 1)  # in a trial, in tokens of `Decode`
             choice.stop(lost / TRIAL_SHARE)

@@ -28,7 +28,7 @@ from draft_service.speculation import (
     PolicyKind,
     SequenceGamma,
 )
-from draft_service.statistics import AcceptanceStatistics, CostModel, JudgedRound
+from draft_service.statistics import FIRM_ROUNDS, FIRM_TEXTS, AcceptanceStatistics, CostModel, JudgedRound
 from kernels.verify import Rule
 from outrider.service.cost_model import CostLine
 from outrider.service.metrics import Metrics
@@ -197,6 +197,31 @@ def test_drafting_begins_again_after_a_slow_start() -> None:
     assert loop.run(10) > 1.5 * alone(1, STEP_COST)
 
 
+@pytest.mark.parametrize(("later", "drafts"), [(5, True), (0, False)])
+def test_a_first_text_with_poor_acceptance_does_not_stop_drafting(later: int, drafts: bool) -> None:
+    """It may be unlike the others. If three texts are like it, drafting does stop."""
+    statistics, costs, proposals = AcceptanceStatistics(), CostModel(), list[int]()
+    for text in range(8):
+        policy = Adaptive(5, ceiling=5, statistics=statistics, costs=costs)
+        proposals.append(0)
+        for _ in range(30):
+            gamma = policy.next(5)
+            accepted = min(gamma, later if text else 0)
+            policy.observe(judged(gamma, accepted))
+            proposals[-1] += gamma > 0
+    assert all(proposals[:FIRM_TEXTS])
+    assert all(proposals) if drafts else sum(proposals[FIRM_TEXTS + 1 :]) <= FIRM_ROUNDS, proposals  # one trial
+
+
+def judged(gamma: int, accepted: int) -> JudgedRound:
+    """A round of one sequence: 2 ms for each drafted token, and 2 ms of round trip."""
+    step, overhead = STEP_COST.seconds(gamma + 1), 0.002 * (gamma + 1) if gamma else 0.0
+    return JudgedRound(
+        gamma, gamma, min(gamma, accepted + 1), accepted, overhead=overhead or None, at_verifier=step, step=STEP_COST,
+        tokens=gamma + 1, seconds=step + overhead, drafting=0.002 * gamma,
+    )  # fmt: skip
+
+
 def alone(sequences: int, cost: CostLine) -> float:
     """Tokens a second of the target alone."""
     return sequences / cost.seconds(sequences)
@@ -303,7 +328,7 @@ def test_a_policy_that_fails_leaves_gamma_within_bounds(answer: Any, gamma: int)
     sequence = sequence_gamma(Broken(answer))
     for load in (lambda: 3, lambda: 1 // 0):
         sequence.begins(load)
-    for _ in range(3):
+    for _ in range(FIRM_TEXTS):
         assert sequence.next(6) == sequence.gamma == gamma
         sequence.sent(None)
         sequence.judged(speculation_pb2.Verdict(judged=1))
@@ -370,12 +395,13 @@ def request(rule: Rule = Rule.BLOCK, *, fresh: bool = True, **fields: Any) -> Ge
 
 
 def learn(controller: GammaController, request_: Generation) -> None:
-    """Observe rounds that accept nothing, so that drafting does not pay for this request."""
-    policy = controller._policy(request_)
+    """Observe rounds that accept nothing, so that drafting does not pay for such requests."""
     step = CostLine(0.01, 0.0003)
-    for _ in range(60):
-        policy.next(16)
-        policy.observe(JudgedRound(5, 5, 1, 0, (), 0.015, 0.012, step, 1, 6))
+    for _ in range(FIRM_TEXTS):
+        policy = controller._policy(request_)
+        for _ in range(20):
+            policy.next(16)
+            policy.observe(JudgedRound(5, 5, 1, 0, (), 0.015, 0.012, step, 1, 6))
     for _ in range(12):  # and the target alone
         policy.observe(JudgedRound(0, at_verifier=0.0103, step=step, seconds=0.0103))
 
