@@ -10,7 +10,7 @@ from argparse import Namespace
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from functools import partial
-from itertools import islice
+from itertools import cycle, islice
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -69,16 +69,16 @@ def measure(bench: Bench) -> None:
         prompts = tokenised(models.target, harness.spread(bench.prompts, given.prompts))
         for runtime in given.runtimes:
             name = models.name if runtime == TORCH else f"{models.name}, {runtime}"
-            warm_up = [task for _, task in islice(texts(prompts, min(32, given.new_tokens), 1), 2)]  # not measured
+            trials = _trials(prompts, min(32, given.new_tokens))  # not measured
             with ExitStack() as running:
                 try:
-                    writers, placement = _MAKERS[runtime](bench, models, running, warm_up)
+                    writers, placement = _MAKERS[runtime](bench, models, running, trials)
                 except Unavailable as error:
                     progress(f"{name} is not measured: {error}")
                     bench.document["unavailable"][name] = str(error)
                     continue
                 bench.document["models"][name], bench.document["placement"][name] = models.document(), placement
-                for task in warm_up:
+                for task in trials[0]:
                     for write in writers.values():
                         write(task)
                 take_turns(
@@ -92,14 +92,20 @@ def measure(bench: Bench) -> None:
             load_model.cache_clear()
 
 
+def _trials(prompts: Sequence[tuple[int, ...]], new_tokens: int) -> list[list[Task]]:
+    """A text of each prompt at each temperature: a single prompt may be unlike the others."""
+    found = harness.grouped([{**keys, "task": task} for keys, task in texts(prompts, new_tokens, 1)], "prompt")
+    return [[each["task"] for each in own] for own in found.values()]
+
+
 def _torch_writers(
-    bench: Bench, models: Models, running: ExitStack, trials: Sequence[Task]
+    bench: Bench, models: Models, running: ExitStack, trials: Sequence[Sequence[Task]]
 ) -> tuple[dict[str, Write], Json]:
     """Each contender, with the threads and processors that write a first text fastest; and these."""
     given = bench.given
     target, draft = load_model(models.target), load_model(models.draft)
     ours, placement = _our_writers(given, models.target, models.draft, running, trials)
-    threads = _fastest([len(processors()), 1], lambda each: transformers_writer(target, threads=each), trials[:1])
+    threads = _fastest([len(processors()), 1], lambda each: transformers_writer(target, threads=each), [trials[0][:1]])
     assisted = {
         f"{ASSISTED}, {tokens}": transformers_writer(target, threads=threads, draft=draft, tokens=tokens)
         for tokens in given.assistant_tokens
@@ -118,7 +124,7 @@ def _torch_writers(
 
 
 def _llama_writers(
-    bench: Bench, models: Models, running: ExitStack, trials: Sequence[Task]
+    bench: Bench, models: Models, running: ExitStack, trials: Sequence[Sequence[Task]]
 ) -> tuple[dict[str, Write], Json]:
     """As `_torch_writers`. Raises `Unavailable` without llama.cpp."""
     theirs, settings = _their_writers(bench, models, running, trials)
@@ -128,33 +134,34 @@ def _llama_writers(
 
 
 def _their_writers(
-    bench: Bench, models: Models, running: ExitStack, trials: Sequence[Task]
+    bench: Bench, models: Models, running: ExitStack, trials: Sequence[Sequence[Task]]
 ) -> tuple[dict[str, Write], Json]:
     """llama.cpp's own server, with the settings that are fastest. Raises `Unavailable` without it."""
     program, files = find_server(), gguf_pair(models, bench.given.gguf_type)
-    start = partial(LlamaServer, program, files, longest=max(len(task.token_ids) for task in trials) + 1024)
+    start = partial(LlamaServer, program, files, longest=max(len(each[0].token_ids) for each in trials) + 1024)
 
-    def fastest(settings: Sequence[Json], task: Task) -> Json:
+    def fastest(settings: Sequence[Json], tasks: Sequence[Task]) -> Json:
         def seconds(each: Json) -> float:
             with start(**each) as server:
-                server.write(task)
-                return median(float(server.write(task)["seconds"]) for _ in range(3))
+                server.write(tasks[0])
+                return sum(float(server.write(task)["seconds"]) for task in tasks)
 
         return min(settings, key=seconds)
 
     def search() -> Json:
         """Of the target alone, and of its speculation at each temperature."""
         given, threads = bench.given, (1, len(processors()))
-        found = {LLAMA: fastest([{"threads": each} for each in threads], trials[0])}
-        for task in trials:
+        by_temperature = list(zip(*trials, strict=True))
+        found = {LLAMA: fastest([{"threads": each} for each in threads], by_temperature[0])}
+        for tasks in by_temperature:
             grid = [
                 {"draft_tokens": tokens, "least_chance": chance}
                 for tokens in given.llama_tokens
                 for chance in given.llama_chances
             ]
-            best = fastest([{"threads": threads[0], **each} for each in grid], task)
-            found[f"{DRAFTING}, T = {task.temperature:g}"] = fastest(
-                [best | {"threads": each} for each in threads], task
+            best = fastest([{"threads": threads[0], **each} for each in grid], tasks)
+            found[f"{DRAFTING}, T = {tasks[0].temperature:g}"] = fastest(
+                [best | {"threads": each} for each in threads], tasks
             )
         return found
 
@@ -171,7 +178,7 @@ _MAKERS = {TORCH: _torch_writers, LLAMA_CPP: _llama_writers}
 
 
 def _our_writers(
-    given: Namespace, target: Path, draft: Path, running: ExitStack, trials: Sequence[Task]
+    given: Namespace, target: Path, draft: Path, running: ExitStack, trials: Sequence[Sequence[Task]]
 ) -> tuple[dict[str, Write], Json]:
     services = [
         running.enter_context(Services(target, draft, threads=threads, place=place))
@@ -187,10 +194,13 @@ def _our_writers(
     return writers, {arm: each.how for arm, each in placed.items()}
 
 
-def _fastest(candidates: Sequence[Any], writer: Callable[[Any], Write], tasks: Sequence[Task]) -> Any:
+def _fastest(candidates: Sequence[Any], writer: Callable[[Any], Write], trials: Sequence[Sequence[Task]]) -> Any:
     """They take turns, so that a slow moment of the machine is one of all. In the first half `adaptive` learns."""
     writers = [writer(each) for each in candidates]
-    turns = [[sum(float(write(task)["seconds"]) for task in tasks) for write in writers] for _ in range(12)]
+    turns = [
+        [sum(float(write(task)["seconds"]) for task in tasks) for write in writers]
+        for tasks in islice(cycle(trials), 12)
+    ]
     seconds = [median(each) for each in zip(*turns[6:], strict=True)]
     return candidates[seconds.index(min(seconds))]
 
