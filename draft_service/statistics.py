@@ -15,7 +15,7 @@ UNTRIED_GAIN = 1.4
 SAME = 0.01
 # Proposals of each sequence before drafting may stop, also in a later trial.
 FIRM_ROUNDS = 10
-# Texts with proposals before acceptance counts against drafting: the first one may be unlike the others.
+# Texts with proposals before drafting may stop: the first one may be unlike the others.
 FIRM_TEXTS = 3
 # Tokens that each sequence writes with `Decode` after drafting stopped. The first pause only measures `Decode`. After a
 # longer one drafting is tried again: it is so long that a trial, if it is like the last one, costs no more than this
@@ -437,7 +437,7 @@ class AcceptanceStatistics:
             if choice.left:
                 costs.begin_trial()
                 self.accepted.forget(KEPT_FOR_A_TRIAL)
-        is_firm = costs.is_firm and (self.texts == 0 or self.texts >= FIRM_TEXTS)
+        is_firm = costs.is_firm and self.texts >= FIRM_TEXTS
         if choice.left <= 0 and is_firm and gain < (1 if costs.has_decoded else UNTRIED_GAIN):
             tokens = rates[self.gamma] * costs.cycle(self.drafted_share * self.gamma)
             lost = FIRM_ROUNDS * tokens * (1 / gain - 1)  # in a trial, in tokens of `Decode`

@@ -29,6 +29,7 @@ def test_trials_of_drafting_cost_less_than_a_percent_while_it_does_not_pay() -> 
         statistics.add(round_, gamma)
         if gamma:
             statistics.accepted.add(0, 0.0)
+            statistics.texts += 1
     assert pauses[:2] == [0, 32]
     assert 100 < pauses[2] < 240 < 900 < max(pauses) < 1200 < LONGEST_PAUSE
     assert all(1 <= after / before <= 2.1 for before, after in pairwise(pauses[2:])), "it doubles at most"
@@ -145,7 +146,7 @@ def run(statistics: AcceptanceStatistics, costs: CostModel, *, active: int, roun
         statistics.add(round_, gamma)
         if gamma:
             statistics.accepted.add(0, 0.0)
-            proposals += 1
+            statistics.texts = proposals = proposals + 1
     return proposals
 
 
