@@ -97,8 +97,12 @@ def test_tokens_are_the_same_with_and_without_the_outcome_cache(
 ) -> None:
     """Under every rule: in float32 a branch draws the same numbers, from the same q̂."""
     service = attentive.draft("flattened", fault="eager_outcome_cache")
-    cached, plain = (write(service, gamma=gamma, outcome_cache=on, **options) for on in (True, False))
-    assert cached.token_ids == plain.token_ids
+    plain = write(service, gamma=gamma, outcome_cache=False, **options)
+    for _ in range(8):  # on a busy machine all verdicts of a text may come before their branches
+        cached = write(service, gamma=gamma, outcome_cache=True, **options)
+        assert cached.token_ids == plain.token_ids
+        if cached.statistics.num_outcome_cache_hits:
+            break
     assert cached.statistics.num_outcome_cache_hits > 0
     assert cached.timings.saved_us > 0
     assert plain.statistics.num_outcome_cache_queries == plain.statistics.num_predrafted_tokens == 0
