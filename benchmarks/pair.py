@@ -101,7 +101,7 @@ def _trials(prompts: Sequence[tuple[int, ...]], new_tokens: int) -> list[list[Ta
 def _torch_writers(
     bench: Bench, models: Models, running: ExitStack, trials: Sequence[Sequence[Task]]
 ) -> tuple[dict[str, Write], Json]:
-    """Each contender, with the threads and processors that write a first text fastest; and these."""
+    """Each contender, with the threads and processors that are fastest; and these."""
     given = bench.given
     target, draft = load_model(models.target), load_model(models.draft)
     ours, placement = _our_writers(given, models.target, models.draft, running, trials)

@@ -150,7 +150,8 @@ class Adaptive(Policy):
         self._costs.add(round_)
         self._statistics.add(round_, self._wanted)
         if round_.drafted:
-            self._statistics.texts += not self._rounds
+            if not self._rounds:
+                self._statistics.texts += 1
             self._rounds += 1
         chances = round_.beta or [float(position < round_.accepted) for position in range(round_.judged)]
         for position, chance in enumerate(chances):

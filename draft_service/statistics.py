@@ -387,7 +387,7 @@ class AcceptanceStatistics:
     Attributes:
         accepted: β of each position.
         rounds: proposals so far.
-        texts: of these proposals.
+        texts: that had proposals so far.
         drafted_share: running mean of drafted tokens over γ: the drafter, or the text's length limit, may end a
             proposal early.
         gamma: the best γ > 0 for all; 0 before the first choice.

@@ -38,12 +38,21 @@ class LoopStruct(ctypes.Structure):
     ]
 
 
+class LlamaBatchStruct(ctypes.Structure):
+    """`llama_batch` of the llama.cpp that the C code was written for."""
+
+    _fields_ = [
+        ("rows", ctypes.c_int32),
+        *((name, _Pointer) for name in ("token", "embedding", "position", "sequence_counts", "sequences", "wanted")),
+    ]
+
+
 class LlamaStruct(ctypes.Structure):
     """`Llama` of the C code: a context of llama.cpp, its functions, and its batch.
 
     Attributes:
         decode, get_logits: addresses of `llama_decode` and `llama_get_logits`.
-        rows, …, wanted: the `llama_batch`: of each sequence the last row, which is wanted. The loop changes it.
+        batch: of each sequence the last row, which is wanted. The loop changes it.
         logits: float32 `[B, V]` of these rows; of a draft `[all tokens, V]`, which the loop fills after the first B.
         keeps_logits: 1 for a draft.
         code: of `llama_decode`; not 0 if it failed, which ended the loop.
@@ -51,8 +60,8 @@ class LlamaStruct(ctypes.Structure):
 
     _fields_ = [
         *((name, _Pointer) for name in ("context", "decode", "get_logits")),
-        ("rows", ctypes.c_int32),
-        *((name, _Pointer) for name in ("token", "embedding", "position", "counts", "sequences", "wanted", "logits")),
+        ("batch", LlamaBatchStruct),
+        ("logits", _Pointer),
         *((name, ctypes.c_int32) for name in ("size", "keeps_logits", "code")),
     ]
 

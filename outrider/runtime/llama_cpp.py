@@ -15,7 +15,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from kernels.cpu_decode_loop import LlamaStruct, LoopArrays
+from kernels.cpu_decode_loop import LlamaBatchStruct, LlamaStruct, LoopArrays
 from kernels.cpu_decoder import library as decoder_library
 from kernels.sampling import Sample
 from outrider.runtime.batch import Chunk
@@ -265,7 +265,7 @@ class LlamaRunner(ModelRunner):
         raise RuntimeError(f"llama_decode returned {code} for {rows} rows: {errors()}")
 
     def has_loop_in_c(self, sequences: int) -> bool:
-        return sequences < _TILE and decoder_library() is not None
+        return sequences < _TILE and decoder_library() is not None and self._batch.fits_loop
 
     def run_loop(self, chunks: Sequence[Chunk], later_rows: Sequence[int], loop: LoopArrays) -> list[list[Sample]]:
         steps = self.steps(chunks, later_rows)
@@ -280,7 +280,7 @@ class LlamaRunner(ModelRunner):
         samples = loop.samples(logits)
         for chunk, end, own in zip(chunks, ends, samples, strict=True):
             self._pool.wrote(chunk.slot, end + len(own) - (struct.code == 0))
-        self._check_code(struct.code, chunks, struct.rows)
+        self._check_code(struct.code, chunks, struct.batch.rows)
         return samples
 
     def steps(self, chunks: Sequence[Chunk], later_rows: Sequence[int]) -> Steps:
@@ -365,10 +365,12 @@ class _Batch:
 
     Attributes:
         struct: the argument of `llama_decode`.
+        fits_loop: whether this llama.cpp has the batch that the decode loop in C was written for.
     """
 
     def __init__(self, llama_cpp: ModuleType, rows: int, sequences: int, copies: int) -> None:
         self._llama_cpp = llama_cpp
+        self.fits_loop = ctypes.sizeof(llama_cpp.llama_batch) == ctypes.sizeof(LlamaBatchStruct)
         self._tokens = np.zeros(rows, np.int32)
         self._positions = np.zeros(rows, np.int32)
         self._counts = np.full(rows, copies, np.int32)
@@ -405,13 +407,8 @@ class _Batch:
 
     def loop_struct(self, context: Handle, logits: Tensor, *, keeps_logits: bool) -> LlamaStruct:
         """The argument of the decode loop in C, for a batch with one row of each sequence; see `LlamaStruct`."""
-        llama_cpp, batch = self._llama_cpp, self.struct
-        decode, get_logits = (
-            ctypes.cast(each, ctypes.c_void_p) for each in (llama_cpp.llama_decode, llama_cpp.llama_get_logits)
-        )
-        arrays = self._tokens, self._positions, self._counts, self._pointers, self._wanted
-        token, position, counts, sequences, wanted = (each.ctypes.data for each in arrays)
+        functions = self._llama_cpp.llama_decode, self._llama_cpp.llama_get_logits
         return LlamaStruct(
-            context._as_parameter_, decode, get_logits, batch.n_tokens, token, None, position, counts, sequences,
-            wanted, logits.data_ptr(), logits.size(1), keeps_logits, 0,
+            context._as_parameter_, *(ctypes.cast(each, ctypes.c_void_p) for each in functions),
+            LlamaBatchStruct.from_buffer_copy(self.struct), logits.data_ptr(), logits.size(1), keeps_logits, 0,
         )  # fmt: skip
