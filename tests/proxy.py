@@ -50,14 +50,14 @@ class Faults:
     Attributes:
         flowing: cleared while nothing passes.
         bytes_left: how many bytes may still pass before the fault that `then` names; None: any number.
-        then: ends all connections, or lets nothing more pass this way.
+        then: ends all connections, without or with an end of listening, or lets nothing more pass this way.
     """
 
     delay: float = 0.0
     flowing: asyncio.Event = field(default_factory=asyncio.Event)
     is_garbled: bool = False
     bytes_left: int | None = None
-    then: Literal["cut", "stall"] = "cut"
+    then: Literal["cut", "close", "stall"] = "cut"
 
 
 class Proxy:
@@ -95,6 +95,10 @@ class Proxy:
         """HOST:PORT where it listens while it is open."""
         return f"127.0.0.1:{self._port}"
 
+    @property
+    def is_open(self) -> bool:
+        return self._listener is not None
+
     def __enter__(self) -> Self:
         self._thread.start()
         self.flow()
@@ -128,6 +132,10 @@ class Proxy:
     def cut_after(self, count: int, way: Way) -> None:
         """End every connection once `count` more bytes have passed this way, on all of them together."""
         self._set(way, bytes_left=count, then="cut")
+
+    def close_after(self, count: int, way: Way) -> None:
+        """As `cut_after`, and refuse new connections from then on."""
+        self._set(way, bytes_left=count, then="close")
 
     def stall_after(self, count: int, way: Way) -> None:
         """Let nothing pass this way once `count` more bytes have, on all connections together."""
@@ -275,12 +283,15 @@ class Proxy:
             await self._pass(faults, sink, piece)
             if faults.bytes_left == 0:
                 faults.bytes_left = None
-                if faults.then == "cut":
-                    self._cut(reset=False)
-                    return
-                faults.flowing.clear()
-                await faults.flowing.wait()
-                await self._pass(faults, sink, rest)
+                if faults.then == "stall":
+                    faults.flowing.clear()
+                    await faults.flowing.wait()
+                    await self._pass(faults, sink, rest)
+                    continue
+                if faults.then == "close":
+                    self._stop_listening()
+                self._cut(reset=False)
+                return
 
     async def _pass(self, faults: Faults, sink: socket.socket, piece: bytes) -> None:
         with suppress(OSError):  # its end comes from the other direction
