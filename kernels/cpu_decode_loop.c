@@ -300,7 +300,8 @@ static int is_stop(const Draw *draw, int token) {
 typedef float *Next(void *runner, int count, const int32_t *going, const int64_t *tokens);
 
 /* Draws a token of each sequence from the first logits, runs those that another one follows, and so on. Logits have
- * `size` columns. Those of all tokens of a draft lie in one array, [all tokens, size], in the order of the draws. */
+ * `size` columns. Those of all tokens of a draft lie in one array, [all tokens, size], in the order of the draws. A
+ * target's loop ends for all sequences where one ends. */
 static void draw_and_run(const Loop *loop, float *logits, int size, Next *next, void *runner) {
     int count = loop->sequences, drawn = 0;
     int32_t *active = loop->active, *going = active + count;
@@ -316,7 +317,8 @@ static void draw_and_run(const Loop *loop, float *logits, int size, Next *next, 
             if (sample->token < 0 || t + 1 == draw->tokens || is_stop(draw, sample->token)) continue;
             active[left] = sequence, going[left] = i, loop->next[left++] = sample->token;
         }
-        if (!left || *loop->interrupted) return;
+        int is_over = loop->max_support ? !left : left < loop->sequences;
+        if (is_over || *loop->interrupted) return;
         logits = next(runner, count = left, going, loop->next);
     }
 }

@@ -145,6 +145,7 @@ class VerifierEngine(Engine[Message, TargetWork, StepResult]):
         )
         self._load = speculation_pb2.VerifierLoad()  # at the end of the last step, or when idle
         self._unaccounted: Step | None = None  # the last step
+        self._unsent_since: float | None = None  # start of the first step with tokens that are not sent
         self._draining = False
         self._unchecked = False  # whether there was a sequence since the last check of the pool
 
@@ -165,8 +166,14 @@ class VerifierEngine(Engine[Message, TargetWork, StepResult]):
 
     def post(self, message: Message) -> None:
         super().post(message)
-        if not isinstance(message, Read | Remind):  # these can wait for the end of the step
+        if not self._can_wait(message):
             self.runner.interrupt.set()
+
+    def _can_wait(self, message: Message) -> bool:
+        """Whether a message can wait for the end of a row."""
+        return isinstance(message, Read | Remind | HalfClose) or (
+            isinstance(message, Close) and message.sequence.finished
+        )
 
     def receive(self, message: Message) -> None:
         match message:
@@ -285,7 +292,7 @@ class VerifierEngine(Engine[Message, TargetWork, StepResult]):
 
     def _decode(self, work: Sequence[TargetWork], proposals: Sequence[Proposed]) -> StepResult | None:
         """Several tokens of each sequence in a row; None for an ordinary step."""
-        most = self.runner.most_in_a_row(self.cost.line.seconds(len(work)))
+        most = self.runner.most_in_a_row(self.cost.line.seconds(len(work)), self._seconds_to_send())
         counts = self.scheduler.tokens_in_a_row(work, most)
         if counts is None:
             return None
@@ -319,6 +326,7 @@ class VerifierEngine(Engine[Message, TargetWork, StepResult]):
             judged = _run_for(sequence, lambda: self._commit(sequence, round_, result, before, step))  # noqa: B023
             if judged is not None:
                 step.judged.append(judged)
+        self._send_joined(self.step_started)
         self.flush()
 
     def _commit(
@@ -339,6 +347,24 @@ class VerifierEngine(Engine[Message, TargetWork, StepResult]):
         accepted = sequence.commit(round_, result, earlier, partial(step.timings, queued), self._load)
         self.scheduler.settle(sequence)
         return JudgedRound(sequence, drafted, accepted, queued)
+
+    def _send_joined(self, step_started: float) -> None:
+        """Sends the tokens of each `Decode` together, unless another pass ends before they have waited for too long."""
+        unsent = [sequence for sequence in self.scheduler.running if sequence.unsent is not None]
+        if unsent and self._unsent_since is None:
+            self._unsent_since = step_started
+        if not unsent or self._seconds_to_send() < self.cost.line.seconds(len(unsent)):
+            self._send_all()
+
+    def _seconds_to_send(self) -> float:
+        """How long tokens may still wait to be sent."""
+        waited = 0.0 if self._unsent_since is None else time.perf_counter() - self._unsent_since
+        return self.runner.seconds_joined - waited
+
+    def _send_all(self) -> None:
+        self._unsent_since = None
+        for sequence in self.scheduler.running:
+            sequence.send()
 
     def has_work(self) -> bool:
         return any(sequence.rounds or not sequence.judged_at for sequence in self.scheduler.running)
@@ -375,6 +401,7 @@ class VerifierEngine(Engine[Message, TargetWork, StepResult]):
     # ---------------------------------------------------------------------------------------------------------- idle
 
     def idle(self) -> float | None:
+        self._send_all()
         self._account()
         self._load = LOAD.run(self._measure_load, self._load)
         if self._unchecked and not self.scheduler.running:

@@ -294,10 +294,10 @@ class Scheduler:
         return True
 
     def tokens_in_a_row(self, work: Sequence[TargetWork], most: int) -> list[int] | None:
-        """How many tokens of each sequence a planned step may write in a row, `most` at most.
+        """How many tokens of each sequence a planned step may write in a row, `most` at most, in the free blocks.
 
-        None if it is 1, if an active sequence has no `Decode` in the step, if the step writes the first token of a
-        sequence, which is sent at once, or if there are too few free blocks.
+        None if it is 1, if an active sequence has no `Decode` in the step, or if the step writes the first token of a
+        sequence, which is sent at once.
         """
         counts, needed = list[int](), 0
         for item in work:
@@ -308,9 +308,9 @@ class Scheduler:
             needed += self._pool.blocks_needed(chunk.slot, chunk.start + len(chunk.tokens) + counts[-1] - 1)
         now = time.perf_counter()
         active = sum(each.takes_part(now) for each in self.running)
-        if max(counts) == 1 or len(work) < active or needed > self._pool.blocks.num_free:
+        if max(counts) == 1 or len(work) < active:
             return None
-        return counts
+        return counts if needed <= self._pool.blocks.num_free else self.tokens_in_a_row(work, max(counts) // 2)
 
     def _victims(self, sequence: TargetSequence, plan: Plan) -> Iterator[int]:
         """Sequences that may be preempted: those that have long owed a round, then newer ones, the newest first."""

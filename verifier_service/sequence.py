@@ -79,6 +79,31 @@ def encoded(reply: Reply) -> verifier_service_pb2.VerifyResponse | RequestError 
     return reply.encode() if isinstance(reply, EncodedLater) else reply
 
 
+@dataclass(slots=True)
+class Unsent:
+    """A verdict before it is delivered: on a proposal, or of the last tokens of a `Decode`.
+
+    Attributes:
+        timings: of each step that wrote some of the tokens.
+        load: after the last one.
+    """
+
+    round: int
+    base_length: int
+    judged: int
+    tokens: list[int]
+    result: VerifyResult
+    reason: sampling_pb2.FinishReason
+    timings: list[Callable[[], speculation_pb2.VerdictTimings]]
+    load: speculation_pb2.VerifierLoad
+
+    def join(self, later: "Unsent") -> None:
+        """Adds the tokens of a later step of the same `Decode`."""
+        self.tokens += later.tokens
+        self.timings += later.timings
+        self.result, self.reason, self.load = later.result, later.reason, later.load
+
+
 @dataclass(slots=True, eq=False)
 class TargetSequence:
     """A sequence and its state. Belongs to the engine's thread.
@@ -92,6 +117,7 @@ class TargetSequence:
         backlog: replies that the client has not read, without notices.
         scored: position of the next prompt token whose log-probabilities are to be sent, if they are wanted.
         opened: for an isolated sequence, the `Opened` to send when its turn begins; None after that.
+        unsent: tokens of the current `Decode` that `send` delivers later, in one verdict.
     """
 
     sequence_id: str
@@ -103,6 +129,7 @@ class TargetSequence:
     backlog: int = 0
     scored: int = 1
     opened: verifier_service_pb2.VerifyResponse | None = None
+    unsent: Unsent | None = None
     rounds: deque[Round] = field(default_factory=deque)
     tokens: list[int] = field(init=False)
     decoded: int = 0  # tokens written by the current `Decode`
@@ -226,10 +253,14 @@ class TargetSequence:
 
     def tokens_in_a_row(self, round_: Round, most: int) -> int:
         """How many tokens of a `Decode` one step may write, `most` at most; 1 for a proposal."""
-        opening = self.opening
-        if not opening.joined_verdicts or opening.top_logprobs >= 0 or self._adjuster is not None:
+        if not self._joins_verdicts or self._adjuster is not None:
             return 1
-        return max(1, min(most, round_.decode - self.decoded, opening.max_new_tokens - self.written))
+        return max(1, min(most, round_.decode - self.decoded, self.opening.max_new_tokens - self.written))
+
+    @property
+    def _joins_verdicts(self) -> bool:
+        """Whether one verdict may answer several tokens of a `Decode`."""
+        return self.opening.joined_verdicts and self.opening.top_logprobs < 0
 
     def owed_since(self, round_: Round) -> float:
         """When the wait for the round's next verdict began: at its arrival, or within a Decode at the last verdict."""
@@ -291,6 +322,7 @@ class TargetSequence:
     ) -> int:
         """Commits the tokens of a result, cut at the end of the sequence, and delivers the verdict.
 
+        Within a `Decode`, after the first token of the sequence, `send` delivers it later, joined with the next ones.
         `earlier` are tokens of a `Decode` before the result's.
 
         Returns:
@@ -303,6 +335,7 @@ class TargetSequence:
         if self._adjuster is not None:
             for token in tokens:
                 self._adjuster.push(token)
+        is_first = not self.judged_at
         self.judged_at = time.perf_counter()
         self.is_isolated = False
         self.decoded += len(tokens)
@@ -312,16 +345,26 @@ class TargetSequence:
             self.decoded = 0
         self.finished = reason != sampling_pb2.FINISH_REASON_UNSPECIFIED
         judged = min(result.accepted + 1, len(drafted))
-        encode = partial(
-            _encode_verdict, self.sequence_id, round_.number, base, judged, tokens, result, reason, timings, load
-        )
-        self.backlog += 1
-        self.deliver(EncodedLater(encode))
+        verdict = Unsent(round_.number, base, judged, tokens, result, reason, [timings], load)
+        if self.unsent is None:
+            self.unsent = verdict
+        else:
+            self.unsent.join(verdict)
+        may_wait = self.decoded and self._joins_verdicts and not (is_first or self.finished)
+        if not may_wait:
+            self.send()
         if self.finished:
             self.deliver(None)
         else:
             self._end_if_done()
         return min(result.accepted, len(tokens))
+
+    def send(self) -> None:
+        """Delivers the verdict that is not sent, if there is one."""
+        if self.unsent is not None:
+            self.backlog += 1
+            self.deliver(EncodedLater(partial(_encode_verdict, self.sequence_id, self.unsent)))
+            self.unsent = None
 
     def _end_if_done(self) -> None:
         if self.half_closed and not self.rounds and not self.finished:
@@ -341,6 +384,7 @@ class TargetSequence:
     def end(self, error: RequestError) -> None:
         """Ends the sequence with an error."""
         self.finished = self.failed = True
+        self.send()
         self.deliver(error)
 
     def notify(self, notice: verifier_service_pb2.Notice) -> None:
@@ -352,29 +396,25 @@ class TargetSequence:
         self.deliver(verifier_service_pb2.VerifyResponse(sequence_id=self.sequence_id, **kind))
 
 
-def _encode_verdict(
-    sequence_id: str,
-    number: int,
-    base_length: int,
-    judged: int,
-    tokens: list[int],
-    result: VerifyResult,
-    reason: sampling_pb2.FinishReason,
-    timings: Callable[[], speculation_pb2.VerdictTimings],
-    load: speculation_pb2.VerifierLoad,
-) -> verifier_service_pb2.VerifyResponse:
+def _encode_verdict(sequence_id: str, unsent: Unsent) -> verifier_service_pb2.VerifyResponse:
+    result, tokens = unsent.result, unsent.tokens
     reply = verifier_service_pb2.VerifyResponse(sequence_id=sequence_id)
     verdict = reply.verdict  # in place: a message that is built on its own is copied into the one around it
-    verdict.round, verdict.base_length = number, base_length
+    verdict.round, verdict.base_length = unsent.round, unsent.base_length
     verdict.status = speculation_pb2.VERDICT_STATUS_JUDGED
-    verdict.judged, verdict.accepted = judged, min(result.accepted, len(tokens))
+    verdict.judged, verdict.accepted = unsent.judged, min(result.accepted, len(tokens))
     verdict.token_ids.extend(tokens)
     verdict.beta.extend(result.beta)
     verdict.logprobs.extend(encode_logprobs(result.logprobs[: len(tokens)]))
     verdict.target_probabilities.extend(result.probabilities)
-    verdict.finish_reason = reason
-    verdict.timings.CopyFrom(timings())
-    verdict.load.CopyFrom(load)
+    verdict.finish_reason = unsent.reason
+    *earlier, last = (timings() for timings in unsent.timings)
+    for each in earlier:
+        last.queue_us += each.queue_us
+        last.forward_us += each.forward_us
+        last.verify_us += each.verify_us
+    verdict.timings.CopyFrom(last)
+    verdict.load.CopyFrom(unsent.load)
     return reply
 
 

@@ -20,9 +20,9 @@ from outrider.runtime.decode_loop import DecodeLoop
 from outrider.runtime.model_runner import Chunk, ModelRunner
 from outrider.service.sampling import MAX_TOP_LOGPROBS
 
-# `TargetRunner.decode` draws as many tokens in a row as take these seconds, and this many at most. A new request ends
-# it, but not captured steps: there it waits for all of them.
-SECONDS_IN_A_ROW, MOST_IN_A_ROW = 32e-3, 32
+# Tokens of a `Decode` are sent together after so many seconds, and drawn in a row meanwhile, so many at most. A new
+# request ends a row, but not captured steps: there it waits for all of them.
+SECONDS_JOINED, MOST_IN_A_ROW = 100e-3, 64
 SECONDS_CAPTURED, MOST_CAPTURED = 8e-3, 8
 # The most sequences of a captured loop.
 SEQUENCES_CAPTURED = 32
@@ -134,11 +134,15 @@ class TargetRunner:
         forward, _, verifying, scoring = clock.seconds()
         return StepResult(proposals, results, scores, forward + scoring, verifying)
 
-    def most_in_a_row(self, pass_seconds: float) -> int:
-        """The most tokens that `decode` may draw for a sequence, where a forward pass takes `pass_seconds`."""
-        captured = self._model_runner.paged_runner is not None
-        seconds, most = (SECONDS_CAPTURED, MOST_CAPTURED) if captured else (SECONDS_IN_A_ROW, MOST_IN_A_ROW)
-        return most if pass_seconds * most <= seconds else int(seconds / pass_seconds)
+    @property
+    def seconds_joined(self) -> float:
+        """How long the tokens of a `Decode` may wait for later ones, to be sent together."""
+        return SECONDS_JOINED if self._model_runner.paged_runner is None else SECONDS_CAPTURED
+
+    def most_in_a_row(self, pass_seconds: float, seconds: float) -> int:
+        """The most tokens that `decode` may draw for a sequence in `seconds`, where a pass takes `pass_seconds`."""
+        most = MOST_IN_A_ROW if self._model_runner.paged_runner is None else MOST_CAPTURED
+        return most if pass_seconds * most <= seconds else max(0, int(seconds / pass_seconds))
 
     def decode(
         self,

@@ -87,7 +87,8 @@ class DecodeLoop:
         """Runs a chunk of each sequence, samples its next token, runs that token, and so on. The last token is not run.
 
         Each sequence gets one token per draw, as by `kernels.sampling.sample`, up to the first of its `stops`; fewer if
-        the loop is interrupted.
+        the loop is interrupted. A target's loop ends for all sequences where one of them ends, so that the end of a
+        text is not held up; captured steps do not.
         Afterwards a slot holds its chunk and all sampled tokens but the last. If it raises, no slot has changed its
         length.
 
@@ -141,7 +142,8 @@ class DecodeLoop:
                 if drawn[i].token >= 0 and len(samples[b]) < len(draws[b]) and drawn[i].token not in stops[b]
             ]
             active = [active[i] for i in going]
-            if not active or self.interrupt.flag[0]:
+            is_over = len(active) < len(chunks) if self.config is None else not active
+            if is_over or self.interrupt.flag[0]:
                 return samples
             logits = steps.next(going, [drawn[i].token for i in going])
 

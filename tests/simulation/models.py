@@ -181,6 +181,8 @@ class TokenPool(KVPool):
 class TokenRunner:
     """In place of `verifier_service.target_runner.TargetRunner`."""
 
+    seconds_joined = 0.1
+
     def __init__(self, pool: TokenPool, reference: Reference, chance: random.Random) -> None:
         self.broken = 0.0  # share of passes that fail
         self.poisoned: frozenset[int] = frozenset()  # seeds whose rounds break every pass
@@ -216,7 +218,7 @@ class TokenRunner:
         seconds = 1e-3 + 1e-4 * sum(len(chunk.tokens) for chunk in chunks)
         return StepResult(proposals, results, [], seconds, 1e-4)
 
-    def most_in_a_row(self, pass_seconds: float) -> int:
+    def most_in_a_row(self, pass_seconds: float, seconds: float) -> int:
         return 8
 
     def decode(

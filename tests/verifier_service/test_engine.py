@@ -23,6 +23,7 @@ from protos.outrider.v1 import verifier_service_pb2
 from tests.cluster import MODELS
 from tests.verifier_service.engines import Client, a_round, engine_of, make, run
 from verifier_service.engine import DECODE_LOOP, Close, Drain, HalfClose, Open, Read, Remind, Submit, VerifierEngine
+from verifier_service.scheduler import MAX_BACKLOG
 from verifier_service.sequence import TargetSequence, seconds_to_linger
 
 PROMPTS = [[11, 12], [13, 14, 15], [16]]
@@ -251,10 +252,10 @@ def test_a_silent_sequence_holds_nobody_to_one_token(engine: VerifierEngine) -> 
     silent.submit(())
     client.submit(decode=40)
     engine.turn()
-    for seconds, expected in ((0.0, 1), (10.0, 32)):
+    for seconds, expected in ((0.0, 2), (10.0, 40)):
         silent.sequence.judged_at -= seconds
         engine.turn()
-        assert len(client.verdicts[-1].token_ids) == expected
+        assert client.sequence.written == expected
 
 
 def test_the_cost_of_several_tokens_in_a_row_is_that_of_their_passes(
@@ -276,11 +277,10 @@ def test_the_cost_of_several_tokens_in_a_row_is_that_of_their_passes(
     assert costs[-1] == (1, 0.5)
 
 
-@pytest.mark.parametrize("why", ["logprobs", "penalties", "a proposal", "a sequence that owes a round", "few blocks"])
+@pytest.mark.parametrize("why", ["logprobs", "penalties", "a proposal", "a sequence that owes a round"])
 def test_a_step_writes_one_token_of_a_decode_where_another_would_wait(engine: VerifierEngine, why: str) -> None:
-    pool, cost = engine.model_runner.pool, FittedCost([(1, 1e-6)])
-    engine.cost = cost
-    client = Client(engine, [11] * (pool.block_tokens - 4), joined_verdicts=True, max_new_tokens=36)
+    engine.cost = FittedCost([(1, 1e-6)])
+    client = Client(engine, joined_verdicts=True, max_new_tokens=36)
     client.submit(decode=36)
     engine.turn()  # the first token
     if why == "logprobs":
@@ -293,53 +293,104 @@ def test_a_step_writes_one_token_of_a_decode_where_another_would_wait(engine: Ve
         other.submit((7,))
         if why == "a sequence that owes a round":
             engine.turn()
-    elif why == "few blocks":
-        engine.cost = FittedCost([(1, 1.0)])
-        engine.turn()
-        engine.cost = cost
-        while pool.blocks.num_free:
-            pool.grow(pool.allocate(), 1)
     before, errors = len(client.sequence.tokens), DECODE_LOOP.errors
     engine.turn()
     assert len(client.sequence.tokens) == before + 1
     assert (client.error, DECODE_LOOP.errors) == (None, errors)
 
 
+def test_tokens_in_a_row_fit_the_free_blocks(engine: VerifierEngine) -> None:
+    pool, engine.cost = engine.model_runner.pool, FittedCost([(1, 1e-6)])
+    client = Client(engine, [11] * (pool.block_tokens - 8), joined_verdicts=True, max_new_tokens=17)
+    client.submit(decode=17)
+    engine.turn()
+    while pool.blocks.num_free:
+        pool.grow(pool.allocate(), 1)
+    engine.turn()  # of 16 tokens at most; half of them fit
+    assert client.sequence.written == 9
+    assert (client.error, DECODE_LOOP.errors) == (None, 0)
+
+
 def test_tokens_in_a_row_take_a_bounded_time(engine: VerifierEngine) -> None:
-    for seconds, expected in ((1e-4, 32), (10e-3, 3), (1.0, 1)):
-        client = Client(engine, joined_verdicts=True, max_new_tokens=40)
+    for seconds, expected in ((1e-4, 50), (11e-3, 9), (1.0, 1)):
+        client = Client(engine, joined_verdicts=True, max_new_tokens=51)
         engine.cost = FittedCost([(1, seconds)])
-        client.submit(decode=40)
+        client.submit(decode=51)
         engine.turn()
         engine.turn()
-        assert len(client.verdicts[-1].token_ids) == expected
+        assert client.sequence.written == 1 + expected
         client.close()
 
 
 def test_captured_steps_which_cannot_be_ended_are_fewer(
     engine: VerifierEngine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    passes = (1e-4, 1e-3, 2.5e-3, 1.0)
-    assert [engine.runner.most_in_a_row(each) for each in passes] == [32, 32, 12, 0]
+    def most(*passes: float) -> list[int]:
+        return [engine.runner.most_in_a_row(each, engine.runner.seconds_joined) for each in passes]
+
+    assert most(1e-4, 2e-3, 2.5e-3, 1.0) == [64, 50, 40, 0]
     monkeypatch.setattr(engine.model_runner, "paged_runner", object())
-    assert [engine.runner.most_in_a_row(each) for each in passes] == [8, 8, 3, 0]
+    assert most(1e-4, 1e-3, 2.5e-3, 1.0) == [8, 8, 3, 0]
 
 
-@pytest.mark.parametrize("message", [Open, Submit, Close, Drain, Read])
+def test_tokens_of_a_decode_wait_to_be_sent_together(engine: VerifierEngine) -> None:
+    """The first one does not, nor do the last ones, nor those of a client that wants a verdict for each."""
+    engine.cost = FittedCost([(1, 60e-3)])  # a row has one token
+    clients = [Client(engine, joined_verdicts=joined, max_new_tokens=10) for joined in (True, False)]
+    for client in clients:
+        client.submit(decode=6)
+    sent = []
+    for waited in (0.0, 0.0, 0.0, 0.05, 0.0, 0.0):
+        if engine._unsent_since is not None:
+            engine._unsent_since -= waited
+        engine.turn()
+        sent.append([[len(each.token_ids) for each in client.verdicts] for client in clients])
+    assert [joined for joined, _ in sent] == [[1], [1], [1], [1, 3], [1, 3], [1, 3, 2]]
+    assert sent[-1][1] == [1] * 6
+    joined, single = (client.verdicts for client in clients)
+    assert [each.base_length for each in joined] == [3, 4, 7]
+    assert [token for each in joined for token in each.token_ids] == [each.token_ids[0] for each in single]
+    for name in ("queue_us", "forward_us", "verify_us"):
+        total = sum(getattr(each.timings, name) for each in single[1:4])
+        assert abs(getattr(joined[1].timings, name) - total) <= (600 if name == "queue_us" else 0)
+
+
+@pytest.mark.parametrize("why", ["no other work", "an error"])
+def test_tokens_that_wait_are_sent_where_nothing_follows(engine: VerifierEngine, why: str) -> None:
+    engine.cost = FittedCost([(1, 1e-3)])
+    client = Client(engine, joined_verdicts=True, max_new_tokens=30)
+    client.submit(decode=30)
+    engine.turn()
+    engine.cost = FittedCost([(1, 60e-3)])
+    engine.turn()
+    assert [len(each.token_ids) for each in client.verdicts] == [1]
+    if why == "no other work":
+        client.sequence.backlog = MAX_BACKLOG
+    else:
+        break_forward(engine, lambda: True)
+    engine.turn()
+    assert [len(each.token_ids) for each in client.verdicts] == [1, 1]
+    assert (client.error is not None) is (why == "an error")
+
+
+@pytest.mark.parametrize("message", ["open", "submit", "close", "drain", "read", "half-close", "close at the end"])
 def test_a_message_ends_a_row_after_its_current_token(
-    engine: VerifierEngine, message: Any, monkeypatch: pytest.MonkeyPatch
+    engine: VerifierEngine, message: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """All but the one that says that replies were read. The text is that of single steps."""
+    """Those that cannot wait for its end do. The text is that of single steps."""
     (expected,) = decoded(engine, 20, ALONE[1:2], joined=False)
     other, passes, steps = Client(engine, PROMPTS[1]), count(2), engine.model_runner.steps
     engine.turn()
-    messages: dict[Any, Any] = {
-        Open: Open(make([], prompt=PROMPTS[2])),
-        Submit: Submit(other.sequence, a_round(1, other.sequence.tokens, decode=1)),
-        Close: Close(other.sequence),
-        Drain: Drain(),
-        Read: Read(other.sequence, 0),
+    messages: dict[str, Any] = {
+        "open": Open(make([], prompt=PROMPTS[2])),
+        "submit": Submit(other.sequence, a_round(1, other.sequence.tokens, decode=1)),
+        "close": Close(other.sequence),
+        "drain": Drain(),
+        "read": Read(other.sequence, 0),
+        "half-close": HalfClose(other.sequence),
+        "close at the end": Close(expected.sequence),
     }
+    can_wait = message in ("read", "half-close", "close at the end")
 
     def interrupted(*given: Any) -> Any:
         found = steps(*given)
@@ -359,12 +410,12 @@ def test_a_message_ends_a_row_after_its_current_token(
     client.submit(decode=20)
     engine.turn()
     engine.turn()
-    assert len(client.verdicts[1].token_ids) == (19 if message is Read else 4)
+    assert client.sequence.written == (20 if can_wait else 5)
     while not client.sequence.finished:
         engine.turn()
     assert client.sequence.tokens == expected.sequence.tokens
-    if message is Drain:  # the next row is a whole one
-        assert len(client.verdicts[2].token_ids) == 15
+    if message == "drain":  # the next row is a whole one, and its tokens were sent with those of the first
+        assert [len(each.token_ids) for each in client.verdicts] == [1, 19]
 
 
 @pytest.mark.parametrize("is_at_its_end", [False, True])
@@ -400,10 +451,11 @@ def test_bad_logits_within_a_row_end_the_sequence_after_its_sound_tokens(
     engine.turn()
     monkeypatch.setattr(engine.model_runner, "steps", spoilt)
     engine.turn()
-    assert [len(each.token_ids) for each in client.verdicts] == [1, 1]
+    assert client.sequence.written == 2
     monkeypatch.setattr(engine.model_runner, "forward", lambda chunks: torch.full((len(chunks), 2048), torch.nan))
     engine.cost = FittedCost([(1, 1.0)])
     engine.turn()
+    assert [len(each.token_ids) for each in client.verdicts] == [1, 1]
     assert client.error is not None
     assert client.error.reason == "BAD_LOGITS"
 

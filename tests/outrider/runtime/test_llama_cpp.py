@@ -219,11 +219,14 @@ def loops(runner: LlamaRunner, config: SparseConfig | None) -> tuple[DecodeLoop,
 def test_the_loop_in_c_draws_the_tokens_of_python(
     how: str, config: SparseConfig | None, folders: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Sequences of several lengths, one of which ends at a stop token; then the next logits of each."""
+    """Sequences of several lengths, one of which ends at a stop token; then the next logits of each.
+
+    A target's loop ends there for all.
+    """
     params, by_noise = HOW[how]
     draws = [
         [Draw(params, 0.13 * (i + 3 * j) % 1, (j, 40 + i) if by_noise else None) for i in range(n)]
-        for j, n in enumerate((7, 1, 5))
+        for j, n in enumerate((7, 1 if config else 6, 5))
     ]
     stops: list[set[int]] = [set(), set(), set()]
     found = list[Any]()
@@ -241,8 +244,8 @@ def test_the_loop_in_c_draws_the_tokens_of_python(
         after = [runner.logits([Chunk(slot, [5], length, 0)]) for slot, length in zip(slots, lengths, strict=True)]
         found.append((samples, lengths, torch.cat(after)))
     _, (theirs, *right), (mine, *own) = found
-    assert [len(own) for own in theirs[1:]] == [1, 5]
     assert len(theirs[0]) <= 4
+    assert [len(own) for own in theirs[1:]] == ([1, 5] if config else [len(theirs[0])] * 2)
     for ours, others in zip(mine, theirs, strict=True):
         assert [each.token for each in ours] == [each.token for each in others]
         assert [each.q is None for each in ours] == [each.q is None for each in others]
@@ -279,9 +282,9 @@ def test_a_pass_that_fails_in_the_loop_changes_no_length(
     kind = ctypes.CFUNCTYPE(ctypes.c_int32, ctypes.c_void_p, library().llama_batch)
     with monkeypatch.context() as patch:
         patch.setattr(runner._llama_cpp, "llama_decode", kind(failing))
-        with pytest.raises(error, match="2 rows"):
-            loop.decode(chunks, [[Draw(SamplingParams(temperature=0.0))] * n for n in (6, 2, 6)])
-    assert passes == [6, 3, 2]
+        with pytest.raises(error, match="3 rows"):
+            loop.decode(chunks, [[Draw(SamplingParams(temperature=0.0))] * 6] * 3)
+    assert passes == [6, 3, 3]
     assert [runner.pool.length(slot) for slot in slots] == [3, 3, 0]
     runner.pool.check_integrity()
     assert [len(own) for own in loop.decode(chunks, [[Draw(SamplingParams())] * 6] * 3)] == [6, 6, 6]
