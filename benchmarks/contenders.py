@@ -25,7 +25,7 @@ from outrider.evaluation.streams import Request, Served, phase_seconds, serve
 _TIMEOUT_S = 600.0
 # Between texts: threads of OpenMP spin for milliseconds after their last operation, on processors that the next writer
 # needs (measured after a text of llama.cpp's server: 15 ms of the next text's 100).
-_PAUSE_S = 0.03
+PAUSE_S = 0.03
 # A block of the KV cache of continuous batching, and its largest batch. transformers cannot choose them on a CPU, where
 # it asks psutil for the free memory.
 _BLOCK_TOKENS = 64
@@ -251,7 +251,7 @@ def take_turns(
         order = [name for name in shuffled(writers, turn) if not skips(name, keys)]
         own = []
         for name in order:
-            time.sleep(_PAUSE_S)
+            time.sleep(PAUSE_S)
             own.append({**where, **keys, "arm": name, **writers[name](task)})
         runs.add(*own)
         shown = ", ".join(f"{run['arm']} {run['tokens'] / run['seconds']:.0f}" for run in own)

@@ -6,6 +6,7 @@ takes part with several numbers of drafted tokens, so that it is seen at its bes
 """
 
 import sys
+import time
 from argparse import Namespace
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
@@ -17,6 +18,7 @@ from typing import Any
 
 from benchmarks import harness, plots
 from benchmarks.contenders import (
+    PAUSE_S,
     Task,
     Unavailable,
     Write,
@@ -140,28 +142,26 @@ def _their_writers(
     program, files = find_server(), gguf_pair(models, bench.given.gguf_type)
     start = partial(LlamaServer, program, files, longest=max(len(each[0].token_ids) for each in trials) + 1024)
 
-    def fastest(settings: Sequence[Json], tasks: Sequence[Task]) -> Json:
-        def seconds(each: Json) -> float:
-            with start(**each) as server:
-                server.write(tasks[0])
-                return sum(float(server.write(task)["seconds"]) for task in tasks)
-
-        return min(settings, key=seconds)
+    def fastest(settings: Sequence[Json], tried: Sequence[Sequence[Task]]) -> Json:
+        with ExitStack() as candidates:
+            servers = [candidates.enter_context(start(**each)) for each in settings]
+            found = _fastest(servers, lambda server: server.write, tried)
+            return settings[servers.index(found)]
 
     def search() -> Json:
         """Of the target alone, and of its speculation at each temperature."""
         given, threads = bench.given, (1, len(processors()))
-        by_temperature = list(zip(*trials, strict=True))
-        found = {LLAMA: fastest([{"threads": each} for each in threads], by_temperature[0])}
-        for tasks in by_temperature:
+        found = {LLAMA: fastest([{"threads": each} for each in threads], [tasks[:1] for tasks in trials])}
+        for i, task in enumerate(trials[0]):
+            tried = [[tasks[i]] for tasks in trials]
             grid = [
                 {"draft_tokens": tokens, "least_chance": chance}
                 for tokens in given.llama_tokens
                 for chance in given.llama_chances
             ]
-            best = fastest([{"threads": threads[0], **each} for each in grid], tasks)
-            found[f"{DRAFTING}, T = {tasks[0].temperature:g}"] = fastest(
-                [best | {"threads": each} for each in threads], tasks
+            best = fastest([{"threads": threads[0], **each} for each in grid], tried)
+            found[f"{DRAFTING}, T = {task.temperature:g}"] = fastest(
+                [best | {"threads": each} for each in threads], tried
             )
         return found
 
@@ -197,10 +197,12 @@ def _our_writers(
 def _fastest(candidates: Sequence[Any], writer: Callable[[Any], Write], trials: Sequence[Sequence[Task]]) -> Any:
     """They take turns, so that a slow moment of the machine is one of all. In the first half `adaptive` learns."""
     writers = [writer(each) for each in candidates]
-    turns = [
-        [sum(float(write(task)["seconds"]) for task in tasks) for write in writers]
-        for tasks in islice(cycle(trials), 12)
-    ]
+
+    def seconds_of(write: Write, tasks: Sequence[Task]) -> float:
+        time.sleep(PAUSE_S)
+        return sum(float(write(task)["seconds"]) for task in tasks)
+
+    turns = [[seconds_of(write, tasks) for write in writers] for tasks in islice(cycle(trials), 12)]
     seconds = [median(each) for each in zip(*turns[6:], strict=True)]
     return candidates[seconds.index(min(seconds))]
 
