@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from kernels.adjustments import LogitRules
@@ -11,7 +11,7 @@ from kernels.sampling import SamplingParams
 from kernels.verify import Rule
 from outrider.rpc.errors import RequestError
 from outrider.runtime.loader import LoadedModel
-from outrider.runtime.model_runner import ModelRunner
+from outrider.runtime.model_runner import Chunk, ModelRunner
 from outrider.service.sampling import Sampling
 from outrider.service.wire import PrefixHash
 from protos.outrider.v1 import model_pb2, speculation_pb2, verifier_service_pb2
@@ -22,6 +22,7 @@ from verifier_service.sequence import Reply, TargetSequence, encoded
 PROMPT = [11, 12, 13]
 STOP = 99
 VOCABULARY = 2000
+PROMPTS = [[11, 12], [13, 14, 15], [16]]
 
 
 def make(
@@ -134,3 +135,15 @@ def run(engine: VerifierEngine, clients: Sequence[Client]) -> list[list[int]]:
     assert engine.model_runner.pool.used_blocks == 0
     engine.model_runner.pool.check_integrity()
     return [client.sequence.tokens[len(client.sequence.opening.prompt) :] for client in clients]
+
+
+def break_forward(engine: VerifierEngine, breaks: Callable[[], bool]) -> None:
+    """Make forward passes raise while `breaks()` is true."""
+    forward = engine.model_runner.forward
+
+    def broken(chunks: Sequence[Chunk], **named: Any) -> Any:
+        if breaks():
+            raise RuntimeError("a pass")
+        return forward(chunks, **named)
+
+    engine.model_runner.forward = broken  # type: ignore[method-assign]

@@ -1,0 +1,296 @@
+"""`Decode`: several tokens of each sequence in a step, sent together.
+
+The engine is real and runs a demo model. The tests take its turns, so that none waits.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from itertools import count
+from typing import Any
+
+import pytest
+import torch
+
+from kernels.adjustments import Adjuster, LogitRules
+from kernels.sampling import SamplingParams
+from kernels.verify import Rule
+from outrider.runtime.loader import LoadedModel, ModelSource, load_model
+from outrider.service.cost_model import FittedCost
+from tests.cluster import MODELS
+from tests.verifier_service.engines import PROMPTS, Client, a_round, break_forward, engine_of, make
+from verifier_service.engine import DECODE_LOOP, Close, Drain, HalfClose, Open, Read, Submit, VerifierEngine
+from verifier_service.scheduler import MAX_BACKLOG
+
+
+@pytest.fixture(scope="module")
+def loaded() -> LoadedModel:
+    return load_model(ModelSource(str(MODELS / "draft"), dtype="float32", device="cpu"))
+
+
+@pytest.fixture
+def engine(loaded: LoadedModel) -> VerifierEngine:
+    return engine_of(loaded)
+
+
+GREEDY, SAMPLED = SamplingParams(temperature=0), SamplingParams(temperature=1.5, top_k=40)
+ALONE: list[dict[str, Any]] = [
+    {"params": GREEDY},
+    {"params": SAMPLED},
+    {"params": SAMPLED, "rule": Rule.COUPLED},
+    {"params": SAMPLED, "rule": Rule.BLOCK, "seed": 3, "stop": 46},  # its tenth token
+    {"params": SAMPLED, "max_new_tokens": 5},
+]
+
+
+def decoded(engine: VerifierEngine, tokens: int, hows: Sequence[dict[str, Any]], *, joined: bool) -> list[Client]:
+    """Clients that let the target write 20 tokens each, so many at once."""
+    clients = []
+    for i, how in enumerate(hows):
+        own = {"max_new_tokens": 20, "seed": i, **how}
+        clients.append(Client(engine, PROMPTS[i % 3], joined_verdicts=joined, **own))
+    while not all(client.sequence.finished for client in clients):
+        for client in clients:
+            if not client.sequence.finished and not client.sequence.rounds:
+                client.submit(decode=tokens)
+        engine.turn()
+    for client in clients:
+        client.close()
+    assert engine.model_runner.pool.used_blocks == 0
+    return clients
+
+
+@pytest.mark.parametrize("hows", [ALONE[:4], *([each] for each in ALONE)], ids=str)
+def test_a_step_writes_several_tokens_of_a_decode(engine: VerifierEngine, hows: list[dict[str, Any]]) -> None:
+    """The tokens of single steps, in fewer verdicts; stop tokens and limits hold. The first token is sent at once."""
+    expected = decoded(engine, 7, hows, joined=False)
+    engine.cost = FittedCost([(1, 1e-6)])
+    found = decoded(engine, 7, hows, joined=True)
+    for one, other in zip(found, expected, strict=True):
+        assert one.error is None
+        assert one.sequence.tokens == other.sequence.tokens
+        written = list(one.sequence.opening.prompt)
+        for verdict in one.verdicts:
+            assert verdict.base_length == len(written)
+            assert (verdict.judged, verdict.accepted, len(verdict.beta)) == (0, 0, 0)
+            written += verdict.token_ids
+        assert written == one.sequence.tokens
+        assert len(one.verdicts[0].token_ids) == 1
+        longest = max(len(each.token_ids) for each in one.verdicts)
+        assert min(6, one.sequence.opening.max_new_tokens - 1) <= longest <= 7
+        assert one.verdicts[-1].finish_reason == other.verdicts[-1].finish_reason
+
+
+def test_a_silent_sequence_holds_nobody_to_one_token(engine: VerifierEngine) -> None:
+    engine.cost = FittedCost([(1, 1e-6)])
+    silent, client = Client(engine, PROMPTS[1]), Client(engine, joined_verdicts=True, max_new_tokens=40)
+    silent.submit(())
+    client.submit(decode=40)
+    engine.turn()
+    for seconds, expected in ((0.0, 2), (10.0, 40)):
+        silent.sequence.judged_at -= seconds
+        engine.turn()
+        assert client.sequence.written == expected
+
+
+def test_the_cost_of_several_tokens_in_a_row_is_that_of_their_passes(
+    engine: VerifierEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    costs, engine.cost = list[tuple[int, float]](), FittedCost([(1, 1e-6)])
+    monkeypatch.setattr(engine.cost, "add", lambda tokens, seconds: costs.append((tokens, seconds)))
+    decode: Any = engine.runner.decode
+    monkeypatch.setattr(engine.runner, "decode", lambda *given: replace(decode(*given), forward_seconds=3.5))
+    client = Client(engine, joined_verdicts=True, max_new_tokens=33)
+    client.submit((), decode=33)
+    for _ in range(2):
+        engine.turn()
+    assert [len(each.token_ids) for each in client.verdicts] == [1, 32]
+    client = Client(engine, [11], joined_verdicts=True, max_new_tokens=8)
+    client.submit((), decode=8)
+    for _ in range(3):  # the last one accounts for the second
+        engine.turn()
+    assert costs[-1] == (1, 0.5)
+
+
+@pytest.mark.parametrize("why", ["logprobs", "penalties", "a proposal", "a sequence that owes a round"])
+def test_a_step_writes_one_token_of_a_decode_where_another_would_wait(engine: VerifierEngine, why: str) -> None:
+    engine.cost = FittedCost([(1, 1e-6)])
+    client = Client(engine, joined_verdicts=True, max_new_tokens=36)
+    client.submit(decode=36)
+    engine.turn()  # the first token
+    if why == "logprobs":
+        object.__setattr__(client.sequence.opening, "top_logprobs", 0)
+    elif why == "penalties":
+        client.sequence._adjuster = Adjuster(LogitRules(presence_penalty=0.5), PROMPTS[0], 2000)
+        client.sequence._adjuster.push(client.sequence.tokens[-1])
+    elif why in ("a proposal", "a sequence that owes a round"):
+        other = Client(engine, PROMPTS[1], joined_verdicts=True)
+        other.submit((7,))
+        if why == "a sequence that owes a round":
+            engine.turn()
+    before, errors = len(client.sequence.tokens), DECODE_LOOP.errors
+    engine.turn()
+    assert len(client.sequence.tokens) == before + 1
+    assert (client.error, DECODE_LOOP.errors) == (None, errors)
+
+
+def test_tokens_in_a_row_fit_the_free_blocks(engine: VerifierEngine) -> None:
+    pool, engine.cost = engine.model_runner.pool, FittedCost([(1, 1e-6)])
+    client = Client(engine, [11] * (pool.block_tokens - 8), joined_verdicts=True, max_new_tokens=17)
+    client.submit(decode=17)
+    engine.turn()
+    while pool.blocks.num_free:
+        pool.grow(pool.allocate(), 1)
+    engine.turn()  # of 16 tokens at most; half of them fit
+    assert client.sequence.written == 9
+    assert (client.error, DECODE_LOOP.errors) == (None, 0)
+
+
+def test_tokens_in_a_row_take_a_bounded_time(engine: VerifierEngine) -> None:
+    for seconds, expected in ((1e-4, 50), (11e-3, 9), (1.0, 1)):
+        client = Client(engine, joined_verdicts=True, max_new_tokens=51)
+        engine.cost = FittedCost([(1, seconds)])
+        client.submit(decode=51)
+        engine.turn()
+        engine.turn()
+        assert client.sequence.written == 1 + expected
+        client.close()
+
+
+def test_captured_steps_which_cannot_be_ended_are_fewer(
+    engine: VerifierEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def most(*passes: float) -> list[int]:
+        return [engine.runner.most_in_a_row(each, engine.runner.seconds_joined) for each in passes]
+
+    assert most(1e-4, 2e-3, 2.5e-3, 1.0) == [64, 50, 40, 0]
+    monkeypatch.setattr(engine.model_runner, "paged_runner", object())
+    assert most(1e-4, 1e-3, 2.5e-3, 1.0) == [8, 8, 3, 0]
+
+
+def test_tokens_of_a_decode_wait_to_be_sent_together(engine: VerifierEngine) -> None:
+    """The first one does not, nor do the last ones, nor those of a client that wants a verdict for each."""
+    engine.cost = FittedCost([(1, 60e-3)])  # a row has one token
+    clients = [Client(engine, joined_verdicts=joined, max_new_tokens=10) for joined in (True, False)]
+    for client in clients:
+        client.submit(decode=6)
+    sent = []
+    for waited in (0.0, 0.0, 0.0, 0.05, 0.0, 0.0):
+        if engine._unsent_since is not None:
+            engine._unsent_since -= waited
+        engine.turn()
+        sent.append([[len(each.token_ids) for each in client.verdicts] for client in clients])
+    assert [joined for joined, _ in sent] == [[1], [1], [1], [1, 3], [1, 3], [1, 3, 2]]
+    assert sent[-1][1] == [1] * 6
+    joined, single = (client.verdicts for client in clients)
+    assert [each.base_length for each in joined] == [3, 4, 7]
+    assert [token for each in joined for token in each.token_ids] == [each.token_ids[0] for each in single]
+    for name in ("queue_us", "forward_us", "verify_us"):
+        total = sum(getattr(each.timings, name) for each in single[1:4])
+        assert abs(getattr(joined[1].timings, name) - total) <= (600 if name == "queue_us" else 0)
+
+
+@pytest.mark.parametrize("why", ["no other work", "an error"])
+def test_tokens_that_wait_are_sent_where_nothing_follows(engine: VerifierEngine, why: str) -> None:
+    engine.cost = FittedCost([(1, 1e-3)])
+    client = Client(engine, joined_verdicts=True, max_new_tokens=30)
+    client.submit(decode=30)
+    engine.turn()
+    engine.cost = FittedCost([(1, 60e-3)])
+    engine.turn()
+    assert [len(each.token_ids) for each in client.verdicts] == [1]
+    if why == "no other work":
+        client.sequence.backlog = MAX_BACKLOG
+    else:
+        break_forward(engine, lambda: True)
+    engine.turn()
+    assert [len(each.token_ids) for each in client.verdicts] == [1, 1]
+    assert (client.error is not None) is (why == "an error")
+
+
+@pytest.mark.parametrize("message", ["open", "submit", "close", "drain", "read", "half-close", "close at the end"])
+def test_a_message_ends_a_row_after_its_current_token(
+    engine: VerifierEngine, message: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Those that cannot wait for its end do. The text is that of single steps."""
+    (expected,) = decoded(engine, 20, ALONE[1:2], joined=False)
+    other, passes, steps = Client(engine, PROMPTS[1]), count(2), engine.model_runner.steps
+    engine.turn()
+    messages: dict[str, Any] = {
+        "open": Open(make([], prompt=PROMPTS[2])),
+        "submit": Submit(other.sequence, a_round(1, other.sequence.tokens, decode=1)),
+        "close": Close(other.sequence),
+        "drain": Drain(),
+        "read": Read(other.sequence, 0),
+        "half-close": HalfClose(other.sequence),
+        "close at the end": Close(expected.sequence),
+    }
+    can_wait = message in ("read", "half-close", "close at the end")
+
+    def interrupted(*given: Any) -> Any:
+        found = steps(*given)
+        run = found.next
+
+        def following(*rows: Any) -> torch.Tensor:
+            if next(passes) == 4:
+                engine.post(messages[message])
+            return run(*rows)
+
+        monkeypatch.setattr(found, "next", following)
+        return found
+
+    monkeypatch.setattr(engine.model_runner, "steps", interrupted)
+    engine.cost = FittedCost([(1, 1e-6)])
+    client = Client(engine, PROMPTS[0], joined_verdicts=True, max_new_tokens=20, seed=0, **ALONE[1])
+    client.submit(decode=20)
+    engine.turn()
+    engine.turn()
+    assert client.sequence.written == (20 if can_wait else 5)
+    while not client.sequence.finished:
+        engine.turn()
+    assert client.sequence.tokens == expected.sequence.tokens
+    if message == "drain":  # the next row is a whole one, and its tokens were sent with those of the first
+        assert [len(each.token_ids) for each in client.verdicts] == [1, 19]
+
+
+@pytest.mark.parametrize("is_at_its_end", [False, True])
+def test_a_decode_loop_that_fails_harms_no_text(
+    engine: VerifierEngine, is_at_its_end: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (expected,) = decoded(engine, 7, ALONE[1:2], joined=False)
+
+    decode, engine.cost = engine.runner.decode, FittedCost([(1, 1e-6)])
+
+    def broken(*given: Any) -> Any:
+        if is_at_its_end:
+            decode(*given)
+        raise RuntimeError("the loop")
+
+    monkeypatch.setattr(engine.runner, "decode", broken)
+    (found,) = decoded(engine, 7, ALONE[1:2], joined=True)
+    assert found.sequence.tokens == expected.sequence.tokens
+
+
+def test_bad_logits_within_a_row_end_the_sequence_after_its_sound_tokens(
+    engine: VerifierEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    steps = engine.model_runner.steps
+
+    def spoilt(*given: Any) -> Any:
+        found = steps(*given)
+        monkeypatch.setattr(found, "next", lambda *_: torch.full((1, 2048), torch.nan), raising=True)
+        return found
+
+    client = Client(engine, joined_verdicts=True)
+    client.submit(decode=4)
+    engine.turn()
+    monkeypatch.setattr(engine.model_runner, "steps", spoilt)
+    engine.turn()
+    assert client.sequence.written == 2
+    monkeypatch.setattr(engine.model_runner, "forward", lambda chunks: torch.full((len(chunks), 2048), torch.nan))
+    engine.cost = FittedCost([(1, 1.0)])
+    engine.turn()
+    assert [len(each.token_ids) for each in client.verdicts] == [1, 1]
+    assert client.error is not None
+    assert client.error.reason == "BAD_LOGITS"
