@@ -325,8 +325,11 @@ def _per_round(runs: Sequence[Json]) -> Json:
 
 
 def predicted_ratio(arm: Json, alpha: float | None, alone: float) -> float | None:
-    """The speed-up of [L Thm 3.8] from an arm's measured times, over a target alone of `alone` tokens a second."""
-    if not arm["draft_step_us"] or alpha is None:
+    """The speed-up of [L Thm 3.8] from an arm's measured times, over a target alone of `alone` tokens a second.
+
+    None for an arm that drafts in few of its rounds.
+    """
+    if not arm["draft_step_us"] or alpha is None or arm["gamma"] < 1:
         return None
     drafting = arm["gamma"] * arm["draft_step_us"]
     whole = drafting + arm["target_pass_us"] + arm["round_trip_us"]
