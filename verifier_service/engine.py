@@ -166,14 +166,8 @@ class VerifierEngine(Engine[Message, TargetWork, StepResult]):
 
     def post(self, message: Message) -> None:
         super().post(message)
-        if not self._can_wait(message):
+        if not _can_wait(message):
             self.runner.interrupt.set()
-
-    def _can_wait(self, message: Message) -> bool:
-        """Whether a message can wait for the end of a row."""
-        return isinstance(message, Read | Remind | HalfClose) or (
-            isinstance(message, Close) and message.sequence.finished
-        )
 
     def receive(self, message: Message) -> None:
         match message:
@@ -326,7 +320,7 @@ class VerifierEngine(Engine[Message, TargetWork, StepResult]):
             judged = _run_for(sequence, lambda: self._commit(sequence, round_, result, before, step))  # noqa: B023
             if judged is not None:
                 step.judged.append(judged)
-        self._send_joined(self.step_started)
+        self._send_joined()
         self.flush()
 
     def _commit(
@@ -348,12 +342,15 @@ class VerifierEngine(Engine[Message, TargetWork, StepResult]):
         self.scheduler.settle(sequence)
         return JudgedRound(sequence, drafted, accepted, queued)
 
-    def _send_joined(self, step_started: float) -> None:
+    def _send_joined(self) -> None:
         """Sends the tokens of each `Decode` together, unless another pass ends before they have waited for too long."""
-        unsent = [sequence for sequence in self.scheduler.running if sequence.unsent is not None]
-        if unsent and self._unsent_since is None:
-            self._unsent_since = step_started
-        if not unsent or self._seconds_to_send() < self.cost.line.seconds(len(unsent)):
+        unsent = sum(sequence.unsent is not None for sequence in self.scheduler.running)
+        if not unsent:
+            self._unsent_since = None
+            return
+        if self._unsent_since is None:
+            self._unsent_since = self.step_started
+        if self._seconds_to_send() < self.cost.line.seconds(unsent):
             self._send_all()
 
     def _seconds_to_send(self) -> float:
@@ -427,6 +424,12 @@ class VerifierEngine(Engine[Message, TargetWork, StepResult]):
         else:
             intact = True
         self._observe(lambda observer: observer.checked(intact))
+
+
+def _can_wait(message: Message) -> bool:
+    """Whether a message can wait for the end of a row."""
+    is_of_ended = isinstance(message, Close) and message.sequence.finished
+    return is_of_ended or isinstance(message, Read | Remind | HalfClose)
 
 
 def _scored(work: Sequence[TargetWork]) -> list[TargetWork]:

@@ -142,7 +142,7 @@ class TargetRunner:
     def most_in_a_row(self, pass_seconds: float, seconds: float) -> int:
         """The most tokens that `decode` may draw for a sequence in `seconds`, where a pass takes `pass_seconds`."""
         most = MOST_IN_A_ROW if self._model_runner.paged_runner is None else MOST_CAPTURED
-        return most if pass_seconds * most <= seconds else max(0, int(seconds / pass_seconds))
+        return max(0, min(most, int(seconds / max(pass_seconds, 1e-9))))
 
     def decode(
         self,

@@ -9,23 +9,12 @@ from typing import Any
 
 import pytest
 
-from outrider.runtime.loader import LoadedModel, ModelSource, load_model
+from outrider.runtime.loader import LoadedModel
 from outrider.service.cost_model import FittedCost
 from protos.outrider.v1 import verifier_service_pb2
-from tests.cluster import MODELS
 from tests.verifier_service.engines import PROMPTS, Client, a_round, break_forward, engine_of, run
 from verifier_service.engine import HalfClose, Remind, VerifierEngine
 from verifier_service.sequence import TargetSequence, seconds_to_linger
-
-
-@pytest.fixture(scope="module")
-def loaded() -> LoadedModel:
-    return load_model(ModelSource(str(MODELS / "draft"), dtype="float32", device="cpu"))
-
-
-@pytest.fixture
-def engine(loaded: LoadedModel) -> VerifierEngine:
-    return engine_of(loaded)
 
 
 @pytest.fixture(scope="module")
