@@ -171,7 +171,7 @@ def test_tokens_of_a_decode_wait_to_be_sent_together(engine: VerifierEngine) -> 
     clients = [Client(engine, joined_verdicts=joined, max_new_tokens=10) for joined in (True, False)]
     for client in clients:
         client.submit(decode=6)
-    sent = []
+    sent = list[list[list[int]]]()
     for waited in (0.0, 0.0, 0.0, 500.0, 0.0, 0.0):
         if engine._unsent_since is not None:
             engine._unsent_since -= waited
