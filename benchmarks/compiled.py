@@ -24,7 +24,7 @@ from triton.compiler import ASTSource
 
 from benchmarks import harness
 from benchmarks.harness import Json, progress
-from kernels import triton_attention, triton_layers, verify_triton
+from kernels import triton_attention, triton_layers, triton_products, verify_triton
 from kernels.verify_pack import GREEDY_NUMBER, RULE_NUMBERS
 from kernels.verify_triton import FILTER_OPTIONS, STATS_OPTIONS, verify_options
 
@@ -41,10 +41,17 @@ _TYPES = {
     "positions": "*i64", "slot_mapping": "*i64", "head_norm": "*fp32",
     "query": "*bf16", "keys": "*bf16", "values": "*bf16", "gate_up": "*bf16",
     "row_starts": "*i32", "lengths": "*i32", "block_tables": "*i32", "sinks": "*bf16", "partial": "*fp32",
+    "tokens": "*i64", "embedding": "*bf16", "norm": "*bf16", "scaled": "*bf16", "squares": "*fp32",
+    "bias": "*bf16", "T": "i32", "N": "i32", "K": "i32",
     "items": "*i32", "row_slots": "*i32", "scaling": "fp32", "softcap": "fp32", "window": "i32", "max_blocks": "i32",
 }  # fmt: skip
 _OWN_TYPES = {"filter_kernel": {"keys": "*i32"}}
-_MODULES = (verify_triton, triton_layers, triton_attention)
+_MODULES = (verify_triton, triton_layers, triton_attention, triton_products)
+_OVERLAPPING = frozenset(
+    ("rms_norm_kernel", "rotate_and_store_kernel", "gated_kernel", "attend_kernel", "merge_kernel", "embed_kernel",
+     "product_kernel")
+)  # fmt: skip
+_MULTIPLES = ("row_stride", "N", "K")  # of 16
 _ALIGNED = [["tt.divisibility", 16]]  # pointers, as torch allocates, and the stride of rows padded to 16
 _REGISTERS, _BLOCKS = 65536, 32  # of a multiprocessor
 _RULES = {rule.value: number for rule, number in RULE_NUMBERS.items()} | {"temperature 0": GREEDY_NUMBER}
@@ -70,6 +77,8 @@ def common() -> Iterator[Variant]:
     yield "norm", "rms_norm_kernel", triton_layers.norm_options(norm), norm
     gate = triton_layers.gate_sizes(4864)
     yield "gate", "gated_kernel", triton_layers.gate_options(gate), gate
+    yield "embedding", "embed_kernel", {"num_warps": 8}, triton_products.embed_sizes(2048)
+    yield from _products(5)
     for group, head_dim in ((4, 128), (7, 64), (2, 256)):
         yield from _attention(group, head_dim)
 
@@ -86,6 +95,7 @@ def rare() -> Iterator[Variant]:
     yield "rotation with norms", "rotate_and_store_kernel", options, {**rotation, "NORMED": True}
     norm = triton_layers.norm_sizes(8192)
     yield "norm of 8,192", "rms_norm_kernel", triton_layers.norm_options(norm), norm
+    yield from _products(16)
     yield from _attention(8, 128, capped=True, sinks=True)
 
 
@@ -112,9 +122,21 @@ def _attention(group: int, head_dim: int, *, capped: bool = False, sinks: bool =
     yield f"merge, {what}", "merge_kernel", triton_attention.MERGE_OPTIONS, {**shared, **merged}
 
 
+def _products(rows: int) -> Iterator[Variant]:
+    """Those of a model of 4,096 with an MLP of 14,336."""
+    kinds = {"queries, keys and values": (6144, 4096, "NORMED"), "residual sum": (4096, 14336, "ADDED")}
+    for what, (N, K, kind) in {**kinds, "gate and up": (14336, 4096, "GATED")}.items():
+        sizes = triton_products.product_sizes(rows, K, normed=kind != "ADDED")
+        options = triton_products.product_options(N, sizes["DEPTH"], gated=kind == "GATED")
+        flags = {"NORMED": kind != "ADDED", "GATED": kind == "GATED", "ADDED": kind == "ADDED", "BIASED": False}
+        yield f"product of {rows} rows, {what}", "product_kernel", options, {**sizes, **flags}
+
+
 def describe(variant: Variant, architecture: int) -> Json:
     """Compile one variant and return the figures of its machine code."""
     what, name, options, constants = variant
+    if name in _OVERLAPPING:
+        constants = constants | {"OVERLAP": architecture >= 90}
     kernel: Any = next(getattr(module, name) for module in _MODULES if hasattr(module, name))
     types = _TYPES | _OWN_TYPES.get(name, {})
     free = [each.name for each in kernel.params if each.do_not_specialize_on_alignment]
@@ -125,7 +147,7 @@ def describe(variant: Variant, architecture: int) -> Json:
         attrs={
             (i,): _ALIGNED
             for i, each in enumerate(kernel.arg_names)
-            if each not in free and (each == "row_stride" or types.get(each, "").startswith("*"))
+            if each not in free and (each in _MULTIPLES or types.get(each, "").startswith("*"))
         },
     )
     compiled = compile_for(source, target=GPUTarget("cuda", architecture, 32), options=options)

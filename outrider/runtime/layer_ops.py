@@ -1,7 +1,8 @@
 """The fused decoder over block tables: norms, rotation and gates as torch operations or Triton kernels.
 
 No operation waits for the device, so a CUDA graph can hold a whole step. The Triton kernels run if they agree with
-the torch operations; `choose_layer_ops` checks this at the start.
+the torch operations; `choose_layer_ops` checks this at the start. A batch of a few rows has its matrix products in
+Triton, too, with norms, gates and residual sums inside them.
 """
 
 from importlib.util import find_spec
@@ -94,6 +95,37 @@ class TritonOps(LayerOps):
         return self._kernels.gated(gate_up)
 
 
+class ProductOps(TritonOps):
+    """The operations as kernels, and for a few rows the products around them (`kernels.triton_products`).
+
+    Attributes:
+        few_rows: the most rows of a batch that `run_few_rows` takes.
+    """
+
+    def __init__(self, layers: FusedLayers, reason: str) -> None:
+        super().__init__(layers, reason)
+        from kernels import triton_products
+
+        self.products = triton_products
+        self.few_rows = triton_products.MOST_ROWS
+
+    def run_few_rows(self, batch: PagedBatch, rotations: Tensor, rows: Tensor | None) -> Tensor:
+        """See `run_paged`. A row has the same bits whichever other rows there are."""
+        layers, eps = self.layers, self.layers.eps
+        norms = [each.select(0, 0) for each in (*layers.attention_norm, layers.norm)]
+        stream = self.products.embed(batch.tokens, layers.embedding, norms[0])
+        for i in range(len(layers.qkv)):
+            qkv = self.products.normed_product(stream, layers.qkv[i], layers.qkv_bias[i], eps)
+            attended = _attend(self, i, qkv, rotations, batch).reshape(len(qkv), -1)
+            mlp_norm = layers.mlp_norm[i].select(0, 0)
+            stream = self.products.add_product(stream, attended, layers.output[i], layers.output_bias[i], mlp_norm)
+            gated = self.products.normed_product(stream, layers.gate_up[i], layers.gate_up_bias[i], eps, gated=True)
+            stream = self.products.add_product(stream, gated, layers.down[i], layers.down_bias[i], norms[i + 1])
+        out = batch.logits if rows is None else None
+        logits = self.products.normed_product(stream, layers.head, layers.head_bias, eps, out=out)
+        return logits if rows is None else logits.index_select(0, rows)
+
+
 def run_paged(ops: LayerOps, batch: PagedBatch, rotations: Tensor, rows: Tensor | None) -> Tensor:
     """Runs a batch.
 
@@ -107,14 +139,14 @@ def run_paged(ops: LayerOps, batch: PagedBatch, rotations: Tensor, rows: Tensor 
         Logits `[R, V]`; of all rows in `batch.logits`, if that is given and the weights are not packed.
     """
     layers = ops.layers
+    if isinstance(ops, ProductOps) and len(batch.tokens) <= ops.few_rows:
+        return ops.run_few_rows(batch, rotations, rows)
     x = embedding(batch.tokens, layers.embedding).unsqueeze(1)  # [T, 1, E]
     packed = layers.packed
     for i in range(len(layers.qkv)):
         normed = ops.norm(x, layers.attention_norm[i])
-        query = ops.queries(i, linear(normed, layers.qkv[i], layers.qkv_bias[i], packed), rotations, batch)
-        keys, values = batch.memory.keys[i], batch.memory.values[i]
-        scoring = Scoring(layers.scaling[i], layers.windows[layers.mask_kind[i]])
-        attended = batch.attention(query, keys, values, batch, scoring).to(x.dtype).reshape(len(x), 1, -1)
+        qkv = linear(normed, layers.qkv[i], layers.qkv_bias[i], packed)
+        attended = _attend(ops, i, qkv, rotations, batch).reshape(len(x), 1, -1)
         x = _add_product(x, attended, layers.output[i], layers.output_bias[i], packed)
         normed = ops.norm(x, layers.mlp_norm[i])
         gated = ops.gated(linear(normed, layers.gate_up[i], layers.gate_up_bias[i], packed))
@@ -124,6 +156,14 @@ def run_paged(ops: LayerOps, batch: PagedBatch, rotations: Tensor, rows: Tensor 
         return x.new_empty(0, layers.vocab_size)
     normed = ops.norm(x, layers.norm)
     return _head(layers, normed.squeeze(1), batch.logits if rows is None else None)
+
+
+def _attend(ops: LayerOps, i: int, qkv: Tensor, rotations: Tensor, batch: PagedBatch) -> Tensor:
+    """Returns the attention of layer i, `[T, H, D]` in the dtype of `qkv` `[T, …, (H + 2 · KV) · D]`."""
+    query = ops.queries(i, qkv, rotations, batch)
+    keys, values = batch.memory.keys[i], batch.memory.values[i]
+    scoring = Scoring(ops.layers.scaling[i], ops.layers.windows[ops.layers.mask_kind[i]])
+    return batch.attention(query, keys, values, batch, scoring).to(qkv.dtype)
 
 
 def _add_product(x: Tensor, y: Tensor, weight: Tensor, bias: Tensor | None, packed: bool) -> Tensor:
@@ -153,7 +193,17 @@ def choose_layer_ops(layers: FusedLayers, dtype: torch.dtype) -> LayerOps:
     why = _obstacle(layers.embedding.device) or check_layer_ops(layers, dtype)
     if why:
         return LayerOps(layers, f"the Triton kernels cannot run: {why}")
-    return TritonOps(layers, "the Triton kernels agree with torch")
+    agree = "the Triton kernels agree with torch"
+    if why := _why_no_products(layers) or check_products(layers):
+        return TritonOps(layers, f"{agree}; products of a few rows by torch: {why}")
+    return ProductOps(layers, f"{agree}, also in products of a few rows")
+
+
+def _why_no_products(layers: FusedLayers) -> str:
+    from kernels.triton_products import why_not
+
+    weights = {name: getattr(layers, name)[0] for name in ("qkv", "output", "gate_up", "down")}
+    return why_not({**weights, "head": layers.head}, layers.embedding.device)
 
 
 def _obstacle(device: torch.device) -> str:
@@ -196,3 +246,47 @@ def check_layer_ops(layers: FusedLayers, dtype: torch.dtype) -> Refusal | None:
 
     tolerance = operation_tolerance(layers.embedding.dtype)
     return check(lambda: results(TritonOps), lambda: results(LayerOps), tolerance)
+
+
+@torch.inference_mode()
+def check_products(layers: FusedLayers) -> Refusal | None:
+    """Checks the products of a few rows against those of torch, with weights of the model."""
+    from kernels import triton_products as products
+
+    generator = torch.Generator().manual_seed(layers.vocab_size)
+    norms = layers.attention_norm[0], layers.mlp_norm[0], layers.norm
+    first, second, last = (each.select(0, 0) for each in norms)
+
+    for rows in (products.MOST_ROWS, 1):
+        tokens = torch.randint(layers.vocab_size, (rows,), generator=generator).to(layers.embedding.device)
+
+        def found(tokens: Tensor = tokens) -> dict[str, Tensor]:
+            stream = products.embed(tokens, layers.embedding, first)
+            qkv = products.normed_product(stream, layers.qkv[0], layers.qkv_bias[0], layers.eps)
+            heads = qkv[:, : layers.output[0].size(1)].contiguous()
+            stream = products.add_product(stream, heads, layers.output[0], layers.output_bias[0], second)
+            after = stream.values.clone()
+            gated = products.normed_product(stream, layers.gate_up[0], layers.gate_up_bias[0], layers.eps, gated=True)
+            stream = products.add_product(stream, gated, layers.down[0], layers.down_bias[0], last)
+            logits = products.normed_product(stream, layers.head, layers.head_bias, layers.eps)
+            return {"queries": qkv, "sums": after, "gates": gated, "residuals": stream.values, "logits": logits}
+
+        def wanted(tokens: Tensor = tokens) -> dict[str, Tensor]:
+            x = embedding(tokens, layers.embedding)
+
+            def norm(weight: Tensor) -> Tensor:
+                return torch.rms_norm(x, [x.size(-1)], weight, layers.eps)
+
+            qkv = linear(norm(first), layers.qkv[0], layers.qkv_bias[0], False)
+            x = after = linear_add(
+                x, qkv[:, : layers.output[0].size(1)], layers.output[0], layers.output_bias[0], False
+            )
+            gate, up = linear(norm(second), layers.gate_up[0], layers.gate_up_bias[0], False).chunk(2, -1)
+            gated = F.silu(gate).mul_(up)
+            x = linear_add(x, gated, layers.down[0], layers.down_bias[0], False)
+            logits = linear(norm(last), layers.head, layers.head_bias, False)
+            return {"queries": qkv, "sums": after, "gates": gated, "residuals": x, "logits": logits}
+
+        if why := check(found, wanted, operation_tolerance(layers.embedding.dtype)):
+            return why
+    return None

@@ -42,9 +42,10 @@ def test_kernels_spill_nothing_and_take_128_bits_at_a_time(
     assert run.returncode == 0, run.stderr[-3000:]
     compiled = json.loads(output.read_text())["rows"]
     assert {each["kernel"] for each in compiled} > set(WIDE_LOADS)
-    assert [each for each in compiled if each["spills"] or each["instructions"] <= 100] == []
+    assert [each for each in compiled if each["spills"] or each["instructions"] <= 50] == []
     for each in compiled:
-        name, is_normed = each["kernel"], each["constants"].get("NORMED")
+        name = each["kernel"]
+        is_normed = name == "rotate_and_store_kernel" and each["constants"]["NORMED"]
         assert each["wide_loads"] >= WIDE_LOADS.get(name, 0) + 2 * bool(is_normed), each
         if name in WIDE_LOADS and name != "stats_kernel":
             assert each["wide_stores"] == each["stores"], each

@@ -8,21 +8,24 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
+import transformers
 from torch import Tensor
 
 from outrider.runtime import fused_decoder, layer_ops
 from outrider.runtime.batch import PagedBatch
 from outrider.runtime.fused_decoder import FusedDecoder, fuse_model
 from outrider.runtime.fused_layers import FusedLayers
-from outrider.runtime.layer_ops import LayerOps, TritonOps, choose_layer_ops
+from outrider.runtime.layer_ops import LayerOps, ProductOps, TritonOps, choose_layer_ops
 from outrider.runtime.loader import LoadedModel, ModelSource, load_model
 from outrider.runtime.model_runner import Chunk, ModelRunner
 from tests.kernels.paths import DEVICE, TRITON
+from tests.outrider.runtime import tiny
 from tests.outrider.runtime.steps import PAGED
-from tests.outrider.runtime.tiny import VOCABULARY
+from tests.outrider.runtime.tiny import SHAPE, VOCABULARY
 
 Load = Callable[..., LoadedModel]
 
@@ -61,6 +64,43 @@ def test_triton_gives_the_logits_that_torch_gives(
         logits.append(logits_of(model))
     wanted, found = logits
     assert float((found - wanted).abs().max()) <= allowed * float(wanted.abs().max())
+
+
+WIDE = SHAPE | {"vocab_size": 112, "hidden_size": 128, "intermediate_size": 384, "num_key_value_heads": 2}
+"""Sizes that the products of a few rows can take."""
+
+
+@pytest.mark.parametrize("path", [TRITON])
+@pytest.mark.parametrize(
+    "config",
+    [
+        pytest.param(lambda: transformers.LlamaConfig(**WIDE), id="llama"),
+        pytest.param(lambda: transformers.Qwen2Config(**WIDE), id="qwen2"),  # with biases
+        pytest.param(lambda: transformers.Qwen3Config(**WIDE, head_dim=64), id="qwen3"),  # with norms of heads
+    ],
+)
+def test_products_of_a_few_rows_give_the_logits_of_torch(
+    config: Callable[[], transformers.PreTrainedConfig], path: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And the same bits for a row alone as for one among others; a batch of more rows goes the usual way."""
+    monkeypatch.setattr(fused_decoder, "can_pack", lambda dtype, device: False)  # as on a GPU
+    folder = tiny.save(config(), tmp_path)
+    logits, alone = [], []
+    for kind in (LayerOps, ProductOps):
+        monkeypatch.setattr(fused_decoder, "choose_layer_ops", lambda layers, dtype, kind=kind: kind(layers, "a test"))
+        loaded = load_model(ModelSource(str(folder), dtype="float32", device=DEVICE))
+        model = ModelRunner.build(loaded, 2, 40, attention=PAGED)
+        logits.append(logits_of(model))
+        assert type(model.layer_choice) is kind
+        slots = model.pool.allocate(), model.pool.allocate()
+        model.forward([Chunk(slots[0], list(range(20)), 0, 0)])
+        model.forward([Chunk(slots[1], list(range(18)), 0, 0)])
+        both = model.forward([Chunk(slots[0], [5, 7], 20, 0), Chunk(slots[1], [9], 18, 0)]).clone()
+        model.pool.rollback(slots[0], 20)
+        alone.append((both[:2], model.forward([Chunk(slots[0], [5, 7], 20, 0)]).clone()))
+    wanted, found = logits
+    assert float((found - wanted).abs().max()) <= 1e-5 * float(wanted.abs().max())
+    assert torch.equal(*alone[1])
 
 
 @pytest.fixture(scope="module")
@@ -109,4 +149,31 @@ def test_wrong_operations_are_not_chosen(
     assert type(choice) is LayerOps
     assert choice.reason.startswith(f"the Triton kernels cannot run: {reason}")
     monkeypatch.setattr(layer_ops, "TritonOps", type("Good", (LayerOps,), {}))
-    assert choose_layer_ops(layers, torch.float32).reason == "the Triton kernels agree with torch"
+    reason = choose_layer_ops(layers, torch.float32).reason
+    assert reason.startswith("the Triton kernels agree with torch; products of a few rows by torch: it needs a CUDA")
+
+
+@pytest.mark.parametrize("path", [TRITON])
+def test_wrong_products_are_not_chosen(path: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a device that could run them."""
+    from kernels import triton_products
+
+    monkeypatch.setattr(layer_ops, "_obstacle", lambda device: "")
+    monkeypatch.setattr(triton_products, "why_not", lambda weights, device: "")
+    monkeypatch.setattr(fused_decoder, "can_pack", lambda dtype, device: False)
+    folder = tiny.save(transformers.LlamaConfig(**WIDE), tmp_path)
+    program = fuse_model(load_model(ModelSource(str(folder), dtype="float32", device=DEVICE)), paged=True)
+    assert isinstance(program, FusedDecoder)
+    choice = choose_layer_ops(program._layers, torch.float32)
+    assert type(choice) is ProductOps
+    assert choice.reason == "the Triton kernels agree with torch, also in products of a few rows"
+
+    embed = triton_products.embed
+
+    def without_norm(tokens: Tensor, embedding: Tensor, norm: Tensor) -> Any:
+        return embed(tokens, embedding, norm * 0.5)
+
+    monkeypatch.setattr(triton_products, "embed", without_norm)
+    choice = choose_layer_ops(program._layers, torch.float32)
+    assert type(choice) is TritonOps
+    assert "products of a few rows by torch: queries differ by 0.5" in choice.reason

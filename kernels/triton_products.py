@@ -1,0 +1,235 @@
+"""Matrix products of a few rows, with the work between them in the same kernels: norms, gates and residual sums.
+
+A forward pass over a few rows takes as long as its weights take to be read, so each program reads its part of a weight
+once, in long pieces, for all rows. The warps of a program divide the inputs K among them, and their sums are added in
+order. So the order of every sum depends on the shape of the weight only: a row has the same bits in every batch of up
+to `MOST_ROWS` rows.
+
+An RMS norm needs the mean square of its whole row, which no program has. It is split: the kernel that writes the
+residual stream also writes the stream times the norm's weight, and the sums of squares of its columns; the product
+after it multiplies its result by 1 / √(mean square + eps).
+"""
+
+from __future__ import annotations
+
+from functools import cache
+from typing import Any, NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from kernels.triton_overlap import overlap_options, wait_for_kernel_before
+
+MOST_ROWS = 16
+
+_WARPS = 4
+_COLUMNS = 16  # of a program: the fewest that tensor cores take
+_DEPTHS = (512, 256, 128)  # inputs that a program reads at a time
+_FEW_PROGRAMS = 132  # the multiprocessors of a large GPU: so many programs run alone, and read further ahead
+
+
+class Stream(NamedTuple):
+    """The residual stream of T rows, before a norm.
+
+    Attributes:
+        values: `[T, E]`.
+        scaled: the values times the norm's weight, `[T, E]`.
+        squares: float32 `[T, E / 16]`: the sums of squares of every 16 values.
+    """
+
+    values: Tensor
+    scaled: Tensor
+    squares: Tensor
+
+
+# -------------------------------------------------------------------------------------------------------------- kernels
+
+
+@triton.jit
+def embed_kernel(
+    tokens, embedding, norm, values, scaled, squares,
+    E: tl.constexpr, BLOCK: tl.constexpr, COLUMNS: tl.constexpr, OVERLAP: tl.constexpr,
+):  # fmt: skip
+    """Begin the residual stream of one row. Grid: T."""
+    wait_for_kernel_before(OVERLAP)
+    row = tl.program_id(0).to(tl.int64)
+    ids = tl.arange(0, BLOCK)
+    there = ids < E
+    exact = tl.load(embedding + tl.load(tokens + row) * E + ids, mask=there, other=0.0)
+    x = exact.to(tl.float32)
+    w = tl.load(norm + ids, mask=there, other=0.0).to(tl.float32)
+    tl.store(values + row * E + ids, exact, mask=there)
+    tl.store(scaled + row * E + ids, (x * w).to(scaled.dtype.element_ty), mask=there)
+    part = tl.arange(0, BLOCK // COLUMNS)
+    sums = tl.sum(tl.reshape(x * x, [BLOCK // COLUMNS, COLUMNS]), 1)
+    tl.store(squares + row * (E // COLUMNS) + part, sums, mask=part < E // COLUMNS)
+
+
+@triton.jit(do_not_specialize=["T"])
+def product_kernel(
+    x, weight, bias, out, values, norm, squares, eps, T, N, K,
+    ROWS: tl.constexpr, COLUMNS: tl.constexpr, DEPTH: tl.constexpr, WARPS: tl.constexpr, BLOCK_P: tl.constexpr,
+    NORMED: tl.constexpr, GATED: tl.constexpr, ADDED: tl.constexpr, BIASED: tl.constexpr, OVERLAP: tl.constexpr,
+):  # fmt: skip
+    """Write COLUMNS columns of x Wᵀ + b, and what follows it. Grid: N / COLUMNS.
+
+    NORMED: x is `Stream.scaled`, and `squares` belongs to it. GATED: the rows of the weight are gates, then ups. ADDED:
+    the result is added to `values`; `out` and `squares` become those of the next norm, whose weight is `norm`.
+    """
+    wait_for_kernel_before(OVERLAP)
+    first = tl.program_id(0) * COLUMNS
+    own = weight + first.to(tl.int64) * K
+    ups = N.to(tl.int64) * K
+    PART: tl.constexpr = DEPTH // WARPS
+    part = tl.arange(0, WARPS)[:, None, None] * PART
+    k = tl.arange(0, PART)
+    n = tl.arange(0, COLUMNS)
+    t = tl.arange(0, ROWS)
+    there = t < T
+    weights = own + n[None, :, None] * K + (part + k[None, None, :])
+    inputs = x + t[None, None, :] * K + (part + k[None, :, None])
+    found = tl.zeros([WARPS, COLUMNS, ROWS], tl.float32)
+    other = tl.zeros([WARPS, COLUMNS, ROWS], tl.float32)
+    if NORMED:  # read before the loop, used after it
+        p = tl.arange(0, BLOCK_P)
+        P = K // COLUMNS
+        own_squares = tl.load(squares + t[:, None] * P + p[None, :], mask=there[:, None] & (p < P)[None, :], other=0.0)
+    for start in range(0, K, DEPTH):
+        z = tl.load(inputs + start, mask=there[None, None, :], other=0.0)
+        found = tl.dot(tl.load(weights + start), z, found)
+        if GATED:
+            other = tl.dot(tl.load(weights + (ups + start)), z, other)
+    result = tl.sum(found, 0)  # [COLUMNS, ROWS]
+    second = tl.sum(other, 0)
+    if NORMED:
+        scale = tl.rsqrt(tl.sum(own_squares, 1) / K + eps)[None, :]
+        result *= scale
+        second *= scale
+    column = first + n
+    if BIASED:
+        result += tl.load(bias + column).to(tl.float32)[:, None]
+        if GATED:
+            second += tl.load(bias + N + column).to(tl.float32)[:, None]
+    if GATED:
+        gate = result.to(out.dtype.element_ty).to(tl.float32)
+        silu = (gate / (1.0 + tl.exp(-gate))).to(out.dtype.element_ty)  # torch rounds silu before the product
+        result = silu.to(tl.float32) * second.to(out.dtype.element_ty).to(tl.float32)
+    at = t[None, :] * N + column[:, None]
+    if ADDED:
+        result += tl.load(values + at, mask=there[None, :], other=0.0).to(tl.float32)
+        rounded = result.to(values.dtype.element_ty)
+        tl.store(values + at, rounded, mask=there[None, :])
+        exact = rounded.to(tl.float32)
+        tl.store(squares + t * (N // COLUMNS) + tl.program_id(0), tl.sum(exact * exact, 0), mask=there)
+        result = exact * tl.load(norm + column).to(tl.float32)[:, None]
+    tl.store(out + at, result.to(out.dtype.element_ty), mask=there[None, :])
+
+
+# --------------------------------------------------------------------------------------------------------------- launch
+
+
+def why_not(weights: dict[str, Tensor], device: torch.device) -> str:
+    """Return why `product_kernel` cannot run with these weights `[N, K]`; empty if it can."""
+    if device.type != "cuda":
+        return f"it needs a CUDA device; the device is {device.type}"
+    for name, weight in weights.items():
+        N, K = weight.shape
+        if weight.dtype != torch.bfloat16:
+            return f"it needs bfloat16; {name} has {weight.dtype}"
+        if N % _COLUMNS or K % _DEPTHS[-1]:
+            return f"it needs multiples of {_COLUMNS} and {_DEPTHS[-1]}; {name} has the shape {[N, K]}"
+    return ""
+
+
+@cache
+def embed_sizes(E: int) -> dict[str, int]:
+    """Return the constants of `embed_kernel` except OVERLAP; do not modify."""
+    return {"E": E, "BLOCK": triton.next_power_of_2(E), "COLUMNS": _COLUMNS}
+
+
+@cache
+def product_sizes(rows: int, K: int, *, normed: bool) -> dict[str, int]:
+    """Return the constants of `product_kernel` except its kind, for so many rows and inputs; do not modify."""
+    return {
+        "ROWS": 8 if rows <= 8 else MOST_ROWS,
+        "COLUMNS": _COLUMNS,
+        "DEPTH": next(depth for depth in _DEPTHS if K % depth == 0),
+        "WARPS": _WARPS,
+        "BLOCK_P": triton.next_power_of_2(K // _COLUMNS) if normed else 1,
+    }
+
+
+@cache
+def product_options(N: int, depth: int, *, gated: bool) -> dict[str, int]:
+    """Return the compile options of `product_kernel`. The stages, reads in flight, were the fastest on an H200."""
+    stages = 3 if gated else 6 if N <= _FEW_PROGRAMS * _COLUMNS else 4
+    return {"num_warps": _WARPS, "num_stages": min(8, stages * _DEPTHS[0] // depth)}
+
+
+def embed(tokens: Tensor, embedding: Tensor, norm: Tensor) -> Stream:
+    """Begin the residual stream of some rows.
+
+    Args:
+        tokens: int64 `[T]`.
+        embedding: `[V, E]`.
+        norm: the weight of the first norm, `[E]`.
+    """
+    T, E = len(tokens), embedding.shape[1]
+    stream = Stream(
+        embedding.new_empty(T, E),
+        embedding.new_empty(T, E),
+        torch.empty(T, E // _COLUMNS, dtype=torch.float32, device=embedding.device),
+    )
+    embed_kernel[(T,)](
+        tokens, embedding, norm, *stream, **embed_sizes(E), **overlap_options(embedding.device), num_warps=8
+    )
+    return stream
+
+
+def normed_product(
+    stream: Stream, weight: Tensor, bias: Tensor | None, eps: float, *, gated: bool = False, out: Tensor | None = None
+) -> Tensor:
+    """Return norm(stream) Wᵀ + b, rounded once: `[T, N]`; with `gated` silu(gate) · up of it, `[T, N / 2]`.
+
+    Args:
+        stream: of T rows, `MOST_ROWS` at most.
+        weight: `[N, E]`; with `gated` the gates first, then the ups.
+        bias: `[N]`.
+        eps: of the norm.
+        gated: rounds after gate, up, silu and product, as torch does.
+        out: where to write the result, contiguous.
+    """
+    N = len(weight) // 2 if gated else len(weight)
+    if out is None:
+        out = stream.scaled.new_empty(len(stream.scaled), N)
+    _product(stream.scaled, weight, bias, out, stream, weight, eps, N, NORMED=True, GATED=gated, ADDED=False)
+    return out
+
+
+def add_product(stream: Stream, x: Tensor, weight: Tensor, bias: Tensor | None, norm: Tensor) -> Stream:
+    """Return the stream plus x Wᵀ + b, before the norm with weight `norm`; `stream` is overwritten.
+
+    Args:
+        stream: of T rows, `MOST_ROWS` at most.
+        x: `[T, K]`, contiguous.
+        weight: `[E, K]`.
+        bias: `[E]`.
+        norm: `[E]`.
+    """
+    _product(x, weight, bias, stream.scaled, stream, norm, 0.0, len(weight), NORMED=False, GATED=False, ADDED=True)
+    return stream
+
+
+def _product(
+    x: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor, stream: Stream, norm: Tensor, eps: float, N: int,
+    **kind: bool,
+) -> None:  # fmt: skip
+    T, K = x.shape
+    sizes: dict[str, Any] = product_sizes(T, K, normed=kind["NORMED"])
+    product_kernel[(N // _COLUMNS,)](
+        x, weight, weight if bias is None else bias, out, stream.values, norm, stream.squares, eps, T, N, K,
+        **sizes, **kind, BIASED=bias is not None,
+        **overlap_options(x.device), **product_options(N, sizes["DEPTH"], gated=kind["GATED"]),
+    )  # fmt: skip
