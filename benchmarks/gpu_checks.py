@@ -213,7 +213,7 @@ def _rounds(device: torch.device, dtype: torch.dtype) -> str:
     capture = {"seconds": 1000, "most_bytes": 1024 * MIB}
     target.capture(Repeating(), max_sequences=1, max_gamma=1, max_batch_tokens=64, **capture)
     loop = DecodeLoop(model_runner, TINY_TARGET.vocab, SparseConfig(keep_mass=0.97, max_support=40))
-    loop.capture(Repeating(), sequences=2, tokens=3, with_noise=True, **capture)
+    loop.capture(Repeating(), sequences=2, tokens=3, with_kernels=True, **capture)
     slots = [model_runner.pool.allocate() for _ in range(2)]
     model_runner.forward([Chunk(slot, [5 + slot] * 37, 0, 37) for slot in slots])
     for rule, own in ((Rule.TOKENWISE, slots[:1]), (Rule.COUPLED, slots)):  # a captured step, and an eager one

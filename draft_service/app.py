@@ -257,7 +257,7 @@ def _captures(engine: DraftEngine, target: model_pb2.ModelInfo, settings: DraftS
             capturer,
             sequences=min(settings.max_sequences, MOST_STEPPED),
             tokens=target.limits.max_gamma,
-            with_noise=implementation_for(engine.model_runner.loaded.device) == "triton",
+            with_kernels=implementation_for(engine.model_runner.loaded.device) == "triton",
             seconds=seconds / 2,
             most_bytes=most_bytes,
         )

@@ -22,21 +22,15 @@ _TINY = 1.2e-38  # as in `sampling`: a temperature that float32 would round to z
 
 
 class DeviceDraws(NamedTuple):
-    """`sampling.Draw` of each of B rows, as tensors on one device.
+    """`sampling.Draw` of each of B rows, by uniforms, as tensors on one device.
 
     Attributes:
         temperatures: float64 `[B]`; 0 takes the largest logit, the lowest id among equals.
         bits: int64 `[B]`: the uniforms, as the integers below 2^53 that they are 2^-53 of.
-        by_noise: int64 `[B]`, not 0 if noise chooses the token; None if it does for no row.
-        seeds: of the noise, int64 `[B]`.
-        positions: of the noise, int64 `[B]`.
     """
 
     temperatures: Tensor
     bits: Tensor
-    by_noise: Tensor | None = None
-    seeds: Tensor | None = None
-    positions: Tensor | None = None
 
 
 class DeviceSamples(NamedTuple):
@@ -64,8 +58,8 @@ def obstacle(draw: Draw) -> str | None:
 def sample(logits: Tensor, draws: DeviceDraws, config: SparseConfig | None) -> DeviceSamples:
     """Sample one token from each row of `logits` `[B, V]`; all tensors, the result included, are on one device.
 
-    No host sync; shapes do not depend on values; rows are independent. Noise needs the Triton kernel of verification.
-    Without a `config` tokens are drawn from p itself, as in `sampling.sample`, and K is 0.
+    No host sync; shapes do not depend on values; rows are independent. Without a `config` tokens are drawn from p
+    itself, as in `sampling.sample`, and K is 0.
     """
     V = logits.shape[1]
     z = logits.float()
@@ -85,13 +79,6 @@ def sample(logits: Tensor, draws: DeviceDraws, config: SparseConfig | None) -> D
         ids = ids.masked_fill(~sound, V)
         weights = weights.masked_fill(~sound, 0)
         tokens = ids.gather(1, _indices(weights, draws.bits)).squeeze(1)
-    if draws.by_noise is not None:
-        from kernels.verify_triton import gumbel_max  # triton is optional
-
-        assert draws.seeds is not None
-        assert draws.positions is not None
-        chosen = gumbel_max(logits, draws.temperatures, draws.seeds, draws.positions)
-        tokens = torch.where(draws.by_noise != 0, chosen, tokens)
     return DeviceSamples(tokens.masked_fill(~sound.squeeze(1), NO_LOGITS), ids, weights.int())
 
 

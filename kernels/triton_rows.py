@@ -24,8 +24,10 @@ _FIRST = tl.constexpr(FIRST_MULTIPLIER)
 _SECOND = tl.constexpr(SECOND_MULTIPLIER)
 
 
-PART = tl.constexpr(1024)
-"""Logits that a warp reads at once, 32 a thread."""
+PART = tl.constexpr(512)
+"""Logits that a warp reads at once, 16 a lane: two reads of 8 neighbours."""
+_LANES, _NEIGHBOURS = tl.constexpr(32), tl.constexpr(8)
+_NO_TOKEN = tl.constexpr(2**31 - 1)
 
 
 def tile_size(V: int) -> int:
@@ -225,29 +227,40 @@ def exponentials(seed, position, ids):
 
 
 @triton.jit
-def _part_stats(z, ids, first, terms, position, WITH_GUMBEL: tl.constexpr):
-    """Return the statistics of logits `z` of the tokens `ids`, from `first` on; see `tile_stats`."""
+def _part_stats(z, ids, terms, position, WITH_GUMBEL: tl.constexpr):
+    """Return the statistics of each lane of logits `z` of the tokens `ids`, `[reads, lanes, 8]`; see `tile_stats`."""
     fine = tl.where(z == z, z, -float("inf"))
-    peak = tl.max(fine, 0)
-    e = tl.exp2((z - tl.where(peak == -float("inf"), 0.0, peak)) * terms.scale)
-    mass = tl.sum(e, 0)
-    best = first
-    lead = 0.0
+    peak = tl.max(tl.max(fine, 2), 0)
+    level = tl.where(peak == -float("inf"), 0.0, peak)
+    e = tl.exp2((z - level[None, :, None]) * terms.scale)
+    mass = tl.sum(tl.sum(e, 2), 0)
+    best = tl.zeros_like(peak).to(tl.int32)
+    lead = tl.zeros_like(peak)
     if terms.rule == GREEDY:
-        best = first + tl.argmax(fine, 0, tie_break_left=True)
+        best = _first_at(fine, ids, peak)
     if WITH_GUMBEL:
         if terms.rule == COUPLED:
             score = e / exponentials(terms.seed, position, ids)
             score = tl.where(score == score, score, 0.0)
-            best = first + tl.argmax(score, 0, tie_break_left=True)
-            lead = tl.log2(tl.max(score, 0))
+            highest = tl.max(tl.max(score, 2), 0)
+            best = _first_at(score, ids, highest)
+            lead = tl.log2(highest)
     return peak, mass, best, lead
+
+
+@triton.jit
+def _first_at(values, ids, highest):
+    """Return the first of each lane's ids whose value is `highest`."""
+    at = tl.where(values == highest[None, :, None], ids, _NO_TOKEN)
+    return tl.min(tl.min(at, 2), 0)
 
 
 @triton.jit
 def tile_stats(rows, row, tile, terms, least, TILE: tl.constexpr, ADJUSTED: tl.constexpr,
                WITH_GUMBEL: tl.constexpr):  # fmt: skip
     """Return the statistics of one tile, which a warp reads part by part.
+
+    Each lane adds up what it reads; lanes are put together at the end, so that reads do not wait for each other.
 
     Args:
         rows: the logits.
@@ -264,15 +277,18 @@ def tile_stats(rows, row, tile, terms, least, TILE: tl.constexpr, ADJUSTED: tl.c
     """
     first = tile * TILE
     position = terms.base_length + row - terms.first_row
-    peak = tl.full([], -float("inf"), tl.float32)
-    mass = tl.zeros_like(peak)
-    lead = tl.zeros_like(peak)
-    best = first
+    lanes = tl.arange(0, _LANES)
+    reads = tl.arange(0, PART // (_LANES * _NEIGHBOURS))[:, None, None] * (_LANES * _NEIGHBOURS)
+    offsets = reads + lanes[None, :, None] * _NEIGHBOURS + tl.arange(0, _NEIGHBOURS)[None, None, :]
+    peak = tl.full([_LANES], -float("inf"), tl.float32)
+    mass = tl.zeros([_LANES], tl.float32)
+    lead = tl.zeros([_LANES], tl.float32)
+    best = tl.zeros([_LANES], tl.int32)
     for start in range(0, TILE, PART):
-        ids = first + start + tl.arange(0, PART)
+        ids = first + start + offsets
         z = load_tile(rows, row, tile, ids, TILE, ADJUSTED, False)
         z = tl.where(z < least, -float("inf"), z)
-        own_peak, own_mass, own_best, own_lead = _part_stats(z, ids, first + start, terms, position, WITH_GUMBEL)
+        own_peak, own_mass, own_best, own_lead = _part_stats(z, ids, terms, position, WITH_GUMBEL)
         higher = tl.maximum(peak, own_peak)
         level = tl.where(higher == -float("inf"), 0.0, higher)
         before = (peak - level) * terms.scale
@@ -282,7 +298,12 @@ def tile_stats(rows, row, tile, terms, least, TILE: tl.constexpr, ADJUSTED: tl.c
         best = tl.where(is_better, own_best, best)
         lead = tl.where(is_better, own + own_lead, before + lead)
         peak = higher
-    return peak, mass, best, lead
+    largest = tl.max(peak, 0)
+    above = (peak - tl.where(largest == -float("inf"), 0.0, largest)) * terms.scale
+    ahead = above + lead
+    furthest = tl.max(ahead, 0)
+    best = tl.min(tl.where(ahead == furthest, best, _NO_TOKEN), 0)
+    return largest, tl.sum(mass * tl.exp2(above), 0), tl.maximum(best, first), furthest
 
 
 @triton.jit

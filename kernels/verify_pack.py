@@ -14,6 +14,7 @@ from torch import Tensor
 from kernels.adjustments import RowAdjustment
 from kernels.dense import DenseDistribution, DraftLogits
 from kernels.packed_arrays import Field, PackedArrays
+from kernels.sampling import Draw
 from kernels.sparse import SparseDistribution
 from kernels.verify import DraftDistribution, Proposed, Rule, adjustments_of
 
@@ -95,6 +96,23 @@ def pack(proposals: Sequence[Proposed], V: int, tile: int, device: torch.device)
     )
 
 
+def numbers_of_draw(draw: Draw, row: int, given: int) -> tuple[tuple[int, ...], tuple[float, ...]]:
+    """Return a row of `Batch.ints` and of `Batch.floats`, for a proposal without drafts.
+
+    Args:
+        draw: of its next token, without filters.
+        row: of its logits.
+        given: the index of its uniform, which noise does not need.
+    """
+    greedy = draw.params.is_greedy
+    scale = math.log2(math.e) / (1.0 if greedy else max(draw.params.temperature, TINY))
+    seed, position, rule = 0, 0, RULE_NUMBERS[Rule.TOKENWISE]
+    if draw.noise is not None:
+        (seed, position), rule = draw.noise, RULE_NUMBERS[Rule.COUPLED]
+    ints = (row, 0, GREEDY_NUMBER if greedy else rule, _signed(seed), position, given)
+    return ints, (scale, 1.0, 0.0, 1.0, 0, 1.0, -math.inf)
+
+
 def arrays_of(proposals: Sequence[Proposed], V: int) -> dict[str, np.ndarray]:
     """Return the arrays of `Batch` by name, without adjustments and dense distributions."""
     return {**_sequences(proposals), **_rows(proposals), **_supports(proposals, V)}
@@ -128,8 +146,7 @@ def _sequences(proposals: Sequence[Proposed]) -> dict[str, np.ndarray]:
         if each.uniforms is not None:
             given = len(uniforms)
             uniforms += [*each.uniforms.accept[: len(each.tokens)], each.uniforms.resample]
-        seed = each.seed - 2**64 if each.seed >= 2**63 else each.seed
-        ints.append((first_row, len(each.tokens), _rule_number(each), seed, each.base_length, given))
+        ints.append((first_row, len(each.tokens), _rule_number(each), _signed(each.seed), each.base_length, given))
         scale = math.log2(math.e) / (1.0 if greedy else max(params.temperature, TINY))
         scales = each.sigmoid
         lowest, span = (scales.alpha, scales.beta - scales.alpha) if scales is not None else (0.0, 1.0)
@@ -140,6 +157,11 @@ def _sequences(proposals: Sequence[Proposed]) -> dict[str, np.ndarray]:
         "floats": np.array(floats, np.float64).reshape(-1, FLOATS),
         "uniforms": np.array(uniforms, np.float64),
     }
+
+
+def _signed(seed: int) -> int:
+    """Return the int64 with the bits of a seed below 2^64."""
+    return seed - 2**64 if seed >= 2**63 else seed
 
 
 def _rows(proposals: Sequence[Proposed]) -> dict[str, np.ndarray]:

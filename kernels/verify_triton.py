@@ -12,7 +12,6 @@ batch.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -25,7 +24,7 @@ from torch import Tensor
 
 from kernels.adjustments import apply, apply_many_bans
 from kernels.logprobs import wants_reports, with_reports
-from kernels.sampling import probabilities
+from kernels.sampling import NO_LOGITS, probabilities
 from kernels.triton_draw import DENSE, SPARSE, TARGET, Draft, RowDistribution, draw
 from kernels.triton_draw import SIGMOID as SIGMOID_REST
 from kernels.triton_filters import CANDIDATES, Search, filter_tile, load_filters, search_tile, steps_of
@@ -54,7 +53,7 @@ from kernels.triton_walk import (
     walk_block,
 )
 from kernels.verify import BAD_LOGITS, Proposed, Rule, Status, VerifyResult, adjustments_of
-from kernels.verify_pack import FLOATS, GREEDY_NUMBER, RULE_NUMBERS, TINY, Batch, pack
+from kernels.verify_pack import GREEDY_NUMBER, RULE_NUMBERS, Batch, pack
 
 RULES = frozenset(Rule)
 """The rules that this implementation supports."""
@@ -333,38 +332,38 @@ def verify(logits: Tensor, proposals: Sequence[Proposed]) -> list[VerifyResult]:
     return launch.results()
 
 
-def gumbel_max(logits: Tensor, temperatures: Tensor, seeds: Tensor, positions: Tensor) -> Tensor:
-    """Return argmax(log p + g) of each row, int64 `[B]`, as `sampling.gumbel_max` does.
+def draw_next(logits: Tensor, ints: Tensor, floats: Tensor, uniforms: Tensor, *, greedily: bool) -> Tensor:
+    """Return the next token of each row, int64 `[B]`, as `verify` draws it after no drafts; `NO_LOGITS` of a bad row.
 
-    There is no host sync, so a CUDA graph can hold the samples of several steps. A bad row gives any token.
+    There is no host sync, so a CUDA graph can hold it; filters and adjustments are not supported.
 
     Args:
         logits: `[B, V]`, columns contiguous.
-        temperatures: float64 `[B]`; 0 takes the largest logit.
-        seeds: of the noise, int64 `[B]`.
-        positions: of the tokens, int64 `[B]`.
+        ints: of B proposals without drafts, see `Batch`.
+        floats: see `Batch`.
+        uniforms: float64 `[U]`, which `ints` refer to.
+        greedily: whether all proposals have temperature 0, which takes fewer launches.
     """
-    B, V = logits.shape
-    tile = tile_size(V)
-    shape = (B, -(-V // tile))
-    greedy = temperatures == 0
-    rows = torch.arange(B, device=logits.device)
-    rules = torch.full_like(seeds, RULE_NUMBERS[Rule.COUPLED]).masked_fill(greedy, GREEDY_NUMBER)
-    ints = torch.stack((rows, rows * 0, rules, seeds, positions, rows * 0 - 1), dim=1)
-    scales = math.log2(math.e) / temperatures.clamp(min=TINY).masked_fill(greedy, 1.0)
-    floats = torch.nn.functional.pad(scales.unsqueeze(1), (0, FLOATS - 1))
-    nothing = torch.empty(0, dtype=torch.int32, device=logits.device)
-    cuts = torch.empty(B, dtype=torch.float32, device=logits.device)
-    peaks, masses, bests, leads = _stats_buffers(shape, logits.device)
-    with torch.cuda.device_of(logits):
-        stats_kernel[(B * shape[1],)](
-            logits, logits.stride(0), V, shape[1], rows.int(), ints, floats,
-            nothing, nothing, nothing, nothing.float(), nothing.float(), cuts, peaks, masses, bests, leads,
-            TILE=tile, ADJUSTED=False, WITH_GUMBEL=True, **STATS_OPTIONS,
-        )  # fmt: skip
-    ahead = (peaks - peaks.amax(1, keepdim=True)) * scales.float().unsqueeze(1) + leads
-    first = ahead.nan_to_num(nan=-math.inf, posinf=-math.inf).argmax(1, keepdim=True)
-    return bests.gather(1, first).squeeze(1).long()
+    (B, V), device = logits.shape, logits.device
+    nothing = torch.empty(0, dtype=torch.int32, device=device)
+    reals = nothing.float()
+    rules = (GREEDY_NUMBER,) if greedily else _DRAWN_RULES
+    batch = Batch(
+        ints=ints, floats=floats, row_sequence=torch.arange(B, dtype=torch.int32, device=device),
+        filtered_rows=nothing, draft_ints=nothing, draft_q=reals, support_ids=nothing, support_q=reals,
+        dense=reals.view(0, V), uniforms=uniforms, adjusted=nothing, tile_starts=nothing, change_ids=nothing,
+        change_divisors=reals, change_biases=reals, with_gumbel=not greedily, with_top_k=False, with_top_p=False,
+        rules=rules, dense_rules=frozenset(),
+    )  # fmt: skip
+    stats = _stats_buffers((B, -(-V // tile_size(V))), device)
+    cuts = torch.empty(B, dtype=torch.float32, device=device)
+    out = torch.empty(3 * B, dtype=torch.int32, device=device)
+    Launch(logits, logits, (), batch, stats, cuts, (nothing, reals, reals), out).run()
+    status, _, token = _outcomes(out, 0).unbind(1)
+    return token.long().masked_fill(status == STATUSES.index(Status.BAD_LOGITS), NO_LOGITS)
+
+
+_DRAWN_RULES = (RULE_NUMBERS[Rule.TOKENWISE], RULE_NUMBERS[Rule.COUPLED], GREEDY_NUMBER)
 
 
 def _beta_words(N: int) -> int:

@@ -29,7 +29,7 @@ from verifier_service.accounting import JudgedRound, Observer, Step, count_plan,
 from verifier_service.request import Round
 from verifier_service.scheduler import IDLE_SECONDS, TURN_SECONDS, Scheduler, TargetWork
 from verifier_service.sequence import TargetSequence, is_sound, seconds_to_linger
-from verifier_service.target_runner import Scoring, StepResult, TargetRunner
+from verifier_service.target_runner import SECONDS_JOINED, Scoring, StepResult, TargetRunner
 
 
 @dataclass(frozen=True, slots=True)
@@ -356,7 +356,7 @@ class VerifierEngine(Engine[Message, TargetWork, StepResult]):
     def _seconds_to_send(self) -> float:
         """How long tokens may still wait to be sent."""
         waited = 0.0 if self._unsent_since is None else time.perf_counter() - self._unsent_since
-        return self.runner.seconds_joined - waited
+        return SECONDS_JOINED - waited
 
     def _send_all(self) -> None:
         self._unsent_since = None

@@ -21,11 +21,10 @@ from outrider.runtime.model_runner import Chunk, ModelRunner
 from outrider.service.sampling import MAX_TOP_LOGPROBS
 
 # Tokens of a `Decode` are sent together after so many seconds, and drawn in a row meanwhile, so many at most. A new
-# request ends a row, but not captured steps: there it waits for all of them.
+# request ends a row.
 SECONDS_JOINED, MOST_IN_A_ROW = 100e-3, 64
-SECONDS_CAPTURED, MOST_CAPTURED = 8e-3, 8
 # The most sequences of a captured loop.
-SEQUENCES_CAPTURED = 32
+SEQUENCES_CAPTURED = 64
 
 
 @dataclass(frozen=True, slots=True)
@@ -134,15 +133,9 @@ class TargetRunner:
         forward, _, verifying, scoring = clock.seconds()
         return StepResult(proposals, results, scores, forward + scoring, verifying)
 
-    @property
-    def seconds_joined(self) -> float:
-        """How long the tokens of a `Decode` may wait for later ones, to be sent together."""
-        return SECONDS_JOINED if self._model_runner.paged_runner is None else SECONDS_CAPTURED
-
     def most_in_a_row(self, pass_seconds: float, seconds: float) -> int:
         """The most tokens that `decode` may draw for a sequence in `seconds`, where a pass takes `pass_seconds`."""
-        most = MOST_IN_A_ROW if self._model_runner.paged_runner is None else MOST_CAPTURED
-        return max(0, min(most, int(seconds / max(pass_seconds, 1e-9))))
+        return max(0, min(MOST_IN_A_ROW, int(seconds / max(pass_seconds, 1e-9))))
 
     def decode(
         self,
@@ -193,8 +186,8 @@ class TargetRunner:
         loop = self.loop.capture(
             capturer,
             sequences=min(max_sequences, SEQUENCES_CAPTURED),
-            tokens=MOST_CAPTURED,
-            with_noise=self._verify_path == "triton",
+            tokens=MOST_IN_A_ROW,
+            with_kernels=self._verify_path == "triton",
             seconds=seconds / 2,
             most_bytes=most_bytes,
         )

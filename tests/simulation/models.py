@@ -181,8 +181,6 @@ class TokenPool(KVPool):
 class TokenRunner:
     """In place of `verifier_service.target_runner.TargetRunner`."""
 
-    seconds_joined = 0.1
-
     def __init__(self, pool: TokenPool, reference: Reference, chance: random.Random) -> None:
         self.broken = 0.0  # share of passes that fail
         self.poisoned: frozenset[int] = frozenset()  # seeds whose rounds break every pass

@@ -153,17 +153,6 @@ def test_tokens_in_a_row_take_a_bounded_time(engine: VerifierEngine) -> None:
         client.close()
 
 
-def test_captured_steps_which_cannot_be_ended_are_fewer(
-    engine: VerifierEngine, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def most(*passes: float) -> list[int]:
-        return [engine.runner.most_in_a_row(each, engine.runner.seconds_joined) for each in passes]
-
-    assert most(1e-4, 2e-3, 2.5e-3, 1.0) == [64, 50, 40, 0]
-    monkeypatch.setattr(engine.model_runner, "paged_runner", object())
-    assert most(1e-4, 1e-3, 2.5e-3, 1.0) == [8, 8, 3, 0]
-
-
 @pytest.mark.usefixtures("patient")
 def test_tokens_of_a_decode_wait_to_be_sent_together(engine: VerifierEngine) -> None:
     """The first one does not, nor do the last ones, nor those of a client that wants a verdict for each."""

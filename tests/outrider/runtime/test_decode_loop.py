@@ -12,6 +12,8 @@ import torch
 
 from kernels.sampling import NO_LOGITS, UNSURE, Draw, Sample, SamplingParams, sample
 from kernels.sparse import SparseConfig
+from kernels.verify import Proposed, Rule, Uniforms, verify
+from outrider.runtime import captured_steps
 from outrider.runtime.cuda_graph import Repeating
 from outrider.runtime.decode_loop import DecodeLoop
 from outrider.runtime.fused_decoder import FusedDecoder
@@ -80,10 +82,10 @@ def eager_loop(loaded: LoadedModel, max_sequences: int = 8, *, fuse: bool = True
     return DecodeLoop(ModelRunner.build(loaded, max_sequences, 48, fuse=fuse), KNOWN, CONFIG)
 
 
-def captured_loop(loaded: LoadedModel, *, with_noise: bool = True) -> DecodeLoop:
+def captured_loop(loaded: LoadedModel, *, with_kernels: bool = True) -> DecodeLoop:
     loop = DecodeLoop(ModelRunner.build(loaded, 8, 48, attention=PAGED, blocks=60), KNOWN, CONFIG)
     bounds = {"seconds": 1e3, "most_bytes": 1 << 30}
-    found = loop.capture(Repeating(), sequences=3, tokens=GAMMA, with_noise=with_noise, **bounds)  # type: ignore[arg-type]
+    found = loop.capture(Repeating(), sequences=3, tokens=GAMMA, with_kernels=with_kernels, **bounds)  # type: ignore[arg-type]
     assert found == "steps of up to 3 sequences"
     return loop
 
@@ -121,23 +123,23 @@ def test_decoded_tokens_are_those_of_single_steps(name: str, first: int, fuse: b
 
 
 @pytest.mark.parametrize(
-    ("name", "captures_steps", "with_noise"),
+    ("name", "captures_steps", "with_kernels"),
     [("qwen3", False, True), ("qwen3", True, False), ("mistral-sliding", True, False), ("gpt2", True, False)],
 )
 def test_captured_steps_draw_the_tokens_of_single_steps(
-    name: str, captures_steps: bool, with_noise: bool, load: Load
+    name: str, captures_steps: bool, with_kernels: bool, load: Load
 ) -> None:
     """Fewer cases with noise, whose kernels are interpreted here."""
-    loop = captured_loop(load(name), with_noise=with_noise)
+    loop = captured_loop(load(name), with_kernels=with_kernels)
     model = loop.model_runner
     if captures_steps:
         model.capture(Repeating(), max_sequences=3, widest=2, seconds=1e3, most_bytes=1 << 30)
     rng = random.Random(1)
-    cases = product((GREEDY, PLAIN), (1, 9), (GAMMA,)) if with_noise else product(PARAMS[:3], (1, 2, 9), (GAMMA, 1))
+    cases = product((GREEDY, PLAIN), (1, 9), (GAMMA,)) if with_kernels else product(PARAMS[:3], (1, 2, 9), (GAMMA, 1))
     for params, first, gamma in cases:
         prompt = rng.choices(range(VOCABULARY), k=5 + first)
         one, other = filled(model, prompt[:5]), filled(model, prompt[:5])
-        draws = make_draws(params, rng, gamma, (7, 5 + first) if with_noise else None)
+        draws = make_draws(params, rng, gamma, (7, 5 + first) if with_kernels else None)
         assert loop.obstacle([draws]) is None
         (samples,) = loop.decode([Chunk(one, prompt[5:], 5, first)], [draws])
         assert numbers(samples) == numbers(step_by_step(model, other, prompt[5:], draws))
@@ -186,7 +188,7 @@ def test_only_a_draft_never_draws_the_mask_token(load: Load) -> None:
 @pytest.mark.parametrize("is_captured", [False, True])
 def test_decoding_ends_after_a_stop_token(is_captured: bool, load: Load) -> None:
     """Of its own sequence; the other one goes on."""
-    loop = captured_loop(load("llama"), with_noise=False) if is_captured else eager_loop(load("llama"))
+    loop = captured_loop(load("llama"), with_kernels=False) if is_captured else eager_loop(load("llama"))
     pool, draws = loop.model_runner.pool, [make_draws(GREEDY, random.Random(1), GAMMA, None)] * 2
     slots = [pool.allocate() for _ in range(2)]
     chunks = [Chunk(slot, [3, 1 + slot], 0, 1) for slot in slots]
@@ -268,11 +270,95 @@ def test_sequences_decoded_together_are_those_decoded_alone(
     model.pool.check_integrity()
 
 
+@pytest.fixture(params=[True, False], ids=["kernels", "torch"])
+def target_loop(request: pytest.FixtureRequest, load: Load) -> DecodeLoop:
+    """Captured steps of a target."""
+    loop = DecodeLoop(ModelRunner.build(load("llama"), 8, 48, attention=PAGED, blocks=60), KNOWN, None)
+    bounds = {"sequences": 3, "tokens": 12, "seconds": 1e3, "most_bytes": 1 << 30}
+    loop.capture(Repeating(), with_kernels=request.param, **bounds)  # type: ignore[arg-type]
+    return loop
+
+
+def test_captured_steps_of_a_target_draw_the_tokens_of_verification(target_loop: DecodeLoop) -> None:
+    """At temperature 0, by uniforms and by noise, in one batch."""
+    model, rng, rounds = target_loop.model_runner, random.Random(3), 12
+    noises = [None] * 3 if target_loop._captured is None or target_loop.obstacle([[Draw(PLAIN, noise=(1, 1))]]) else []
+    noises = noises or [None, None, (5, 4)]
+    slots = [model.pool.allocate() for _ in noises]
+    prompts = [rng.choices(range(VOCABULARY), k=4) for _ in noises]
+    draws = [
+        make_draws(params, rng, rounds, noise) for params, noise in zip((GREEDY, COOL, PLAIN), noises, strict=True)
+    ]
+    chunks = [Chunk(slot, prompt, 0, 4) for slot, prompt in zip(slots, prompts, strict=True)]
+    found = list(map(tokens, target_loop.decode(chunks, draws)))
+    for prompt, own, drawn in zip(prompts, draws, found, strict=True):
+        slot, text = model.pool.allocate(), list(prompt)
+        for draw in own:
+            logits = model.forward([Chunk(slot, text[model.pool.length(slot) :], model.pool.length(slot), 0)])
+            proposal = Proposed(
+                (), (), draw.params, draw.noise[0] if draw.noise else 0, draw.noise[1] if draw.noise else 0,
+                Rule.COUPLED if draw.noise else Rule.TOKENWISE, uniforms=Uniforms((), draw.uniform),
+            )  # fmt: skip
+            text.append(verify(logits[-1:, :KNOWN], [proposal], "torch")[0].next_token)
+        assert drawn == text[4:]
+        model.pool.free(slot)
+
+
+def test_a_captured_loop_of_a_target_ends_one_token_after_a_text_ends(target_loop: DecodeLoop) -> None:
+    pool, rng = target_loop.model_runner.pool, random.Random(2)
+    draws = [make_draws(PLAIN, rng, 8, None) for _ in range(2)]
+    slots = [pool.allocate() for _ in range(2)]
+    chunks = [Chunk(slot, [3, 1 + slot], 0, 1) for slot in slots]
+    first, second = map(tokens, target_loop.decode(chunks, draws))
+    assert (len(first), len(second)) == (8, 8)
+    for slot in slots:
+        pool.rollback(slot, 0)
+    end = first.index(first[2]) + 1
+    found = list(map(tokens, target_loop.decode(chunks, draws, [{first[2]}, ()])))
+    assert found == [first[:end], second[: end + 1]]
+    assert [pool.length(slot) for slot in slots] == [1 + len(each) for each in found]
+    for slot in slots:
+        pool.rollback(slot, 0)
+    found = list(map(tokens, target_loop.decode(chunks, [draws[0][:3], draws[1]])))  # a text may end by its length
+    assert found == [first[:3], second[:4]]
+
+
+def test_an_interrupt_ends_captured_steps(target_loop: DecodeLoop, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Before the first step, or while one runs: then the token of that step is the last."""
+    pool, slot = target_loop.model_runner.pool, target_loop.model_runner.pool.allocate()
+    draws = make_draws(PLAIN, random.Random(2), 8, None)
+    (whole,) = map(tokens, target_loop.decode([Chunk(slot, [3, 1], 0, 1)], [draws]))
+    pool.rollback(slot, 0)
+    target_loop.interrupt.set()
+    (found,) = map(tokens, target_loop.decode([Chunk(slot, [3, 1], 0, 1)], [draws]))
+    assert found == whole[:1]
+    target_loop.interrupt.clear()
+
+    run = captured_steps._StepBuffers._advance
+    steps = list[int]()
+
+    def interrupting(self: captured_steps._StepBuffers) -> None:
+        steps.append(1)
+        if len(steps) == 3:
+            target_loop.interrupt.set()
+        run(self)
+
+    monkeypatch.setattr(captured_steps._StepBuffers, "_advance", interrupting)
+    bounds = {"sequences": 1, "tokens": 8, "seconds": 1e3, "most_bytes": 1 << 30}
+    target_loop.capture(Repeating(), with_kernels=False, **bounds)  # type: ignore[arg-type]
+    steps.clear()
+    target_loop.interrupt.clear()
+    pool.rollback(slot, 0)
+    (found,) = map(tokens, target_loop.decode([Chunk(slot, [3, 1], 0, 1)], [draws]))
+    assert found == whole[:4]
+    assert pool.length(slot) == 5
+
+
 def test_draws_without_a_graph_are_named_and_refused(load: Load) -> None:
     plain = Draw(PLAIN, 0.5)
     bare = DecodeLoop(ModelRunner.build(load("llama"), 4, 48, attention=PAGED), KNOWN, CONFIG)
     assert bare.obstacle([[plain]]) == "no steps are captured for a paged KV cache"
-    loop = captured_loop(load("llama"), with_noise=False)
+    loop = captured_loop(load("llama"), with_kernels=False)
     assert loop.obstacle([[plain]] * 3) is None
     pool = loop.model_runner.pool
     for refused, reason in (

@@ -88,7 +88,7 @@ def test_captured_steps_draw_the_tokens_of_single_steps(on_gpu: Callable[[str, s
     """In bfloat16 a step of another number of rows may round otherwise, so few texts may differ."""
     model = captured(on_gpu("llama", "bfloat16"))
     loop = DecodeLoop(model, VOCABULARY, CONFIG)
-    found = loop.capture(CudaCapturer(CUDA), sequences=4, tokens=8, with_noise=True, seconds=300, most_bytes=1 << 32)
+    found = loop.capture(CudaCapturer(CUDA), sequences=4, tokens=8, with_kernels=True, seconds=300, most_bytes=1 << 32)
     assert found == "steps of up to 4 sequences"
     rng, differing = random.Random(1), 0
     for number in range(30):

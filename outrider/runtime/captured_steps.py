@@ -1,0 +1,380 @@
+"""The steps of the decode loop over a paged KV cache, as CUDA graphs.
+
+A step samples a token of each sequence on the device and runs it. It is captured once per number of sequences. The host
+queues a step while the one before runs, so the device does not wait for it. And it reads each token: a loop ends where a
+text ends, or where it is interrupted. A target's tokens are drawn by the kernels of verification, so they are those of
+single steps.
+"""
+
+import math
+import time
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from kernels import sampling_device
+from kernels.attention_work import ITEM, work_list, work_size
+from kernels.packed_arrays import Field, PackedArrays
+from kernels.sampling import NO_LOGITS, Draw, Sample
+from kernels.sampling_device import DeviceDraws
+from kernels.sparse import SparseConfig
+from kernels.verify_pack import FLOATS, INTS, numbers_of_draw
+from outrider.runtime.batch import Chunk, PagedBatch, build_batch
+from outrider.runtime.cuda_graph import CannotCapture, Capturer, PagedRunner
+from outrider.runtime.model_runner import ModelRunner
+
+
+@dataclass(frozen=True, slots=True)
+class StepSizes:
+    """The limits of captured steps.
+
+    Attributes:
+        sequences: the most sequences of one call.
+        tokens: the most tokens of each, γ.
+        max_length: the longest sequence, in positions.
+        block_tokens: positions of a block.
+        vocab_size: tokens that may be sampled.
+        logits_size: tokens in the model's logits.
+        with_kernels: whether the kernels of verification draw tokens; noise needs them.
+        mask_token: is never sampled; None if the model has none.
+    """
+
+    sequences: int
+    tokens: int
+    max_length: int
+    block_tokens: int
+    vocab_size: int
+    logits_size: int
+    with_kernels: bool
+    mask_token: int | None = None
+
+    def exclude_mask(self, logits: Tensor) -> Tensor:
+        """Sets the logit of the mask token, in `[…, V]`, to -inf. Returns the same tensor."""
+        if self.mask_token is not None and self.mask_token < logits.size(-1):
+            logits[..., self.mask_token] = -math.inf
+        return logits
+
+
+class CapturedSteps:
+    """Captured steps for 1, 2, 4 … sequences.
+
+    Args:
+        model_runner: the model.
+        eager: its runner.
+        size: the limits.
+        config: see `DecodeLoop`.
+    """
+
+    def __init__(
+        self, model_runner: ModelRunner, eager: PagedRunner, size: StepSizes, config: SparseConfig | None
+    ) -> None:
+        self._model_runner = model_runner
+        self._eager = eager
+        self._size = size
+        self._config = config
+        self._buffers: list[_StepBuffers] = []  # the smallest first
+        # [γ, S, V]: the logits of each token of a draft, of the last one of a target; all sizes share this buffer.
+        rows = size.sequences * (1 if config is None else size.tokens)
+        self._logits = torch.zeros(rows, size.logits_size, dtype=eager.dtype, device=eager.device)
+
+    def obstacle(self, draws: Sequence[Sequence[Draw]]) -> str | None:
+        """Why these draws are not supported; None if they are."""
+        most = self._buffers[-1].sequences if self._buffers else 0
+        if len(draws) > most:
+            return f"{len(draws)} sequences; steps of {most} at most are captured"
+        for own in draws:
+            if len(own) > self._size.tokens:
+                return f"{len(own)} tokens; {self._size.tokens} at most are captured"
+            for each in own:
+                if (why := sampling_device.obstacle(each)) is not None:
+                    return why
+                if each.noise is not None and not self._size.with_kernels:
+                    return "noise, which needs Triton"
+        return None
+
+    def decode(
+        self,
+        chunks: Sequence[Chunk],
+        draws: Sequence[Sequence[Draw]],
+        stops: Sequence[Collection[int]],
+        interrupted: np.ndarray,
+    ) -> list[list[Sample]]:
+        """See `DecodeLoop.decode`; lengths of slots do not change. `interrupted[0]` is not 0 once the loop must end."""
+        model_runner, pool = self._model_runner, self._model_runner.pool
+        assert model_runner.paged_runner is not None
+        for chunk, own in zip(chunks, draws, strict=True):
+            pool.grow(chunk.slot, chunk.start + len(chunk.tokens) + len(own) - 1)
+        last = [replace(chunk, logits_from=len(chunk.tokens) - 1) for chunk in chunks]
+        logits = model_runner.paged_runner.run(build_batch(last, pool))
+        buffers = next(each for each in self._buffers if each.sequences >= len(chunks))
+        buffers.fill(chunks, [pool.block_table(chunk.slot) for chunk in chunks], logits, draws)
+        drawn = buffers.run(draws, stops, interrupted)
+        return buffers.fetch([own[:drawn] for own in draws])
+
+    @torch.inference_mode()
+    def capture(
+        self,
+        capturer: Capturer,
+        *,
+        seconds: float,
+        most_bytes: int,
+        clock: Callable[[], float] = time.perf_counter,
+    ) -> str:
+        """Captures steps for 1, 2, 4 … sequences, the fewest first; see `GraphRunner.capture`.
+
+        Returns:
+            One line for the log.
+        """
+        counts = sorted({min(1 << i, self._size.sequences) for i in range(self._size.sequences.bit_length() + 1)})
+        began, why = clock(), ""
+        for count in counts:
+            spent = clock() - began
+            if spent * (len(self._buffers) + 1) > seconds * max(1, len(self._buffers)):
+                why = f"capturing took {spent:.1f} s so far, and {seconds:g} s are allowed for all"
+            elif capturer.bytes > most_bytes:
+                why = f"the graphs hold {capturer.bytes >> 20} MiB of {most_bytes >> 20} MiB allowed"
+            if why:
+                break
+            buffers = _StepBuffers(self._eager, self._size, self._config, count, self._logits)
+            try:
+                buffers.capture(capturer)
+            except CannotCapture as error:
+                why = str(error)
+                break
+            self._buffers.append(buffers)
+        return f"steps of up to {self._buffers[-1].sequences if self._buffers else 0} sequences" + (
+            f": {why}" if why else ""
+        )
+
+
+class _StepBuffers:
+    """The tensors that steps of S sequences read and write, and the graphs of these steps."""
+
+    def __init__(
+        self, eager: PagedRunner, size: StepSizes, config: SparseConfig | None, sequences: int, logits: Tensor
+    ) -> None:
+        self.sequences = S = sequences
+        self._eager, self._size, self._config = eager, size, config
+        kept = 1 if config is None else size.tokens
+        self._logits = logits[: kept * S].view(kept, S, -1)
+        blocks = -(-size.max_length // size.block_tokens)
+        items, slots = work_size(S, size.max_length + size.tokens)
+        support = 0 if config is None else min(config.max_support, size.vocab_size)
+        on_gpu = eager.device.type == "cuda"
+        inputs = PackedArrays(
+            {
+                "positions": Field(np.int64, (S,)),
+                "limits": Field(np.int64, (S,)),  # rows from these positions on are padding
+                "step": Field(np.int64, (1,)),
+                "ints": Field(np.int64, (S, INTS)),  # this and the next two: see `verify_pack.Batch`
+                "floats": Field(np.float64, (S, FLOATS)),
+                "uniforms": Field(np.float64, (size.tokens, S)),
+                "temperatures": Field(np.float64, (S,)),
+                "by_noise": Field(np.int64, (S,)),
+                "block_tables": Field(np.int32, (S, blocks)),
+                "items": Field(np.int32, (items, ITEM)),
+                "row_slots": Field(np.int32, (S,)),
+            }
+        )
+        self._staged = inputs.buffer(torch.device("cpu"), pinned=on_gpu)
+        self._staged.zero_()
+        self._host = inputs.arrays(self._staged)
+        self._buffer = self._staged.to(eager.device)
+        self._inputs = inputs.tensors(self._buffer)
+        outputs = PackedArrays(
+            {
+                "tokens": Field(np.int64, (size.tokens, S)),
+                "ids": Field(np.int64, (size.tokens, S, support)),
+                "weights": Field(np.int32, (size.tokens, S, support)),
+            }
+        )
+        self._results = outputs.buffer(eager.device)
+        self._outputs = outputs.tensors(self._results)
+        self._host_buffer = outputs.buffer(torch.device("cpu"), pinned=on_gpu)
+        self._host_results = outputs.arrays(self._host_buffer)
+        self._host_tokens = outputs.tensors(self._host_buffer)["tokens"]
+        self._copied = torch.cuda.Event() if on_gpu else None  # the tokens of the last draw
+        # What a draw adds to `ints`: positions of noise, and the index of the uniform.
+        self._growth = torch.tensor([0, 0, 0, 0, 1, S], device=eager.device)
+        self._batch = PagedBatch(
+            tokens=torch.zeros(S, dtype=torch.int64, device=eager.device),
+            positions=torch.zeros(S, dtype=torch.int64, device=eager.device),
+            slot_mapping=torch.full((S,), eager.memory.null_position, dtype=torch.int64, device=eager.device),
+            rows=torch.arange(S, device=eager.device),
+            row_starts=torch.arange(S + 1, dtype=torch.int32, device=eager.device),
+            lengths=torch.ones(S, dtype=torch.int32, device=eager.device),
+            block_tables=self._inputs["block_tables"],
+            items=self._inputs["items"],
+            row_slots=self._inputs["row_slots"],
+            slots=slots,
+            memory=eager.memory,
+            attention=eager.attention,
+            logits=self._logits[0] if kept == 1 else None,
+        )
+        self._replay_draw: dict[Callable[[], None], Callable[[], None]] = {}
+        self._replay_advance: Callable[[], None]
+
+    def capture(self, capturer: Capturer) -> None:
+        """Captures the two parts of a step: the draw, by each way, and the run of the tokens."""
+        self._inputs["step"].zero_()
+        for draw in (self._draw_greedily, self._draw_by_kernels, self._draw_truncated):
+            if self._is_used(draw):
+                self._replay_draw[draw] = capturer.capture(draw)
+        self._replay_advance = capturer.capture(self._advance)
+
+    def fill(
+        self,
+        chunks: Sequence[Chunk],
+        block_tables: Sequence[Sequence[int]],
+        logits: Tensor,
+        draws: Sequence[Sequence[Draw]],
+    ) -> None:
+        """Writes the inputs of the first step."""
+        host = self._host
+        for array in host.values():
+            array[...] = 0
+        for s, (chunk, blocks, own) in enumerate(zip(chunks, block_tables, draws, strict=True)):
+            count, first = len(own), own[0]
+            host["positions"][s] = chunk.start + len(chunk.tokens)
+            host["limits"][s] = chunk.start + len(chunk.tokens) + count - 1
+            host["ints"][s], host["floats"][s] = numbers_of_draw(first, s, s)
+            host["uniforms"][:count, s] = [each.uniform for each in own]
+            host["by_noise"][s] = first.noise is not None
+            host["temperatures"][s] = first.params.temperature
+            host["block_tables"][s, : len(blocks)] = blocks
+        for s in range(len(chunks), self.sequences):
+            host["ints"][s, 0] = s
+        # Each sequence has one row, whose position grows by 1 per step.
+        work = work_list(np.arange(self.sequences + 1), host["positions"] + 1, growth=self._size.tokens)
+        host["items"][: len(work.items)], host["row_slots"][...] = work.items, work.row_slots
+        self._buffer.copy_(self._staged, non_blocking=True)
+        self._logits[0, : len(chunks)].copy_(logits)
+
+    def run(self, draws: Sequence[Sequence[Draw]], stops: Sequence[Collection[int]], interrupted: np.ndarray) -> int:
+        """Replays draws and steps in turn. Returns how many tokens a sequence has at most.
+
+        A step is queued before the host reads the token that it runs.
+        """
+        replay_draw = self._replay_draw[self._draw_for(draws)]
+        most, ended, is_ending = max(map(len, draws)), set[int](), False
+        for step in range(most):
+            replay_draw()
+            if step + 1 == most or is_ending or interrupted[0]:
+                return step + 1
+            self._host_tokens[step].copy_(self._outputs["tokens"][step], non_blocking=True)
+            if self._copied is not None:
+                self._copied.record()
+            self._replay_advance()
+            if self._copied is not None:
+                self._copied.synchronize()
+            drawn = self._host_results["tokens"][step].tolist()
+            for s, (token, own, ends) in enumerate(zip(drawn, draws, stops, strict=False)):
+                if token == NO_LOGITS or token in ends or step + 1 >= len(own):
+                    ended.add(s)
+            is_ending = bool(ended) if self._config is None else len(ended) == len(draws)
+        return most
+
+    def fetch(self, draws: Sequence[Sequence[Draw]]) -> list[list[Sample]]:
+        """Waits for the results and returns the samples."""
+        self._host_buffer.copy_(self._results)
+        return [self._samples(s, own) for s, own in enumerate(draws)]
+
+    def _samples(self, s: int, draws: Sequence[Draw]) -> list[Sample]:
+        count = len(draws)
+        tokens, ids, weights = (self._host_results[name][:count, s] for name in ("tokens", "ids", "weights"))
+        samples = sampling_device.to_samples(tokens, ids, weights, draws)
+        end = next(
+            (i + 1 for i, each in enumerate(samples) if each.token == NO_LOGITS), count
+        )  # later samples have no meaning
+        if draws[0].params.is_greedy and self._config is not None:
+            rows = self._size.exclude_mask(self._logits[:end, s, : self._size.vocab_size].clone()).unbind(0)
+            return [
+                each if each.token == NO_LOGITS else each._replace(scores=row)
+                for each, row in zip(samples[:end], rows, strict=True)
+            ]
+        return samples[:end]
+
+    # -------------------------------------------------------------------------------------------------- ways to draw
+
+    def _draw_for(self, draws: Sequence[Sequence[Draw]]) -> Callable[[], None]:
+        if all(own[0].params.is_greedy for own in draws):
+            return self._draw_greedily
+        by_uniform = any(own[0].noise is None and not own[0].params.is_greedy for own in draws)
+        if self._size.with_kernels and (self._config is None or not by_uniform):
+            return self._draw_by_kernels
+        return self._draw_truncated
+
+    def _is_used(self, draw: Callable[[], None]) -> bool:
+        if draw == self._draw_by_kernels:
+            return self._size.with_kernels
+        return draw != self._draw_truncated or self._config is not None or not self._size.with_kernels
+
+    # ------------------------------------------------------------------------------------------------------- captured
+
+    def _draw_greedily(self) -> None:
+        """Samples a token of each sequence from the logits of this step, where all temperatures are 0."""
+        step = self._step()
+        logits = self._logits_of(step)
+        tokens = (
+            self._next(logits, greedily=True) if self._size.with_kernels else sampling_device.sample_greedily(logits)
+        )
+        self._keep(step, tokens)
+
+    def _draw_by_kernels(self) -> None:
+        """The same for a target, or where noise chooses the tokens of a draft."""
+        step = self._step()
+        self._keep(step, self._next(self._logits_of(step), greedily=False))
+
+    def _draw_truncated(self) -> None:
+        """The same for a draft, from q̂; without the kernels for a target, too."""
+        inputs, outputs, step = self._inputs, self._outputs, self._step()
+        logits = self._logits_of(step)
+        bits = (inputs["uniforms"].index_select(0, step).squeeze(0) * 2.0**53).long()
+        drawn = sampling_device.sample(logits, DeviceDraws(inputs["temperatures"], bits), self._config)
+        outputs["ids"].index_copy_(0, step, drawn.ids.unsqueeze(0))
+        outputs["weights"].index_copy_(0, step, drawn.weights.unsqueeze(0))
+        tokens = drawn.tokens
+        if self._size.with_kernels:
+            tokens = torch.where(inputs["by_noise"] != 0, self._next(logits, greedily=False), tokens)
+        self._keep(step, tokens)
+
+    def _next(self, logits: Tensor, *, greedily: bool) -> Tensor:
+        from kernels.verify_triton import draw_next  # triton is optional
+
+        inputs = self._inputs
+        tokens = draw_next(logits, inputs["ints"], inputs["floats"], inputs["uniforms"].flatten(), greedily=greedily)
+        inputs["ints"].add_(self._growth)
+        return tokens
+
+    def _step(self) -> Tensor:
+        return self._inputs["step"].clamp(max=self._size.tokens - 1)
+
+    def _logits_of(self, step: Tensor) -> Tensor:
+        """The logits of a step, `[S, V]`; of a draft a copy."""
+        if len(self._logits) == 1:
+            return self._logits[0, :, : self._size.vocab_size]
+        return self._size.exclude_mask(self._logits.index_select(0, step).squeeze(0))[:, : self._size.vocab_size]
+
+    def _keep(self, step: Tensor, tokens: Tensor) -> None:
+        self._outputs["tokens"].index_copy_(0, step, tokens.unsqueeze(0))
+        self._batch.tokens.copy_(tokens.clamp(min=0))
+
+    def _advance(self) -> None:
+        """Runs the sampled tokens; their logits are the input of the next step."""
+        batch, size, kept = self._batch, self._size, len(self._logits)
+        positions = self._inputs["positions"]
+        is_own = positions < self._inputs["limits"]
+        batch.positions.copy_(positions.clamp(max=size.max_length - 1))
+        block = batch.block_tables.gather(1, (batch.positions // size.block_tokens).unsqueeze(1)).squeeze(1)
+        slot = block * size.block_tokens + batch.positions % size.block_tokens
+        batch.slot_mapping.copy_(torch.where(is_own, slot, self._eager.memory.null_position))
+        batch.lengths.copy_(batch.positions + 1)
+        logits = self._eager.program(batch.tokens, batch, None)
+        positions.add_(1)
+        self._inputs["step"].add_(1)
+        if logits is not batch.logits:
+            logits = logits.to(self._logits.dtype)
+            self._logits.index_copy_(0, self._inputs["step"].clamp(max=kept - 1), logits.unsqueeze(0))
