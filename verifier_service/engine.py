@@ -29,7 +29,7 @@ from verifier_service.accounting import JudgedRound, Observer, Step, count_plan,
 from verifier_service.request import Round
 from verifier_service.scheduler import IDLE_SECONDS, TURN_SECONDS, Scheduler, TargetWork
 from verifier_service.sequence import TargetSequence, is_sound, seconds_to_linger
-from verifier_service.target_runner import SECONDS_JOINED, Scoring, StepResult, TargetRunner
+from verifier_service.target_runner import Scoring, StepResult, TargetRunner
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,6 +90,8 @@ _DRAINING = verifier_service_pb2.Notice(
     kind=verifier_service_pb2.NOTICE_KIND_DRAINING, message="the verifier is shutting down; continue at another one"
 )
 
+# Tokens of a `Decode` are sent together after so many seconds.
+SECONDS_JOINED = 100e-3
 # Seconds without a step before the pool is checked.
 QUIET_SECONDS = 1.0
 # Timed forward passes of each width at the start: the first one costs several times the next.

@@ -20,9 +20,8 @@ from outrider.runtime.decode_loop import DecodeLoop
 from outrider.runtime.model_runner import Chunk, ModelRunner
 from outrider.service.sampling import MAX_TOP_LOGPROBS
 
-# Tokens of a `Decode` are sent together after so many seconds, and drawn in a row meanwhile, so many at most. A new
-# request ends a row.
-SECONDS_JOINED, MOST_IN_A_ROW = 100e-3, 64
+# The most tokens of each sequence that are drawn in a row. A new request ends a row.
+MOST_IN_A_ROW = 64
 # The most sequences of a captured loop.
 SEQUENCES_CAPTURED = 64
 

@@ -25,7 +25,7 @@ from verifier_service.scheduler import MAX_BACKLOG
 @pytest.fixture
 def patient(monkeypatch: pytest.MonkeyPatch) -> None:
     """Tokens wait for longer than any test takes."""
-    monkeypatch.setattr("verifier_service.target_runner.SECONDS_JOINED", 1000.0)
+    monkeypatch.setattr("verifier_service.engine.SECONDS_JOINED", 1000.0)
 
 
 GREEDY, SAMPLED = SamplingParams(temperature=0), SamplingParams(temperature=1.5, top_k=40)
