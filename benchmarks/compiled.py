@@ -24,7 +24,7 @@ from triton.compiler import ASTSource
 
 from benchmarks import harness
 from benchmarks.harness import Json, progress
-from kernels import triton_attention, triton_layers, triton_products, verify_triton
+from kernels import triton_attention, triton_layers, triton_products, triton_truncate, verify_triton
 from kernels.verify_pack import GREEDY_NUMBER, RULE_NUMBERS
 from kernels.verify_triton import FILTER_OPTIONS, STATS_OPTIONS, verify_options
 
@@ -43,10 +43,11 @@ _TYPES = {
     "row_starts": "*i32", "lengths": "*i32", "block_tables": "*i32", "sinks": "*bf16", "partial": "*fp32",
     "tokens": "*i64", "embedding": "*bf16", "norm": "*bf16", "scaled": "*bf16", "squares": "*fp32",
     "bias": "*bf16", "T": "i32", "N": "i32", "K": "i32",
+    "best": "*bf16", "best_ids": "*i64", "ids": "*i64", "weights": "*i32", "keep_mass": "fp32",
     "items": "*i32", "row_slots": "*i32", "scaling": "fp32", "softcap": "fp32", "window": "i32", "max_blocks": "i32",
 }  # fmt: skip
-_OWN_TYPES = {"filter_kernel": {"keys": "*i32"}}
-_MODULES = (verify_triton, triton_layers, triton_attention, triton_products)
+_OWN_TYPES = {"filter_kernel": {"keys": "*i32"}, "truncate_kernel": {"tokens": "*i64"}}
+_MODULES = (verify_triton, triton_layers, triton_attention, triton_products, triton_truncate)
 _OVERLAPPING = frozenset(
     ("rms_norm_kernel", "rotate_and_store_kernel", "gated_kernel", "attend_kernel", "merge_kernel", "embed_kernel",
      "product_kernel")
@@ -77,6 +78,8 @@ def common() -> Iterator[Variant]:
     yield "norm", "rms_norm_kernel", triton_layers.norm_options(norm), norm
     gate = triton_layers.gate_sizes(4864)
     yield "gate", "gated_kernel", triton_layers.gate_options(gate), gate
+    truncated = {"K": 256, "BLOCK_K": 256, "TILES": 64}
+    yield "truncation of a draft's row", "truncate_kernel", triton_truncate.OPTIONS, truncated
     yield "embedding", "embed_kernel", {"num_warps": 8}, triton_products.embed_sizes(2048)
     yield from _products(5)
     for group, head_dim in ((4, 128), (7, 64), (2, 256)):
@@ -147,7 +150,9 @@ def describe(variant: Variant, architecture: int) -> Json:
         attrs={
             (i,): _ALIGNED
             for i, each in enumerate(kernel.arg_names)
-            if each not in free and (each in _MULTIPLES or types.get(each, "").startswith("*"))
+            if each not in free
+            and each not in constants
+            and (each in _MULTIPLES or types.get(each, "").startswith("*"))
         },
     )
     compiled = compile_for(source, target=GPUTarget("cuda", architecture, 32), options=options)

@@ -344,26 +344,47 @@ def draw_next(logits: Tensor, ints: Tensor, floats: Tensor, uniforms: Tensor, *,
         uniforms: float64 `[U]`, which `ints` refer to.
         greedily: whether all proposals have temperature 0, which takes fewer launches.
     """
+    launch = _without_drafts(logits, ints, floats, uniforms, (GREEDY_NUMBER,) if greedily else _DRAWN_RULES)
+    launch.run()
+    status, _, token = _outcomes(launch.out, 0).unbind(1)
+    return token.long().masked_fill(status == STATUSES.index(Status.BAD_LOGITS), NO_LOGITS)
+
+
+def tile_statistics(logits: Tensor, ints: Tensor, floats: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the largest logit of each tile, and its mass relative to that (`triton_rows.tile_stats`).
+
+    Args:
+        logits: `[B, V]`, columns contiguous.
+        ints: see `draw_next`.
+        floats: see `draw_next`.
+
+    Returns:
+        Float32 `[B, tiles]` each.
+    """
+    launch = _without_drafts(logits, ints, floats, floats, ())
+    launch.run()
+    return launch.stats[:2]
+
+
+_DRAWN_RULES = (RULE_NUMBERS[Rule.TOKENWISE], RULE_NUMBERS[Rule.COUPLED], GREEDY_NUMBER)
+
+
+def _without_drafts(logits: Tensor, ints: Tensor, floats: Tensor, uniforms: Tensor, rules: tuple[int, ...]) -> Launch:
+    """Return a launch for B proposals without drafts, for the rules by number."""
     (B, V), device = logits.shape, logits.device
     nothing = torch.empty(0, dtype=torch.int32, device=device)
     reals = nothing.float()
-    rules = (GREEDY_NUMBER,) if greedily else _DRAWN_RULES
     batch = Batch(
         ints=ints, floats=floats, row_sequence=torch.arange(B, dtype=torch.int32, device=device),
         filtered_rows=nothing, draft_ints=nothing, draft_q=reals, support_ids=nothing, support_q=reals,
         dense=reals.view(0, V), uniforms=uniforms, adjusted=nothing, tile_starts=nothing, change_ids=nothing,
-        change_divisors=reals, change_biases=reals, with_gumbel=not greedily, with_top_k=False, with_top_p=False,
-        rules=rules, dense_rules=frozenset(),
+        change_divisors=reals, change_biases=reals, with_gumbel=RULE_NUMBERS[Rule.COUPLED] in rules,
+        with_top_k=False, with_top_p=False, rules=rules, dense_rules=frozenset(),
     )  # fmt: skip
     stats = _stats_buffers((B, -(-V // tile_size(V))), device)
     cuts = torch.empty(B, dtype=torch.float32, device=device)
     out = torch.empty(3 * B, dtype=torch.int32, device=device)
-    Launch(logits, logits, (), batch, stats, cuts, (nothing, reals, reals), out).run()
-    status, _, token = _outcomes(out, 0).unbind(1)
-    return token.long().masked_fill(status == STATUSES.index(Status.BAD_LOGITS), NO_LOGITS)
-
-
-_DRAWN_RULES = (RULE_NUMBERS[Rule.TOKENWISE], RULE_NUMBERS[Rule.COUPLED], GREEDY_NUMBER)
+    return Launch(logits, logits, (), batch, stats, cuts, (nothing, reals, reals), out)
 
 
 def _beta_words(N: int) -> int:

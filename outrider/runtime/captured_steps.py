@@ -1,9 +1,9 @@
 """The steps of the decode loop over a paged KV cache, as CUDA graphs.
 
 A step samples a token of each sequence on the device and runs it. It is captured once per number of sequences. The host
-queues a step while the one before runs, so the device does not wait for it. And it reads each token: a loop ends where a
-text ends, or where it is interrupted. A target's tokens are drawn by the kernels of verification, so they are those of
-single steps.
+queues a step while the one before runs, so the device does not wait for it. And it reads each token: a loop ends where
+a text ends, or where it is interrupted. A target's tokens are drawn by the kernels of verification, so they are those
+of single steps.
 """
 
 import math
@@ -331,15 +331,19 @@ class _StepBuffers:
     def _draw_truncated(self) -> None:
         """The same for a draft, from q̂; without the kernels for a target, too."""
         inputs, outputs, step = self._inputs, self._outputs, self._step()
-        logits = self._logits_of(step)
-        bits = (inputs["uniforms"].index_select(0, step).squeeze(0) * 2.0**53).long()
-        drawn = sampling_device.sample(logits, DeviceDraws(inputs["temperatures"], bits), self._config)
+        logits, uniforms = self._logits_of(step), inputs["uniforms"].index_select(0, step).squeeze(0)
+        if self._size.with_kernels and self._config is not None:
+            from kernels.triton_truncate import sample_truncated  # triton is optional
+
+            drawn = sample_truncated(logits, inputs["ints"], inputs["floats"], uniforms, self._config)
+            others = (inputs["by_noise"] != 0) | (inputs["temperatures"] == 0)
+            drawn = drawn._replace(tokens=torch.where(others, self._next(logits, greedily=False), drawn.tokens))
+        else:
+            draws = DeviceDraws(inputs["temperatures"], (uniforms * 2.0**53).long())
+            drawn = sampling_device.sample(logits, draws, self._config)
         outputs["ids"].index_copy_(0, step, drawn.ids.unsqueeze(0))
         outputs["weights"].index_copy_(0, step, drawn.weights.unsqueeze(0))
-        tokens = drawn.tokens
-        if self._size.with_kernels:
-            tokens = torch.where(inputs["by_noise"] != 0, self._next(logits, greedily=False), tokens)
-        self._keep(step, tokens)
+        self._keep(step, drawn.tokens)
 
     def _next(self, logits: Tensor, *, greedily: bool) -> Tensor:
         from kernels.verify_triton import draw_next  # triton is optional

@@ -282,8 +282,8 @@ def target_loop(request: pytest.FixtureRequest, load: Load) -> DecodeLoop:
 def test_captured_steps_of_a_target_draw_the_tokens_of_verification(target_loop: DecodeLoop) -> None:
     """At temperature 0, by uniforms and by noise, in one batch."""
     model, rng, rounds = target_loop.model_runner, random.Random(3), 12
-    noises = [None] * 3 if target_loop._captured is None or target_loop.obstacle([[Draw(PLAIN, noise=(1, 1))]]) else []
-    noises = noises or [None, None, (5, 4)]
+    by_kernels = target_loop.obstacle([[Draw(PLAIN, noise=(1, 1))]]) is None
+    noises = [None, None, (5, 4) if by_kernels else None]
     slots = [model.pool.allocate() for _ in noises]
     prompts = [rng.choices(range(VOCABULARY), k=4) for _ in noises]
     draws = [

@@ -1,0 +1,102 @@
+"""Samples draft tokens from their truncated distributions on a GPU, without host syncs.
+
+The steps are those of `sampling.sample`: truncate, round to integers, sample from the integers. The most probable
+tokens come from torch, the normaliser from the statistics of verification, and one program for each row does the rest.
+Probabilities may round otherwise than on the host, and of tokens with equal logits any may be kept; q̂ is still the
+distribution that was sampled from.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from kernels.sampling import NO_LOGITS
+from kernels.sampling_device import DeviceSamples
+from kernels.sparse import SparseConfig
+from kernels.verify_pack import FLOATS
+from kernels.verify_triton import tile_statistics
+
+_LARGEST = tl.constexpr(65535)  # the weight of the most probable token
+_NO_LOGITS = tl.constexpr(NO_LOGITS)
+_FLOATS = tl.constexpr(FLOATS)
+OPTIONS = {"num_warps": 4}
+"""The compile options."""
+
+
+@triton.jit(do_not_specialize=["V"])
+def truncate_kernel(
+    best, best_ids, peaks, masses, floats, uniforms, tokens, ids, weights, keep_mass, n_tiles, V,
+    K: tl.constexpr, BLOCK_K: tl.constexpr, TILES: tl.constexpr,
+):  # fmt: skip
+    """Truncate and sample one row; see `sample_truncated`. Grid: B."""
+    row = tl.program_id(0)
+    scale = tl.load(floats + row * _FLOATS).to(tl.float32)
+    tile = tl.arange(0, TILES)
+    at = row * n_tiles + tile
+    peak = tl.load(peaks + at, mask=tile < n_tiles, other=-float("inf"))
+    mass = tl.load(masses + at, mask=tile < n_tiles, other=0.0)
+    highest = tl.max(peak, 0)
+    level = tl.where(highest == -float("inf"), 0.0, highest)
+    whole = tl.sum(mass * tl.exp2((peak - level) * scale), 0)
+    is_sound = (whole > 0) & (whole < float("inf"))
+
+    k = tl.arange(0, BLOCK_K)
+    there = k < K
+    z = tl.load(best + row * K + k, mask=there, other=-float("inf")).to(tl.float32)
+    p = (tl.exp2((z - level) * scale) / whole).to(tl.float64)
+    weight = tl.floor(p / tl.max(p, 0) * _LARGEST + 0.5).to(tl.int64)
+    # The largest come first, so the kept ones do, too.
+    enough = tl.sum((there & (tl.cumsum(p, 0) < keep_mass)).to(tl.int32), 0) + 1
+    size = tl.minimum(enough, tl.sum((weight > 0).to(tl.int32), 0))
+    kept = k < tl.where(is_sound, size, 0)
+    # In ascending order of ids: weights are the low bits of what is sorted.
+    token_ids = tl.load(best_ids + row * K + k, mask=there, other=0)
+    pairs = tl.sort((tl.where(kept, token_ids, V) << 16) | tl.where(kept, weight, 0))
+    token_ids = pairs >> 16
+    weight = pairs & 0xFFFF
+    cumulative = tl.cumsum(weight, 0)
+    total = tl.sum(weight, 0)
+    # (bits · total) >> 53, in two halves that 64 bits hold.
+    bits = (tl.load(uniforms + row) * 9007199254740992.0).to(tl.int64)
+    target = ((bits >> 27) * total + (((bits & 0x7FFFFFF) * total) >> 27)) >> 26
+    index = tl.sum((cumulative <= target).to(tl.int32), 0)
+    token = tl.sum(tl.where(k == index, token_ids, 0), 0)
+    tl.store(tokens + row, tl.where(is_sound, token, _NO_LOGITS))
+    tl.store(ids + row * K + k, token_ids, mask=there)
+    tl.store(weights + row * K + k, weight.to(tl.int32), mask=there)
+
+
+def sample_truncated(
+    logits: Tensor, ints: Tensor, floats: Tensor, uniforms: Tensor, config: SparseConfig
+) -> DeviceSamples:
+    """Sample a token of each row above temperature 0 from its q̂; a CUDA graph can hold it.
+
+    Args:
+        logits: `[B, V]`, columns contiguous.
+        ints: of B proposals without drafts, see `verify_pack.Batch`.
+        floats: see `ints`.
+        uniforms: float64 `[B]`.
+        config: how q is truncated.
+
+    Returns:
+        See `DeviceSamples`. Rows at temperature 0 have no meaning.
+    """
+    B, V = logits.shape
+    K = min(config.max_support, V)
+    best, best_ids = logits.topk(K, dim=1)
+    peaks, masses = tile_statistics(logits, ints, floats)
+    samples = DeviceSamples(
+        torch.empty(B, dtype=torch.int64, device=logits.device),
+        torch.empty(B, K, dtype=torch.int64, device=logits.device),
+        torch.empty(B, K, dtype=torch.int32, device=logits.device),
+    )
+    n_tiles = peaks.shape[1]
+    with torch.cuda.device_of(logits):
+        truncate_kernel[(B,)](
+            best, best_ids, peaks, masses, floats, uniforms, *samples, config.keep_mass, n_tiles, V,
+            K=K, BLOCK_K=triton.next_power_of_2(K), TILES=triton.next_power_of_2(n_tiles), **OPTIONS,
+        )  # fmt: skip
+    return samples
