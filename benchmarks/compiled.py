@@ -42,16 +42,12 @@ _TYPES = {
     "query": "*bf16", "keys": "*bf16", "values": "*bf16", "gate_up": "*bf16",
     "row_starts": "*i32", "lengths": "*i32", "block_tables": "*i32", "sinks": "*bf16", "partial": "*fp32",
     "tokens": "*i64", "embedding": "*bf16", "norm": "*bf16", "scaled": "*bf16", "squares": "*fp32",
-    "bias": "*bf16", "T": "i32", "N": "i32", "K": "i32",
+    "bias": "*bf16", "stream": "*bf16", "T": "i32", "N": "i32", "K": "i32",
     "best": "*bf16", "best_ids": "*i64", "ids": "*i64", "weights": "*i32", "keep_mass": "fp32",
     "items": "*i32", "row_slots": "*i32", "scaling": "fp32", "softcap": "fp32", "window": "i32", "max_blocks": "i32",
 }  # fmt: skip
 _OWN_TYPES = {"filter_kernel": {"keys": "*i32"}, "truncate_kernel": {"tokens": "*i64"}}
 _MODULES = (verify_triton, triton_layers, triton_attention, triton_products, triton_truncate)
-_OVERLAPPING = frozenset(
-    ("rms_norm_kernel", "rotate_and_store_kernel", "gated_kernel", "attend_kernel", "merge_kernel", "embed_kernel",
-     "product_kernel")
-)  # fmt: skip
 _MULTIPLES = ("row_stride", "N", "K")  # of 16
 _ALIGNED = [["tt.divisibility", 16]]  # pointers, as torch allocates, and the stride of rows padded to 16
 _REGISTERS, _BLOCKS = 65536, 32  # of a multiprocessor
@@ -127,19 +123,23 @@ def _attention(group: int, head_dim: int, *, capped: bool = False, sinks: bool =
 
 def _products(rows: int) -> Iterator[Variant]:
     """Those of a model of 4,096 with an MLP of 14,336."""
-    kinds = {"queries, keys and values": (6144, 4096, "NORMED"), "residual sum": (4096, 14336, "ADDED")}
-    for what, (N, K, kind) in {**kinds, "gate and up": (14336, 4096, "GATED")}.items():
-        sizes = triton_products.product_sizes(rows, K, normed=kind != "ADDED")
-        options = triton_products.product_options(N, sizes["DEPTH"], gated=kind == "GATED")
-        flags = {"NORMED": kind != "ADDED", "GATED": kind == "GATED", "ADDED": kind == "ADDED", "BIASED": False}
+    rotated = {"HEADS": 32, "KV_HEADS": 8, "D": 128, "ROTATED": True}
+    for what, N, K, kind in (
+        ("queries, keys and values", 6144, 4096, {"NORMED": True, **rotated}),
+        ("gate and up", 14336, 4096, {"NORMED": True, "GATED": True}),
+        ("residual sum", 4096, 14336, {"ADDED": True}),
+        ("head", 128_256, 4096, {"NORMED": True}),
+    ):
+        flags: dict[str, int] = {"NORMED": False, "GATED": False, "ADDED": False, "BIASED": False}
+        flags |= triton_products.NOT_ROTATED | kind
+        sizes = triton_products.product_sizes(rows, K, normed=bool(flags["NORMED"]))
+        options = triton_products.product_options(N, sizes["DEPTH"], gated=bool(flags["GATED"]))
         yield f"product of {rows} rows, {what}", "product_kernel", options, {**sizes, **flags}
 
 
 def describe(variant: Variant, architecture: int) -> Json:
     """Compile one variant and return the figures of its machine code."""
     what, name, options, constants = variant
-    if name in _OVERLAPPING:
-        constants = constants | {"OVERLAP": architecture >= 90}
     kernel: Any = next(getattr(module, name) for module in _MODULES if hasattr(module, name))
     types = _TYPES | _OWN_TYPES.get(name, {})
     free = [each.name for each in kernel.params if each.do_not_specialize_on_alignment]

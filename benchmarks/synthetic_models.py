@@ -81,7 +81,7 @@ LLAMA_8B = Shape("8B", hidden=4096, layers=32, heads=32, kv_heads=8, mlp=14_336,
 LLAMA_13B = Shape("13B", hidden=5120, layers=40, heads=40, kv_heads=40, mlp=13_824, vocab=32_000)
 
 TINY_DRAFT = Shape("tiny draft", hidden=64, layers=1, heads=2, kv_heads=1, mlp=96, vocab=1024)
-TINY_TARGET = Shape("tiny target", hidden=128, layers=2, heads=4, kv_heads=2, mlp=192, vocab=1024)
+TINY_TARGET = Shape("tiny target", hidden=128, layers=2, heads=4, kv_heads=2, mlp=256, vocab=1024)
 
 
 @dataclass(frozen=True, slots=True)

@@ -16,7 +16,6 @@ import triton.language as tl
 from torch import Tensor
 
 from kernels.attention_work import ITEM, STRETCH, TILE_ROWS
-from kernels.triton_overlap import overlap_options, wait_for_kernel_before
 
 _LARGEST_TILE = 64
 """The most query rows of a program: rows of the tile times heads."""
@@ -90,10 +89,9 @@ def attend_kernel(
     scaling, softcap, window, max_blocks,
     KV_HEADS: tl.constexpr, GROUP: tl.constexpr, PART: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr,
     BLOCK_M: tl.constexpr, STRETCH: tl.constexpr, BLOCK_TOKENS: tl.constexpr, ITEM: tl.constexpr, BLOCK_N: tl.constexpr,
-    PRECISION: tl.constexpr, CAPPED: tl.constexpr, WITH_SINKS: tl.constexpr, OVERLAP: tl.constexpr,
+    PRECISION: tl.constexpr, CAPPED: tl.constexpr, WITH_SINKS: tl.constexpr,
 ):  # fmt: skip
     """Run one item for PART of the GROUP query heads of a KV head. Grid: items, KV heads · parts of a group."""
-    wait_for_kernel_before(OVERLAP)
     item = items + tl.program_id(0) * ITEM
     rows = tl.load(item + 2)
     if rows == 0:
@@ -178,10 +176,8 @@ def merge_kernel(
     partial, peaks, masses, sinks, positions, row_slots, out, window,
     KV_HEADS: tl.constexpr, GROUP: tl.constexpr, PART: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr,
     BLOCK_M: tl.constexpr, STRETCH: tl.constexpr, ROWS: tl.constexpr, BLOCK_P: tl.constexpr, WITH_SINKS: tl.constexpr,
-    OVERLAP: tl.constexpr,
 ):  # fmt: skip
     """Merge the stretches of one row, for PART heads. Grid: rows, KV heads · parts of a group."""
-    wait_for_kernel_before(OVERLAP)
     row = tl.program_id(0)
     first = tl.load(row_slots + row)
     if first < 0:
@@ -267,12 +263,11 @@ def attend(
         scaling, softcap or 0.0, window, block_tables.shape[1],
         **shared, **attend_sizes(D, block_tokens, query.dtype),
         CAPPED=softcap is not None, WITH_SINKS=sinks is not None,
-        **overlap_options(query.device), **options(shared),
+        **options(shared),
     )  # fmt: skip
     if slots:
         merge_kernel[(T, programs)](
             partial, peaks, masses, sink_scores, positions, row_slots, out, window,
-            **shared, **merge_sizes(shared), WITH_SINKS=sinks is not None,
-            **overlap_options(query.device), **MERGE_OPTIONS,
+            **shared, **merge_sizes(shared), WITH_SINKS=sinks is not None, **MERGE_OPTIONS,
         )  # fmt: skip
     return out

@@ -14,8 +14,6 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from kernels.triton_overlap import overlap_options, wait_for_kernel_before
-
 _TILE = 1024
 _PER_THREAD = 8  # 16-bit values in a 128-bit load
 
@@ -23,9 +21,8 @@ _PER_THREAD = 8  # 16-bit values in a 128-bit load
 
 
 @triton.jit
-def rms_norm_kernel(x, weight, out, eps, E: tl.constexpr, BLOCK: tl.constexpr, OVERLAP: tl.constexpr):
+def rms_norm_kernel(x, weight, out, eps, E: tl.constexpr, BLOCK: tl.constexpr):
     """Norm one row. Grid: T."""
-    wait_for_kernel_before(OVERLAP)
     start = tl.program_id(0).to(tl.int64) * E
     ids = tl.arange(0, BLOCK)
     there = ids < E
@@ -40,10 +37,9 @@ def rms_norm_kernel(x, weight, out, eps, E: tl.constexpr, BLOCK: tl.constexpr, O
 def rotate_and_store_kernel(
     qkv, cos_sin, positions, slot_mapping, head_norm, query, keys, values, eps,
     HEADS: tl.constexpr, KV_HEADS: tl.constexpr, D: tl.constexpr,
-    GROUP: tl.constexpr, BLOCK: tl.constexpr, NORMED: tl.constexpr, OVERLAP: tl.constexpr,
+    GROUP: tl.constexpr, BLOCK: tl.constexpr, NORMED: tl.constexpr,
 ):  # fmt: skip
     """Norm and rotate GROUP heads of one row; write queries, keys and values. Grid: T · ⌈all heads / GROUP⌉."""
-    wait_for_kernel_before(OVERLAP)
     ROTATED: tl.constexpr = HEADS + KV_HEADS
     ALL: tl.constexpr = ROTATED + KV_HEADS
     GROUPS: tl.constexpr = (ALL + GROUP - 1) // GROUP
@@ -73,9 +69,8 @@ def rotate_and_store_kernel(
 
 
 @triton.jit
-def gated_kernel(gate_up, out, INNER: tl.constexpr, TILE: tl.constexpr, OVERLAP: tl.constexpr):
+def gated_kernel(gate_up, out, INNER: tl.constexpr, TILE: tl.constexpr):
     """Gate one tile of a row. Grid: T · ⌈INNER / TILE⌉."""
-    wait_for_kernel_before(OVERLAP)
     TILES: tl.constexpr = (INNER + TILE - 1) // TILE
     row = (tl.program_id(0) // TILES).to(tl.int64)
     ids = (tl.program_id(0) % TILES) * TILE + tl.arange(0, TILE)
@@ -145,7 +140,7 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     out = torch.empty_like(x)
     E = x.size(-1)
     sizes = norm_sizes(E)
-    rms_norm_kernel[(x.numel() // E,)](x, weight, out, eps, **sizes, **overlap_options(x.device), **norm_options(sizes))
+    rms_norm_kernel[(x.numel() // E,)](x, weight, out, eps, **sizes, **norm_options(sizes))
     return out
 
 
@@ -189,7 +184,7 @@ def rotate_and_store(
     rotate_and_store_kernel[(T * groups,)](
         qkv.contiguous(), cos_sin, positions, slot_mapping,
         cos_sin if head_norm is None else head_norm, query, key_cache, value_cache, eps,
-        **sizes, NORMED=head_norm is not None, **overlap_options(qkv.device), **rotation_options(sizes),
+        **sizes, NORMED=head_norm is not None, **rotation_options(sizes),
     )  # fmt: skip
     return query
 
@@ -202,5 +197,5 @@ def gated(gate_up: Tensor) -> Tensor:
     sizes = gate_sizes(inner)
     tiles = -(-inner // sizes["TILE"])
     programs = gate_up.numel() // (2 * inner) * tiles
-    gated_kernel[(programs,)](gate_up, out, **sizes, **overlap_options(gate_up.device), **gate_options(sizes))
+    gated_kernel[(programs,)](gate_up, out, **sizes, **gate_options(sizes))
     return out

@@ -20,14 +20,16 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from kernels.triton_overlap import overlap_options, wait_for_kernel_before
-
 MOST_ROWS = 16
 
 _WARPS = 4
 _COLUMNS = 16  # of a program: the fewest that tensor cores take
 _DEPTHS = (512, 256, 128)  # inputs that a program reads at a time
 _FEW_PROGRAMS = 132  # the multiprocessors of a large GPU: so many programs run alone, and read further ahead
+
+
+NOT_ROTATED = {"HEADS": 0, "KV_HEADS": 0, "D": 1, "ROTATED": False}
+"""The constants of `product_kernel` for other products than those of queries, keys and values."""
 
 
 class Stream(NamedTuple):
@@ -50,10 +52,9 @@ class Stream(NamedTuple):
 @triton.jit
 def embed_kernel(
     tokens, embedding, norm, values, scaled, squares,
-    E: tl.constexpr, BLOCK: tl.constexpr, COLUMNS: tl.constexpr, OVERLAP: tl.constexpr,
+    E: tl.constexpr, BLOCK: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
     """Begin the residual stream of one row. Grid: T."""
-    wait_for_kernel_before(OVERLAP)
     row = tl.program_id(0).to(tl.int64)
     ids = tl.arange(0, BLOCK)
     there = ids < E
@@ -67,18 +68,51 @@ def embed_kernel(
     tl.store(squares + row * (E // COLUMNS) + part, sums, mask=part < E // COLUMNS)
 
 
-@triton.jit(do_not_specialize=["T"])
+@triton.jit
+def _rotate_and_store(
+    result, first, t, there, query, keys, values, cos_sin, positions, slot_mapping,
+    ROWS: tl.constexpr, COLUMNS: tl.constexpr, HEADS: tl.constexpr, KV_HEADS: tl.constexpr, D: tl.constexpr,
+):  # fmt: skip
+    """Rotate columns of queries or keys, `[COLUMNS, ROWS]` from `first` on, and write those of queries, keys or values.
+
+    They belong to one head, in which the elements of a rotated pair are neighbours.
+    """
+    head = first // D
+    column = (first + tl.arange(0, COLUMNS))[:, None]
+    if head < HEADS + KV_HEADS:
+        position = tl.load(positions + t, mask=there, other=0)[None, :]
+        pair = (first % D + 2 * tl.arange(0, COLUMNS // 2))[:, None]
+        cos = tl.load(cos_sin + position * D + pair, mask=there[None, :], other=0.0)
+        sin = tl.load(cos_sin + position * D + pair + 1, mask=there[None, :], other=0.0)
+        pairs = tl.permute(tl.reshape(result, [COLUMNS // 2, 2, ROWS]), (0, 2, 1))
+        real, imaginary = tl.split(pairs)
+        turned = tl.join(real * cos - imaginary * sin, real * sin + imaginary * cos)
+        result = tl.reshape(tl.permute(turned, (0, 2, 1)), [COLUMNS, ROWS])
+    rounded = result.to(query.dtype.element_ty)
+    if head < HEADS:
+        tl.store(query + t[None, :] * (HEADS * D) + column, rounded, mask=there[None, :])
+    else:
+        slot = tl.load(slot_mapping + t, mask=there, other=0)[None, :] * (KV_HEADS * D)
+        if head < HEADS + KV_HEADS:
+            tl.store(keys + slot + (column - HEADS * D), rounded, mask=there[None, :])
+        else:
+            tl.store(values + slot + (column - (HEADS + KV_HEADS) * D), rounded, mask=there[None, :])
+
+
+# These arrays are parts of a larger buffer: their alignment must not cause another compilation.
+@triton.jit(do_not_specialize=["T"], do_not_specialize_on_alignment=["positions", "slot_mapping"])
 def product_kernel(
-    x, weight, bias, out, values, norm, squares, eps, T, N, K,
+    x, weight, bias, out, stream, norm, squares, keys, values, cos_sin, positions, slot_mapping, eps, T, N, K,
     ROWS: tl.constexpr, COLUMNS: tl.constexpr, DEPTH: tl.constexpr, WARPS: tl.constexpr, BLOCK_P: tl.constexpr,
-    NORMED: tl.constexpr, GATED: tl.constexpr, ADDED: tl.constexpr, BIASED: tl.constexpr, OVERLAP: tl.constexpr,
+    HEADS: tl.constexpr, KV_HEADS: tl.constexpr, D: tl.constexpr,
+    NORMED: tl.constexpr, GATED: tl.constexpr, ADDED: tl.constexpr, ROTATED: tl.constexpr, BIASED: tl.constexpr,
 ):  # fmt: skip
     """Write COLUMNS columns of x Wᵀ + b, and what follows it. Grid: N / COLUMNS.
 
     NORMED: x is `Stream.scaled`, and `squares` belongs to it. GATED: the rows of the weight are gates, then ups. ADDED:
-    the result is added to `values`; `out` and `squares` become those of the next norm, whose weight is `norm`.
+    the result is added to `stream`; `out` and `squares` become those of the next norm, whose weight is `norm`. ROTATED:
+    the columns are queries, keys and values; `out` gets the queries, rotated.
     """
-    wait_for_kernel_before(OVERLAP)
     first = tl.program_id(0) * COLUMNS
     own = weight + first.to(tl.int64) * K
     ups = N.to(tl.int64) * K
@@ -118,13 +152,19 @@ def product_kernel(
         result = silu.to(tl.float32) * second.to(out.dtype.element_ty).to(tl.float32)
     at = t[None, :] * N + column[:, None]
     if ADDED:
-        result += tl.load(values + at, mask=there[None, :], other=0.0).to(tl.float32)
-        rounded = result.to(values.dtype.element_ty)
-        tl.store(values + at, rounded, mask=there[None, :])
+        result += tl.load(stream + at, mask=there[None, :], other=0.0).to(tl.float32)
+        rounded = result.to(stream.dtype.element_ty)
+        tl.store(stream + at, rounded, mask=there[None, :])
         exact = rounded.to(tl.float32)
         tl.store(squares + t * (N // COLUMNS) + tl.program_id(0), tl.sum(exact * exact, 0), mask=there)
         result = exact * tl.load(norm + column).to(tl.float32)[:, None]
-    tl.store(out + at, result.to(out.dtype.element_ty), mask=there[None, :])
+    if ROTATED:
+        _rotate_and_store(
+            result, first, t, there, out, keys, values, cos_sin, positions, slot_mapping,
+            ROWS, COLUMNS, HEADS, KV_HEADS, D,
+        )  # fmt: skip
+    else:
+        tl.store(out + at, result.to(out.dtype.element_ty), mask=there[None, :])
 
 
 # --------------------------------------------------------------------------------------------------------------- launch
@@ -145,7 +185,7 @@ def why_not(weights: dict[str, Tensor], device: torch.device) -> str:
 
 @cache
 def embed_sizes(E: int) -> dict[str, int]:
-    """Return the constants of `embed_kernel` except OVERLAP; do not modify."""
+    """Return the constants of `embed_kernel`; do not modify."""
     return {"E": E, "BLOCK": triton.next_power_of_2(E), "COLUMNS": _COLUMNS}
 
 
@@ -182,9 +222,7 @@ def embed(tokens: Tensor, embedding: Tensor, norm: Tensor) -> Stream:
         embedding.new_empty(T, E),
         torch.empty(T, E // _COLUMNS, dtype=torch.float32, device=embedding.device),
     )
-    embed_kernel[(T,)](
-        tokens, embedding, norm, *stream, **embed_sizes(E), **overlap_options(embedding.device), num_warps=8
-    )
+    embed_kernel[(T,)](tokens, embedding, norm, *stream, **embed_sizes(E), num_warps=8)
     return stream
 
 
@@ -208,6 +246,46 @@ def normed_product(
     return out
 
 
+def rotated_product(
+    stream: Stream,
+    weight: Tensor,
+    bias: Tensor | None,
+    eps: float,
+    cos_sin: Tensor,
+    positions: Tensor,
+    slot_mapping: Tensor,
+    key_cache: Tensor,
+    value_cache: Tensor,
+) -> Tensor:
+    """Return the rotated queries of norm(stream) Wᵀ + b, `[T, H, D]`, and write the rotated keys and the values.
+
+    Args:
+        stream: of T rows, `MOST_ROWS` at most.
+        weight: of queries, keys and values, `[(H + 2 · KV) · D, E]`; D is a multiple of 16.
+        bias: `[(H + 2 · KV) · D]`.
+        eps: of the norm.
+        cos_sin: see `triton_layers.rotate_and_store`; so are the others.
+        positions: see there.
+        slot_mapping: see there.
+        key_cache: see there.
+        value_cache: see there.
+    """
+    _, _, kv_heads, D = key_cache.shape
+    T, heads = len(stream.scaled), len(weight) // D - 2 * kv_heads
+    query = torch.empty(T, heads, D, dtype=key_cache.dtype, device=weight.device)
+    _product(
+        stream.scaled, weight, bias, query, stream, weight, eps, len(weight),
+        rotation=(key_cache, value_cache, cos_sin, positions, slot_mapping), HEADS=heads, KV_HEADS=kv_heads, D=D,
+        NORMED=True, GATED=False, ADDED=False, ROTATED=True,
+    )  # fmt: skip
+    return query
+
+
+def can_rotate(head_dim: int) -> bool:
+    """Return whether `rotated_product` supports heads of this size."""
+    return head_dim % _COLUMNS == 0
+
+
 def add_product(stream: Stream, x: Tensor, weight: Tensor, bias: Tensor | None, norm: Tensor) -> Stream:
     """Return the stream plus x Wᵀ + b, before the norm with weight `norm`; `stream` is overwritten.
 
@@ -224,12 +302,13 @@ def add_product(stream: Stream, x: Tensor, weight: Tensor, bias: Tensor | None, 
 
 def _product(
     x: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor, stream: Stream, norm: Tensor, eps: float, N: int,
-    **kind: bool,
+    rotation: tuple[Tensor, ...] = (), **kind: int,
 ) -> None:  # fmt: skip
     T, K = x.shape
-    sizes: dict[str, Any] = product_sizes(T, K, normed=kind["NORMED"])
+    sizes: dict[str, Any] = product_sizes(T, K, normed=bool(kind["NORMED"]))
     product_kernel[(N // _COLUMNS,)](
-        x, weight, weight if bias is None else bias, out, stream.values, norm, stream.squares, eps, T, N, K,
-        **sizes, **kind, BIASED=bias is not None,
-        **overlap_options(x.device), **product_options(N, sizes["DEPTH"], gated=kind["GATED"]),
+        x, weight, weight if bias is None else bias, out, stream.values, norm, stream.squares,
+        *(rotation or (x,) * 5), eps, T, N, K,
+        **sizes, **NOT_ROTATED | kind, BIASED=bias is not None,
+        **product_options(N, sizes["DEPTH"], gated=bool(kind["GATED"])),
     )  # fmt: skip

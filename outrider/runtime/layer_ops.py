@@ -6,6 +6,7 @@ Triton, too, with norms, gates and residual sums inside them.
 """
 
 from importlib.util import find_spec
+from typing import TYPE_CHECKING
 
 import torch
 import torch.nn.functional as F
@@ -17,6 +18,9 @@ from outrider.runtime.fused_layers import FusedLayers, linear, linear_add, rms_n
 from outrider.runtime.paged_attention import attend_eager
 from outrider.runtime.sdpa import Scoring
 from outrider.runtime.selfcheck import Refusal, check, operation_tolerance, random_batch
+
+if TYPE_CHECKING:
+    from kernels.triton_products import Stream
 
 
 class LayerOps:
@@ -115,15 +119,35 @@ class ProductOps(TritonOps):
         norms = [each.select(0, 0) for each in (*layers.attention_norm, layers.norm)]
         stream = self.products.embed(batch.tokens, layers.embedding, norms[0])
         for i in range(len(layers.qkv)):
-            qkv = self.products.normed_product(stream, layers.qkv[i], layers.qkv_bias[i], eps)
-            attended = _attend(self, i, qkv, rotations, batch).reshape(len(qkv), -1)
+            attended = _attend(self, i, self._queries(i, stream, rotations, batch), batch).to(stream.values.dtype)
             mlp_norm = layers.mlp_norm[i].select(0, 0)
-            stream = self.products.add_product(stream, attended, layers.output[i], layers.output_bias[i], mlp_norm)
+            stream = self.products.add_product(
+                stream, attended.flatten(1), layers.output[i], layers.output_bias[i], mlp_norm
+            )
             gated = self.products.normed_product(stream, layers.gate_up[i], layers.gate_up_bias[i], eps, gated=True)
             stream = self.products.add_product(stream, gated, layers.down[i], layers.down_bias[i], norms[i + 1])
         out = batch.logits if rows is None else None
         logits = self.products.normed_product(stream, layers.head, layers.head_bias, eps, out=out)
         return logits if rows is None else logits.index_select(0, rows)
+
+    def _queries(self, i: int, stream: "Stream", rotations: Tensor, batch: PagedBatch) -> Tensor:
+        """See `queries`, after the product."""
+        layers, memory = self.layers, batch.memory
+        weight, bias = layers.qkv[i], layers.qkv_bias[i]
+        if layers.head_norm[i] is not None or not self.products.can_rotate(layers.head_dim):
+            qkv = self.products.normed_product(stream, weight, bias, layers.eps)
+            return self.queries(i, qkv, rotations, batch)
+        return self.products.rotated_product(
+            stream,
+            weight,
+            bias,
+            layers.eps,
+            torch.view_as_real(rotations),
+            batch.positions,
+            batch.slot_mapping,
+            memory.keys[i],
+            memory.values[i],
+        )
 
 
 def run_paged(ops: LayerOps, batch: PagedBatch, rotations: Tensor, rows: Tensor | None) -> Tensor:
@@ -146,7 +170,7 @@ def run_paged(ops: LayerOps, batch: PagedBatch, rotations: Tensor, rows: Tensor 
     for i in range(len(layers.qkv)):
         normed = ops.norm(x, layers.attention_norm[i])
         qkv = linear(normed, layers.qkv[i], layers.qkv_bias[i], packed)
-        attended = _attend(ops, i, qkv, rotations, batch).reshape(len(x), 1, -1)
+        attended = _attend(ops, i, ops.queries(i, qkv, rotations, batch), batch).to(x.dtype).reshape(len(x), 1, -1)
         x = _add_product(x, attended, layers.output[i], layers.output_bias[i], packed)
         normed = ops.norm(x, layers.mlp_norm[i])
         gated = ops.gated(linear(normed, layers.gate_up[i], layers.gate_up_bias[i], packed))
@@ -158,12 +182,11 @@ def run_paged(ops: LayerOps, batch: PagedBatch, rotations: Tensor, rows: Tensor 
     return _head(layers, normed.squeeze(1), batch.logits if rows is None else None)
 
 
-def _attend(ops: LayerOps, i: int, qkv: Tensor, rotations: Tensor, batch: PagedBatch) -> Tensor:
-    """Returns the attention of layer i, `[T, H, D]` in the dtype of `qkv` `[T, …, (H + 2 · KV) · D]`."""
-    query = ops.queries(i, qkv, rotations, batch)
+def _attend(ops: LayerOps, i: int, query: Tensor, batch: PagedBatch) -> Tensor:
+    """Returns the attention of layer i, `[T, H, D]`."""
     keys, values = batch.memory.keys[i], batch.memory.values[i]
     scoring = Scoring(ops.layers.scaling[i], ops.layers.windows[ops.layers.mask_kind[i]])
-    return batch.attention(query, keys, values, batch, scoring).to(qkv.dtype)
+    return batch.attention(query, keys, values, batch, scoring)
 
 
 def _add_product(x: Tensor, y: Tensor, weight: Tensor, bias: Tensor | None, packed: bool) -> Tensor:

@@ -73,6 +73,35 @@ def test_products_are_those_of_torch_and_a_row_does_not_depend_on_the_others(
     results(tokens[:3], shape, dtype, biased=False)
 
 
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize(("heads", "kv_heads", "D"), [(4, 2, 32), (3, 1, 80)])
+def test_queries_and_keys_are_rotated_and_stored_as_after_the_product(
+    heads: int, kv_heads: int, D: int, dtype: torch.dtype
+) -> None:
+    from kernels import triton_layers
+    from kernels import triton_products as products
+
+    E, width = 256, (heads + 2 * kv_heads) * D
+    embedding, weight = gaussian(1, VOCABULARY, E).to(dtype).to(DEVICE), gaussian(2, width, E, scale=E**-0.5)
+    norm, bias = 1 + gaussian(3, E, scale=0.1), gaussian(4, width)
+    weight, norm, bias = (each.to(dtype).to(DEVICE) for each in (weight, norm, bias))
+    phases = gaussian(5, 64, D // 2, scale=3)
+    cos_sin = torch.view_as_real(torch.polar(torch.ones_like(phases), phases)).to(DEVICE)
+    for T in (1, 6, 11):
+        positions = (torch.arange(T) * 7 % 64).to(DEVICE)
+        slots = (torch.arange(T) * 5 % 48).to(DEVICE)
+        caches = [torch.full((6, 8, kv_heads, D), -7.0, dtype=dtype, device=DEVICE) for _ in range(4)]
+        stream = products.embed(torch.arange(T, device=DEVICE), embedding, norm)
+        found = products.rotated_product(stream, weight, bias, EPS, cos_sin, positions, slots, *caches[:2])
+        qkv = products.normed_product(stream, weight, bias, EPS)
+        wanted = triton_layers.rotate_and_store(
+            qkv, cos_sin, positions, slots, *caches[2:], None, heads=heads, kv_heads=kv_heads, eps=EPS
+        )
+        for one, other in zip((found, *caches[:2]), (wanted, *caches[2:]), strict=True):
+            torch.testing.assert_close(one, other, rtol=STEP[dtype], atol=STEP[dtype] * 4)
+            assert torch.equal(one == -7.0, other == -7.0)  # slots of other rows are left alone
+
+
 def test_weights_that_the_kernel_cannot_take_are_refused() -> None:
     from kernels.triton_products import why_not
 

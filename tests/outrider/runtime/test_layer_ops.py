@@ -22,7 +22,7 @@ from outrider.runtime.fused_layers import FusedLayers
 from outrider.runtime.layer_ops import LayerOps, ProductOps, TritonOps, choose_layer_ops
 from outrider.runtime.loader import LoadedModel, ModelSource, load_model
 from outrider.runtime.model_runner import Chunk, ModelRunner
-from tests.kernels.paths import DEVICE, TRITON
+from tests.kernels.paths import DEVICE, IS_INTERPRETED, TRITON
 from tests.outrider.runtime import tiny
 from tests.outrider.runtime.steps import PAGED
 from tests.outrider.runtime.tiny import SHAPE, VOCABULARY
@@ -68,6 +68,8 @@ def test_triton_gives_the_logits_that_torch_gives(
 
 WIDE = SHAPE | {"vocab_size": 112, "hidden_size": 128, "intermediate_size": 384, "num_key_value_heads": 2}
 """Sizes that the products of a few rows can take."""
+DTYPE, ALLOWED = (torch.float32, 1e-5) if IS_INTERPRETED else (torch.bfloat16, 0.05)
+"""The interpreter multiplies no matrices of bfloat16; a device rounds those of float32."""
 
 
 @pytest.mark.parametrize("path", [TRITON])
@@ -88,7 +90,7 @@ def test_products_of_a_few_rows_give_the_logits_of_torch(
     logits, alone = [], []
     for kind in (LayerOps, ProductOps):
         monkeypatch.setattr(fused_decoder, "choose_layer_ops", lambda layers, dtype, kind=kind: kind(layers, "a test"))
-        loaded = load_model(ModelSource(str(folder), dtype="float32", device=DEVICE))
+        loaded = load_model(ModelSource(str(folder), dtype=str(DTYPE).removeprefix("torch."), device=DEVICE))
         model = ModelRunner.build(loaded, 2, 40, attention=PAGED)
         logits.append(logits_of(model))
         assert type(model.layer_choice) is kind
@@ -99,7 +101,7 @@ def test_products_of_a_few_rows_give_the_logits_of_torch(
         model.pool.rollback(slots[0], 20)
         alone.append((both[:2], model.forward([Chunk(slots[0], [5, 7], 20, 0)]).clone()))
     wanted, found = logits
-    assert float((found - wanted).abs().max()) <= 1e-5 * float(wanted.abs().max())
+    assert float((found - wanted).abs().max()) <= ALLOWED * float(wanted.abs().max())
     assert torch.equal(*alone[1])
 
 
@@ -162,9 +164,11 @@ def test_wrong_products_are_not_chosen(path: str, tmp_path: Path, monkeypatch: p
     monkeypatch.setattr(triton_products, "why_not", lambda weights, device: "")
     monkeypatch.setattr(fused_decoder, "can_pack", lambda dtype, device: False)
     folder = tiny.save(transformers.LlamaConfig(**WIDE), tmp_path)
-    program = fuse_model(load_model(ModelSource(str(folder), dtype="float32", device=DEVICE)), paged=True)
+    program = fuse_model(
+        load_model(ModelSource(str(folder), dtype=str(DTYPE).removeprefix("torch."), device=DEVICE)), paged=True
+    )
     assert isinstance(program, FusedDecoder)
-    choice = choose_layer_ops(program._layers, torch.float32)
+    choice = choose_layer_ops(program._layers, DTYPE)
     assert type(choice) is ProductOps
     assert choice.reason == "the Triton kernels agree with torch, also in products of a few rows"
 
@@ -174,6 +178,6 @@ def test_wrong_products_are_not_chosen(path: str, tmp_path: Path, monkeypatch: p
         return embed(tokens, embedding, norm * 0.5)
 
     monkeypatch.setattr(triton_products, "embed", without_norm)
-    choice = choose_layer_ops(program._layers, torch.float32)
+    choice = choose_layer_ops(program._layers, DTYPE)
     assert type(choice) is TritonOps
     assert "products of a few rows by torch: queries differ by 0.5" in choice.reason
