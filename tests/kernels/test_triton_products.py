@@ -92,10 +92,10 @@ def test_queries_and_keys_are_rotated_and_stored_as_after_the_product(
         slots = (torch.arange(T) * 5 % 48).to(DEVICE)
         caches = [torch.full((6, 8, kv_heads, D), -7.0, dtype=dtype, device=DEVICE) for _ in range(4)]
         stream = products.embed(torch.arange(T, device=DEVICE), embedding, norm)
-        found = products.rotated_product(stream, weight, bias, EPS, cos_sin, positions, slots, *caches[:2])
+        found = products.rotated_product(stream, weight, bias, EPS, cos_sin, positions, slots, caches[0], caches[1])
         qkv = products.normed_product(stream, weight, bias, EPS)
         wanted = triton_layers.rotate_and_store(
-            qkv, cos_sin, positions, slots, *caches[2:], None, heads=heads, kv_heads=kv_heads, eps=EPS
+            qkv, cos_sin, positions, slots, caches[2], caches[3], None, heads=heads, kv_heads=kv_heads, eps=EPS
         )
         for one, other in zip((found, *caches[:2]), (wanted, *caches[2:]), strict=True):
             torch.testing.assert_close(one, other, rtol=STEP[dtype], atol=STEP[dtype] * 4)

@@ -44,7 +44,7 @@ def sampled(
 @pytest.mark.parametrize("config", [SparseConfig(), SparseConfig(0.5, 8), SparseConfig(1.0, 64), SparseConfig(0.9, 1)])
 @pytest.mark.parametrize("V", [2, 33, 2100])
 def test_q_is_that_of_the_host_and_tokens_are_drawn_from_it(V: int, config: SparseConfig) -> None:
-    """Weights within 1 of 65,535; the last token kept may differ where the mass ends. Tokens are those of q̂ exactly."""
+    """Weights within 1 of 65,535; the last tokens may differ: where the mass ends, and of those with weights of 1."""
     source, rows = random.Random(V), 12
     spread = torch.tensor([source.choice((0.5, 2.0, 6.0, 40.0)) for _ in range(rows)])
     z = gaussian(V, rows, V) * spread[:, None]
@@ -66,7 +66,7 @@ def test_q_is_that_of_the_host_and_tokens_are_drawn_from_it(V: int, config: Spar
         wanted = dict(zip(q.ids.tolist(), q.weights.tolist(), strict=True))
         found = dict(zip(kept.tolist(), own.tolist(), strict=True))
         assert max(abs(found[each] - wanted[each]) for each in found.keys() & wanted.keys()) <= 1
-        assert len(found.keys() ^ wanted.keys()) <= 1
+        assert sum((found | wanted)[each] > 1 for each in found.keys() ^ wanted.keys()) <= 1
 
 
 def test_bad_rows_have_no_token() -> None:
