@@ -10,7 +10,6 @@ import asyncio
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from statistics import mean
 from typing import Any
 
 import grpc
@@ -59,36 +58,37 @@ def measure(bench: Bench) -> None:
 async def shared(address: str, prompts: Sequence[Sequence[int]], gamma: int) -> Json:
     async with grpc.aio.insecure_channel(address) as channel:
         stub = VerifierServiceStub(channel)
-        streams = [await _open(stub, prompt) for prompt in prompts]
+        streams = [await _open(stub, prompt, joined=True) for prompt in prompts]
         texts = await asyncio.gather(*(_decoded(stream) for stream in streams))
         for stream in streams:
             stream.cancel()
         if not gamma:
-            found = [figures([timings for _, timings in text], len(prompts)) for text in texts]
-            return max(found, key=lambda each: each["share"])
-        observer = await _open(stub, prompts[0])
-        streams = [await _open(stub, prompt) for prompt in prompts]
-        known = [[token for token, _ in text] for text in texts]
+            return max((figures(text, len(prompts)) for text in texts), key=lambda each: each["share"])
+        observer = await _open(stub, prompts[0], joined=False)  # a verdict for each pass
+        streams = [await _open(stub, prompt, joined=False) for prompt in prompts]
+        known = [[token for verdict in text for token in verdict.token_ids] for text in texts]
         playing = [asyncio.create_task(_play(stream, text, gamma)) for stream, text in zip(streams, known, strict=True)]
-        passes = [timings for _, timings in await _decoded(observer)]
+        verdicts = await _decoded(observer)
         for task in playing:
             task.cancel()
         await asyncio.gather(*playing, return_exceptions=True)
         for stream in (observer, *streams):
             stream.cancel()
-        return figures(passes, len(prompts) + 1)
+        return figures(verdicts, len(prompts) + 1)
 
 
-async def _open(stub: Any, prompt: Sequence[int]) -> VerifyStream:
+async def _open(stub: Any, prompt: Sequence[int], *, joined: bool) -> VerifyStream:
     rule = sampling_pb2.ACCEPTANCE_RULE_TOKENWISE
-    return await VerifyStream.open(stub, prompt, DECODED, temperature=0.0, seed=1, rule=rule)
+    return await VerifyStream.open(stub, prompt, DECODED, joined=joined, temperature=0.0, seed=1, rule=rule)
 
 
-async def _decoded(stream: VerifyStream) -> list[tuple[int, Any]]:
-    """Each token that the target writes alone, with the timings of its pass."""
+async def _decoded(stream: VerifyStream) -> list[Any]:
+    """The verdicts of tokens that the target writes alone."""
     await stream.decode(DECODED)
-    verdicts = [await stream.verdict() for _ in range(DECODED)]
-    return [(verdict.token_ids[0], verdict.timings) for verdict in verdicts]
+    verdicts = list[Any]()
+    while sum(len(verdict.token_ids) for verdict in verdicts) < DECODED:
+        verdicts.append(await stream.verdict())
+    return verdicts
 
 
 async def _play(stream: VerifyStream, text: Sequence[int], gamma: int) -> None:
@@ -102,18 +102,19 @@ async def _play(stream: VerifyStream, text: Sequence[int], gamma: int) -> None:
             return
 
 
-def figures(passes: Sequence[Any], sequences: int) -> Json:
+def figures(verdicts: Sequence[Any], sequences: int) -> Json:
     """The engine's share, from the passes with most sequences; raises ValueError below `LEAST_PASSES` of them."""
     # The first waited for its Decode.
-    counted = [each for each in passes[1:] if 4 * each.pass_sequences >= 3 * sequences]
-    if len(counted) < LEAST_PASSES:
+    counted = [each for each in verdicts[1:] if 4 * each.timings.pass_sequences >= 3 * sequences]
+    passes = sum(len(each.token_ids) for each in counted)
+    if passes < LEAST_PASSES:
         raise ValueError(
-            f"{len(counted)} passes held three quarters of the {sequences} sequences; at least {LEAST_PASSES} must"
+            f"{passes} passes held three quarters of the {sequences} sequences; at least {LEAST_PASSES} must"
         )
     names = ("queue_us", "forward_us", "verify_us")
-    outside, forward, verify = (mean(getattr(each, name) for each in counted) for name in names)
+    outside, forward, verify = (sum(getattr(each.timings, name) for each in counted) / passes for name in names)
     share = outside / (outside + forward + verify)
-    return {"passes": len(counted), "share": share, "outside_us": outside, "forward_us": forward, "verify_us": verify}
+    return {"passes": passes, "share": share, "outside_us": outside, "forward_us": forward, "verify_us": verify}
 
 
 def median_run(runs: Sequence[Json]) -> Json:

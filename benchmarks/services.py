@@ -335,14 +335,20 @@ class VerifyStream:
         self._round, self._seen = 0, 0
 
     @classmethod
-    async def open(cls, stub: Any, prompt: Sequence[int], new_tokens: int, **sampling: Any) -> Self:
-        """Opens a sequence that ignores end-of-sequence ids; the stub belongs to a channel of `grpc.aio`."""
+    async def open(
+        cls, stub: Any, prompt: Sequence[int], new_tokens: int, *, joined: bool = False, **sampling: Any
+    ) -> Self:
+        """Opens a sequence that ignores end-of-sequence ids; the stub belongs to a channel of `grpc.aio`.
+
+        With `joined` a verdict may hold several tokens of a `Decode`: so the draft service asks for them.
+        """
         stream = cls(stub.Verify(timeout=600.0), prompt)
         opening = verifier_service_pb2.OpenSequence(
             prompt_token_ids=prompt,
             sampling=sampling_pb2.SamplingParams(**sampling),
             max_new_tokens=new_tokens,
             ignore_eos=True,
+            joined_verdicts=joined,
         )
         await stream._send(open=opening)
         await stream._call.read()

@@ -71,9 +71,9 @@ def embed_kernel(
 @triton.jit
 def _rotate_and_store(
     result, first, t, there, query, keys, values, cos_sin, positions, slot_mapping,
-    ROWS: tl.constexpr, COLUMNS: tl.constexpr, HEADS: tl.constexpr, KV_HEADS: tl.constexpr, D: tl.constexpr,
+    COLUMNS: tl.constexpr, HEADS: tl.constexpr, KV_HEADS: tl.constexpr, D: tl.constexpr,
 ):  # fmt: skip
-    """Rotate columns of queries or keys, `[COLUMNS, ROWS]` from `first` on, and write those of queries, keys or values.
+    """Rotate columns of queries or keys, `[COLUMNS, 8]` from `first` on, and write those of queries, keys or values.
 
     They belong to one head, in which the elements of a rotated pair are neighbours.
     """
@@ -84,10 +84,10 @@ def _rotate_and_store(
         pair = (first % D + 2 * tl.arange(0, COLUMNS // 2))[:, None]
         cos = tl.load(cos_sin + position * D + pair, mask=there[None, :], other=0.0)
         sin = tl.load(cos_sin + position * D + pair + 1, mask=there[None, :], other=0.0)
-        pairs = tl.permute(tl.reshape(result, [COLUMNS // 2, 2, ROWS]), (0, 2, 1))
+        pairs = tl.permute(tl.reshape(result, [COLUMNS // 2, 2, 8]), (0, 2, 1))
         real, imaginary = tl.split(pairs)
         turned = tl.join(real * cos - imaginary * sin, real * sin + imaginary * cos)
-        result = tl.reshape(tl.permute(turned, (0, 2, 1)), [COLUMNS, ROWS])
+        result = tl.reshape(tl.permute(turned, (0, 2, 1)), [COLUMNS, 8])
     rounded = result.to(query.dtype.element_ty)
     if head < HEADS:
         tl.store(query + t[None, :] * (HEADS * D) + column, rounded, mask=there[None, :])
@@ -99,49 +99,28 @@ def _rotate_and_store(
             tl.store(values + slot + (column - (HEADS + KV_HEADS) * D), rounded, mask=there[None, :])
 
 
-# These arrays are parts of a larger buffer: their alignment must not cause another compilation.
-@triton.jit(do_not_specialize=["T"], do_not_specialize_on_alignment=["positions", "slot_mapping"])
-def product_kernel(
-    x, weight, bias, out, stream, norm, squares, keys, values, cos_sin, positions, slot_mapping, eps, T, N, K,
-    ROWS: tl.constexpr, COLUMNS: tl.constexpr, DEPTH: tl.constexpr, WARPS: tl.constexpr, BLOCK_P: tl.constexpr,
-    HEADS: tl.constexpr, KV_HEADS: tl.constexpr, D: tl.constexpr,
+@triton.jit
+def _squares_of(squares, t, there, K, COLUMNS: tl.constexpr, BLOCK_P: tl.constexpr):
+    p = tl.arange(0, BLOCK_P)
+    P = K // COLUMNS
+    return tl.load(squares + t[:, None] * P + p[None, :], mask=there[:, None] & (p < P)[None, :], other=0.0)
+
+
+@triton.jit
+def _finish(
+    found, other, own_squares, first, t, there,
+    bias, out, stream, norm, squares, keys, values, cos_sin, positions, slot_mapping, eps, N, K,
+    COLUMNS: tl.constexpr, HEADS: tl.constexpr, KV_HEADS: tl.constexpr, D: tl.constexpr,
     NORMED: tl.constexpr, GATED: tl.constexpr, ADDED: tl.constexpr, ROTATED: tl.constexpr, BIASED: tl.constexpr,
 ):  # fmt: skip
-    """Write COLUMNS columns of x Wᵀ + b, and what follows it. Grid: N / COLUMNS.
-
-    NORMED: x is `Stream.scaled`, and `squares` belongs to it. GATED: the rows of the weight are gates, then ups. ADDED:
-    the result is added to `stream`; `out` and `squares` become those of the next norm, whose weight is `norm`. ROTATED:
-    the columns are queries, keys and values; `out` gets the queries, rotated.
-    """
-    first = tl.program_id(0) * COLUMNS
-    own = weight + first.to(tl.int64) * K
-    ups = N.to(tl.int64) * K
-    PART: tl.constexpr = DEPTH // WARPS
-    part = tl.arange(0, WARPS)[:, None, None] * PART
-    k = tl.arange(0, PART)
-    n = tl.arange(0, COLUMNS)
-    t = tl.arange(0, ROWS)
-    there = t < T
-    weights = own + n[None, :, None] * K + (part + k[None, None, :])
-    inputs = x + t[None, None, :] * K + (part + k[None, :, None])
-    found = tl.zeros([WARPS, COLUMNS, ROWS], tl.float32)
-    other = tl.zeros([WARPS, COLUMNS, ROWS], tl.float32)
-    if NORMED:  # read before the loop, used after it
-        p = tl.arange(0, BLOCK_P)
-        P = K // COLUMNS
-        own_squares = tl.load(squares + t[:, None] * P + p[None, :], mask=there[:, None] & (p < P)[None, :], other=0.0)
-    for start in range(0, K, DEPTH):
-        z = tl.load(inputs + start, mask=there[None, None, :], other=0.0)
-        found = tl.dot(tl.load(weights + start), z, found)
-        if GATED:
-            other = tl.dot(tl.load(weights + (ups + start)), z, other)
-    result = tl.sum(found, 0)  # [COLUMNS, ROWS]
+    """Do what follows the product of 8 rows, whose sums are `[WARPS, COLUMNS, 8]`."""
+    result = tl.sum(found, 0)  # [COLUMNS, 8]
     second = tl.sum(other, 0)
     if NORMED:
         scale = tl.rsqrt(tl.sum(own_squares, 1) / K + eps)[None, :]
         result *= scale
         second *= scale
-    column = first + n
+    column = first + tl.arange(0, COLUMNS)
     if BIASED:
         result += tl.load(bias + column).to(tl.float32)[:, None]
         if GATED:
@@ -156,15 +135,75 @@ def product_kernel(
         rounded = result.to(stream.dtype.element_ty)
         tl.store(stream + at, rounded, mask=there[None, :])
         exact = rounded.to(tl.float32)
-        tl.store(squares + t * (N // COLUMNS) + tl.program_id(0), tl.sum(exact * exact, 0), mask=there)
+        tl.store(squares + t * (N // COLUMNS) + first // COLUMNS, tl.sum(exact * exact, 0), mask=there)
         result = exact * tl.load(norm + column).to(tl.float32)[:, None]
     if ROTATED:
         _rotate_and_store(
-            result, first, t, there, out, keys, values, cos_sin, positions, slot_mapping,
-            ROWS, COLUMNS, HEADS, KV_HEADS, D,
+            result, first, t, there, out, keys, values, cos_sin, positions, slot_mapping, COLUMNS, HEADS, KV_HEADS, D
         )  # fmt: skip
     else:
         tl.store(out + at, result.to(out.dtype.element_ty), mask=there[None, :])
+
+
+# These arrays are parts of a larger buffer: their alignment must not cause another compilation.
+@triton.jit(do_not_specialize=["T"], do_not_specialize_on_alignment=["positions", "slot_mapping"])
+def product_kernel(
+    x, weight, bias, out, stream, norm, squares, keys, values, cos_sin, positions, slot_mapping, eps, T, N, K,
+    OVER_8: tl.constexpr, COLUMNS: tl.constexpr, DEPTH: tl.constexpr, WARPS: tl.constexpr, BLOCK_P: tl.constexpr,
+    HEADS: tl.constexpr, KV_HEADS: tl.constexpr, D: tl.constexpr,
+    NORMED: tl.constexpr, GATED: tl.constexpr, ADDED: tl.constexpr, ROTATED: tl.constexpr, BIASED: tl.constexpr,
+):  # fmt: skip
+    """Write COLUMNS columns of x Wᵀ + b, and what follows it. Grid: N / COLUMNS.
+
+    NORMED: x is `Stream.scaled`, and `squares` belongs to it. GATED: the rows of the weight are gates, then ups. ADDED:
+    the result is added to `stream`; `out` and `squares` become those of the next norm, whose weight is `norm`. ROTATED:
+    the columns are queries, keys and values; `out` gets the queries, rotated. OVER_8: T is more than 8; the second 8
+    rows are computed just as the first.
+    """
+    first = tl.program_id(0) * COLUMNS
+    own = weight + first.to(tl.int64) * K
+    ups = N.to(tl.int64) * K
+    PART: tl.constexpr = DEPTH // WARPS
+    part = tl.arange(0, WARPS)[:, None, None] * PART
+    k = tl.arange(0, PART)
+    t = tl.arange(0, 8)
+    there = t < T
+    more = t + 8 < T
+    weights = own + tl.arange(0, COLUMNS)[None, :, None] * K + (part + k[None, None, :])
+    inputs = x + t[None, None, :] * K + (part + k[None, :, None])
+    found = tl.zeros([WARPS, COLUMNS, 8], tl.float32)
+    other = tl.zeros([WARPS, COLUMNS, 8], tl.float32)
+    found_more = tl.zeros([WARPS, COLUMNS, 8], tl.float32)
+    other_more = tl.zeros([WARPS, COLUMNS, 8], tl.float32)
+    own_squares = tl.zeros([8, 1], tl.float32)
+    squares_more = tl.zeros([8, 1], tl.float32)
+    if NORMED:  # read before the loop, used after it
+        own_squares = _squares_of(squares, t, there, K, COLUMNS, BLOCK_P)
+        if OVER_8:
+            squares_more = _squares_of(squares, t + 8, more, K, COLUMNS, BLOCK_P)
+    for start in range(0, K, DEPTH):
+        w = tl.load(weights + start)
+        z = tl.load(inputs + start, mask=there[None, None, :], other=0.0)
+        found = tl.dot(w, z, found)
+        if OVER_8:
+            z_more = tl.load(inputs + (8 * K + start), mask=more[None, None, :], other=0.0)
+            found_more = tl.dot(w, z_more, found_more)
+        if GATED:
+            up = tl.load(weights + (ups + start))
+            other = tl.dot(up, z, other)
+            if OVER_8:
+                other_more = tl.dot(up, z_more, other_more)
+    _finish(
+        found, other, own_squares, first, t, there,
+        bias, out, stream, norm, squares, keys, values, cos_sin, positions, slot_mapping, eps, N, K,
+        COLUMNS, HEADS, KV_HEADS, D, NORMED, GATED, ADDED, ROTATED, BIASED,
+    )  # fmt: skip
+    if OVER_8:
+        _finish(
+            found_more, other_more, squares_more, first, t + 8, more,
+            bias, out, stream, norm, squares, keys, values, cos_sin, positions, slot_mapping, eps, N, K,
+            COLUMNS, HEADS, KV_HEADS, D, NORMED, GATED, ADDED, ROTATED, BIASED,
+        )  # fmt: skip
 
 
 # --------------------------------------------------------------------------------------------------------------- launch
@@ -193,7 +232,7 @@ def embed_sizes(E: int) -> dict[str, int]:
 def product_sizes(rows: int, K: int, *, normed: bool) -> dict[str, int]:
     """Return the constants of `product_kernel` except its kind, for so many rows and inputs; do not modify."""
     return {
-        "ROWS": 8 if rows <= 8 else MOST_ROWS,
+        "OVER_8": rows > 8,
         "COLUMNS": _COLUMNS,
         "DEPTH": next(depth for depth in _DEPTHS if K % depth == 0),
         "WARPS": _WARPS,

@@ -97,6 +97,6 @@ def sample_truncated(
     with torch.cuda.device_of(logits):
         truncate_kernel[(B,)](
             best, best_ids, peaks, masses, floats, uniforms, *samples, config.keep_mass, n_tiles, V,
-            K=K, BLOCK_K=triton.next_power_of_2(K), TILES=triton.next_power_of_2(n_tiles), **OPTIONS,
+            K=K, BLOCK_K=max(16, triton.next_power_of_2(K)), TILES=triton.next_power_of_2(n_tiles), **OPTIONS,
         )  # fmt: skip
     return samples

@@ -83,13 +83,18 @@ def test_a_pair_that_falls_behind_is_named_and_who_is_missing(rate: float, lines
 
 
 def test_the_engines_share_is_what_lies_between_passes() -> None:
-    def timings(outside: float, forward: float, verify: float, sequences: int) -> argparse.Namespace:
+    def verdict(outside: float, forward: float, verify: float, sequences: int, tokens: int = 1) -> argparse.Namespace:
         known = {"queue_us": outside, "forward_us": forward, "verify_us": verify}
-        return argparse.Namespace(**known, pass_sequences=sequences)
+        timings = argparse.Namespace(**known, pass_sequences=sequences)
+        return argparse.Namespace(token_ids=[7] * tokens, timings=timings)
 
-    first, full, part = timings(5, 1, 1, 9), timings(0.1, 0.7, 0.2, 9), timings(3, 0.1, 0.1, 4)
+    first, full, part = verdict(5, 1, 1, 9), verdict(0.1, 0.7, 0.2, 9), verdict(3, 0.1, 0.1, 4)
     found = engine.figures([first, *[full] * engine.LEAST_PASSES, part], 9)  # the first waited for its Decode
     assert found["share"] == pytest.approx(0.1)
+    row = verdict(0.1, 2.8, 0.1, 9, tokens=engine.LEAST_PASSES)  # of all its passes
+    found = engine.figures([first, row, part], 9)
+    assert (found["passes"], found["share"]) == (engine.LEAST_PASSES, pytest.approx(0.1 / 3))
+    assert found["forward_us"] == pytest.approx(2.8 / engine.LEAST_PASSES)
     with pytest.raises(ValueError, match=f"{engine.LEAST_PASSES - 1} passes held three quarters of the 9 sequences"):
         engine.figures([first, *[full] * (engine.LEAST_PASSES - 1), part], 9)
 
