@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import random
 from bisect import bisect_right
-from itertools import accumulate
+from itertools import accumulate, pairwise
 
 import numpy as np
 import pytest
@@ -67,6 +67,18 @@ def test_q_is_that_of_the_host_and_tokens_are_drawn_from_it(V: int, config: Spar
         found = dict(zip(kept.tolist(), own.tolist(), strict=True))
         assert max(abs(found[each] - wanted[each]) for each in found.keys() & wanted.keys()) <= 1
         assert sum((found | wanted)[each] > 1 for each in found.keys() ^ wanted.keys()) <= 1
+
+
+def test_uniforms_on_an_edge_draw_the_next_token() -> None:
+    """All 53 bits count: each edge between two tokens, and the uniform just below it."""
+    z = gaussian(4, 1, 24)
+    _, ids, weights = sampled(z, [1.0], [0.5], SparseConfig())
+    kept = ids[0, : np.count_nonzero(weights[0])]
+    *bounds, total = accumulate(map(int, weights[0, : len(kept)]))
+    edges = [-(-bound * 2**53 // total) for bound in bounds]
+    uniforms = [bits * 2**-53 for edge in edges for bits in (edge - 1, edge)]
+    tokens, _, _ = sampled(z.expand(len(uniforms), -1).contiguous(), [1.0] * len(uniforms), uniforms, SparseConfig())
+    assert tokens.tolist() == [each for pair in pairwise(kept) for each in pair]
 
 
 def test_bad_rows_have_no_token() -> None:
