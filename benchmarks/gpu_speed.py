@@ -1,6 +1,7 @@
 """How fast a GPU is: parts `kernel`, `alone`, `profile`, `pair`, `streams` and `engine` of `benchmarks.gpu`.
 
-`alone` is one stream of a target: Outrider runs its steps as the verifier does, transformers has `generate`. `profile`
+`alone` is one stream of a target: Outrider runs it as the verifier does, with captured steps in a row, and by single
+steps, with graphs and without; transformers has `generate`. `profile`
 lists the kernels of a pass. `pair` is one stream through both services at temperature 0, beside the target alone and
 transformers' assisted generation on the same two models, and Theorem 3.8. `streams` is a closed loop as in
 `benchmarks.load`. All write the known text of the synthetic models: the draft's mistakes depend on the text, so every
@@ -39,9 +40,10 @@ from benchmarks.load import figures
 from benchmarks.services import await_
 from benchmarks.synthetic_models import Shape, target_text
 from benchmarks.timing import Timer
-from kernels.sampling import SamplingParams
+from kernels.sampling import Draw, SamplingParams
 from kernels.verify import Proposed, verify
 from outrider.runtime.cuda_graph import capturer_for
+from outrider.runtime.decode_loop import DecodeLoop
 from outrider.runtime.loader import LoadedModel
 from outrider.runtime.memory import MIB
 from outrider.runtime.model_runner import Chunk, ModelRunner
@@ -49,7 +51,7 @@ from outrider.runtime.model_runner import Chunk, ModelRunner
 if TYPE_CHECKING:
     from benchmarks.gpu import GpuBench
 
-GRAPHS, EAGER = "Outrider, graphs", "Outrider, eager"
+IN_A_ROW, GRAPHS, EAGER = "Outrider, steps in a row", "Outrider, graphs", "Outrider, eager"
 ALONE, PAIR, ASSISTED = "target alone", "the pair", "assisted generation"
 ADAPTIVE = "the pair, adaptive γ"
 
@@ -121,11 +123,16 @@ def _shape(bench: GpuBench, shape: Shape, bandwidth: float) -> Json:
         streams.append(Stream(bench.timer, one_stream(loaded, length, graphs=name == GRAPHS, widths=sizes)))
         return streams[-1].write
 
+    def in_a_row() -> Write:
+        return partial(write_in_a_row, captured_loop(streams[0].model_runner, plan.alone_tokens))
+
     # transformers first, and on weights of its own: a fused decoder replaces those that it is made of.
     add("transformers", lambda: transformers_writer(bench.model(shape)), ours=False)
     loaded = bench.loaded(shape)
     for name in (GRAPHS, EAGER):
         add(name, partial(outrider, name))
+    if GRAPHS in writers:
+        add(IN_A_ROW, in_a_row)
     runs = Runs()
     turns = bench.turns(plan.repeats if writers else 0)
     take_turns(runs, {"shape": shape.name}, (({"repetition": turn}, task) for turn in turns), writers)
@@ -159,14 +166,42 @@ def one_stream(loaded: LoadedModel, max_length: int, *, graphs: bool, widths: Se
     return model_runner
 
 
+def captured_loop(model_runner: ModelRunner, tokens: int) -> DecodeLoop:
+    """The decode loop of a target, for so many tokens of one sequence."""
+    loaded = model_runner.loaded
+    loop = DecodeLoop(model_runner, loaded.vocab_size, None)
+    loop.capture(
+        capturer_for(loaded.device),
+        sequences=1,
+        tokens=tokens,
+        with_kernels=loaded.device.type == "cuda",
+        seconds=_CAPTURE_SECONDS,
+        most_bytes=_CAPTURE_BYTES,
+    )
+    return loop
+
+
+def write_in_a_row(loop: DecodeLoop, task: Task) -> Json:
+    """One text: the prompt and all its tokens by one call."""
+    pool, prompt = loop.model_runner.pool, task.token_ids
+    slot = pool.allocate()
+    begin = time.perf_counter()
+    try:
+        (samples,) = loop.decode([Chunk(slot, prompt, 0, len(prompt) - 1)], [[Draw(_GREEDY)] * task.new_tokens])
+    finally:
+        pool.free(slot)
+    seconds, tokens = time.perf_counter() - begin, [each.token for each in samples]
+    return text_run("Outrider", task, tokens, {"forward": seconds}, seconds=seconds, rounds=len(tokens))
+
+
 class Stream:
     def __init__(self, timer: Timer, model_runner: ModelRunner) -> None:
         self._timer = timer
-        self._model_runner = model_runner
+        self.model_runner = model_runner
 
     def write(self, task: Task) -> Json:
         """One text by as many steps; the first is that over the prompt."""
-        prompt, pool = task.token_ids, self._model_runner.pool
+        prompt, pool = task.token_ids, self.model_runner.pool
         slot = pool.allocate()
         begin = time.perf_counter()
         try:
@@ -185,12 +220,12 @@ class Stream:
     @contextmanager
     def passes(self, task: Task, width: int) -> Iterator[Callable[[], None]]:
         """Yields a step of so many tokens behind the prompt, with the logits of all."""
-        prompt, pool = task.token_ids, self._model_runner.pool
+        prompt, pool = task.token_ids, self.model_runner.pool
         slot = pool.allocate()
 
         def work() -> None:
             pool.rollback(slot, len(prompt))
-            self._model_runner.forward([Chunk(slot, [1] * width, len(prompt), 0)])
+            self.model_runner.forward([Chunk(slot, [1] * width, len(prompt), 0)])
 
         try:
             self._next(slot, prompt, 0)
@@ -199,7 +234,7 @@ class Stream:
             pool.free(slot)
 
     def _next(self, slot: int, tokens: Any, start: int) -> int:
-        logits = self._model_runner.forward([Chunk(slot, tokens, start, len(tokens) - 1)])
+        logits = self.model_runner.forward([Chunk(slot, tokens, start, len(tokens) - 1)])
         (result,) = verify(logits, [Proposed((), (), _GREEDY, 0, start + len(tokens))])
         return result.next_token
 
