@@ -5,6 +5,7 @@ or with all its stretches in order. `kernels.triton_attention` gives the same bi
 on the batch: the longest tiles are split, up to `CUT_ITEMS` items, to keep a GPU busy.
 """
 
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -44,7 +45,7 @@ def work_size(rows: int, max_length: int) -> tuple[int, int]:
     return rows + slots, slots
 
 
-def work_list(row_starts: np.ndarray, lengths: np.ndarray, growth: int = 0, *, cuts: bool = True) -> Work:
+def work_list(row_starts: Sequence[int], lengths: Sequence[int], growth: int = 0, *, cuts: bool = True) -> Work:
     """Return the work list of a batch.
 
     Args:
@@ -54,27 +55,30 @@ def work_list(row_starts: np.ndarray, lengths: np.ndarray, growth: int = 0, *, c
             reached yet do nothing.
         cuts: whether tiles may be split.
     """
-    counts = np.diff(row_starts)
-    tiles = -(-counts // TILE_ROWS)
-    owner = np.arange(len(counts)).repeat(tiles)  # per tile, as are the next arrays
-    first = row_starts[owner] + (np.arange(len(owner)) - (tiles.cumsum() - tiles)[owner]) * TILE_ROWS
-    rows = np.minimum(row_starts[owner + 1] - first, TILE_ROWS)
-    seen = lengths[owner] + growth - (row_starts[owner + 1] - first - rows)
-    stretches = -(-seen // STRETCH)
-
-    longest = np.argsort(-stretches, kind="stable")
-    is_cut = np.zeros(len(owner), bool)
-    budget = max(CUT_ITEMS, stretches.max(initial=0)) if cuts else 0
-    is_cut[longest] = (stretches[longest] > 1) & (stretches[longest].cumsum() <= budget)
-    whole, cut = np.flatnonzero(~is_cut), np.flatnonzero(is_cut)
-    cut_tile, slots = cut.repeat(stretches[cut]), np.arange(stretches[cut].sum())
-    first_slot = np.full(len(owner), -1)
-    first_slot[cut] = stretches[cut].cumsum() - stretches[cut]
-
-    items = np.full((len(whole) + len(slots), ITEM), -1, _INT)
-    order = np.concatenate((whole, cut_tile))
-    items[:, 0], items[:, 1], items[:, 2] = owner[order], first[order], rows[order]
-    items[len(whole) :, 3], items[len(whole) :, 4] = slots - first_slot[cut_tile], slots
-    own = first_slot.repeat(rows)
-    row_slots = np.where(own < 0, -1, own * TILE_ROWS + np.arange(len(own)) - first.repeat(rows))
-    return Work(items, row_slots.astype(_INT))
+    # Lists, not arrays: a batch has few tiles, and a round waits for this.
+    tiles = list[tuple[int, int, int]]()
+    stretches = list[int]()
+    for s, (begin, end, length) in enumerate(zip(row_starts, row_starts[1:], lengths, strict=False)):
+        for first in range(begin, end, TILE_ROWS):
+            rows = min(TILE_ROWS, end - first)
+            tiles.append((s, first, rows))
+            stretches.append(-(-(length + growth - (end - first - rows)) // STRETCH))
+    longest = max(stretches, default=0)
+    cut = set[int]()
+    if cuts and longest > 1:
+        spent, budget = 0, max(CUT_ITEMS, longest)
+        for i in sorted(range(len(tiles)), key=lambda i: -stretches[i]):
+            spent += stretches[i]
+            if stretches[i] == 1 or spent > budget:
+                break
+            cut.add(i)
+    items = [(*tile, -1, -1) for i, tile in enumerate(tiles) if i not in cut]
+    row_slots, slot = list[int](), 0
+    for i, (s, first, rows) in enumerate(tiles):
+        if i not in cut:
+            row_slots += [-1] * rows
+            continue
+        items += [(s, first, rows, stretch, slot + stretch) for stretch in range(stretches[i])]
+        row_slots += range(slot * TILE_ROWS, slot * TILE_ROWS + rows)
+        slot += stretches[i]
+    return Work(np.array(items, _INT).reshape(-1, ITEM), np.array(row_slots, _INT))

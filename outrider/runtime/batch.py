@@ -308,39 +308,41 @@ class HostBatch:
         """
         if len(data) != HostBatch.size(shape):
             raise ValueError(f"data has {len(data)} bytes; a batch of shape {shape} has {HostBatch.size(shape)}")
-        buffer = torch.frombuffer(bytearray(data), dtype=torch.uint8)
+        return HostBatch.view(shape, torch.frombuffer(bytearray(data), dtype=torch.uint8))
+
+    @staticmethod
+    def view(shape: Shape, buffer: Tensor) -> "HostBatch":
+        """The arrays of a packed batch in a buffer, uint8 `[size]` on the host."""
         return HostBatch(*(part.numpy() for part in _split(buffer, shape)))
 
-    def padded(self, shape: Shape, *, null_position: int) -> "HostBatch":
-        """The batch padded to `shape`, the fixed size of a CUDA graph.
+    def pad_into(self, padded: "HostBatch", *, null_position: int) -> None:
+        """Writes the batch into a larger one of fixed size, as a CUDA graph reads it.
 
         Padding rows belong to no sequence and write to `null_position`; padding sequences have no rows.
 
         Raises:
-            ValueError: the batch does not fit `shape`.
+            ValueError: the batch does not fit.
         """
-        (T, R, S, P, W), (rows, wanted, sequences, blocks, work) = self.shape, shape
-        if not all((rows >= T, wanted >= R, sequences >= S, blocks >= P, work >= W)):
+        T, R, S, P, W = self.shape
+        if any(map(operator.gt, self.shape, padded.shape)):
             raise ValueError(
-                f"a batch of {self.shape} (rows, rows with logits, sequences, blocks, work items) does not fit {shape}"
+                f"a batch of {self.shape} (rows, rows with logits, sequences, blocks, work items) does not fit "
+                f"{padded.shape}"
             )
-        block_tables, items = np.zeros((sequences, blocks), _INT), np.zeros((work, ITEM), _INT)
-        block_tables[:S, :P], items[:W] = self.block_tables, self.items
-        return HostBatch(
-            tokens=_fill(self.tokens, rows, 0),
-            positions=_fill(self.positions, rows, 0),
-            slot_mapping=_fill(self.slot_mapping, rows, null_position),
-            rows=_fill(self.rows, wanted, 0),
-            row_starts=_fill(self.row_starts, sequences + 1, T),
-            lengths=_fill(self.lengths, sequences, 0),
-            block_tables=block_tables,
-            items=items,
-            row_slots=_fill(self.row_slots, rows, -1),
-        )
-
-
-def _fill(array: np.ndarray, length: int, value: int) -> np.ndarray:
-    return np.concatenate((array, np.full(length - len(array), value, array.dtype)))
+        padded.block_tables[:S, :P] = self.block_tables  # the rest is not read
+        padded.items[:W] = self.items
+        padded.items[W:, 2] = 0  # items of no rows
+        for own, whole, count, value in (
+            (self.tokens, padded.tokens, T, 0),
+            (self.positions, padded.positions, T, 0),
+            (self.slot_mapping, padded.slot_mapping, T, null_position),
+            (self.rows, padded.rows, R, 0),
+            (self.row_starts, padded.row_starts, S + 1, T),
+            (self.lengths, padded.lengths, S, 0),
+            (self.row_slots, padded.row_slots, T, -1),
+        ):
+            whole[:count] = own
+            whole[count:] = value
 
 
 def build_batch(chunks: Sequence[Chunk], pool: KVPool) -> HostBatch:
@@ -349,30 +351,37 @@ def build_batch(chunks: Sequence[Chunk], pool: KVPool) -> HostBatch:
     Raises:
         PoolExhausted: see `KVPool.grow`. Some slots may hold more blocks then; no length has changed.
     """
-    block_tables: list[tuple[int, ...]] = []
+    # Lists, not arrays: most batches have few rows, and a round waits for this.
+    size = pool.block_tokens
+    tokens, positions, slots, rows = list[int](), list[int](), list[int](), list[int]()
+    row_starts, lengths, tables = [0], list[int](), list[tuple[int, ...]]()
     for chunk in chunks:
-        pool.grow(chunk.slot, chunk.start + len(chunk.tokens))
-        block_tables.append(pool.block_table(chunk.slot))
-    counts = np.array([len(chunk.tokens) for chunk in chunks], _LONG)
-    starts = np.array([chunk.start for chunk in chunks], _LONG)
-    froms = np.array([chunk.logits_from for chunk in chunks], _LONG)
-    row_starts = np.concatenate(([0], counts.cumsum()))
-    owner = np.arange(len(chunks)).repeat(counts)
-    within = np.arange(row_starts[-1]) - row_starts[owner]
-    positions = starts[owner] + within
-    table = np.zeros((len(chunks), max(map(len, block_tables))), _INT)
-    for own, blocks in zip(table, block_tables, strict=True):
-        own[: len(blocks)] = blocks
-    index, offset = np.divmod(positions, pool.block_tokens)
-    work = work_list(row_starts, starts + counts)
+        at, end, first = chunk.start, chunk.start + len(chunk.tokens), len(tokens)
+        pool.grow(chunk.slot, end)
+        table = pool.block_table(chunk.slot)
+        tokens += chunk.tokens
+        positions += range(at, end)
+        rows += range(first + chunk.logits_from, len(tokens))
+        while at < end:
+            block, offset = divmod(at, size)
+            count = min(size - offset, end - at)
+            slots += range(table[block] * size + offset, table[block] * size + offset + count)
+            at += count
+        row_starts.append(len(tokens))
+        lengths.append(end)
+        tables.append(table)
+    block_tables = np.zeros((len(chunks), max(map(len, tables))), _INT)
+    for own, table in zip(block_tables, tables, strict=True):
+        own[: len(table)] = table
+    work = work_list(row_starts, lengths)
     return HostBatch(
-        tokens=np.array([token for chunk in chunks for token in chunk.tokens], _LONG),
-        positions=positions,
-        slot_mapping=table[owner, index].astype(_LONG) * pool.block_tokens + offset,
-        rows=np.flatnonzero(within >= froms[owner]),
-        row_starts=row_starts.astype(_INT),
-        lengths=(starts + counts).astype(_INT),
-        block_tables=table,
+        tokens=np.array(tokens, _LONG),
+        positions=np.array(positions, _LONG),
+        slot_mapping=np.array(slots, _LONG),
+        rows=np.array(rows, _LONG),
+        row_starts=np.array(row_starts, _INT),
+        lengths=np.array(lengths, _INT),
+        block_tables=block_tables,
         items=work.items,
         row_slots=work.row_slots,
     )

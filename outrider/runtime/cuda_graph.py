@@ -172,6 +172,7 @@ def buckets_for(max_sequences: int, widest: int, *, max_batch_tokens: int | None
 class _Captured:
     shape: Shape
     staging: Tensor
+    padded: HostBatch  # views of `staging`
     buffer: Tensor
     wanted: Tensor  # the rows that need logits, a part of `buffer`
     logits: Tensor
@@ -216,10 +217,9 @@ class GraphRunner:
         captured = self._find(host_batch)
         if captured is None:
             return self.eager.run(host_batch)
-        padded = host_batch.padded(captured.shape, null_position=self.eager.memory.null_position)
         if self._copied is not None:
             self._copied.synchronize()  # the previous copy has read the staging buffer
-        padded.pack_into(captured.staging.numpy())
+        host_batch.pad_into(captured.padded, null_position=self.eager.memory.null_position)
         captured.buffer.copy_(captured.staging, non_blocking=True)
         if self.eager.device.type == "cuda":
             self._copied = torch.cuda.Event()
@@ -284,7 +284,8 @@ class GraphRunner:
         eager, (items, slots) = self.eager, work_size(rows, self.eager.max_length)
         shape = (rows, rows, min(rows, self._max_sequences), self._max_blocks, items)
         staging = torch.empty(HostBatch.size(shape), dtype=torch.uint8, pin_memory=eager.device.type == "cuda")
-        HostBatch.empty().padded(shape, null_position=eager.memory.null_position).pack_into(staging.numpy())
+        padded = HostBatch.view(shape, staging.zero_())
+        HostBatch.empty().pad_into(padded, null_position=eager.memory.null_position)
         buffer = staging.to(eager.device)
         batch = on_device(buffer, shape, slots, eager.memory, eager.attention)
         batch.logits = own = logits.narrow(0, 0, rows)
@@ -293,7 +294,7 @@ class GraphRunner:
             if (found := eager.program(batch.tokens, batch, None)) is not own:
                 own.copy_(found)
 
-        return _Captured(shape, staging, buffer, batch.rows, own, capturer.capture(run))
+        return _Captured(shape, staging, padded, buffer, batch.rows, own, capturer.capture(run))
 
     def _logits(self, rows: int) -> Tensor:
         return torch.zeros(rows, self._vocab_size, dtype=self.eager.dtype, device=self.eager.device)

@@ -187,7 +187,7 @@ def check_attention(
         for spans, cuts in _BATCHES:
             block = choice.block_tokens
             host_batch, memory = random_batch(spans, layer.kv_heads, layer.head_dim, dtype, device, block_tokens=block)
-            work = work_list(host_batch.row_starts, host_batch.lengths, cuts=cuts)
+            work = work_list(host_batch.row_starts.tolist(), host_batch.lengths.tolist(), cuts=cuts)
             host_batch = replace(host_batch, items=work.items, row_slots=work.row_slots)
             batch = to_device(host_batch, memory, choice.attend, device)
             query = torch.randn(len(host_batch.tokens), layer.heads, layer.head_dim, generator=generator)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from itertools import accumulate
 from typing import Any
 
 import numpy as np
@@ -72,7 +73,7 @@ class Batch:
 
         window, softcap, sinks = scores
         starts, lengths = np.cumsum([0, *self.counts]), np.array(self.lengths)
-        work = work or work_list(starts, lengths, growth)
+        work = work or work_list(starts.tolist(), self.lengths, growth)
         items, slots = work.items, int(work.items[:, 4].max()) + 1
         if padded:
             size, slots = work_size(sum(self.counts), 2000)
@@ -133,7 +134,8 @@ def test_attention_equals_the_definition(lengths: int, kind: int) -> None:
 def test_a_row_has_the_same_bits_however_tiles_are_cut_and_in_any_batch(scores: Scores) -> None:
     together = Batch(6, 2, 16, 8, LONG)
     found = together.attend(scores)
-    whole = work_list(np.cumsum([0, *(count for _, count in LONG)]), np.array([each for each, _ in LONG]), cuts=False)
+    starts = list(accumulate((count for _, count in LONG), initial=0))
+    whole = work_list(starts, [each for each, _ in LONG], cuts=False)
     assert torch.equal(together.attend(scores, work=whole), found)
     assert torch.equal(together.attend(scores, growth=3000), found)
     assert torch.equal(together.attend(scores, padded=True), found)
