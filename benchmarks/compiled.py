@@ -78,8 +78,7 @@ def common() -> Iterator[Variant]:
     yield "truncation of a draft's row", "truncate_kernel", triton_truncate.OPTIONS, truncated
     yield "embedding", "embed_kernel", {"num_warps": 8}, triton_products.embed_sizes(2048)
     yield from _products(5)
-    for group, head_dim in ((4, 128), (7, 64), (2, 256)):
-        yield from _attention(group, head_dim)
+    yield from _attention(4, 128)
 
 
 def rare() -> Iterator[Variant]:
@@ -95,6 +94,8 @@ def rare() -> Iterator[Variant]:
     norm = triton_layers.norm_sizes(8192)
     yield "norm of 8,192", "rms_norm_kernel", triton_layers.norm_options(norm), norm
     yield from _products(16)
+    for group, head_dim in ((7, 64), (2, 256)):
+        yield from _attention(group, head_dim)
     yield from _attention(8, 128, capped=True, sinks=True)
 
 
@@ -128,7 +129,6 @@ def _products(rows: int) -> Iterator[Variant]:
         ("queries, keys and values", 6144, 4096, {"NORMED": True, **rotated}),
         ("gate and up", 14336, 4096, {"NORMED": True, "GATED": True}),
         ("residual sum", 4096, 14336, {"ADDED": True}),
-        ("head", 128_256, 4096, {"NORMED": True}),
     ):
         flags: dict[str, int] = {"NORMED": False, "GATED": False, "ADDED": False, "BIASED": False}
         flags |= triton_products.NOT_ROTATED | kind
