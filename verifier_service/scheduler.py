@@ -296,12 +296,14 @@ class Scheduler:
     def tokens_in_a_row(self, work: Sequence[TargetWork], most: int) -> list[int] | None:
         """How many tokens of each sequence a planned step may write in a row, `most` at most, in the free blocks.
 
-        None if it is 1, if an active sequence has no `Decode` in the step, or if the step writes the first token of a
-        sequence, which is sent at once.
+        None if it is 1, if an active sequence has no `Decode` in the step, if one needs more than the decode loop does,
+        or if the step writes the first token of a sequence, which is sent at once.
         """
         counts, needed = list[int](), 0
         for item in work:
             if item.round is None or not item.round.decode or item.encodes or not item.sequence.judged_at:
+                return None
+            if not item.sequence.may_be_decoded:
                 return None
             chunk = item.chunk
             counts.append(item.sequence.tokens_in_a_row(item.round, most))

@@ -253,9 +253,15 @@ class TargetSequence:
 
     def tokens_in_a_row(self, round_: Round, most: int) -> int:
         """How many tokens of a `Decode` one step may write, `most` at most; 1 for a proposal."""
-        if not self._joins_verdicts or self._adjuster is not None:
+        if not self._joins_verdicts:
             return 1
         return max(1, min(most, round_.decode - self.decoded, self.opening.max_new_tokens - self.written))
+
+    @property
+    def may_be_decoded(self) -> bool:
+        """Whether the decode loop may draw its tokens: it changes no logits and reports only tokens."""
+        opening = self.opening
+        return self._adjuster is None and opening.top_logprobs < 0 and not opening.reports_probabilities
 
     @property
     def _joins_verdicts(self) -> bool:

@@ -50,8 +50,7 @@ def make(
         logit_rules=rules,
         stop_token_ids=frozenset() if stop is None else frozenset({stop}),
         max_new_tokens=max_new_tokens,
-        top_logprobs=-1,
-        **opening,
+        **{"top_logprobs": -1, **opening},
     )
     return TargetSequence("s", opened, VOCABULARY, lambda reply: replies.append(encoded(reply)))
 

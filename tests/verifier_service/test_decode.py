@@ -76,6 +76,26 @@ def test_a_step_writes_several_tokens_of_a_decode(engine: VerifierEngine, hows: 
         assert one.verdicts[-1].finish_reason == other.verdicts[-1].finish_reason
 
 
+@pytest.mark.parametrize(
+    "needs",
+    [{"rules": LogitRules(repetition_penalty=1.8)}, {"top_logprobs": 1}, {"reports_probabilities": True}],
+    ids=["penalties", "log-probabilities", "probabilities"],
+)
+def test_a_sequence_that_needs_more_than_the_decode_loop_is_not_drawn_by_it(
+    engine: VerifierEngine, needs: dict[str, Any]
+) -> None:
+    """Beside one that could be: both have the tokens of single steps, and each token has its log-probabilities."""
+    hows = [{"params": SAMPLED}, {"params": SAMPLED, **needs}]
+    expected = decoded(engine, 7, hows, joined=False)
+    engine.cost = FittedCost([(1, 1e-6)])
+    found = decoded(engine, 7, hows, joined=True)
+    for one, other in zip(found, expected, strict=True):
+        assert one.error is None
+        assert one.sequence.tokens == other.sequence.tokens
+        reports = [sum(len(each.logprobs) for each in client.verdicts) for client in (one, other)]
+        assert reports == [20 if one.sequence.opening.top_logprobs >= 0 else 0] * 2
+
+
 @pytest.mark.usefixtures("patient")
 def test_a_silent_sequence_holds_nobody_to_one_token(engine: VerifierEngine) -> None:
     engine.cost = FittedCost([(1, 1e-6)])
