@@ -14,7 +14,7 @@ from torch import Tensor
 from kernels.adjustments import RowAdjustment
 from kernels.dense import DenseDistribution, DraftLogits
 from kernels.packed_arrays import Field, PackedArrays
-from kernels.sampling import Draw
+from kernels.sampling import Draw, SamplingParams
 from kernels.sparse import SparseDistribution
 from kernels.verify import DraftDistribution, Proposed, Rule, adjustments_of
 
@@ -104,13 +104,11 @@ def numbers_of_draw(draw: Draw, row: int, given: int) -> tuple[tuple[int, ...], 
         row: of its logits.
         given: the index of its uniform, which noise does not need.
     """
-    greedy = draw.params.is_greedy
-    scale = math.log2(math.e) / (1.0 if greedy else max(draw.params.temperature, TINY))
     seed, position, rule = 0, 0, RULE_NUMBERS[Rule.TOKENWISE]
     if draw.noise is not None:
         (seed, position), rule = draw.noise, RULE_NUMBERS[Rule.COUPLED]
-    ints = (row, 0, GREEDY_NUMBER if greedy else rule, _signed(seed), position, given)
-    return ints, (scale, 1.0, 0.0, 1.0, 0, 1.0, -math.inf)
+    ints = (row, 0, GREEDY_NUMBER if draw.params.is_greedy else rule, _signed(seed), position, given)
+    return ints, (_scale(draw.params), 1.0, 0.0, 1.0, 0, 1.0, -math.inf)
 
 
 def arrays_of(proposals: Sequence[Proposed], V: int) -> dict[str, np.ndarray]:
@@ -141,22 +139,26 @@ def _sequences(proposals: Sequence[Proposed]) -> dict[str, np.ndarray]:
     ints, floats = [], []
     uniforms: list[float] = []
     for each, first_row in zip(proposals, first_rows, strict=False):
-        params, greedy = each.params, each.params.temperature == 0
+        params = each.params
         given = -1
         if each.uniforms is not None:
             given = len(uniforms)
             uniforms += [*each.uniforms.accept[: len(each.tokens)], each.uniforms.resample]
         ints.append((first_row, len(each.tokens), _rule_number(each), _signed(each.seed), each.base_length, given))
-        scale = math.log2(math.e) / (1.0 if greedy else max(params.temperature, TINY))
         scales = each.sigmoid
         lowest, span = (scales.alpha, scales.beta - scales.alpha) if scales is not None else (0.0, 1.0)
         least = math.log2(params.min_p) if params.min_p > 0 else -math.inf
-        floats.append((scale, each.lenience, lowest, 1 / span, params.top_k, params.top_p, least))
+        floats.append((_scale(params), each.lenience, lowest, 1 / span, params.top_k, params.top_p, least))
     return {
         "ints": np.array(ints, np.int64).reshape(-1, INTS),
         "floats": np.array(floats, np.float64).reshape(-1, FLOATS),
         "uniforms": np.array(uniforms, np.float64),
     }
+
+
+def _scale(params: SamplingParams) -> float:
+    """Return log2(e) / temperature; at temperature 0 as at 1."""
+    return math.log2(math.e) / (1.0 if params.is_greedy else max(params.temperature, TINY))
 
 
 def _signed(seed: int) -> int:

@@ -55,15 +55,21 @@ def decoded(engine: VerifierEngine, tokens: int, hows: Sequence[dict[str, Any]],
     return clients
 
 
+def in_rows_and_alone(engine: VerifierEngine, hows: Sequence[dict[str, Any]]) -> list[tuple[Client, Client]]:
+    """Each client where steps may write several tokens, and where they write one: with the same tokens."""
+    expected = decoded(engine, 7, hows, joined=False)
+    engine.cost = FittedCost([(1, 1e-6)])
+    pairs = list(zip(decoded(engine, 7, hows, joined=True), expected, strict=True))
+    for one, other in pairs:
+        assert one.error is None
+        assert one.sequence.tokens == other.sequence.tokens
+    return pairs
+
+
 @pytest.mark.parametrize("hows", [ALONE[:4], *([each] for each in ALONE)], ids=str)
 def test_a_step_writes_several_tokens_of_a_decode(engine: VerifierEngine, hows: list[dict[str, Any]]) -> None:
     """The tokens of single steps, in fewer verdicts; stop tokens and limits hold. The first token is sent at once."""
-    expected = decoded(engine, 7, hows, joined=False)
-    engine.cost = FittedCost([(1, 1e-6)])
-    found = decoded(engine, 7, hows, joined=True)
-    for one, other in zip(found, expected, strict=True):
-        assert one.error is None
-        assert one.sequence.tokens == other.sequence.tokens
+    for one, other in in_rows_and_alone(engine, hows):
         written = list(one.sequence.opening.prompt)
         for verdict in one.verdicts:
             assert verdict.base_length == len(written)
@@ -86,12 +92,7 @@ def test_a_sequence_that_needs_more_than_the_decode_loop_is_not_drawn_by_it(
 ) -> None:
     """Beside one that could be: both have the tokens of single steps, and each token has its log-probabilities."""
     hows = [{"params": SAMPLED}, {"params": SAMPLED, **needs}]
-    expected = decoded(engine, 7, hows, joined=False)
-    engine.cost = FittedCost([(1, 1e-6)])
-    found = decoded(engine, 7, hows, joined=True)
-    for one, other in zip(found, expected, strict=True):
-        assert one.error is None
-        assert one.sequence.tokens == other.sequence.tokens
+    for one, other in in_rows_and_alone(engine, hows):
         reports = [sum(len(each.logprobs) for each in client.verdicts) for client in (one, other)]
         assert reports == [20 if one.sequence.opening.top_logprobs >= 0 else 0] * 2
 
