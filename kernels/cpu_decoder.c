@@ -13,8 +13,9 @@
 
 #include "cpu_decoder.h"
 
-#define PANEL 64      /* outputs of a panel of weights: four vectors */
-#define MOST_ROWS 6   /* of one walk over a panel: 6 * 4 sums, 4 weights and an input fit 32 registers */
+#define PANEL 32      /* outputs of a panel of weights */
+#define VECTORS (PANEL / 16)
+#define MOST_ROWS 12  /* of one walk over a panel: 12 * 2 sums, 2 weights and an input fit 32 registers */
 #define MOST_THREADS 256
 
 typedef struct {
@@ -127,28 +128,28 @@ INLINE __m512 sums(__m512 *v) {
 /* `rows` rows of x times one panel, into `out` or added to it; only the first `columns` outputs. */
 INLINE void multiply(const int rows, const bf16 *panel, const bf16 *x, int64_t inputs, const float *bias, float *out,
                      int64_t stride, int columns, int adds) {
-    __m512 sum[MOST_ROWS][4];
-#pragma GCC unroll 6
+    __m512 sum[MOST_ROWS][VECTORS];
+#pragma GCC unroll 12
     for (int r = 0; r < rows; r++)
-#pragma GCC unroll 4
-        for (int b = 0; b < 4; b++) sum[r][b] = bias ? _mm512_loadu_ps(bias + 16 * b) : _mm512_setzero_ps();
+#pragma GCC unroll 2
+        for (int b = 0; b < VECTORS; b++) sum[r][b] = bias ? _mm512_loadu_ps(bias + 16 * b) : _mm512_setzero_ps();
     for (int64_t pair = 0; pair < inputs / 2; pair++, panel += 2 * PANEL) {
-        __m512bh weight[4];
-#pragma GCC unroll 4
-        for (int b = 0; b < 4; b++) weight[b] = (__m512bh)_mm512_loadu_si512(panel + 32 * b);
-#pragma GCC unroll 6
+        __m512bh weight[VECTORS];
+#pragma GCC unroll 2
+        for (int b = 0; b < VECTORS; b++) weight[b] = (__m512bh)_mm512_loadu_si512(panel + 32 * b);
+#pragma GCC unroll 12
         for (int r = 0; r < rows; r++) {
             int32_t two;
             memcpy(&two, x + r * inputs + 2 * pair, sizeof two);
             __m512bh input = (__m512bh)_mm512_set1_epi32(two);
-#pragma GCC unroll 4
-            for (int b = 0; b < 4; b++) sum[r][b] = _mm512_dpbf16_ps(sum[r][b], weight[b], input);
+#pragma GCC unroll 2
+            for (int b = 0; b < VECTORS; b++) sum[r][b] = _mm512_dpbf16_ps(sum[r][b], weight[b], input);
         }
     }
-#pragma GCC unroll 6
+#pragma GCC unroll 12
     for (int r = 0; r < rows; r++)
-#pragma GCC unroll 4
-        for (int b = 0; b < 4; b++) {
+#pragma GCC unroll 2
+        for (int b = 0; b < VECTORS; b++) {
             int left = columns - 16 * b;
             if (left <= 0) continue;
             __mmask16 mask = left >= 16 ? 0xffff : (__mmask16)((1u << left) - 1);
@@ -158,14 +159,23 @@ INLINE void multiply(const int rows, const bf16 *panel, const bf16 *x, int64_t i
         }
 }
 
+/* Rows of the next walk over a panel, of `left` rows: walks are about equally long. */
+static int rows_of_walk(int left) {
+    int walks = (left + MOST_ROWS - 1) / MOST_ROWS;
+    return (left + walks - 1) / walks;
+}
+
 #define MULTIPLY(n) case n: multiply(n, panel, x, inputs, bias, out, stride, columns, adds); break;
 
 /* All rows of x [rows, inputs] times one panel. */
 static void product(int rows, const bf16 *panel, const bf16 *x, int64_t inputs, const float *bias, float *out,
                     int64_t stride, int columns, int adds) {
     while (rows) {
-        int count = rows <= MOST_ROWS ? rows : rows < 2 * MOST_ROWS ? (rows + 1) / 2 : MOST_ROWS;
-        switch (count) { MULTIPLY(1) MULTIPLY(2) MULTIPLY(3) MULTIPLY(4) MULTIPLY(5) MULTIPLY(6) }
+        int count = rows_of_walk(rows);
+        switch (count) {
+            MULTIPLY(1) MULTIPLY(2) MULTIPLY(3) MULTIPLY(4) MULTIPLY(5) MULTIPLY(6)
+            MULTIPLY(7) MULTIPLY(8) MULTIPLY(9) MULTIPLY(10) MULTIPLY(11) MULTIPLY(12)
+        }
         x += count * inputs, out += count * stride, rows -= count;
     }
 }
@@ -334,8 +344,7 @@ static void gate_and_up(const Model *model, const Pass *pass, const Layer *layer
         const float *bias = layer->gate_up_bias ? layer->gate_up_bias + (int64_t)unit * 2 * PANEL : NULL;
         for (int first = 0, count; first < pass->rows; first += count) {
             float gates[MOST_ROWS * PANEL], ups[MOST_ROWS * PANEL];
-            int left = pass->rows - first;
-            count = left < MOST_ROWS ? left : MOST_ROWS;
+            count = rows_of_walk(pass->rows - first);
             const bf16 *x = normed + (int64_t)first * hidden;
             product(count, gate, x, hidden, bias, gates, PANEL, PANEL, 0);
             product(count, up, x, hidden, bias ? bias + PANEL : NULL, ups, PANEL, PANEL, 0);
@@ -415,9 +424,9 @@ int decoder_supported(void) {
            __builtin_cpu_supports("avx512bf16");
 }
 
-/* Sizes of the structures, which Python's must have: an old library stays behind when the sources change. */
+/* Sizes of panels and structures, which Python's must have: an old library stays behind when the sources change. */
 void decoder_sizes(int32_t *sizes) {
-    sizes[0] = sizeof(Layer), sizes[1] = sizeof(Model), sizes[2] = sizeof(Pass);
+    sizes[0] = PANEL, sizes[1] = sizeof(Layer), sizes[2] = sizeof(Model), sizes[3] = sizeof(Pass);
 }
 
 /* Bytes of scratch memory that a pass needs. */

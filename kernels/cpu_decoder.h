@@ -11,7 +11,7 @@
 
 typedef uint16_t bf16;
 
-/* Weights of a product are panels: [outputs / 64, inputs / 2, 64, 2], outputs filled up with zeros. */
+/* Weights of a product are panels: [outputs / 32, inputs / 2, 32, 2], outputs filled up with zeros. */
 typedef struct {
     const float *attention_norm, *mlp_norm;        /* [hidden] */
     const bf16 *qkv, *output, *gate_up, *down;     /* gate_up: panels of gate and of up by turns */
@@ -22,7 +22,7 @@ typedef struct {
 } Layer;
 
 typedef struct {
-    int32_t layers, hidden, heads, kv_heads, head_dim, mlp /* a multiple of 64 */, vocab_size;
+    int32_t layers, hidden, heads, kv_heads, head_dim, mlp /* a multiple of 32 */, vocab_size;
     float eps;
     const bf16 *embedding; /* [vocab_size, hidden] */
     const float *norm;     /* [hidden] */

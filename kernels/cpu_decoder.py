@@ -21,7 +21,7 @@ from torch import Tensor
 from kernels.cpu_decode_loop import SAMPLE_NUMBERS, DrawStruct, LlamaStruct, LoopArrays, LoopStruct
 from kernels.sampling import Sample
 
-PANEL = 64
+PANEL = 32
 """Outputs of a panel, see `panels`."""
 _VECTOR = 16  # sizes must be multiples of it
 
@@ -71,11 +71,11 @@ def library() -> Any:
         return None
     if loaded is None or not loaded.decoder_supported() or not hasattr(loaded, "decoder_loop_sizes"):
         return None
-    sizes = (ctypes.c_int32 * 7)()
+    sizes = (ctypes.c_int32 * 8)()
     loaded.decoder_sizes(sizes)
-    loaded.decoder_loop_sizes(ctypes.byref(sizes, 12))
+    loaded.decoder_loop_sizes(ctypes.byref(sizes, 16))
     structures = _Layer, _Model, _Pass, DrawStruct, ctypes.c_int32 * SAMPLE_NUMBERS, LoopStruct, LlamaStruct
-    if list(sizes) != [ctypes.sizeof(each) for each in structures]:
+    if list(sizes) != [PANEL, *(ctypes.sizeof(each) for each in structures)]:
         return None
     loaded.decoder_scratch.restype = ctypes.c_int64
     return loaded
@@ -88,7 +88,7 @@ def can_run(dtype: torch.dtype, device: torch.device, *, hidden: int, head_dim: 
 
 
 def panels(weight: Tensor) -> Tensor:
-    """A weight `[out, in]` as the C code reads it: `[out / 64, in / 2, 64, 2]`, filled up with rows of zeros.
+    """A weight `[out, in]` as the C code reads it: `[out / 32, in / 2, 32, 2]`, filled up with rows of zeros.
 
     Two neighbouring inputs of 16 outputs fill a vector, the operand of AVX512-BF16's dot product.
     """
@@ -97,7 +97,7 @@ def panels(weight: Tensor) -> Tensor:
 
 
 def by_turns(gate_up: Tensor) -> Tensor:
-    """Rows of gate and of up by turns, 64 of each: a weight or a bias `[2 · I, …]`, both filled up with zeros."""
+    """Rows of gate and of up by turns, 32 of each: a weight or a bias `[2 · I, …]`, both filled up with zeros."""
     both = gate_up.unflatten(0, (2, -1))
     missing = -both.size(1) % PANEL
     filled = torch.cat((both, both.new_zeros(2, missing, *both.shape[2:])), 1)
