@@ -50,6 +50,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     harness.text_options(parser, prompts=5, new_tokens=64)
     parser.add_argument("--runtimes", nargs="+", choices=RUNTIMES, default=RUNTIMES, help="of both services")
     parser.add_argument("--gguf-type", choices=GGUF_TYPES, default="bf16", help="of the weights for llama.cpp")
+    parser.add_argument("--places", nargs="+", choices=(ANYWHERE, APART), default=(ANYWHERE, APART), help="of ours")
     parser.add_argument("--gammas", type=int, nargs="*", default=[4, 10], help="of the pair, beside `adaptive`")
     parser.add_argument("--assistant-tokens", type=int, nargs="*", default=[8, 12], help="of assisted generation")
     parser.add_argument("--lookup-tokens", type=int, nargs="*", default=[4, 10], help="of prompt lookup")
@@ -183,6 +184,7 @@ def _our_writers(
     services = [
         running.enter_context(Services(target, draft, threads=threads, place=place))
         for threads, place in ((len(processors()), ANYWHERE), (1, ANYWHERE), (1, APART))
+        if place in given.places
     ]
     arms: dict[str, Json] = {
         DECODE: {"gamma": 0},
