@@ -54,6 +54,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--gammas", type=int, nargs="*", default=[4, 10], help="of the pair, beside `adaptive`")
     parser.add_argument("--assistant-tokens", type=int, nargs="*", default=[8, 12], help="of assisted generation")
     parser.add_argument("--lookup-tokens", type=int, nargs="*", default=[4, 10], help="of prompt lookup")
+    parser.add_argument(
+        "--llama-threads", type=int, nargs="+", default=sorted({1, len(processors())}), help="of llama.cpp; the fastest"
+    )
     parser.add_argument("--llama-tokens", type=int, nargs="+", default=[4, 8, 12], help="of llama.cpp's speculation")
     parser.add_argument("--llama-chances", type=float, nargs="+", default=[0.0, 0.5], help="least, of its drafts")
     few = {
@@ -151,7 +154,7 @@ def _their_writers(
 
     def search() -> Json:
         """Of the target alone, and of its speculation at each temperature."""
-        given, threads = bench.given, (1, len(processors()))
+        given, threads = bench.given, bench.given.llama_threads
         found = {LLAMA: fastest([{"threads": each} for each in threads], [tasks[:1] for tasks in trials])}
         for i, task in enumerate(trials[0]):
             tried = [[tasks[i]] for tasks in trials]
