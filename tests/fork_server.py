@@ -172,12 +172,22 @@ def fork_server() -> ForkServer:
 def main() -> int:
     """Serve requests until the connection ends."""
     gc.disable()  # as the services do while they import
+    import torch
+
     from outrider.runtime.loader import ModelSource, load_model
+    from outrider.runtime.model_runner import Chunk, ModelRunner
 
     for service in SERVICES:
         importlib.import_module(f"{service}.__main__")
-    # The first model of a process takes half of the time that a child needs to start.
-    load_model(ModelSource(str(ROOT / "models" / "demo" / "draft"), dtype="float32", device="cpu"))
+    # The first model of a process takes half of the time that a child needs to start; its first passes compile.
+    loaded = load_model(ModelSource(str(ROOT / "models" / "demo" / "draft"), dtype="float32", device="cpu"))
+    runner = ModelRunner.build(loaded, 1, 64)
+    with torch.inference_mode():
+        for _ in range(3):
+            slot = runner.pool.allocate()
+            runner.forward([Chunk(slot, [1, 2, 3], 0, 0)])
+            runner.pool.free(slot)
+    del loaded, runner
     gc.freeze()  # a child that looked for garbage among these objects would copy their pages
     gc.enable()
     channel: Connection[Any, Any] = Connection(int(sys.argv[1]))
