@@ -8,19 +8,17 @@ from statistics import median
 
 from outrider.service.cost_model import FORGETTING, CostLine, FittedCost
 
-# Without measured cycles of `Decode`, drafting goes on only if the formula gives it this much more text: on shared
-# processors a step is slower beside drafts.
-UNTRIED_GAIN = 1.4
 # γ changes only for a gain above this share: the outcome cache has drafted for the previous γ.
 SAME = 0.01
 # Proposals of each sequence before drafting may stop, also in a later trial.
 FIRM_ROUNDS = 10
 # Texts with proposals before drafting may stop: the first one may be unlike the others.
 FIRM_TEXTS = 3
-# Tokens that each sequence writes with `Decode` after drafting stopped. The first pause only measures `Decode`. After a
-# longer one drafting is tried again: it is so long that a trial, if it is like the last one, costs no more than this
-# share of the time. It doubles after each trial that failed, up to this multiple: where sequences change over one by
-# one, a trial costs three times as much.
+# Tokens that each sequence writes with `Decode` after drafting stopped. The first pause only measures `Decode`: the
+# verifier writes several of its tokens in a step, and they may cost far less than the formula says. After a longer one
+# drafting is tried again: it is so long that a trial, if it is like the last one, costs no more than this share of the
+# time. It doubles after each trial that failed, up to this multiple: where sequences change over one by one, a trial
+# costs three times as much.
 FIRST_PAUSE, LEAST_PAUSE, LONGEST_PAUSE, TRIAL_SHARE, BACKOFF = 32, 64, 4096, 0.01, 4
 # Weight, in judged tokens, that the old statistics of a position keep when drafting is tried again.
 KEPT_FOR_A_TRIAL = 16.0
@@ -156,12 +154,12 @@ class _Cycles:
             old.fixed + weight * (step.fixed - old.fixed), old.per_token + weight * (step.per_token - old.per_token)
         )
 
-    def add(self, seconds: float, expected: float, active: int, prior: float) -> None:
-        """Adds a cycle. `prior` is the ratio before the first one."""
+    def add(self, count: int, seconds: float, expected: float, active: int, prior: float) -> None:
+        """Adds `count` cycles, of as many seconds together. `prior` is the ratio before the first one."""
         if not self.expected:
-            self.expected = FORMULA_WEIGHT * active * expected
+            self.expected = FORMULA_WEIGHT * active * expected / count
             self.measured = prior * self.expected
-        kept = 1 - 1 / (REMEMBERED_CYCLES * active)
+        kept = (1 - 1 / (REMEMBERED_CYCLES * active)) ** count
         self.measured = kept * self.measured + min(seconds, LARGEST_RATIO * expected)
         self.expected = kept * self.expected + expected
 
@@ -277,7 +275,8 @@ class CostModel:
         is_typical &= measured.overhead is not None
         if is_typical and round_.seconds is not None and 0 < round_.seconds < math.inf:
             expected = round_.decoded * self._formula(round_.drafted)
-            cycles.add(round_.seconds, expected, self.active, prior=self._cycles(drafts=drafts).ratio or 1.0)
+            prior = self._cycles(drafts=drafts).ratio or 1.0
+            cycles.add(round_.decoded, round_.seconds, expected, self.active, prior)
 
     def expect(self, active: int) -> None:
         """Raise B at once if a sequence begins at a verifier with more than twice as many. Not above the largest B so
@@ -438,7 +437,7 @@ class AcceptanceStatistics:
                 costs.begin_trial()
                 self.accepted.forget(KEPT_FOR_A_TRIAL)
         is_firm = costs.is_firm and self.texts >= FIRM_TEXTS
-        if choice.left <= 0 and is_firm and gain < (1 if costs.has_decoded else UNTRIED_GAIN):
+        if choice.left <= 0 and is_firm and (gain < 1 or not costs.has_decoded):
             tokens = rates[self.gamma] * costs.cycle(self.drafted_share * self.gamma)
             lost = FIRM_ROUNDS * tokens * (1 / gain - 1)  # in a trial, in tokens of `Decode`
             choice.stop(lost / TRIAL_SHARE)

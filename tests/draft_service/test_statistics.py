@@ -171,3 +171,34 @@ def test_a_verdict_of_several_decoded_tokens_counts_as_so_many(decoded: int) -> 
         assert costs.has_decoded == (decoded_so_far >= 9)
     assert costs.cycle(0) == pytest.approx(0.012, rel=0.03)
     assert statistics._choice.left == 0
+
+
+@pytest.mark.parametrize(("share", "drafts"), [(0.2, False), (1.0, True)])
+def test_decode_is_measured_once_though_drafting_pays_by_the_formula(share: float, drafts: bool) -> None:
+    """The verifier writes several tokens of a `Decode` in a step: they may cost a fifth of as many steps."""
+    statistics, costs, decoded, gamma = AcceptanceStatistics(), CostModel(), 0, 4
+    for _ in range(300):
+        gamma = statistics.choose(costs, 4) if costs.is_measured else 4
+        round_ = judged(gamma, accepted=gamma)
+        if gamma:
+            statistics.texts += 1
+            for position in range(gamma):
+                statistics.accepted.add(position, 1.0)
+        else:
+            round_ = replace(round_, seconds=16 * share * STEP_COST.seconds(1), decoded=16)
+            decoded += 16
+        costs.add(round_)
+        statistics.add(round_, gamma)
+    assert bool(gamma) is drafts
+    assert decoded == 32 if drafts else decoded > 3000
+
+
+def test_tokens_of_a_verdict_are_forgotten_one_by_one() -> None:
+    costs = CostModel()
+    for _ in range(20):
+        costs.add(judged(4, accepted=0))
+    for share in (1.0, 0.2):
+        for _ in range(20):
+            decode = replace(judged(0, accepted=0), seconds=16 * share * STEP_COST.seconds(1), decoded=16)
+            costs.add(decode)
+    assert costs.cycle(0) < 0.3 * STEP_COST.seconds(1)
