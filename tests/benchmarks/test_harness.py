@@ -77,22 +77,26 @@ def test_a_text_of_another_length_is_no_result() -> None:
 
 
 def test_each_arm_writes_each_text_once(tmp_path: Path) -> None:
-    order: list[str] = []
+    order, written = list[str](), list[int]()
 
     def writer(name: str) -> Any:
         def write(task: Task) -> dict[str, float]:
-            order.append(name)
-            return {"tokens": 1, "seconds": 1.0}
+            written.append(task.new_tokens)
+            if task.new_tokens == 20:
+                order.append(name)
+            return {"tokens": task.new_tokens, "seconds": 1.0}
 
         return write
 
-    tasks = [({"prompt": nth}, Task(nth, (1,), 1, 0.0, nth)) for nth in range(3)]
+    tasks = [({"prompt": nth}, Task(nth, (1,), 20, 0.0, nth)) for nth in range(3)]
     one, arms = bench(tmp_path), {name: writer(name) for name in "abc"}
     take_turns(one, {"pair": "demo"}, iter(tasks), arms, skips=lambda name, keys: name == "c" and keys["prompt"] > 0)
     assert sorted(order[:3]) == ["a", "b", "c"]
     assert sorted(order[3:5]) == sorted(order[5:7]) == ["a", "b"]
     take_turns(one, {"pair": "demo"}, iter(tasks), arms)
     assert len(order) == len(one.runs) == 7, "existing runs are not measured again"
+    assert written == [8, 20] * 7, "each begins with tokens that are not measured"
+    assert {run["tokens"] for run in one.runs} == {20}
 
 
 def test_no_arm_always_goes_first_or_follows_the_same() -> None:
