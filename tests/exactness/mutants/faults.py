@@ -187,7 +187,7 @@ def restless_gamma() -> None:
     }.items():  # fmt: skip
         setattr(statistics, name, value)
     costs = statistics.__dict__["CostModel"]
-    costs.is_measured = True
+    costs.is_measured = costs.has_decoded = True
     costs.cycle = lambda self, gamma: 1 + 0.35 * gamma
 
 
