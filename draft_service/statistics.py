@@ -437,7 +437,8 @@ class AcceptanceStatistics:
                 costs.begin_trial()
                 self.accepted.forget(KEPT_FOR_A_TRIAL)
         is_firm = costs.is_firm and self.texts >= FIRM_TEXTS
-        if choice.left <= 0 and is_firm and (gain < 1 or not costs.has_decoded):
+        is_untried = not costs.has_decoded and not choice.pause  # one pause: it may not have counted as typical
+        if choice.left <= 0 and is_firm and (gain < 1 or is_untried):
             tokens = rates[self.gamma] * costs.cycle(self.drafted_share * self.gamma)
             lost = FIRM_ROUNDS * tokens * (1 / gain - 1)  # in a trial, in tokens of `Decode`
             choice.stop(lost / TRIAL_SHARE)
