@@ -27,6 +27,8 @@ _PORTS = (20_000, 30_000)
 _MOST_RESERVATIONS = 200  # a process may open some thousand files; a service listens long before as many are chosen
 _reservations: list[socket.socket] = []
 
+HELD = ("outrider_kv_blocks_used", "outrider_num_requests_running", "outrider_num_requests_waiting")
+
 Flags = str | Sequence[str]
 """As on a command line: a sequence of words, or one string."""
 
@@ -88,13 +90,18 @@ class Service(ServiceProcess):
         self.send(signal.SIGKILL)
         self.process.wait()
 
-    def samples(self) -> Samples:
-        return scrape(self.metrics_url)
+    def samples(self, *names: str) -> Samples:
+        """Return all metrics' samples, or those with these names."""
+        return scrape(self.metrics_url, *names)
 
     def count(self, metric: str, **labels: str) -> float:
         """Return a metric's sum over its samples with these labels."""
-        found = self.samples().get(metric, {})
+        found = self.samples(metric).get(metric, {})
         return sum(value for key, value in found.items() if labels.items() <= dict(key).items())
+
+    def is_idle(self) -> bool:
+        """Return whether it holds no request, and no block of its KV cache."""
+        return not any(any(samples.values()) for samples in self.samples(*HELD).values())
 
     def plain_lines(self) -> list[str]:
         """Return the lines of libraries and tracebacks, which are no log entries."""

@@ -173,11 +173,6 @@ class Draft:
     seconds: float
     cache_use: CacheUse | None = None
 
-    @property
-    def num_cached(self) -> int:
-        """Tokens of it that came from the outcome cache."""
-        return 0 if self.cache_use is None else min(self.cache_use.used, len(self.token_ids))
-
 
 class Drafting(ABC):
     """One sequence of a drafter. Call its methods on the event loop.

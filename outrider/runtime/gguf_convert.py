@@ -18,8 +18,6 @@ from torch import Tensor
 from outrider.runtime.checkpoint import resolve_folder
 from outrider.runtime.errors import CheckpointError, UnsupportedModel
 
-TYPES = ("f32", "f16", "bf16", "q8_0")
-
 _WORDS = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|"
 _REST = r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 # Names of GGUF's pre-tokenizers, by the regular expression of the tokenizer.
@@ -63,7 +61,7 @@ def convert(name: str, output: Path, kind: str, *, revision: str | None = None) 
     Args:
         name: of the checkpoint.
         output: the file.
-        kind: of the matrices, one of `TYPES`; vectors stay float32.
+        kind: of the matrices, `f32`, `f16`, `bf16` or `q8_0`; vectors stay float32.
         revision: of a hub id.
 
     Raises:

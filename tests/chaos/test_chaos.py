@@ -32,7 +32,6 @@ pytestmark = pytest.mark.timeout(400)
 
 REQUESTS = requests(12)
 REST_WITHIN_S = 60.0
-HELD = ("outrider_num_requests_running", "outrider_num_requests_waiting", "outrider_kv_blocks_used")
 CHECKS = "outrider_kv_integrity_checks_total"
 
 LOGGED = {"OK", "CANCELLED", "DEADLINE_EXCEEDED", "RESOURCE_EXHAUSTED"}
@@ -101,7 +100,7 @@ def test_every_failure_has_the_status_of_its_cause(chaos: Chaos) -> None:
 @pytest.mark.usefixtures("chaos")
 def test_services_hold_nothing_and_the_kv_cache_is_intact(cluster: ChaosCluster) -> None:
     for service in cluster.services:
-        wait_until(lambda s=service: not any(map(s.count, HELD)), REST_WITHIN_S, f"{service.name} is at rest")  # type: ignore[misc]
+        wait_until(service.is_idle, REST_WITHIN_S, f"{service.name} is at rest")
     wait_until(lambda: cluster.verifier.count(CHECKS, outcome="intact"), REST_WITHIN_S)
     assert not cluster.verifier.count(CHECKS, outcome="corrupted")
 

@@ -32,8 +32,6 @@ TIMEOUT_S = 120.0
 DRAFT_FLAGS = ("--ngram-learn",)
 """Without it `ngram` has nothing to count."""
 
-HELD = ("outrider_kv_blocks_used", "outrider_num_requests_running", "outrider_num_requests_waiting")
-
 Ids = tuple[int, ...]
 Alone = dict[tuple[Ids, int | None], Ids]
 """The texts of the target alone, by prompt and seed: with one under `coupled`, without one at temperature 0."""
@@ -124,4 +122,4 @@ def write_tiny_pair(folder: Path) -> tuple[Path, Path]:
 
 def wait_idle(*services: Service) -> None:
     for service in services:
-        wait_until(lambda service=service: not any(map(service.count, HELD)), 60.0, f"{service.name} is idle")  # type: ignore[misc]
+        wait_until(service.is_idle, 60.0, f"{service.name} is idle")

@@ -21,15 +21,19 @@ from tests.cluster import Cluster, Service, wait_healthy, wait_until
 from tests.load.broken import AFTER, EVERY, FILE, INSTEAD, break_component
 from tests.load.short_texts import DRAFT_FLAGS, Alone, load, texts, wait_idle, write_alone, write_tiny_pair
 
-COUNT = 600
+COUNT = 400
 COUNTS = (16, pytest.param(200, marks=[pytest.mark.slow, pytest.mark.timeout(1200)]))
 """Texts at a time while a component fails, for each way in which it does."""
-COUNT_TOGETHER = 200
+COUNT_TOGETHER = 100
 """Texts while all fail, for each way."""
 MOST_BATCHES = 8
 """Until a component is called: chance and the load decide which texts reach it."""
 IDLE_CALL_WITHIN_S = 10.0
 
+ERRORS = "outrider_internal_errors_total"
+
+IDLE = ("kv_check",)
+"""Components that are called only while all is idle."""
 UNREACHED = {
     "failover_metrics": "no verifier is lost",
     "heartbeat": "no text lasts for the 5 s after which one is sent",
@@ -52,7 +56,7 @@ def errors(services: tuple[Service, Service]) -> Counter[str]:
     """Return how often each component failed, at both services together."""
     counts = Counter[str]()
     for service in services:
-        for labels, count in service.samples().get("outrider_internal_errors_total", {}).items():
+        for labels, count in service.samples(ERRORS).get(ERRORS, {}).items():
             counts[dict(labels)["component"]] += int(count)
     return counts
 
@@ -93,7 +97,7 @@ async def _break_each(services: tuple[Service, Service], file: Path, count: int)
         for component, when in product(errors(services), (INSTEAD, AFTER)):
             before = errors(services)[component]
             break_component(file, component, when)
-            for batch in range(1 if component in UNREACHED else MOST_BATCHES):
+            for batch in range(1 if component in (*UNREACHED, *IDLE) else MOST_BATCHES):
                 await write(count, alone, batch)
                 if errors(services)[component] > before:
                     break
