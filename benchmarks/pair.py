@@ -47,7 +47,7 @@ TORCH, LLAMA_CPP = RUNTIMES = ("torch", "llama.cpp")
 def main(arguments: Sequence[str] | None = None) -> int:
     parser = harness.parser("pair", __doc__, quick="few texts, the demo pair only")
     harness.target_options(parser, factor=12)
-    harness.text_options(parser, prompts=5, new_tokens=64)
+    harness.text_options(parser, prompts=5, new_tokens=96)
     parser.add_argument("--runtimes", nargs="+", choices=RUNTIMES, default=RUNTIMES, help="of both services")
     parser.add_argument("--gguf-type", choices=GGUF_TYPES, default="bf16", help="of the weights for llama.cpp")
     parser.add_argument("--places", nargs="+", choices=(ANYWHERE, APART), default=(ANYWHERE, APART), help="of ours")

@@ -68,9 +68,9 @@ def _skip_conversions(interpreter: Any) -> None:
     kept = frozenset(each.name for each in (tl.float32, tl.float64, tl.int32, tl.int64, tl.uint32))
 
     def converted(lhs: Any, rhs: Any, *flags: Any, **named: Any) -> tuple[Any, Any]:
-        if isinstance(lhs, tl.tensor) and isinstance(rhs, tl.tensor):
-            if lhs.type.name == rhs.type.name and lhs.dtype.name in kept:
-                return lhs, rhs
+        are_tensors = isinstance(lhs, tl.tensor) and isinstance(rhs, tl.tensor)
+        if are_tensors and lhs.type.name == rhs.type.name and lhs.dtype.name in kept:
+            return lhs, rhs
         both: tuple[Any, Any] = convert(lhs, rhs, *flags, **named)
         return both
 
