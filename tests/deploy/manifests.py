@@ -141,10 +141,15 @@ class Deployed:
     @property
     def settings(self) -> Any:
         """The service's own settings, as its process would read them."""
-        given = {name: value for name, value in self.environment.items() if name.startswith(PREFIX)}
-        kept = {name: value for name, value in os.environ.items() if not name.startswith(PREFIX)}
-        with mock.patch.dict(os.environ, {**kept, **given}, clear=True):
-            return SETTINGS[self.service].from_command_line(list(self.container.get("args", ())), program=self.service)
+        given = sorted(each for each in self.environment.items() if each[0].startswith(PREFIX))
+        return _settings(self.service, tuple(given), tuple(self.container.get("args", ())))
+
+
+@cache
+def _settings(service: str, given: tuple[tuple[str, str], ...], arguments: tuple[str, ...]) -> ServiceSettings:
+    kept = {name: value for name, value in os.environ.items() if not name.startswith(PREFIX)}
+    with mock.patch.dict(os.environ, {**kept, **dict(given)}, clear=True):
+        return SETTINGS[service].from_command_line(list(arguments), program=service)
 
 
 _TORCHRUN = ["python", "-m", "torch.distributed.run"]
