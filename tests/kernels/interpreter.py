@@ -8,7 +8,6 @@ time of an interpreted test. A third of the rest went into types and shapes, wor
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import replace
 from importlib.util import find_spec
 from types import SimpleNamespace
 from typing import Any
@@ -24,7 +23,6 @@ def patch_once_a_launch() -> None:
     if patch is not None and not isinstance(patch, _Once):
         interpreter._patch_lang = _Once(patch, (interpreter.tl, interpreter.tl.core))
         _remember_types(interpreter)
-        _skip_conversions(interpreter)
 
 
 def _remember_types(interpreter: Any) -> None:
@@ -58,23 +56,6 @@ def _remember_types(interpreter: Any) -> None:
     interpreter._get_np_dtype = get_np_dtype
     core.tensor.__init__ = init
     core.block_type.with_element_ty = with_element_ty
-
-
-def _skip_conversions(interpreter: Any) -> None:
-    """Leave operands of one type as they are, and do not check integers for overflow."""
-    semantic = interpreter.interpreter_semantic
-    semantic.builder.options = replace(semantic.builder.options, sanitize_overflow=False)
-    convert, tl = semantic.binary_op_type_checking_impl, interpreter.tl.core
-    kept = frozenset(each.name for each in (tl.float32, tl.float64, tl.int32, tl.int64, tl.uint32))
-
-    def converted(lhs: Any, rhs: Any, *flags: Any, **named: Any) -> tuple[Any, Any]:
-        are_tensors = isinstance(lhs, tl.tensor) and isinstance(rhs, tl.tensor)
-        if are_tensors and lhs.type.name == rhs.type.name and lhs.dtype.name in kept:
-            return lhs, rhs
-        both: tuple[Any, Any] = convert(lhs, rhs, *flags, **named)
-        return both
-
-    semantic.binary_op_type_checking_impl = converted
 
 
 class _Once:

@@ -21,10 +21,10 @@ from tests.cluster import Cluster, Service, wait_healthy, wait_until
 from tests.load.broken import AFTER, EVERY, FILE, INSTEAD, break_component
 from tests.load.short_texts import DRAFT_FLAGS, Alone, load, texts, wait_idle, write_alone, write_tiny_pair
 
-COUNT = 400
+COUNT = 600
 COUNTS = (16, pytest.param(200, marks=[pytest.mark.slow, pytest.mark.timeout(1200)]))
 """Texts at a time while a component fails, for each way in which it does."""
-COUNT_TOGETHER = 100
+COUNT_TOGETHER = 200
 """Texts while all fail, for each way."""
 MOST_BATCHES = 8
 """Until a component is called: chance and the load decide which texts reach it."""

@@ -124,7 +124,7 @@ async def test_a_cut_at_any_byte_neither_loses_nor_repeats(draft_address: str) -
         ]
     for broken in found:
         assert_same(broken, whole)
-    assert sum(map(resumes, found)) >= 4  # the last bytes of a connection belong to no message
+    assert sum(map(resumes, found)) >= 6  # the last bytes of a connection belong to no message
 
 
 def _within_a_token(texts: Sequence[str]) -> str:

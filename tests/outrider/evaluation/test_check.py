@@ -3,8 +3,8 @@
 The pair is that of `tests/exactness`: 24 tokens, random weights, float32, so that texts of a seed repeat. Every fault
 leaves text that looks right. All requests have seeds, so that each run is the same.
 
-Power: over all sampled texts of `PLAN` (1,260 triples of tokens) a total variation of 0.125 is found with 95 %, at a
-level of one false alarm in 10,000 for all 39 tests together.
+Power: over all sampled texts of `PLAN` (some 2,000 triples of tokens) a total variation of 0.1 is found with 95 %, at
+a level of one false alarm in 10,000 for all 39 tests together.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ FEW = Plan(
     load=8, alone=4, resumed=4, tokens=6, equal=2, equal_tokens=20, prompts=("abc", "hello"), gammas=(1, 4),
     settings=(SamplingParams(),),
 )  # fmt: skip
-PLAN = replace(FEW, load=28, resumed=10, tokens=30)
+PLAN = replace(FEW, load=50, alone=6, resumed=12, tokens=30)
 ONE_PLACE = replace(FEW, load=1, alone=1, resumed=1, equal=1, equal_tokens=8, gammas=(4,))
 
 
@@ -77,14 +77,14 @@ def test_an_exact_deployment_passes(pair: PairServices) -> None:
     report = checked(pair, pair.draft().address, PLAN)
     assert not report.is_biased
     assert report.finds is not None
-    assert report.finds <= 0.125
+    assert report.finds <= 0.1
     assert {each.where for each in report.tests} == {ALONE, LOAD, RESUMED, EVERY}
     assert {each.rule for each in report.tests} == {"tokenwise", "block", "coupled", NO_DRAFT, EVERY}
     assert {(each.kind, each.reference) for each in report.equalities} == {
         (kind, reference) for kind in ("greedy", "coupled") for reference in (TARGET_ALONE, LOCAL_TARGET)
     }
     assert all(each.tokens >= 40 and not each.near_ties for each in report.equalities)
-    assert report.num_resumed >= 40
+    assert report.num_resumed >= 50
     assert set(report.drafted) == {"greedy", "tokenwise", "block", "coupled"}
     for rule, drafted in report.drafted.items():  # the most probable token of draft and target is the same
         assert 0 < report.accepted[rule] < drafted or (rule == "greedy" and report.accepted[rule] == drafted)
@@ -94,7 +94,7 @@ def test_an_exact_deployment_passes(pair: PairServices) -> None:
 @pytest.mark.parametrize(
     ("fault", "in_verifier", "plan", "test"),
     [
-        ("untruncated_q", False, replace(ONE_PLACE, load=52, tokens=30, settings=(NARROW,)), BY_PROBABILITY),
+        ("untruncated_q", False, replace(ONE_PLACE, load=64, tokens=30, settings=(NARROW,)), BY_PROBABILITY),
         pytest.param(
             "negative_residual",
             True,

@@ -33,7 +33,7 @@ from tests import encoder_decoders
 from tests.encoder_decoders import Pair
 
 PLAN = Plan(
-    load=16, alone=2, resumed=4, tokens=6, equal=1, equal_tokens=12, prompts=("abc", "hello world"), gammas=(1, 4),
+    load=24, alone=3, resumed=6, tokens=6, equal=1, equal_tokens=12, prompts=("abc", "hello world"), gammas=(1, 4),
     settings=(SamplingParams(),),
 )  # fmt: skip
 
