@@ -29,11 +29,7 @@ COUNT_TOGETHER = 200
 MOST_BATCHES = 8
 """Until a component is called: chance and the load decide which texts reach it."""
 IDLE_CALL_WITHIN_S = 10.0
-
 ERRORS = "outrider_internal_errors_total"
-
-IDLE = ("kv_check",)
-"""Components that are called only while all is idle."""
 UNREACHED = {
     "failover_metrics": "no verifier is lost",
     "heartbeat": "no text lasts for the 5 s after which one is sent",
@@ -97,7 +93,7 @@ async def _break_each(services: tuple[Service, Service], file: Path, count: int)
         for component, when in product(errors(services), (INSTEAD, AFTER)):
             before = errors(services)[component]
             break_component(file, component, when)
-            for batch in range(1 if component in (*UNREACHED, *IDLE) else MOST_BATCHES):
+            for batch in range(1 if component in UNREACHED else MOST_BATCHES):
                 await write(count, alone, batch)
                 if errors(services)[component] > before:
                     break
