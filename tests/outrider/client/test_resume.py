@@ -120,11 +120,12 @@ async def test_a_cut_at_any_byte_neither_loses_nor_repeats(draft_address: str) -
         assert whole.finish_reason is FinishReason.STOP_STRING
         found = [
             await cut_after(max(total - back, 1), proxies, options)
-            for back in (2, 20, 40, 60, 85, 110, 160, 230, total // 2)
+            for back in (2, 20, 40, 60, 85, 110, 130, 160, 195, 230, 270, total // 2)
         ]
     for broken in found:
         assert_same(broken, whole)
-    assert sum(map(resumes, found)) >= 6  # the last bytes of a connection belong to no message
+    # The last 39 bytes belong to no message, and each of gRPC's pings makes a connection 17 bytes longer or shorter.
+    assert sum(map(resumes, found)) >= 6
 
 
 def _within_a_token(texts: Sequence[str]) -> str:
