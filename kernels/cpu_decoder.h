@@ -1,20 +1,24 @@
-/* What the two parts of the decoder in C share: `cpu_decoder.c` runs the layers, `cpu_decode_loop.c` draws tokens. */
+/* What the parts of the decoder in C share: `cpu_decoder.c` divides a pass between threads, `cpu_layers.h` runs its
+ * layers, and `cpu_decode_loop.c` draws tokens.
+ */
 
 #include <immintrin.h>
 #include <math.h>
 #include <stdint.h>
 #include <string.h>
 
-#pragma GCC target("avx512f,avx512bw,avx512dq,avx512vl,avx512bf16,fma")
+#pragma GCC target("avx512f,avx512bw,avx512dq,avx512vl,fma")
 
 #define INLINE static inline __attribute__((always_inline))
 
-typedef uint16_t bf16;
+#define PANEL 32 /* outputs of a panel of weights */
 
-/* Weights of a product are panels: [outputs / 32, inputs / 2, 32, 2], outputs filled up with zeros. */
+/* Weights of a product are panels, with outputs filled up with zeros: bfloat16 [outputs / 32, inputs / 2, 32, 2], or
+ * float32 [outputs / 32, inputs, 32, 1].
+ */
 typedef struct {
     const float *attention_norm, *mlp_norm;        /* [hidden] */
-    const bf16 *qkv, *output, *gate_up, *down;     /* gate_up: panels of gate and of up by turns */
+    const void *qkv, *output, *gate_up, *down;     /* gate_up: panels of gate and of up by turns */
     const float *qkv_bias, *output_bias, *gate_up_bias, *down_bias; /* as the outputs of the panels; or NULL */
     const float *head_norm;                        /* [heads + kv_heads, head_dim], or NULL */
     float scaling;
@@ -23,10 +27,11 @@ typedef struct {
 
 typedef struct {
     int32_t layers, hidden, heads, kv_heads, head_dim, mlp /* a multiple of 32 */, vocab_size;
+    int32_t is_bf16;       /* weights are bfloat16, else float32 */
     float eps;
-    const bf16 *embedding; /* [vocab_size, hidden] */
+    const void *embedding; /* [vocab_size, hidden] */
     const float *norm;     /* [hidden] */
-    const bf16 *head;
+    const void *head;
     const float *head_bias;
     const Layer *layer;
 } Model;
@@ -51,6 +56,15 @@ INLINE const int32_t *blocks(const Pass *pass) { return wanted_rows(pass) + pass
 
 /* Runs a pass. Keys and values of its rows are in memory afterwards. */
 void decoder_run(const Model *model, Pass *pass);
+
+/* One thread's part of a pass, and the bytes of scratch memory that a pass needs, by the dtype of the weights. */
+void decoder_run_bf16(const Model *model, const Pass *pass, int thread);
+void decoder_run_f32(const Model *model, const Pass *pass, int thread);
+int64_t decoder_scratch_bf16(const Model *model, const Pass *pass);
+int64_t decoder_scratch_f32(const Model *model, const Pass *pass);
+
+/* All threads of the pass have arrived when it returns. */
+void decoder_barrier(int threads);
 
 /* e^x within 2 units in the last place, for x up to 88; 0 below -104. NaN stays NaN: both bounds return the second
  * operand then. */

@@ -2,8 +2,8 @@
 
 torch runs some ten operations for a layer, and each costs as much time as the weights of a small layer. Here a pass
 over a few rows takes about the time to read the weights. A decode loop is one call, too: `cpu_decode_loop.c` draws the
-tokens between its passes. The library is built with the package where there is a C compiler; elsewhere, and on
-processors without AVX512-BF16, `library` returns None.
+tokens between its passes. Weights are bfloat16, on processors with AVX512-BF16, or float32. The library is built with
+the package where there is a C compiler; elsewhere, and on processors without AVX512, `library` returns None.
 """
 
 import ctypes
@@ -24,6 +24,8 @@ from kernels.sampling import Sample
 PANEL = 32
 """Outputs of a panel, see `panels`."""
 _VECTOR = 16  # sizes must be multiples of it
+# The dtypes of weights, in the order in which processors learned them; `decoder_supported` says how many of them.
+_DTYPES = (torch.float32, torch.bfloat16)
 
 _WEIGHTS = ("qkv", "output", "gate_up", "down")
 
@@ -43,7 +45,7 @@ class _Layer(ctypes.Structure):
 class _Model(ctypes.Structure):
     _fields_ = [
         *((name, ctypes.c_int32) for name in (
-            "layers", "hidden", "heads", "kv_heads", "head_dim", "mlp", "vocab_size",
+            "layers", "hidden", "heads", "kv_heads", "head_dim", "mlp", "vocab_size", "is_bf16",
         )),
         ("eps", ctypes.c_float),
         *((name, _Pointer) for name in ("embedding", "norm", "head", "head_bias")),
@@ -63,7 +65,7 @@ class _Pass(ctypes.Structure):
 
 @cache
 def library() -> Any:
-    """The library; None where it was not built, is of other sources, or the processor lacks AVX512-BF16."""
+    """The library; None where it was not built, is of other sources, or the processor lacks AVX512."""
     found = importlib.util.find_spec("kernels._cpu_decoder")
     try:
         loaded = None if found is None or found.origin is None else ctypes.CDLL(found.origin)
@@ -83,17 +85,20 @@ def library() -> Any:
 
 def can_run(dtype: torch.dtype, device: torch.device, *, hidden: int, head_dim: int) -> bool:
     """Whether `CPUDecoder` runs a model of these sizes here."""
-    fits = dtype == torch.bfloat16 and device.type == "cpu" and hidden % _VECTOR == 0 and head_dim % _VECTOR == 0
-    return fits and library() is not None
+    if device.type != "cpu" or hidden % _VECTOR or head_dim % _VECTOR or library() is None:
+        return False
+    return dtype in _DTYPES[: library().decoder_supported()]
 
 
 def panels(weight: Tensor) -> Tensor:
-    """A weight `[out, in]` as the C code reads it: `[out / 32, in / 2, 32, 2]`, filled up with rows of zeros.
+    """A weight `[out, in]` as the C code reads it: `[out / 32, in / t, 32, t]`, filled up with rows of zeros.
 
-    Two neighbouring inputs of 16 outputs fill a vector, the operand of AVX512-BF16's dot product.
+    t is 1 in float32, and 2 in bfloat16: two neighbouring inputs of 16 outputs fill a vector, the operand of
+    AVX512-BF16's dot product.
     """
+    together = 4 // weight.itemsize
     filled = F.pad(weight, (0, 0, 0, -len(weight) % PANEL))
-    return filled.unflatten(1, (-1, 2)).unflatten(0, (-1, PANEL)).transpose(1, 2).contiguous()
+    return filled.unflatten(1, (-1, together)).unflatten(0, (-1, PANEL)).transpose(1, 2).contiguous()
 
 
 def by_turns(gate_up: Tensor) -> Tensor:
@@ -137,7 +142,7 @@ class CPUDecoder:
     """A decoder. Only one thread may use it.
 
     Args:
-        shared: an `outrider.runtime.fused_layers.SharedWeights` of bfloat16, its head as `panels`.
+        shared: an `outrider.runtime.fused_layers.SharedWeights` of bfloat16 or float32, its head as `panels`.
         layers: each an `outrider.runtime.fused_layers.LayerWeights`, its weights as `panels`.
     """
 
@@ -153,8 +158,9 @@ class CPUDecoder:
             heads=shared.heads,
             kv_heads=shared.kv_heads,
             head_dim=shared.head_dim,
-            mlp=2 * layers[0].down.size(1),
+            mlp=layers[0].down.size(1) * layers[0].down.size(3),
             vocab_size=shared.vocab_size,
+            is_bf16=shared.embedding.dtype == torch.bfloat16,
             eps=shared.eps,
             embedding=self._keep(shared.embedding),
             norm=self._floats(shared.norm[0]),

@@ -1,8 +1,8 @@
 """The decode loop: samples several tokens in a row for each of a few sequences, in one call.
 
 Over a paged pool the steps are CUDA graphs (`outrider.runtime.captured_steps`). On a CPU the whole loop is in C
-(`kernels.cpu_decode_loop`), where our decoder in C or llama.cpp runs the model. Otherwise the steps run eagerly, and
-`kernels.sampling` samples between them.
+(`kernels.cpu_decode_loop`), where our decoder in C or llama.cpp runs the model. Otherwise, and for a target in float32,
+the steps run eagerly, and `kernels.sampling` samples between them.
 """
 
 import math
@@ -106,7 +106,7 @@ class DecodeLoop:
         stops = stops or [()] * len(chunks)
         if self._captured is not None:
             samples = self._captured.decode(chunks, draws, stops, self.interrupt.flag)
-        elif model_runner.has_loop_in_c(len(chunks)):
+        elif model_runner.has_loop_in_c(len(chunks), is_draft=self.config is not None):
             loop = LoopArrays(
                 draws, self.config, vocab_size=self.vocab_size, mask_token=self._mask_token, stops=stops,
                 interrupted=self.interrupt.flag,

@@ -10,16 +10,18 @@ import torch
 from draft_service.drafters.base import DraftError, DraftSequence
 from draft_service.drafters.engine import DraftEngine
 from draft_service.drafters.sequence import DraftWork
+from kernels import cpu_decoder
 from kernels.adjustments import LogitRules
 from kernels.dense import EXCLUDED, DraftLogits
 from kernels.rng import Domain, uniform
 from kernels.sampling import SamplingParams, probabilities
 from kernels.sparse import SparseDistribution, sparsify
 from kernels.verify import Rule
-from outrider.runtime.loader import LoadedModel
+from outrider.runtime.loader import LoadedModel, ModelSource, load_model
 from outrider.runtime.model_runner import Chunk, ModelRunner
 from outrider.runtime.prefix_cache import PrefixCache
 from tests.draft_service.engines import CONFIG, PLAIN, PROMPT, VOCABULARY, Driver, engine_of, running, sequence
+from tests.draft_service.pairs import DEMO
 from tests.kernels.reference import coupled_choice, standardise
 
 
@@ -49,9 +51,15 @@ def reference(model: ModelRunner, tokens: list[int], opening: DraftSequence, gam
     return tokens[base:]
 
 
+@pytest.fixture(scope="module")
+def loaded_again() -> LoadedModel:
+    """For this thread: only one may use a model."""
+    return load_model(ModelSource(str(DEMO / "draft"), dtype="float32", device="cpu"))
+
+
 @pytest.fixture
-def fresh(loaded: LoadedModel) -> ModelRunner:
-    return ModelRunner.build(loaded, max_sequences=1, max_length=96)
+def fresh(loaded_again: LoadedModel) -> ModelRunner:
+    return ModelRunner.build(loaded_again, max_sequences=1, max_length=96)
 
 
 @pytest.mark.parametrize("rule", [Rule.TOKENWISE, Rule.COUPLED])
@@ -276,9 +284,11 @@ def test_only_equal_salts_share_a_prefix(loaded: LoadedModel) -> None:
         assert engine.prefix_queries == 4 * len(LONG)
 
 
-def test_a_failed_round_caches_nothing(loaded: LoadedModel, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_failed_round_caches_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cpu_decoder, "can_run", lambda *_, **__: False)  # else the logits are in C alone
+    model = load_model(ModelSource(str(DEMO / "draft"), dtype="float32", device="cpu"))
     opening = replace(sequence(), prompt=LONG, cache_salt="")
-    with running(engine_of(loaded)) as engine:
+    with running(engine_of(model)) as engine:
         with monkeypatch.context() as patch:
             patch.setattr(engine.loop, "without_mask", lambda logits: logits[:, :VOCABULARY] * torch.nan)
             driver = Driver(engine, opening)

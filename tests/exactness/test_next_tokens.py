@@ -20,8 +20,9 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import pytest
+import torch
 
-from kernels.cpu_decoder import library
+from kernels.cpu_decoder import can_run
 from kernels.sampling import SamplingParams
 from outrider.evaluation import chisquare
 from outrider.evaluation.chisquare import Fit
@@ -67,8 +68,9 @@ DRAFTING = {
     "outcome cache": MODEL._replace(fault="eager_outcome_cache", params=TOP_6),
     "restless": MODEL._replace(fault="restless_gamma", options={"gamma": 6, "speculation": "adaptive"}),
     "parallel": MODEL._replace(kind="parallel", options={"gamma": 4, "tokens_per_pass": 3}),
-    "model": MODEL,
-    "bfloat16": MODEL._replace(flags="--dtype bfloat16"),  # by the decoder in C, where it can run
+    "model": MODEL,  # by the decoder in C, where it can run
+    "bfloat16": MODEL._replace(flags="--dtype bfloat16"),  # the same
+    "torch": MODEL._replace(fault="layers_by_torch"),
 }
 
 
@@ -97,6 +99,8 @@ CASES: list[tuple[str, dict[str, Any], int]] = [
     ("parallel", {}, 840),
     ("bfloat16", {}, 850),
     ("bfloat16", {"rule": "block"}, 851),
+    ("torch", {}, 860),
+    ("torch", {"rule": "block"}, 861),
     ("parallel", {"rule": "block"}, 841),
     ("restless", {}, 900),
     ("restless", {"rule": "block"}, 901),
@@ -125,8 +129,9 @@ def test_each_next_token_is_distributed_as_the_targets(
     )
     least, most = drafting.accepted
     assert least * run.drafted < run.accepted < most * run.drafted
-    if name == "bfloat16":
-        assert service.logged("loaded")[0]["cpu_decoder"] is (library() is not None)
+    if name in ("bfloat16", "torch"):
+        can_be = can_run(torch.bfloat16, torch.device("cpu"), hidden=16, head_dim=16)
+        assert service.logged("loaded")[0]["cpu_decoder"] is (name == "bfloat16" and can_be)
     if name == "outcome cache":
         assert run.cache_hits > 0.35 * run.drafts
     if is_restless:

@@ -34,6 +34,13 @@ def _slow_steps(seconds: float) -> None:
     VerifierEngine.forward = forward  # type: ignore[method-assign]
 
 
+def layers_by_torch() -> None:
+    """As where the decoder in C cannot run: torch runs the layers, and tokens are drawn in Python."""
+    from kernels import cpu_decoder
+
+    setattr(cpu_decoder, "can_run", lambda *_, **__: False)  # noqa: B010  # its type names each argument
+
+
 def slow_steps() -> None:
     """Each step of the verifier takes the seconds that a file holds."""
     from tests import slow_steps

@@ -79,6 +79,7 @@ def negative_residual() -> None:
 
 def untruncated_q() -> None:
     """The draft samples from q after top-k, top-p and the cut to q̂, and sends q from before them."""
+    conditions.layers_by_torch()
     _send_all_of_q(SparseConfig(keep_mass=1.0), engine, decode_loop)
 
 
@@ -168,6 +169,7 @@ def unsure_after_sampling() -> None:
             for each, draw in zip(samples, draws, strict=True)
         ]
 
+    conditions.layers_by_torch()
     _wrap_sample(wrong, engine, decode_loop)
 
 
@@ -218,10 +220,10 @@ def lookup_raises() -> None:
 
 
 def ngram_stalls() -> None:
-    """Every second proposal of the drafter `ngram` takes half a second, in which its thread does nothing else."""
+    """Every second proposal of the drafter `ngram` takes a tenth of a second, in which its thread does nothing else."""
 
     def late(guesses: Any) -> Any:
-        time.sleep(0.5)
+        time.sleep(0.1)
         return guesses
 
     _fail_every_second("ngram", "_Counter", late)
@@ -232,6 +234,7 @@ def ngram_stalls() -> None:
 
 def noise_of_the_next_position() -> None:
     """Under `coupled` the draft uses the noise of the position after the one that it drafts."""
+    conditions.layers_by_torch()
     _displace_noise("kernels.sampling", lambda positions: [(seed, position + 1) for seed, position in positions])
 
 

@@ -90,6 +90,7 @@ def captured_loop(loaded: LoadedModel, *, with_kernels: bool = True) -> DecodeLo
     return loop
 
 
+@pytest.mark.usefixtures("by_torch")
 @pytest.mark.parametrize(
     ("name", "first", "fuse"),
     [

@@ -109,7 +109,7 @@ def test_products_of_a_few_rows_give_the_logits_of_torch(
 
 @pytest.fixture(scope="module")
 def layers(load: Load) -> FusedLayers:
-    program = fuse_model(load("qwen3"))
+    program = fuse_model(load("qwen3"), paged=True)
     assert isinstance(program, FusedDecoder)
     return program._layers
 
