@@ -30,6 +30,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     harness.target_options(parser, factor=12)
     harness.text_options(parser, prompts=5, new_tokens=64)
     parser.add_argument("--old", required=True, help="folder of the older source tree")
+    parser.add_argument("--dtype", choices=("bfloat16", "float32"), default="bfloat16", help="of all services")
     parser.set_defaults(repetitions=10)
     few = {"only": "demo", "prompts": 2, "new_tokens": 16, "repetitions": 2}
     given = harness.parse(parser, arguments, few)
@@ -46,7 +47,9 @@ def measure(bench: Bench) -> None:
         with ExitStack() as running:
             # The draft's own flags: an older tree may lack this tree's.
             services = {
-                name: running.enter_context(Services(models.target, models.draft, tree=tree, prefix_cache=True))
+                name: running.enter_context(
+                    Services(models.target, models.draft, dtype=given.dtype, tree=tree, prefix_cache=True)
+                )
                 for name, tree in trees.items()
             }
             writers = {
