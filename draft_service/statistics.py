@@ -274,7 +274,7 @@ class CostModel:
             is_typical = ALIKE < round_.sequences / self.active < 1 / ALIKE
         is_typical &= measured.overhead is not None
         if is_typical and round_.seconds is not None and 0 < round_.seconds < math.inf:
-            expected = round_.decoded * self._formula(round_.drafted)
+            expected = round_.decoded * self._formula(drafts=drafts)(round_.drafted)
             prior = self._cycles(drafts=drafts).ratio or 1.0
             cycles.add(round_.decoded, round_.seconds, expected, self.active, prior)
 
@@ -295,16 +295,22 @@ class CostModel:
 
     def cycle(self, gamma: float) -> float:
         """Return the seconds from one verdict to the next; at γ = 0 those of one token of a `Decode`."""
-        return (self._cycles(drafts=gamma > 0).ratio or 1.0) * self._formula(gamma)
+        return self.cycle_by_gamma(drafts=gamma > 0)(gamma)
+
+    def cycle_by_gamma(self, *, drafts: bool) -> Callable[[float], float]:
+        """Return `cycle` for γ > 0, or for γ = 0."""
+        ratio, formula = self._cycles(drafts=drafts).ratio or 1.0, self._formula(drafts=drafts)
+        return lambda gamma: ratio * formula(gamma)
 
     def rates(self, chances: Sequence[float], drafted_share: float) -> list[float]:
         """Return tokens/s of one sequence at γ = 0, 1, .. `len(chances)`, where `chances` are β_1, β_2, .."""
         rates = [1 / self.cycle(0)]
+        cycle = self.cycle_by_gamma(drafts=True)
         expected = reached = 1.0
         for position, chance in enumerate(chances):
             reached *= chance
             expected += reached
-            rates.append(expected / self.cycle(drafted_share * (position + 1)))
+            rates.append(expected / cycle(drafted_share * (position + 1)))
         return rates
 
     def _set_active(self, mean: float) -> None:
@@ -335,16 +341,21 @@ class CostModel:
         nearest = min(sizes, key=lambda size: abs(size - self.size), default=self.size)
         return self._by_size.get(nearest, self._now)
 
-    def _formula(self, gamma: float) -> float:
-        """Return the cycle without x."""
-        tokens, line = self.active * (gamma + 1), self._overhead()
-        step = self._cycles(drafts=gamma > 0).step or self._step
-        overhead = line.line.seconds(self._passes(gamma)) if gamma and line is not None else 0.0
-        seconds = overhead + step.seconds(tokens)
-        if self.active > 1 and overhead > step.fixed:
-            half = step.seconds(tokens / 2)
-            seconds = half + max(half, overhead)
-        return max(seconds, 1e-9)
+    def _formula(self, *, drafts: bool) -> Callable[[float], float]:
+        """Return cycle(γ) without x, for γ > 0 or for γ = 0."""
+        step = self._cycles(drafts=drafts).step or self._step
+        fitted = self._overhead() if drafts else None
+        line = CostLine(0.0, 0.0) if fitted is None else fitted.line
+
+        def seconds(gamma: float) -> float:
+            tokens, overhead = self.active * (gamma + 1), line.seconds(self._passes(gamma))
+            seconds = overhead + step.seconds(tokens)
+            if self.active > 1 and overhead > step.fixed:
+                half = step.seconds(tokens / 2)
+                seconds = half + max(half, overhead)
+            return max(seconds, 1e-9)
+
+        return seconds
 
 
 @dataclass(slots=True)

@@ -190,7 +190,7 @@ def restless_gamma() -> None:
         setattr(statistics, name, value)
     costs = statistics.__dict__["CostModel"]
     costs.is_measured = costs.has_decoded = True
-    costs.cycle = lambda self, gamma: 1 + 0.35 * gamma
+    costs.cycle_by_gamma = lambda self, drafts: lambda gamma: 1 + 0.35 * gamma
 
 
 def gamma_after_drafting() -> None:
