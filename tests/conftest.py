@@ -36,7 +36,7 @@ structlog.configure(
 )
 
 # Of the last in the alphabet: while one of two workers runs them, the other would have nothing left to do.
-LONG = ("tests/verifier_service/test_tensor_parallel.py", "tests/verifier_service/test_triton_service.py")
+LONG = tuple(f"tests/verifier_service/test_{name}.py" for name in ("service", "tensor_parallel", "triton_service"))
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
