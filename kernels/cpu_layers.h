@@ -1,6 +1,10 @@
-/* A pass over all layers, for one kind of weights. `cpu_layers_bf16.c` and `cpu_layers_f32.c` define it, and include this
- * file: ELEMENT, the type of weights and of inputs of products; TOGETHER, inputs that one instruction multiplies; RUN and
- * SCRATCH, the names of the two functions.
+/* A pass over all layers, for one type of weights. `cpu_layers_bf16.c` and `cpu_layers_f32.c` include this file. Before
+ * that they define
+ *   ELEMENT: the type of weights and of inputs of products;
+ *   TOGETHER: how many inputs one instruction multiplies;
+ *   Factors: a vector of weights, or of one input; TOGETHER for each of 16 outputs;
+ *   read, write, weights_at, inputs_at, add_products: on elements;
+ *   RUN, SCRATCH: names of the functions that this file defines.
  */
 
 #define VECTORS (PANEL / 16)
@@ -14,41 +18,6 @@ typedef struct {
 } Scratch;
 
 /* -------------------------------------------------------------------------------------------------------- vectors */
-
-#if TOGETHER == 2
-typedef __m512bh Factors; /* 2 of each of 16 outputs, or of an input */
-
-INLINE __m512 read(const bf16 *from) {
-    return _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(_mm256_loadu_si256((const __m256i *)from)), 16));
-}
-
-INLINE void write(bf16 *to, __m512 value) {
-    _mm256_storeu_si256((__m256i *)to, (__m256i)_mm512_cvtneps_pbh(value));
-}
-
-INLINE Factors weights_at(const bf16 *panel) { return (Factors)_mm512_loadu_si512(panel); }
-
-INLINE Factors inputs_at(const bf16 *x) {
-    int32_t two;
-    memcpy(&two, x, sizeof two);
-    return (Factors)_mm512_set1_epi32(two);
-}
-
-INLINE __m512 add_products(__m512 sum, Factors weights, Factors inputs) {
-    return _mm512_dpbf16_ps(sum, weights, inputs);
-}
-#else
-typedef __m512 Factors;
-
-INLINE __m512 read(const float *from) { return _mm512_loadu_ps(from); }
-INLINE void write(float *to, __m512 value) { _mm512_storeu_ps(to, value); }
-INLINE Factors weights_at(const float *panel) { return _mm512_loadu_ps(panel); }
-INLINE Factors inputs_at(const float *x) { return _mm512_set1_ps(*x); }
-
-INLINE __m512 add_products(__m512 sum, Factors weights, Factors inputs) {
-    return _mm512_fmadd_ps(weights, inputs, sum);
-}
-#endif
 
 /* The sums of 16 vectors, as one vector. */
 INLINE __m512 sums(__m512 *v) {
@@ -67,8 +36,8 @@ INLINE __m512 sums(__m512 *v) {
 /* ------------------------------------------------------------------------------------------------------- products */
 
 /* `rows` rows of x times one panel, into `out` or added to it; only the first `columns` outputs. */
-INLINE void multiply(const int rows, const ELEMENT *panel, const ELEMENT *x, int64_t inputs, const float *bias, float *out,
-                     int64_t stride, int columns, int adds) {
+INLINE void multiply(const int rows, const ELEMENT *panel, const ELEMENT *x, int64_t inputs, const float *bias,
+                     float *out, int64_t stride, int columns, int adds) {
     __m512 sum[MOST_ROWS][VECTORS];
 #pragma GCC unroll 12
     for (int r = 0; r < rows; r++)
@@ -191,7 +160,8 @@ static void place_row(const Model *model, const Pass *pass, const Layer *layer, 
 
 /* Values times shares, for `heads` query heads and 16 * `vectors` elements. */
 INLINE void weigh(const int heads, const int vectors, const Pass *pass, int row, int first, int end,
-                  const float *values, int size, const float *scores, int64_t stride, const float *scale, ELEMENT *out) {
+                  const float *values, int size, const float *scores, int64_t stride, const float *scale,
+                  ELEMENT *out) {
     __m512 sum[5][4];
 #pragma GCC unroll 5
     for (int g = 0; g < heads; g++)
@@ -279,7 +249,8 @@ static void gate_and_up(const Model *model, const Pass *pass, const Layer *layer
     int64_t units = mlp / PANEL;
     int begin = (int)(units * thread / pass->threads), end = (int)(units * (thread + 1) / pass->threads);
     for (int unit = begin; unit < end; unit++) {
-        const ELEMENT *gate = (const ELEMENT *)layer->gate_up + (int64_t)unit * 2 * PANEL * hidden, *up = gate + (int64_t)PANEL * hidden;
+        const ELEMENT *gate = (const ELEMENT *)layer->gate_up + (int64_t)unit * 2 * PANEL * hidden;
+        const ELEMENT *up = gate + (int64_t)PANEL * hidden;
         const float *bias = layer->gate_up_bias ? layer->gate_up_bias + (int64_t)unit * 2 * PANEL : NULL;
         for (int first = 0, count; first < pass->rows; first += count) {
             float gates[MOST_ROWS * PANEL], ups[MOST_ROWS * PANEL];
