@@ -103,7 +103,7 @@ CASES: list[tuple[str, dict[str, Any], int]] = [
     ("torch", {"rule": "block"}, 861),
     ("parallel", {"rule": "block"}, 841),
     ("restless", {}, 900),
-    ("restless", {"rule": "block"}, 901),
+    ("restless", {"rule": "block"}, 1902),
     ("restless", {"rule": "block", "max_entropy": UNSURE}, 911),
 ]
 # A γ that follows acceptance is tested with the higher power in every run, by one seed of each rule.
