@@ -24,7 +24,7 @@ from kernels.sampling import Sample
 PANEL = 32
 """Outputs of a panel, see `panels`."""
 _VECTOR = 16  # sizes must be multiples of it
-# The dtypes of weights, in the order in which processors learned them; `decoder_supported` says how many of them.
+# Of weights. A processor runs the first of them, or both: `decoder_supported` says how many.
 _DTYPES = (torch.float32, torch.bfloat16)
 
 _WEIGHTS = ("qkv", "output", "gate_up", "down")

@@ -49,6 +49,12 @@ def pytest_collection_finish() -> None:
     gc.enable()
 
 
+@pytest.fixture
+def layers_by_torch(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Torch runs the layers, also where the decoder in C could."""
+    monkeypatch.setattr("kernels.cpu_decoder.can_run", lambda *_, **__: False)
+
+
 @pytest.fixture(scope="session")
 def demo_pair() -> Iterator[Pair]:
     """The demo pair as two processes, for all tests that change nothing about them."""

@@ -10,7 +10,6 @@ import torch
 from draft_service.drafters.base import DraftError, DraftSequence
 from draft_service.drafters.engine import DraftEngine
 from draft_service.drafters.sequence import DraftWork
-from kernels import cpu_decoder
 from kernels.adjustments import LogitRules
 from kernels.dense import EXCLUDED, DraftLogits
 from kernels.rng import Domain, uniform
@@ -284,8 +283,8 @@ def test_only_equal_salts_share_a_prefix(loaded: LoadedModel) -> None:
         assert engine.prefix_queries == 4 * len(LONG)
 
 
+@pytest.mark.usefixtures("layers_by_torch")  # else the logits are in C alone
 def test_a_failed_round_caches_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(cpu_decoder, "can_run", lambda *_, **__: False)  # else the logits are in C alone
     model = load_model(ModelSource(str(DEMO / "draft"), dtype="float32", device="cpu"))
     opening = replace(sequence(), prompt=LONG, cache_salt="")
     with running(engine_of(model)) as engine:

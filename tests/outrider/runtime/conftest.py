@@ -6,7 +6,6 @@ from pathlib import Path
 import pytest
 import torch
 
-from kernels import cpu_decoder
 from outrider.runtime.loader import LoadedModel, ModelSource, load_model
 from tests.kernels.interpreter import patch_once_a_launch
 from tests.kernels.paths import IS_INTERPRETED
@@ -19,12 +18,6 @@ if IS_INTERPRETED:
 @pytest.fixture(scope="session", autouse=True)
 def _one_thread() -> None:
     torch.set_num_threads(1)
-
-
-@pytest.fixture
-def by_torch(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Torch runs the layers, also where the decoder in C could."""
-    monkeypatch.setattr(cpu_decoder, "can_run", lambda *_, **__: False)
 
 
 @pytest.fixture(scope="session")

@@ -26,8 +26,18 @@ from outrider.runtime.llama_loader import processor_flags
 from outrider.runtime.loader import LoadedModel, ModelSource, load_model
 from outrider.runtime.model_runner import Chunk, ModelRunner
 
-by_dtype = pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
-needs_library = pytest.mark.skipif(decoder.library() is None, reason="no decoder in C here: no compiler, or no AVX512")
+
+def runs(dtype: torch.dtype) -> bool:
+    return decoder.can_run(dtype, torch.device("cpu"), hidden=16, head_dim=16)
+
+
+def needs(name: str) -> pytest.MarkDecorator:
+    why = f"no decoder in C for {name}: no compiler, or no instructions"
+    return pytest.mark.skipif(not runs(getattr(torch, name)), reason=why)
+
+
+needs_bfloat16 = needs("bfloat16")
+by_dtype = pytest.mark.parametrize("dtype", [pytest.param(each, marks=needs(each)) for each in ("bfloat16", "float32")])
 
 SHAPE: dict[str, Any] = {
     "vocab_size": 97,  # not a multiple of a vector
@@ -114,11 +124,12 @@ def run(model: ModelRunner, sequences: Sequence[Sequence[int]], widths: Sequence
 
 
 def test_the_library_is_there_where_it_can_be() -> None:
-    can_be = sys.platform == "linux" and shutil.which("gcc") and "avx512_bf16" in processor_flags()
-    assert decoder.library() is not None or not can_be
+    flags = processor_flags()
+    can_be = sys.platform == "linux" and shutil.which("gcc") and {"avx512bw", "avx512dq", "avx512vl"} <= set(flags)
+    assert runs(torch.float32) or not can_be
+    assert runs(torch.bfloat16) or not (can_be and "avx512_bf16" in flags)
 
 
-@needs_library
 @by_dtype
 @pytest.mark.parametrize("name", CONFIGS)
 def test_logits_are_those_of_transformers(name: str, dtype: str, folders: dict[str, Path]) -> None:
@@ -135,7 +146,6 @@ def test_logits_are_those_of_transformers(name: str, dtype: str, folders: dict[s
         assert dtype == "float32" or error < (rounded - right).norm() / right.norm()
 
 
-@needs_library
 @by_dtype
 @pytest.mark.parametrize("name", CONFIGS)
 def test_a_row_depends_on_its_sequence_alone(name: str, dtype: str, folders: dict[str, Path]) -> None:
@@ -157,7 +167,7 @@ def test_a_row_depends_on_its_sequence_alone(name: str, dtype: str, folders: dic
         torch.set_num_threads(saved)
 
 
-@needs_library
+@needs_bfloat16
 def test_only_wanted_rows_have_logits(folders: dict[str, Path]) -> None:
     model = runner(folders["llama"])
     tokens = tokens_of(20, 1)
@@ -169,7 +179,6 @@ def test_only_wanted_rows_have_logits(folders: dict[str, Path]) -> None:
     assert torch.equal(model.logits([Chunk(first, tokens[12:], 12, 7)]), whole[19:])
 
 
-@needs_library
 @by_dtype
 @pytest.mark.parametrize("value", [torch.nan, torch.inf])
 def test_nan_stays_in_its_sequence(value: float, dtype: str, folders: dict[str, Path]) -> None:
@@ -253,7 +262,7 @@ def assert_alike(mine: Sample, theirs: Sample, config: SparseConfig) -> None:
     assert all(ours.get(token, others.get(token)) <= least + 1 for token in extra)
 
 
-@needs_library
+@needs_bfloat16
 @pytest.mark.parametrize("config", [SparseConfig(), SparseConfig(keep_mass=0.9, max_support=40), SparseConfig(1.0, 7)])
 @pytest.mark.parametrize("by_noise", [False, True])
 @pytest.mark.parametrize("model_of", ["wide", "wide_floats"])
@@ -286,7 +295,7 @@ def test_the_loop_draws_the_tokens_of_single_steps(
         assert torch.equal(*after)
 
 
-@needs_library
+@needs_bfloat16
 @pytest.mark.parametrize("by_noise", [False, True])
 def test_a_target_draws_from_the_whole_distribution(by_noise: bool, wide: LoadedModel) -> None:
     """Among others a quarter of all tokens by chance, where q̂ holds 256 of 3,001; and the ends of u."""
@@ -311,15 +320,7 @@ def test_a_target_draws_from_the_whole_distribution(by_noise: bool, wide: Loaded
     assert len(beyond) > 200
 
 
-@needs_library
-def test_a_target_in_float32_draws_as_verification_does(wide: LoadedModel, wide_floats: LoadedModel) -> None:
-    """In Python: its tokens are the same with and without a draft."""
-    exact, rounded = (ModelRunner.build(each, 2, 64) for each in (wide_floats, wide))
-    assert [exact.has_loop_in_c(1, is_draft=each) for each in (True, False)] == [True, False]
-    assert [rounded.has_loop_in_c(1, is_draft=each) for each in (True, False)] == [True, True]
-
-
-@needs_library
+@needs_bfloat16
 def test_a_uniform_at_the_edge_of_two_tokens_draws_the_second(folders: dict[str, Path], tmp_path: Path) -> None:
     """Of 128 tokens with equal logits; sums of 1/128 are exact."""
     equal = AutoModelForCausalLM.from_pretrained(folders["llama, 64 units"], dtype=torch.bfloat16)
@@ -332,7 +333,7 @@ def test_a_uniform_at_the_edge_of_two_tokens_draws_the_second(folders: dict[str,
     assert [each.token for each in samples] == list(range(128))
 
 
-@needs_library
+@needs_bfloat16
 @pytest.mark.parametrize("config", [SparseConfig(), None])
 def test_the_loop_ends_a_sequence_after_a_stop_token(config: SparseConfig | None, wide: LoadedModel) -> None:
     model = ModelRunner.build(wide, 4, 256)
@@ -349,7 +350,7 @@ def test_the_loop_ends_a_sequence_after_a_stop_token(config: SparseConfig | None
     assert [model.pool.length(slot) for slot in slots] == [1 + len(own) for own in found]
 
 
-@needs_library
+@needs_bfloat16
 @pytest.mark.parametrize("config", [SparseConfig(), None])
 def test_an_interrupted_loop_ends_after_a_token(config: SparseConfig | None, wide: LoadedModel) -> None:
     model = ModelRunner.build(wide, 4, 256)
@@ -370,7 +371,7 @@ def test_an_interrupted_loop_ends_after_a_token(config: SparseConfig | None, wid
     assert [[each.token for each in own] for own in rest] == [[each.token for each in own[1:]] for own in whole]
 
 
-@needs_library
+@needs_bfloat16
 def test_a_uniform_at_the_edge_of_a_cell_draws_the_next_token(wide: LoadedModel) -> None:
     model = ModelRunner.build(wide, 4, 256)
     loop, slot = DecodeLoop(model, WIDE, SparseConfig()), model.pool.allocate()
@@ -389,7 +390,7 @@ def test_a_uniform_at_the_edge_of_a_cell_draws_the_next_token(wide: LoadedModel)
         assert draw(u - 2.0**-53).token == q.ids[i]
 
 
-@needs_library
+@needs_bfloat16
 @pytest.mark.parametrize("params", [SamplingParams(temperature=0), SamplingParams(), SamplingParams(top_k=3)])
 @pytest.mark.parametrize("by_noise", [False, True])
 def test_the_loop_stops_where_the_draft_is_unsure(params: SamplingParams, by_noise: bool, wide: LoadedModel) -> None:
@@ -409,7 +410,7 @@ def test_the_loop_stops_where_the_draft_is_unsure(params: SamplingParams, by_noi
     assert len(lengths) > 1
 
 
-@needs_library
+@needs_bfloat16
 def test_the_loop_stops_at_bad_logits(folders: dict[str, Path]) -> None:
     """The other sequences go on, and none draws the mask token."""
     loaded = load_model(ModelSource(str(folders["qwen3"]), dtype="bfloat16", device="cpu"))
@@ -435,7 +436,7 @@ def test_the_loop_stops_at_bad_logits(folders: dict[str, Path]) -> None:
             model.pool.rollback(slot, 0)
 
 
-@needs_library
+@needs_bfloat16
 def test_a_forked_process_runs_it_too(folders: dict[str, Path]) -> None:
     """It has none of the threads that its parent started."""
     model, saved = runner(folders["llama"]), torch.get_num_threads()
@@ -451,7 +452,7 @@ def test_a_forked_process_runs_it_too(folders: dict[str, Path]) -> None:
         torch.set_num_threads(saved)
 
 
-@needs_library
+@needs_bfloat16
 def test_wrong_products_are_refused_at_the_start(folders: dict[str, Path], monkeypatch: pytest.MonkeyPatch) -> None:
     original = decoder.panels
     monkeypatch.setattr(decoder, "panels", lambda weight: original(weight.roll(1, 0)))
@@ -459,7 +460,7 @@ def test_wrong_products_are_refused_at_the_start(folders: dict[str, Path], monke
         runner(folders["llama"])
 
 
-@needs_library
+@needs_bfloat16
 def test_a_paged_cache_needs_another_program(folders: dict[str, Path]) -> None:
     loaded = load_model(ModelSource(str(folders["llama"]), dtype="bfloat16", device="cpu"))
     fuse_model(loaded)
@@ -467,19 +468,22 @@ def test_a_paged_cache_needs_another_program(folders: dict[str, Path]) -> None:
         fuse_model(loaded, paged=True)
 
 
-def by_torch(folder: Path) -> LoadedModel:
-    loaded = load_model(ModelSource(str(folder), dtype="bfloat16", device="cpu"))
-    program = fuse_model(loaded)
+def by_torch(folder: Path) -> None:
+    program = fuse_model(load_model(ModelSource(str(folder), dtype="bfloat16", device="cpu")))
     assert isinstance(program, FusedDecoder)
     assert program.cpu_decoder is None
-    return loaded
 
 
 def test_torch_runs_what_it_cannot(folders: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Sizes that are no multiple of a vector, and any model where the library was not built or cannot be loaded."""
+    """Sizes that are no multiple of a vector, a dtype without instructions, and any model without the library."""
     config = transformers.LlamaConfig(**SHAPE | {"head_dim": 12}, num_key_value_heads=2)
     AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path)
     by_torch(tmp_path)
+    if runs(torch.bfloat16):
+        with monkeypatch.context() as patch:  # a processor without AVX512-BF16
+            patch.setattr(decoder.library(), "decoder_supported", lambda: 1)
+            by_torch(folders["llama"])
+            assert runs(torch.float32)
     other = tmp_path / "other.so"
     other.write_bytes(b"no library")
     for spec in (None, ModuleSpec("kernels._cpu_decoder", None, origin=str(other))):

@@ -90,7 +90,16 @@ def captured_loop(loaded: LoadedModel, *, with_kernels: bool = True) -> DecodeLo
     return loop
 
 
-@pytest.mark.usefixtures("by_torch")
+@pytest.mark.parametrize(("dtype", "is_any"), [("float32", False), ("bfloat16", True)])
+def test_a_target_in_float32_is_not_drawn_in_c(dtype: str, is_any: bool, load: Load) -> None:
+    """It draws in Python, as verification does; `tests/exactness/test_drafters` compares their tokens."""
+    model = ModelRunner.build(load("qwen3", dtype), 2, 48)
+    assert isinstance(model.program, FusedDecoder)
+    runs_c = model.program.cpu_decoder is not None
+    assert [model.has_loop_in_c(1, is_draft=each) for each in (True, False)] == [runs_c, runs_c and is_any]
+
+
+@pytest.mark.usefixtures("layers_by_torch")
 @pytest.mark.parametrize(
     ("name", "first", "fuse"),
     [

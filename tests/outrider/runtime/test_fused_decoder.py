@@ -38,7 +38,7 @@ def logits(model: ModelRunner, seed: int) -> Tensor:
     return torch.cat(rows)
 
 
-@pytest.mark.usefixtures("by_torch")
+@pytest.mark.usefixtures("layers_by_torch")
 @pytest.mark.parametrize(
     ("name", "packs"),
     [*((name, True) for name in CONFIGS), *((name, False) for name in ("llama-biased", "qwen3", "gemma3", "gpt2"))],

@@ -84,7 +84,7 @@ def _attend_groups_by_scores(
     return out[order] if len(order) else out
 
 
-@pytest.mark.usefixtures("by_torch")
+@pytest.mark.usefixtures("layers_by_torch")
 @pytest.mark.parametrize(
     ("name", "dtype"),
     [*product(FAMILIES, ["float32"]), *product(["llama", "gpt2", "gemma2", "gpt-oss"], ["bfloat16"])],
