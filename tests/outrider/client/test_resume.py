@@ -185,7 +185,7 @@ async def test_without_any_service_a_call_fails_after_its_retry_timeout_and_coun
 @pytest.mark.parametrize("number", [signal.SIGSTOP, pytest.param(signal.SIGKILL, marks=pytest.mark.slow)])
 def test_old_and_new_texts_continue_at_another_service(number: signal.Signals, demo_pair: Pair) -> None:
     """After SIGSTOP connections stay, and the system accepts new ones, without an answer on any."""
-    options: Options = {"temperature": 1.0, "seed": 11, "max_new_tokens": 80, "ignore_eos": True}
+    options: Options = {"temperature": 1.0, "seed": 11, "max_new_tokens": 400, "ignore_eos": True}
     counts = [0, 0]
     with Cluster() as cluster:
         victim = cluster.draft(demo_pair.verifier, flags="--drafter lookup")

@@ -14,16 +14,18 @@ from tests.outrider.http.conftest import events, plain, running_front, stream
 from tests.proxy import Proxy, Way
 
 FIELDS = {"prompt": "def area(radius):\n", "seed": 11, "max_tokens": 80, "ignore_eos": True}
+# A text that takes the pair about a second, so that a service is killed within it.
+LONG = FIELDS | {"max_tokens": 900}
 
 
 def test_a_killed_draft_service_is_not_seen(demo_pair: Pair, chat_folder: Path, ours: Client) -> None:
-    wanted = ours.complete("def area(radius):\n", seed=11, max_new_tokens=80, ignore_eos=True)
+    wanted = ours.complete("def area(radius):\n", seed=11, max_new_tokens=900, ignore_eos=True)
     with Cluster() as cluster:
         drafts = [cluster.draft(demo_pair.verifier, model=chat_folder) for _ in range(2)]
         wait_healthy(*drafts)
         addresses = ",".join(draft.address for draft in drafts)
         with running_front(addresses, retry_timeout=0.5) as url, httpx.Client(base_url=url) as http:
-            with http.stream("POST", "/v1/completions", json=FIELDS | {"stream": True}, timeout=60) as response:
+            with http.stream("POST", "/v1/completions", json=LONG | {"stream": True}, timeout=60) as response:
                 assert response.status_code == 200
                 texts, killed = [], None
                 for event in events(response):
@@ -35,7 +37,7 @@ def test_a_killed_draft_service_is_not_seen(demo_pair: Pair, chat_folder: Path, 
             assert killed is not None
             assert http.get("/health").status_code == 200
             (left,) = [draft for draft in drafts if draft is not killed]
-            with http.stream("POST", "/v1/completions", json=FIELDS | {"stream": True}, timeout=60) as response:
+            with http.stream("POST", "/v1/completions", json=LONG | {"stream": True}, timeout=60) as response:
                 lines = []
                 for line in response.iter_lines():
                     lines.append(line)
@@ -50,12 +52,12 @@ def test_a_killed_draft_service_is_not_seen(demo_pair: Pair, chat_folder: Path, 
 
 
 def test_a_killed_verifier_is_not_seen(chat_folder: Path, ours: Client) -> None:
-    wanted = ours.complete("def area(radius):\n", seed=11, max_new_tokens=200, ignore_eos=True)
+    wanted = ours.complete("def area(radius):\n", seed=11, max_new_tokens=900, ignore_eos=True)
     with Cluster() as cluster:
         verifiers = [cluster.verifier() for _ in range(2)]
         draft = cluster.draft(*verifiers, model=chat_folder)
         wait_healthy(*verifiers, draft)
-        body = FIELDS | {"max_tokens": 200, "stream": True}
+        body = LONG | {"stream": True}
         with (
             running_front(draft.address) as url,
             httpx.stream("POST", f"{url}/v1/completions", json=body, timeout=60) as response,
@@ -70,13 +72,13 @@ def test_a_killed_verifier_is_not_seen(chat_folder: Path, ours: Client) -> None:
 
 
 def test_a_text_waits_for_its_only_draft_service_to_come_back(demo_pair: Pair, chat_folder: Path, ours: Client) -> None:
-    wanted = ours.complete("def area(radius):\n", seed=11, max_new_tokens=80, ignore_eos=True)
+    wanted = ours.complete("def area(radius):\n", seed=11, max_new_tokens=900, ignore_eos=True)
     with Cluster() as cluster:
         draft = cluster.draft(demo_pair.verifier, model=chat_folder)
         wait_healthy(draft)
         with (
             running_front(draft.address, retry_timeout=60.0) as url,
-            httpx.stream("POST", f"{url}/v1/completions", json=FIELDS | {"stream": True}, timeout=90) as response,
+            httpx.stream("POST", f"{url}/v1/completions", json=LONG | {"stream": True}, timeout=90) as response,
         ):
             texts = []
             for event in events(response):
@@ -95,8 +97,7 @@ def test_a_full_service_is_429_and_a_slow_one_504(demo_pair: Pair, chat_folder: 
             running_front(draft.address, retry_timeout=0.0, timeout=0.5) as url,
             httpx.Client(base_url=url, timeout=60) as http,
         ):
-            long = FIELDS | {"max_tokens": 900}
-            with http.stream("POST", "/v1/completions", json=long | {"stream": True}) as held:
+            with http.stream("POST", "/v1/completions", json=LONG | {"stream": True}) as held:
                 assert held.status_code == 200
                 answer = http.post("/v1/completions", json=FIELDS)
                 assert (answer.status_code, answer.json()["error"]["type"]) == (429, "rate_limit_error")
@@ -105,7 +106,7 @@ def test_a_full_service_is_429_and_a_slow_one_504(demo_pair: Pair, chat_folder: 
                 held.read()
                 assert b'"error"' in held.content
             wait_until(lambda: draft.count("outrider_num_requests_running") == 0, 10.0, "the late text is cancelled")
-            answer = http.post("/v1/completions", json=long)
+            answer = http.post("/v1/completions", json=LONG)
             assert answer.status_code == 504
             assert answer.json()["error"]["type"] == "server_error"
             wait_until(lambda: draft.count("outrider_num_requests_running") == 0, 10.0, "the late text is cancelled")
