@@ -1,14 +1,14 @@
 /* The decode loop in C: draws a token of each sequence, runs those, and so on, by our own decoder or by llama.cpp. See
  * kernels/cpu_decode_loop.py.
  *
- * A draft token is drawn as in kernels/sampling.py and kernels/sparse.py: filters, truncation, rounding to integers, then
- * the inverse CDF of the integers. Sums are of float32 in one order, so a bound may fall one token beside Python's. q̂ is
- * the distribution that was drawn from all the same. A token of the target is drawn from p, which is not truncated.
+ * A draft token is drawn as in kernels/sampling.py and kernels/sparse.py: filters, truncation, rounding to integers,
+ * then the inverse CDF of the integers. Sums are of float32 in one order, so a bound may fall one token beside Python's.
+ * q̂ is the distribution that was drawn from all the same. A token of the target is drawn from p, which is not truncated.
  */
 
 #if defined(__x86_64__) && defined(__linux__) && defined(__GNUC__) && !defined(__clang__)
 
-#include "cpu_decoder.h"
+#include "cpu_sampling.h"
 
 #define NO_LOGITS -1
 #define UNSURE -2
@@ -19,12 +19,11 @@
 /* How the tokens of a sequence are drawn: `kernels.sampling.Draw`. */
 typedef struct {
     int32_t tokens; /* to draw, at least 1 */
-    int32_t top_k;  /* 0: off */
     int32_t stops;
-    float temperature, top_p, min_p;
+    Params params;
     const float *max_entropy; /* [tokens] */
     const int64_t *uniforms;  /* [tokens], integers below 2^53 */
-    const float *noise;       /* [tokens, vocab_size]: log(1 - v), see `kernels.rng.unit`; NULL: by uniforms */
+    const uint64_t *noise;    /* [tokens, 2]: seed and position; NULL: by uniforms */
     const int32_t *stop;      /* [stops]: nothing is drawn after one of these tokens */
 } Draw;
 
@@ -46,147 +45,11 @@ typedef struct {
     const volatile int32_t *interrupted; /* not 0: the loop ends after the token that it draws */
 } Loop;
 
-INLINE __mmask16 lanes(int left) { return left >= 16 ? 0xffff : (__mmask16)((1u << left) - 1); }
-
-INLINE __m512 read(const float *z, int i, int size) {
-    return _mm512_mask_loadu_ps(_mm512_set1_ps(-INFINITY), lanes(size - i), z + i);
-}
-
-INLINE double sum_of(__m512 v) {
-    __m256 high = _mm512_extractf32x8_ps(v, 1);
-    return _mm512_reduce_add_pd(_mm512_add_pd(_mm512_cvtps_pd(_mm512_castps512_ps256(v)), _mm512_cvtps_pd(high)));
-}
-
-INLINE float of_bits(int32_t bits) {
-    float value;
-    memcpy(&value, &bits, sizeof value);
-    return value;
-}
-
-/* The largest of z; NaN if there is one. */
-static float largest(const float *z, int size) {
-    __m512 most = _mm512_set1_ps(-INFINITY);
-    __mmask16 is_nan = 0;
-    for (int i = 0; i < size; i += 16) {
-        __m512 v = read(z, i, size);
-        is_nan |= _mm512_cmp_ps_mask(v, v, _CMP_UNORD_Q);
-        most = _mm512_max_ps(most, v);
-    }
-    return is_nan ? NAN : _mm512_reduce_max_ps(most);
-}
-
-/* The first element with this value; there is one. */
-static int first_with(const float *z, int size, float value) {
-    for (int i = 0;; i += 16) {
-        __mmask16 found = _mm512_cmp_ps_mask(read(z, i, size), _mm512_set1_ps(value), _CMP_EQ_OQ);
-        if (found) return i + __builtin_ctz(found);
-    }
-}
-
-/* log of the probabilities, up to a constant: 0 for the largest logit. */
-INLINE __m512 scaled(const float *z, int i, int size, float most, float temperature) {
-    return _mm512_div_ps(_mm512_sub_ps(read(z, i, size), _mm512_set1_ps(most)), _mm512_set1_ps(temperature));
-}
-
-/* e^`scaled`; returns their sum. */
-static float exponentials(const float *z, float *out, int size, float most, float temperature) {
-    __m512 total = _mm512_setzero_ps();
-    for (int i = 0; i < size; i += 16) {
-        __m512 e = exponential(scaled(z, i, size, most, temperature));
-        total = _mm512_add_ps(total, e);
-        _mm512_mask_storeu_ps(out + i, lanes(size - i), e);
-    }
-    return _mm512_reduce_add_ps(total);
-}
-
-/* Of the tokens with at least `least`, in nats. */
-static float entropy_from(float least, const float *z, const float *e, int size, float most, float temperature) {
-    __m512 total = _mm512_setzero_ps(), weighed = total;
-    for (int i = 0; i < size; i += 16) {
-        __m512 v = read(e, i, size), s = _mm512_max_ps(scaled(z, i, size, most, temperature), _mm512_set1_ps(-104.0f));
-        __mmask16 stay = _mm512_cmp_ps_mask(v, _mm512_set1_ps(least), _CMP_GE_OQ);
-        total = _mm512_mask_add_ps(total, stay, total, v);
-        weighed = _mm512_mask_add_ps(weighed, stay, weighed, _mm512_mul_ps(v, s));
-    }
-    float sum = _mm512_reduce_add_ps(total);
-    return logf(sum) - _mm512_reduce_add_ps(weighed) / sum;
-}
-
-/* Tokens by their e, at most 1. After the last one follow 16 values of -1. */
-typedef struct {
-    float *e;
-    int32_t *ids;
-    int size;
-    float mass;
-} Tokens;
-
-/* Collects the tokens whose e is above `bound`, in the order of their ids. */
-static void collect(const float *e, int size, float bound, Tokens *out) {
-    __m512i id = _mm512_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15);
-    __m512 mass = _mm512_setzero_ps();
-    int count = 0;
-    for (int i = 0; i < size; i += 16) {
-        __m512 v = read(e, i, size);
-        __mmask16 above = _mm512_cmp_ps_mask(v, _mm512_set1_ps(bound), _CMP_GT_OQ);
-        if (!above) continue;
-        mass = _mm512_mask_add_ps(mass, above, mass, v);
-        _mm512_storeu_ps(out->e + count, _mm512_maskz_compress_ps(above, v));
-        _mm512_storeu_si512(out->ids + count,
-                            _mm512_maskz_compress_epi32(above, _mm512_add_epi32(id, _mm512_set1_epi32(i))));
-        count += __builtin_popcount(above);
-    }
-    _mm512_storeu_ps(out->e + count, _mm512_set1_ps(-1.0f));
-    out->size = count, out->mass = _mm512_reduce_add_ps(mass);
-}
-
-/* How many tokens reach `bound`; their sum goes to `mass`. */
-static int count_from(const Tokens *tokens, float bound, float *mass) {
-    __m512 sum = _mm512_setzero_ps();
-    int count = 0;
-    for (int i = 0; i < tokens->size; i += 16) {
-        __m512 v = _mm512_loadu_ps(tokens->e + i);
-        __mmask16 reaching = _mm512_cmp_ps_mask(v, _mm512_set1_ps(bound), _CMP_GE_OQ);
-        sum = _mm512_mask_add_ps(sum, reaching, sum, v);
-        count += __builtin_popcount(reaching);
-    }
-    *mass = _mm512_reduce_add_ps(sum);
-    return count;
-}
-
-/* The largest bound that `count` tokens reach, or tokens with `mass` together; 0 if there are fewer. By bisection of the
- * bits, whose order is that of the values. */
-static int32_t bound_of(const Tokens *tokens, int count, float mass) {
-    int32_t low = 0, high = 0x3f800001; /* above 1 */
-    float found;
-    if (count_from(tokens, 0.0f, &found) < count && found < mass) return 0;
-    while (high - low > 1) {
-        int32_t middle = low + (high - low) / 2;
-        if (count_from(tokens, of_bits(middle), &found) >= count || found >= mass) low = middle;
-        else high = middle;
-    }
-    return low;
-}
-
-/* Removes the mass of tokens that the filters drop from `total`, and returns the least e of those that stay. Tokens up to
- * `ignored` are not looked at. */
-static float filter(const Draw *draw, const float *e, int size, float ignored, float *total, Tokens *tokens) {
-    float bound = 0.0f;
-    if (!(0 < draw->top_k && draw->top_k < size) && draw->top_p >= 1.0f && draw->min_p <= 0.0f) return bound;
-    collect(e, size, ignored, tokens);
-    int32_t bits;
-    if (0 < draw->top_k && draw->top_k < size && (bits = bound_of(tokens, draw->top_k, INFINITY)))
-        count_from(tokens, bound = of_bits(bits), total);
-    if (draw->top_p < 1.0f && (bits = bound_of(tokens, INT32_MAX, draw->top_p * *total)))
-        count_from(tokens, bound = of_bits(bits), total);
-    if (draw->min_p > bound) count_from(tokens, bound = draw->min_p, total);
-    return bound;
-}
-
 /* q̂ of unnormalised probabilities e. */
 static void truncate(const Loop *loop, const Draw *draw, const float *e, float total, Tokens *tokens, uint32_t *ids,
                      uint16_t *weights, Sample *sample) {
     int size = loop->vocab_size, most = loop->max_support;
-    float least = filter(draw, e, size, LEAST, &total, tokens);
+    float least = filter(&draw->params, e, size, LEAST, &total, tokens);
     least = least > 0.0f ? nextafterf(least, 0.0f) : 0.0f; /* `collect` takes what is above */
     if (least < LEAST) least = LEAST;
     float kept_mass = loop->keep_mass * total, first = total * (1.0f - loop->keep_mass) / FIRST_SHARE;
@@ -217,30 +80,6 @@ static float entropy_of_weights(const Sample *sample, const uint16_t *weights) {
     return (float)(log(sample->total) - sum / sample->total);
 }
 
-/* Sets every e below `least` to 0, and returns the inverse CDF of the rest. Sums are of float64. */
-static int token_of(float *e, int size, float least, int64_t uniform) {
-    double total = 0.0, below = 0.0;
-    for (int i = 0; i < size; i += 16) {
-        __mmask16 in = lanes(size - i);
-        __m512 v = _mm512_maskz_loadu_ps(in, e + i);
-        v = _mm512_maskz_mov_ps(_mm512_cmp_ps_mask(v, _mm512_set1_ps(least), _CMP_GE_OQ), v);
-        _mm512_mask_storeu_ps(e + i, in, v);
-        total += sum_of(v);
-    }
-    double target = (double)uniform / 9007199254740992.0 * total; /* below the total, so a block reaches above it */
-    int token = -1;
-    for (int i = 0; i < size && token < 0; i += 16) {
-        double sum = sum_of(_mm512_maskz_loadu_ps(lanes(size - i), e + i));
-        if (below + sum <= target) {
-            below += sum;
-            continue;
-        }
-        for (int j = i; j < size && j < i + 16 && below <= target; j++)
-            if (e[j] > 0.0f) token = j, below += e[j];
-    }
-    return token;
-}
-
 /* Draws token `t` of a sequence from its logits, which become scores where noise decides. */
 static void draw_token(const Loop *loop, int sequence, int t, float *z) {
     const Draw *draw = loop->draw + sequence;
@@ -253,31 +92,24 @@ static void draw_token(const Loop *loop, int sequence, int t, float *z) {
     Tokens tokens = {e + size + 32, (int32_t *)(e + 2 * (size + 32)), 0, 0.0f};
     if (!isfinite(most)) {
         sample->token = NO_LOGITS;
-    } else if (draw->temperature == 0.0f) {
+    } else if (draw->params.temperature == 0.0f) {
         if (max_entropy < INFINITY) {
             exponentials(z, e, size, most, 1.0f);
             entropy = entropy_from(0.0f, z, e, size, most, 1.0f);
         }
         sample->token = first_with(z, size, most);
     } else {
-        float total = exponentials(z, e, size, most, draw->temperature);
+        float total = exponentials(z, e, size, most, draw->params.temperature);
         if (draw->noise) {
-            float least = filter(draw, e, size, ignored, &total, &tokens);
-            if (max_entropy < INFINITY) entropy = entropy_from(least, z, e, size, most, draw->temperature);
-            const float *noise = draw->noise + (int64_t)t * size;
-            __m512 smallest = _mm512_setzero_ps();
-            for (int i = 0; i < size; i += 16) {
-                __m512 v = read(e, i, size), bound = _mm512_set1_ps(least);
-                v = _mm512_maskz_mov_ps(_mm512_cmp_ps_mask(v, bound, _CMP_GE_OQ), v);
-                v = _mm512_div_ps(v, _mm512_maskz_loadu_ps(lanes(size - i), noise + i));
-                smallest = _mm512_mask_min_ps(smallest, lanes(size - i), smallest, v);
-                _mm512_mask_storeu_ps(z + i, lanes(size - i), v);
-            }
-            sample->token = first_with(z, size, _mm512_reduce_min_ps(smallest));
+            float least = filter(&draw->params, e, size, ignored, &total, &tokens);
+            if (max_entropy < INFINITY) entropy = entropy_from(least, z, e, size, most, draw->params.temperature);
+            Words key = noise_key(draw->noise[2 * t], (uint32_t)draw->noise[2 * t + 1]);
+            sample->token = best_with_noise(e, least, &key, size, z);
         } else if (!loop->max_support) {
-            float least = filter(draw, e, size, ignored, &total, &tokens);
-            if (max_entropy < INFINITY) entropy = entropy_from(least, z, e, size, most, draw->temperature);
-            sample->token = token_of(e, size, least, draw->uniforms[t]);
+            float least = filter(&draw->params, e, size, ignored, &total, &tokens);
+            if (max_entropy < INFINITY) entropy = entropy_from(least, z, e, size, most, draw->params.temperature);
+            double mass = keep_from(least, e, size);
+            sample->token = inverse_cdf(e, size, (double)draw->uniforms[t] / 9007199254740992.0 * mass);
         } else {
             uint32_t *ids = loop->ids + first;
             uint16_t *weights = loop->weights + first;

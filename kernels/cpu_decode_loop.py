@@ -10,19 +10,30 @@ from collections.abc import Collection, Iterator, Sequence
 import numpy as np
 from torch import Tensor
 
-from kernels.rng import noise_rows
-from kernels.sampling import Draw, Sample
+from kernels.sampling import Draw, Sample, SamplingParams
 from kernels.sparse import SparseConfig, SparseDistribution
 
 _Pointer = ctypes.c_void_p
+
+
+class ParamsStruct(ctypes.Structure):
+    """`Params` of the C code."""
+
+    _fields_ = [("top_k", ctypes.c_int32), *((name, ctypes.c_float) for name in ("temperature", "top_p", "min_p"))]
+
+    @classmethod
+    def of(cls, params: SamplingParams) -> "ParamsStruct":
+        # A temperature that float32 would round to zero: as in `sampling`.
+        temperature = params.temperature if params.is_greedy else max(params.temperature, 1.2e-38)
+        return cls(params.top_k, temperature, params.top_p, params.min_p)
 
 
 class DrawStruct(ctypes.Structure):
     """`Draw` of the C code."""
 
     _fields_ = [
-        *((name, ctypes.c_int32) for name in ("tokens", "top_k", "stops")),
-        *((name, ctypes.c_float) for name in ("temperature", "top_p", "min_p")),
+        *((name, ctypes.c_int32) for name in ("tokens", "stops")),
+        ("params", ParamsStruct),
         *((name, _Pointer) for name in ("max_entropy", "uniforms", "noise", "stop")),
     ]
 
@@ -105,11 +116,11 @@ class LoopArrays:
         self.rows_kept = count if config is None else sum(map(len, draws))
         uniforms = np.zeros((count, most), np.int64)
         max_entropies = np.zeros((count, most), np.float32)
-        noise: list[Tensor | None] = []
+        noise: list[np.ndarray | None] = []
         for i, each in enumerate(draws):
             max_entropies[i, : len(each)] = [draw.max_entropy for draw in each]
             positioned = [draw.noise for draw in each if draw.noise is not None]
-            noise.append(noise_rows(positioned, vocab_size).log1p() if positioned else None)
+            noise.append(np.array(positioned, np.uint64) if positioned else None)
             if not positioned:
                 uniforms[i, : len(each)] = [int(draw.uniform * 2.0**53) for draw in each]
         support, keep_mass = (0, 1.0) if config is None else (config.max_support, config.keep_mass)
@@ -138,14 +149,11 @@ class LoopArrays:
 
 
 def _draw_of(
-    draws: Sequence[Draw], max_entropies: np.ndarray, uniforms: np.ndarray, noise: Tensor | None, stop: np.ndarray
+    draws: Sequence[Draw], max_entropies: np.ndarray, uniforms: np.ndarray, noise: np.ndarray | None, stop: np.ndarray
 ) -> DrawStruct:
-    params = draws[0].params
-    # A temperature that float32 would round to zero: as in `sampling`.
-    temperature = params.temperature if params.is_greedy else max(params.temperature, 1.2e-38)
     return DrawStruct(
-        len(draws), params.top_k, len(stop), temperature, params.top_p, params.min_p, max_entropies.ctypes.data,
-        uniforms.ctypes.data, None if noise is None else noise.data_ptr(), stop.ctypes.data,
+        len(draws), len(stop), ParamsStruct.of(draws[0].params), max_entropies.ctypes.data, uniforms.ctypes.data,
+        None if noise is None else noise.ctypes.data, stop.ctypes.data,
     )  # fmt: skip
 
 

@@ -71,7 +71,7 @@ def library() -> Any:
         loaded = None if found is None or found.origin is None else ctypes.CDLL(found.origin)
     except OSError:
         return None
-    if loaded is None or not loaded.decoder_supported() or not hasattr(loaded, "decoder_loop_sizes"):
+    if loaded is None or not loaded.decoder_supported() or not hasattr(loaded, "verify_sizes"):
         return None
     sizes = (ctypes.c_int32 * 8)()
     loaded.decoder_sizes(sizes)

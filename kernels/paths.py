@@ -14,6 +14,7 @@ from kernels.adjustments import RowAdjustment
 from kernels.dense import DraftLogits, SigmoidScales
 from kernels.sampling import SamplingParams
 from kernels.verify import Proposed, Rule, implementation_for, implementations, verify
+from kernels.verify_c import is_available
 
 AUTO = "auto"
 _FEW = 256
@@ -100,6 +101,8 @@ def obstacle(name: str, device: torch.device, built: Collection[str]) -> str | N
             return "it needs a CUDA device, or TRITON_INTERPRET=1 in the environment to interpret it, slowly"
         if find_spec("triton") is None:
             return "triton is not installed"
+    if name == "c" and not is_available():
+        return "it needs x86-64 with AVX512, Linux, and the library that a C compiler builds with the package"
     if name not in built:
         return f"this build has only {', '.join(built)}"
     return None

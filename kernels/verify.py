@@ -188,6 +188,7 @@ class _Implementation(Protocol):
 
 _MODULES = {
     "torch": "kernels.verify_torch",
+    "c": "kernels.verify_c",  # on processors with AVX512
     "triton": "kernels.verify_triton",  # imported on use: triton is optional
 }
 
@@ -197,7 +198,11 @@ SUPPORTED_RULES: frozenset[Rule] = frozenset(Rule)
 
 def implementation_for(device: torch.device) -> str:
     """Return the name of the implementation that `verify` picks for logits on `device`."""
-    return "triton" if device.type == "cuda" and find_spec("triton") is not None else "torch"
+    if device.type == "cuda" and find_spec("triton") is not None:
+        return "triton"
+    from kernels import verify_c  # which imports this module
+
+    return "c" if device.type == "cpu" and verify_c.is_available() else "torch"
 
 
 def implementations() -> tuple[str, ...]:
@@ -211,7 +216,7 @@ def verify(logits: Tensor, proposals: Sequence[Proposed], implementation: str | 
     Args:
         logits: `[R, V]` with R = Σ(γ_b + 1), the rows of each proposal in order, one proposal after the other.
         proposals: any mixture of sampling parameters, rules and γ.
-        implementation: "torch" or "triton"; by default the fastest on the logits' device.
+        implementation: "torch", "c" or "triton"; by default the fastest on the logits' device.
 
     Returns:
         One result per proposal. A bad row makes the result of its own proposal BAD_LOGITS; the others are not affected.

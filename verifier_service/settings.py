@@ -39,7 +39,7 @@ class VerifierSettings(ServiceSettings):
         description="longest time that a step waits for sequences about to send a round, in milliseconds; never longer "
         "than the fixed cost of a step; 0: no wait",
     )
-    verify_path: Literal["auto", "torch", "triton"] = Field(
+    verify_path: Literal["auto", "torch", "c", "triton"] = Field(
         "auto",
         description="implementation of verification; auto: the fastest on the device",
     )

@@ -13,7 +13,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from kernels import verify_torch
+from kernels import verify_c, verify_torch
 from kernels.dense import DenseDistribution, DraftLogits, SigmoidScales
 from kernels.sampling import SamplingParams
 from kernels.sparse import SparseConfig, SparseDistribution, sparsify
@@ -31,6 +31,7 @@ WHOLE = SparseConfig(keep_mass=1.0)
 PATHS: dict[str, tuple[Verify, float, int]] = {
     "reference": (reference.verify, 1e-12, EXACT),
     "torch": (verify_torch.verify, 2e-6, 28),  # a float32 softmax
+    "c": (verify_c.verify, 2e-6, 28),
 }
 """The total variation that each may have, and the bisections that find edges far more precisely than that."""
 _DRAFTS = [(x1, x2) for x1 in range(V) for x2 in range(V)]

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from kernels import verify as verification
 from kernels.verify import Proposed, VerifyResult
+from kernels.verify_c import is_available
 
 verification._MODULES.setdefault("reference", "tests.kernels.reference")  # so that `verify` takes it, after its checks
 
@@ -31,7 +32,9 @@ _MARKS = [
 ]
 TRITON = pytest.param("triton", marks=_MARKS)
 
-PATHS = (*HOST, TRITON)
+C = pytest.param("c", marks=pytest.mark.skipif(not is_available(), reason="the processor has no AVX512"))
+
+PATHS = (*HOST, C, TRITON)
 
 
 def verify(logits: Tensor, proposals: Sequence[Proposed], path: str | None = None) -> list[VerifyResult]:

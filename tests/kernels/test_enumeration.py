@@ -30,10 +30,11 @@ from tests.kernels.enumeration import (
     random_pair,
     total_variation,
 )
-from tests.kernels.paths import verify_by_triton
+from tests.kernels.paths import HOST, C, verify_by_triton
 
 EXACT_RULES = pytest.mark.parametrize("rule", [Rule.TOKENWISE, Rule.BLOCK])
-ON_HOST = pytest.mark.parametrize("path", PATHS)
+ON_HOST = pytest.mark.parametrize("path", [*HOST, C])
+IN_PYTHON = pytest.mark.parametrize("path", HOST)
 TWO = SparseConfig(max_support=2)
 
 
@@ -80,7 +81,9 @@ def test_the_compiled_kernels_emit_the_targets_distribution(rule: Rule) -> None:
     assert total_variation(emitted(verify_by_triton, pair, EXACT), pair.target) < 4e-6
 
 
-@pytest.mark.parametrize(("path", "lenience"), [("reference", 0.5), ("torch", 0.5), ("torch", 0.1)])
+@pytest.mark.parametrize(
+    ("path", "lenience"), [("reference", 0.5), ("torch", 0.5), ("torch", 0.1), pytest.param("c", 0.1, marks=C.marks)]
+)
 def test_lenience_keeps_every_token_below_its_bound(path: str, lenience: float) -> None:
     """[L A.5]: the first token has P(x) ≤ p(x)/l; moreover P - p is the excess that acceptance alone causes."""
     verify, bound, bisections = PATHS[path]
@@ -139,7 +142,7 @@ def _residual(path: str, wrong: Callable[[np.ndarray, np.ndarray], np.ndarray]) 
     return wrong if path == "reference" else of_sparse
 
 
-@ON_HOST
+@IN_PYTHON
 @pytest.mark.parametrize("name", mutants("reference"))
 def test_a_wrong_rule_is_detected(name: str, path: str, monkeypatch: pytest.MonkeyPatch) -> None:
     mutant = mutants(path)[name]

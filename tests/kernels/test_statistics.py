@@ -20,7 +20,7 @@ from kernels.sparse import SparseConfig, SparseDistribution, sparsify
 from kernels.verify import Proposed, Rule
 from outrider.evaluation.chisquare import goodness_of_fit
 from tests.kernels.cases import gaussian
-from tests.kernels.paths import verify
+from tests.kernels.paths import C, verify
 
 V = 16
 LEVEL = 1e-6  # seeds are fixed: a failure is a defect and no bad luck
@@ -92,11 +92,12 @@ def pair_p_value(run: Run) -> float:
     [(WHOLE, Rule.TOKENWISE), (SparseConfig(max_support=8), Rule.TOKENWISE), (WHOLE, Rule.BLOCK)],
     ids=["whole", "truncated", "block"],
 )
-def test_every_emitted_token_has_the_targets_distribution(config: SparseConfig, rule: Rule, n: int) -> None:
+@pytest.mark.parametrize("path", ["torch", C])
+def test_every_emitted_token_has_the_targets_distribution(config: SparseConfig, rule: Rule, n: int, path: str) -> None:
     """At level 1e-6 and 15 cells, 10,240 tokens detect a total variation of 0.05 with 99.9 %; the 26,880 of `-m slow`
     one of 0.03.
     """
-    run = generate(reversed_draft(config), n, rule=rule)
+    run = generate(reversed_draft(config), n, rule=rule, path=path)
     assert min(token_p_value(run), pair_p_value(run)) > LEVEL
     if rule is Rule.TOKENWISE:
         assert 0.1 < run.beta < 0.9
@@ -121,7 +122,7 @@ def test_block_without_the_round_in_the_counter_is_detected(monkeypatch: pytest.
     (q,) = sparsify(torch.tensor([[0.01, 0.99]]), WHOLE)
 
     def p_value() -> float:
-        return token_p_value(generate(q, 80, z, sequences=128, gamma=4, rule=Rule.BLOCK), p)
+        return token_p_value(generate(q, 80, z, sequences=128, gamma=4, rule=Rule.BLOCK, path="torch"), p)
 
     def by_position(seed: int, base_length: int, index: int, domain: Domain, draw: int = 0) -> float:
         return rng.uniform(seed, base_length + index, 0, domain, draw)
@@ -136,4 +137,4 @@ def test_noise_shared_between_drafting_and_acceptance_is_detected(monkeypatch: p
         return rng.uniform(seed, base_length, index, Domain.DRAFT, draw)
 
     monkeypatch.setattr(verification, "uniform", of_the_draft)
-    assert token_p_value(generate(reversed_draft(WHOLE), n=60)) < LEVEL
+    assert token_p_value(generate(reversed_draft(WHOLE), n=60, path="torch")) < LEVEL

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import replace
+from functools import partial
 from importlib.util import find_spec
 from itertools import pairwise
 from typing import Any
@@ -12,7 +13,6 @@ import numpy as np
 import pytest
 import torch
 
-from kernels import verify_torch
 from kernels.adjustments import Adjuster, LogitRules, apply
 from kernels.dense import DenseDistribution, DraftLogits, SigmoidScales
 from kernels.logprobs import SCORED_ROWS, prompt_logprobs
@@ -20,9 +20,10 @@ from kernels.paths import PathUnavailable, choose, try_out, warm_up
 from kernels.rng import Domain, uniform
 from kernels.sampling import SamplingParams, probabilities
 from kernels.verify import Rule, Uniforms, implementation_for
+from kernels.verify_c import is_available
 from tests.kernels import reference
 from tests.kernels.cases import gaussian, n_differing, propose, random_batch, sparse
-from tests.kernels.paths import DEVICE, PATHS, TRITON, verify
+from tests.kernels.paths import DEVICE, PATHS, TRITON, C, verify
 
 
 @pytest.mark.parametrize(
@@ -32,12 +33,16 @@ from tests.kernels.paths import DEVICE, PATHS, TRITON, verify
         *((300, 30, dtype) for dtype in (torch.bfloat16, torch.float16, torch.float64)),
     ],
 )
-def test_torch_agrees_with_the_reference(V: int, size: int, dtype: torch.dtype) -> None:
+@pytest.mark.parametrize("path", ["torch", C])
+def test_the_host_agrees_with_the_reference(path: str, V: int, size: int, dtype: torch.dtype) -> None:
     logits, proposals = random_batch(V, V, size, dtype)
-    assert n_differing(verify_torch.verify, reference.verify, logits, proposals) <= 1
+    assert n_differing(partial(verify, path=path), reference.verify, logits, proposals) <= 1
 
 
-BATCHES = pytest.mark.parametrize(("path", "size"), [("torch", 24), pytest.param("triton", 3, marks=TRITON.marks)])
+BATCHES = pytest.mark.parametrize(
+    ("path", "size"),
+    [("torch", 24), pytest.param("c", 24, marks=C.marks), pytest.param("triton", 3, marks=TRITON.marks)],
+)
 
 
 @BATCHES
@@ -97,7 +102,7 @@ def test_logprobs_are_raw_and_adjusted(path: str) -> None:
     assert result.logprobs[1].top_adjusted[0] == -math.inf
 
 
-@pytest.mark.parametrize("path", ["torch", TRITON])
+@pytest.mark.parametrize("path", ["torch", C, TRITON])
 def test_probabilities_of_drafted_tokens_are_p_of_their_rows(path: str) -> None:
     """Also after a rejection; under `tokenwise` those of point masses are β. The other proposals ask for none."""
     logits, proposals = random_batch(seed=6, V=61, size=4 if path == "triton" else 40)
@@ -113,7 +118,7 @@ def test_probabilities_of_drafted_tokens_are_p_of_their_rows(path: str) -> None:
         first += each.gamma + 1
 
 
-@pytest.mark.parametrize("path", ["torch", TRITON])
+@pytest.mark.parametrize("path", ["torch", C, TRITON])
 def test_a_point_mass_is_accepted_with_p(path: str) -> None:
     proposed = propose((3, 4, 5), reports_probabilities=True)
     (result,) = verify(gaussian(2, 4, 9), [proposed], path)
@@ -183,7 +188,8 @@ CPU, CUDA = torch.device("cpu"), torch.device("cuda:1")
 
 @pytest.mark.parametrize("device", [CPU, CUDA])
 def test_the_device_picks_the_path_unless_one_is_named(device: torch.device) -> None:
-    fastest = "triton" if device == CUDA and find_spec("triton") else "torch"
+    has_triton = find_spec("triton") is not None
+    fastest = "c" if device == CPU and is_available() else "triton" if device == CUDA and has_triton else "torch"
     assert choose("auto", device).name == implementation_for(device) == fastest
     assert choose("reference", device).name == "reference"
 

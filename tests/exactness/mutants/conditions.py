@@ -35,10 +35,18 @@ def _slow_steps(seconds: float) -> None:
 
 
 def layers_by_torch() -> None:
-    """As where the decoder in C cannot run: torch runs the layers, and tokens are drawn in Python."""
+    """As where the C code cannot run: torch runs the layers, and tokens are drawn and verified in Python."""
     from kernels import cpu_decoder
 
     setattr(cpu_decoder, "can_run", lambda *_, **__: False)  # noqa: B010  # its type names each argument
+    verification_by_torch()
+
+
+def verification_by_torch() -> None:
+    """Tokens are verified in Python, also where the C code could."""
+    from kernels import verify_c
+
+    verify_c.is_available = lambda: False  # type: ignore[assignment]
 
 
 def slow_steps() -> None:

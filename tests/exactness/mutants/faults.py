@@ -36,6 +36,7 @@ def shared_noise() -> None:
 
 def shared_resampling() -> None:
     """The verifier samples the next token with the uniform of the failed acceptance test."""
+    conditions.verification_by_torch()
     _redirect("kernels.verify", rng.Domain.RESAMPLE, rng.Domain.ACCEPT)
 
 
@@ -43,6 +44,7 @@ def repeated_noise() -> None:
     """The verifier's uniforms do not depend on the round: every round of a sequence gets the same ones."""
     from kernels import verify
 
+    conditions.verification_by_torch()
     _replace(verify, "uniform", lambda seed, base_length, *counter: rng.uniform(seed, 0, *counter))
 
 
@@ -71,6 +73,7 @@ def negative_residual() -> None:
         rest[ids] -= q
         return rest
 
+    conditions.verification_by_torch()
     _replace(verify_torch, "residual", residual)
 
 
@@ -250,6 +253,7 @@ def noise_of_the_round() -> None:
         base = proposal.base_length
         return original(rows, start, proposal)
 
+    conditions.verification_by_torch()
     _replace(verify_torch, "_walk_coupled", walk)
     _displace_noise("kernels.verify_torch", lambda positions: [(seed, base) for seed, _ in positions])
 
