@@ -163,14 +163,13 @@ class Sample(NamedTuple):
     scores: Tensor | None = None
 
 
-def sample(logits: Tensor, draws: Sequence[Draw], config: SparseConfig | None) -> list[Sample]:
+def sample(logits: Tensor, draws: Sequence[Draw], config: SparseConfig) -> list[Sample]:
     """Sample one token from each row of `logits` `[B, V]`, on the host; rows are independent.
 
     Args:
         logits: with penalties applied.
         draws: one per row.
-        config: how q is truncated. None, for the target, draws from p itself, as verification draws after the last
-            draft; then samples have neither q nor scores.
+        config: how q is truncated.
 
     Raises:
         ValueError: the number of draws is not the number of rows.
@@ -192,15 +191,13 @@ def sample(logits: Tensor, draws: Sequence[Draw], config: SparseConfig | None) -
     return samples
 
 
-def _sample_alike(logits: Tensor, draws: Sequence[Draw], config: SparseConfig | None) -> list[Sample]:
+def _sample_alike(logits: Tensor, draws: Sequence[Draw], config: SparseConfig) -> list[Sample]:
     """As `sample`, for at least one draw; all have the same parameters, and noise or uniforms."""
     params = draws[0].params
     if params.is_greedy:
-        samples = _largest(logits.float().cpu(), draws)
-    else:
-        p = probabilities(logits, params).cpu()
-        samples = _inverse_cdf(p.numpy(), draws, config) if draws[0].noise is None else _gumbel_max(p, draws)
-    return samples if config is not None else [Sample(each.token) for each in samples]
+        return _largest(logits.float().cpu(), draws)
+    p = probabilities(logits, params).cpu()
+    return _inverse_cdf(p.numpy(), draws, config) if draws[0].noise is None else _gumbel_max(p, draws)
 
 
 def inverse_cdf(weights: np.ndarray, u: float) -> int:
@@ -257,16 +254,12 @@ def _gumbel_max(p: Tensor, draws: Sequence[Draw]) -> list[Sample]:
     return samples
 
 
-def _inverse_cdf(p: np.ndarray, draws: Sequence[Draw], config: SparseConfig | None) -> list[Sample]:
+def _inverse_cdf(p: np.ndarray, draws: Sequence[Draw], config: SparseConfig) -> list[Sample]:
     # p: [B, V]
     samples = []
     for row, draw in zip(p, draws, strict=True):
         if math.isnan(row[0]):
             samples.append(Sample(NO_LOGITS))
-            continue
-        if config is None:
-            is_unsure = draw.max_entropy < math.inf and entropy(row) > draw.max_entropy
-            samples.append(Sample(UNSURE if is_unsure else inverse_cdf(row, draw.uniform)))
             continue
         q = truncate(row, config)
         if draw.max_entropy < math.inf and entropy(q.weights / q.total) > draw.max_entropy:

@@ -78,7 +78,7 @@ class TargetRunner:
         self._model_runner = model_runner
         self._vocab_size = vocab_size
         self._verify_path = verify_path
-        self.loop = DecodeLoop(model_runner, vocab_size, None)
+        self.loop = DecodeLoop(model_runner, vocab_size, None, verify_path)
         self.interrupt = self.loop.interrupt
 
     @torch.inference_mode()

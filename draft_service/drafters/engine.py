@@ -74,6 +74,7 @@ class DraftEngine(Engine[Propose | Close, DraftWork, list[Drawn]]):
         """
         super().__init__(model_runner, name="draft-engine", threads=threads)
         self.mask_token = model_runner.loaded.mask_token
+        self._config = config
         self.loop = DecodeLoop(model_runner, min(vocab_size, model_runner.loaded.vocab_size), config)
         self._target_size = vocab_size
         self.staging = staging
@@ -265,7 +266,7 @@ class DraftEngine(Engine[Propose | Close, DraftWork, list[Drawn]]):
                 draws += row_draws(item.sequence, item.guesses, item.rows)
                 changes += row_adjustments(item.sequence, item.guesses or self._stand_ins(item), item.rows)
         z = apply(z, changes)
-        samples = sample(z, draws, self.loop.config)
+        samples = sample(z, draws, self._config)
         drawn, row = list[Drawn](), 0
         for item in work:
             own = samples[row : row + item.rows]

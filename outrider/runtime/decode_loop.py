@@ -1,8 +1,9 @@
 """The decode loop: samples several tokens in a row for each of a few sequences, in one call.
 
 Over a paged pool the steps are CUDA graphs (`outrider.runtime.captured_steps`). On a CPU the whole loop is in C
-(`kernels.cpu_decode_loop`), where our decoder in C or llama.cpp runs the model. Otherwise, and for a target in float32,
-the steps run eagerly, and `kernels.sampling` samples between them.
+(`kernels.cpu_decode_loop`), where our decoder in C or llama.cpp runs the model. Otherwise the steps run eagerly. A
+draft's tokens are sampled between them by `kernels.sampling`; a target's are drawn as verification draws them, to the
+bit: by `kernels.verify`, without drafts, or in C if that verifies in C.
 """
 
 import math
@@ -15,6 +16,7 @@ from torch import Tensor
 from kernels.cpu_decode_loop import LoopArrays
 from kernels.sampling import Draw, Sample, sample
 from kernels.sparse import SparseConfig
+from kernels.verify import Proposed, Rule, Uniforms, implementation_for, verify
 from outrider.runtime.batch import Chunk
 from outrider.runtime.captured_steps import CapturedSteps, StepSizes
 from outrider.runtime.cuda_graph import Capturer, PagedRunner
@@ -41,13 +43,21 @@ class DecodeLoop:
         model_runner: the model.
         vocab_size: tokens that may be sampled; the model's logits may have more.
         config: how q is truncated; None, for a target, draws from p itself.
+        verify_path: a target's implementation of `kernels.verify`; None is the fastest on the device.
 
     Attributes:
         interrupt: ends each call after one token while it is set, or two with captured steps.
     """
 
-    def __init__(self, model_runner: ModelRunner, vocab_size: int, config: SparseConfig | None) -> None:
+    def __init__(
+        self,
+        model_runner: ModelRunner,
+        vocab_size: int,
+        config: SparseConfig | None,
+        verify_path: str | None = None,
+    ) -> None:
         self.model_runner = model_runner
+        self._verify_path = verify_path or implementation_for(model_runner.loaded.device)
         self.vocab_size = vocab_size
         self.config = config
         self.interrupt = Interrupt()
@@ -80,9 +90,9 @@ class DecodeLoop:
     ) -> list[list[Sample]]:
         """Runs a chunk of each sequence, samples its next token, runs that token, and so on. The last token is not run.
 
-        Each sequence gets one token per draw, as by `kernels.sampling.sample`, up to the first of its `stops`; fewer if
-        the loop is interrupted. A target's loop ends for all sequences where one of them ends, so that the end of a
-        text is not held up; with captured steps one token later.
+        Each sequence gets one token per draw, up to the first of its `stops`; fewer if the loop is interrupted. A
+        target's loop ends for all sequences where one of them ends, so that the end of a text is not held up; with
+        captured steps one token later.
         Afterwards a slot holds its chunk and all sampled tokens but the last. If it raises, no slot has changed its
         length.
 
@@ -106,7 +116,7 @@ class DecodeLoop:
         stops = stops or [()] * len(chunks)
         if self._captured is not None:
             samples = self._captured.decode(chunks, draws, stops, self.interrupt.flag)
-        elif model_runner.has_loop_in_c(len(chunks), is_draft=self.config is not None):
+        elif (self.config is not None or self._verify_path == "c") and model_runner.has_loop_in_c(len(chunks)):
             loop = LoopArrays(
                 draws, self.config, vocab_size=self.vocab_size, mask_token=self._mask_token, stops=stops,
                 interrupted=self.interrupt.flag,
@@ -127,7 +137,7 @@ class DecodeLoop:
         steps = self.model_runner.steps(chunks, [len(own) - 1 for own in draws])
         logits = steps.first()
         while True:
-            drawn = sample(self.without_mask(logits), [draws[b][len(samples[b])] for b in active], self.config)
+            drawn = self._drawn(self.without_mask(logits), [draws[b][len(samples[b])] for b in active])
             for b, each in zip(active, drawn, strict=True):
                 samples[b].append(each)
             going = [
@@ -140,6 +150,11 @@ class DecodeLoop:
             if is_over or self.interrupt.flag[0]:
                 return samples
             logits = steps.next(going, [drawn[i].token for i in going])
+
+    def _drawn(self, logits: Tensor, draws: Sequence[Draw]) -> list[Sample]:
+        if self.config is not None:
+            return sample(logits, draws, self.config)
+        return [Sample(each.next_token) for each in verify(logits, list(map(_undrafted, draws)), self._verify_path)]
 
     def capture(
         self,
@@ -177,6 +192,14 @@ class DecodeLoop:
         )
         self._captured = CapturedSteps(model_runner, eager, size, self.config)
         return self._captured.capture(capturer, seconds=seconds, most_bytes=most_bytes)
+
+
+def _undrafted(draw: Draw) -> Proposed:
+    """The proposal without drafts whose next token is this draw."""
+    if draw.noise is None:
+        return Proposed((), (), draw.params, seed=0, base_length=0, uniforms=Uniforms((), draw.uniform))
+    seed, position = draw.noise
+    return Proposed((), (), draw.params, seed, position, rule=Rule.COUPLED)
 
 
 def _to_stop(samples: list[Sample], stops: Collection[int]) -> list[Sample]:

@@ -264,7 +264,7 @@ class LlamaRunner(ModelRunner):
             raise PoolExhausted(f"llama.cpp has too few cells for {rows} rows: {errors()}")
         raise RuntimeError(f"llama_decode returned {code} for {rows} rows: {errors()}")
 
-    def has_loop_in_c(self, sequences: int, *, is_draft: bool) -> bool:
+    def has_loop_in_c(self, sequences: int) -> bool:
         return sequences < _TILE and decoder_library() is not None and self._batch.fits_loop
 
     def run_loop(self, chunks: Sequence[Chunk], later_rows: Sequence[int], loop: LoopArrays) -> list[list[Sample]]:

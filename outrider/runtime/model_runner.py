@@ -243,13 +243,9 @@ class ModelRunner:
         )  # 15 µs faster than torch.tensor
         return self.program(token_ids, batch, rows).float()
 
-    def has_loop_in_c(self, sequences: int, *, is_draft: bool) -> bool:
-        """Whether `run_loop` runs this model, for so many sequences.
-
-        In float32 a target draws each token as verification does, to the bit, and sums in C have another order.
-        """
-        runs_c = isinstance(self.program, FusedDecoder) and self.program.cpu_decoder is not None
-        return runs_c and (is_draft or self.loaded.dtype != torch.float32)
+    def has_loop_in_c(self, sequences: int) -> bool:
+        """Whether `run_loop` runs this model, for so many sequences."""
+        return isinstance(self.program, FusedDecoder) and self.program.cpu_decoder is not None
 
     def run_loop(self, chunks: Sequence[Chunk], later_rows: Sequence[int], loop: LoopArrays) -> list[list[Sample]]:
         """Runs chunks, draws a token of each sequence, runs those tokens, and so on, in C. Lengths do not change.

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import random
 from itertools import product
 
 import numpy as np
@@ -14,7 +13,6 @@ from kernels.dense import EXCLUDED
 from kernels.sampling import NO_LOGITS, UNSURE, Draw, Sample, SamplingParams, probabilities, sample
 from kernels.sigmoid import draft_logits
 from kernels.sparse import SparseConfig
-from kernels.verify import Proposed, Rule, Uniforms, verify
 from tests.kernels import reference
 from tests.kernels.cases import GREEDY, PARAMS, gaussian
 
@@ -33,27 +31,6 @@ def test_distributions_are_those_of_the_reference(V: int) -> None:
         np.testing.assert_allclose(probabilities(z, params, torch.float64).numpy(), expected, atol=1e-12)
         single = np.stack([reference.standardise(row, params) for row in z.float().double().numpy()])
         np.testing.assert_allclose(probabilities(z.float(), params).numpy(), single, atol=2e-6, err_msg=str(params))
-
-
-@pytest.mark.parametrize("by_noise", [False, True])
-def test_a_target_draws_the_tokens_of_verification(by_noise: bool) -> None:
-    """Without a config, from p itself: also tokens that no q̂ would hold."""
-    z, rng = gaussian(5, 64, 700, scale=0.3), random.Random(5)
-    rule = Rule.COUPLED if by_noise else Rule.TOKENWISE
-    outside = 0
-    for params in GRID:
-        draws = [Draw(params, rng.random(), (3, position) if by_noise else None) for position in range(len(z))]
-        samples = sample(z, draws, None)
-        alone = [
-            Proposed((), (), params, seed=3, base_length=i, rule=rule, uniforms=Uniforms((), draw.uniform))
-            for i, draw in enumerate(draws)
-        ]
-        assert [each.token for each in samples] == [each.next_token for each in verify(z, alone, "torch")]
-        assert all(each.q is None and each.scores is None for each in samples)
-        if not by_noise and not params.is_greedy:
-            kept = [each.q for each in sample(z, draws, SparseConfig())]
-            outside += sum(q is not None and q.probability(x.token) == 0 for q, x in zip(kept, samples, strict=True))
-    assert by_noise or outside > 10
 
 
 CLOSE = [1.0, float(np.nextafter(np.float32(1), np.float32(0))), 0.0]

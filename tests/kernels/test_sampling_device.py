@@ -13,6 +13,7 @@ from kernels import sampling
 from kernels.sampling import Draw, Sample, SamplingParams
 from kernels.sampling_device import DeviceDraws, obstacle, sample, sample_greedily, to_samples
 from kernels.sparse import SparseConfig
+from kernels.verify import Proposed, Uniforms, verify
 from tests.kernels.cases import LAST
 
 TEMPERATURES = (0.0, 1e-50, 1e-9, 0.3, 0.7, 1.0, 1.3, 5.0, 1e6, 1e30, 1e300)
@@ -43,7 +44,9 @@ def test_q_and_tokens_are_those_of_the_host(V: int) -> None:
         tokens, ids, weights = (each.numpy() for each in sample(z, on_device, config))
         assert _numbers(to_samples(tokens, ids, weights, draws)) == _numbers(sampling.sample(z, draws, config))
         tokens, ids, weights = (each.numpy() for each in sample(z, on_device, None))
-        assert _numbers(to_samples(tokens, ids, weights, draws)) == _numbers(sampling.sample(z, draws, None))
+        alone = [Proposed((), (), each.params, 0, 0, uniforms=Uniforms((), each.uniform)) for each in draws]
+        expected = [(each.next_token, None) for each in verify(z, alone, "torch")]
+        assert _numbers(to_samples(tokens, ids, weights, draws)) == expected
         at_zero = [Draw(SamplingParams(temperature=0), 0.5)] * len(z)
         assert sample_greedily(z).tolist() == [each.token for each in sampling.sample(z, at_zero, config)]
 

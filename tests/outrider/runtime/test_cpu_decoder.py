@@ -16,7 +16,7 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, PreTrainedConfig
 
 from kernels import cpu_decoder as decoder
-from kernels.sampling import NO_LOGITS, UNSURE, Draw, Sample, SamplingParams, sample
+from kernels.sampling import NO_LOGITS, UNSURE, Draw, Sample, SamplingParams
 from kernels.sparse import SparseConfig
 from outrider.runtime.decode_loop import DecodeLoop
 from outrider.runtime.errors import CheckpointError
@@ -236,7 +236,7 @@ def one_by_one(loop: DecodeLoop, slot: int, chunk: list[int], draws: Sequence[Dr
     samples = list[Sample]()
     for draw in draws:
         logits = model.logits([Chunk(slot, chunk, model.pool.length(slot), len(chunk) - 1)])
-        samples += sample(loop.without_mask(logits), [draw], loop.config)
+        samples += loop._drawn(loop.without_mask(logits), [draw])
         if samples[-1].token < 0:
             break
         chunk = [samples[-1].token]
@@ -296,10 +296,13 @@ def test_the_loop_draws_the_tokens_of_single_steps(
 
 
 @needs_bfloat16
+@pytest.mark.parametrize("model_of", ["wide", "wide_floats"])
 @pytest.mark.parametrize("by_noise", [False, True])
-def test_a_target_draws_from_the_whole_distribution(by_noise: bool, wide: LoadedModel) -> None:
-    """Among others a quarter of all tokens by chance, where q̂ holds 256 of 3,001; and the ends of u."""
-    model = ModelRunner.build(wide, 24, 256)
+def test_a_target_draws_from_the_whole_distribution(
+    by_noise: bool, model_of: str, request: pytest.FixtureRequest
+) -> None:
+    """As verification draws. Some draw a quarter of all tokens, where q̂ holds 256 of 3,001; and the ends of u."""
+    model = ModelRunner.build(request.getfixturevalue(model_of), 24, 256)
     loop, rng, every = DecodeLoop(model, WIDE - 4, None), random.Random(3), [*PARAMS, SamplingParams(top_k=2500)]
     ends, beyond = [0.0, 1.0 - 2.0**-53], set[int]()
     for repetition in range(6):

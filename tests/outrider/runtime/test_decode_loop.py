@@ -10,9 +10,11 @@ from itertools import cycle, product
 import pytest
 import torch
 
+from kernels.rng import Domain, uniform
 from kernels.sampling import NO_LOGITS, UNSURE, Draw, Sample, SamplingParams, sample
 from kernels.sparse import SparseConfig
-from kernels.verify import Proposed, Rule, Uniforms, verify
+from kernels.verify import Proposed, Rule, Uniforms, implementations, verify
+from kernels.verify_c import is_available
 from outrider.runtime import captured_steps
 from outrider.runtime.cuda_graph import Repeating
 from outrider.runtime.decode_loop import DecodeLoop
@@ -90,13 +92,21 @@ def captured_loop(loaded: LoadedModel, *, with_kernels: bool = True) -> DecodeLo
     return loop
 
 
-@pytest.mark.parametrize(("dtype", "is_any"), [("float32", False), ("bfloat16", True)])
-def test_a_target_in_float32_is_not_drawn_in_c(dtype: str, is_any: bool, load: Load) -> None:
-    """It draws in Python, as verification does; `tests/exactness/test_drafters` compares their tokens."""
-    model = ModelRunner.build(load("qwen3", dtype), 2, 48)
-    assert isinstance(model.program, FusedDecoder)
-    runs_c = model.program.cpu_decoder is not None
-    assert [model.has_loop_in_c(1, is_draft=each) for each in (True, False)] == [runs_c, runs_c and is_any]
+@pytest.mark.parametrize("path", implementations())
+@pytest.mark.parametrize("by_noise", [False, True])
+def test_a_target_draws_as_verification_does(by_noise: bool, path: str, load: Load) -> None:
+    if path == "triton" or (path == "c" and not is_available()):
+        pytest.skip("its tokens are drawn elsewhere, or it does not run here")
+    loop = DecodeLoop(ModelRunner.build(load("llama"), 2, 48), KNOWN, None, path)
+    z = 0.3 * torch.randn(64, KNOWN, generator=torch.Generator().manual_seed(5))
+    rule = Rule.COUPLED if by_noise else Rule.TOKENWISE
+    for params in PARAMS:
+        places = range(len(z))
+        draws = [Draw(params, uniform(3, i, 0, Domain.RESAMPLE), (3, i) if by_noise else None) for i in places]
+        alone = [Proposed((), (), params, seed=3, base_length=i, rule=rule) for i in places]
+        drawn = loop._drawn(z, draws)
+        assert [each.token for each in drawn] == [each.next_token for each in verify(z, alone, path)]
+        assert all(each.q is None and each.scores is None for each in drawn)
 
 
 @pytest.mark.usefixtures("layers_by_torch")

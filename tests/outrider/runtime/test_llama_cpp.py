@@ -232,10 +232,10 @@ def test_the_loop_in_c_draws_the_tokens_of_python(
     found = list[Any]()
     for in_c in (False, False, True):
         runner = build(write_gguf(folders("llama")))
-        assert runner.has_loop_in_c(3, is_draft=True) is (decoder_library() is not None)
+        assert runner.has_loop_in_c(3) is (decoder_library() is not None)
         with monkeypatch.context() as patch:
             if not in_c:
-                patch.setattr(runner, "has_loop_in_c", lambda _, **__: False)
+                patch.setattr(runner, "has_loop_in_c", lambda _: False)
             loop, slots, chunks = loops(runner, config)
             samples = loop.decode(chunks, draws, stops)
         runner.pool.check_integrity()
