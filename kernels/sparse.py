@@ -7,9 +7,7 @@ Truncate, round, then sample from the integers: the message then holds exactly t
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import accumulate
 
 import numpy as np
 import torch
@@ -144,39 +142,6 @@ def validate(ids: np.ndarray, weights: np.ndarray, vocab_size: int) -> SparseDis
     if not weights.all():
         raise ValueError(f"the weight of token {int(ids[int(weights.argmin())])} is 0; it must be at least 1")
     return SparseDistribution(ids, weights, total)
-
-
-def validated(
-    ids: Sequence[np.ndarray], weights: Sequence[np.ndarray], drafted: Sequence[int], vocab_size: int
-) -> list[SparseDistribution] | None:
-    """Check the distributions of several tokens in one go: as `validate` for each, and that they hold their tokens.
-
-    Args:
-        ids: of each distribution, `[n]` of `[K]`.
-        weights: the same, of one dtype.
-        drafted: the token drawn from each, 0 to `vocab_size` - 1.
-        vocab_size: tokens in the vocabulary.
-
-    Returns:
-        The distributions; None if one is invalid: `validate` says why.
-    """
-    counts = [len(each) for each in ids]
-    if counts != [len(each) for each in weights] or not all(1 <= count <= MAX_SUPPORT for count in counts):
-        return None
-    every, every_weight = np.concatenate(ids), np.concatenate(weights)
-    if int(every.max()) >= vocab_size or int(every.min()) < 0 or not every_weight.all():
-        return None
-    # One ascending list: the ids of each distribution are above those before it.
-    first = vocab_size * np.arange(len(counts))
-    keys = every + first.repeat(counts)
-    wanted = first + drafted
-    if not (keys[1:] > keys[:-1]).all() or int(wanted[-1]) > int(keys[-1]):
-        return None
-    if not (keys[keys.searchsorted(wanted)] == wanted).all():
-        return None
-    ends = list(accumulate(counts))
-    totals = np.add.reduceat(every_weight, [0, *ends[:-1]], dtype=np.int64).tolist()
-    return [SparseDistribution(*each) for each in zip(ids, weights, totals, strict=True)]
 
 
 def _refuse_disorder(ids: np.ndarray) -> None:

@@ -13,8 +13,9 @@ from torch import Tensor
 from kernels.adjustments import LogitRules
 from kernels.dense import EXCLUDED, DraftLogits
 from kernels.generation_rules import GenerationRules
-from kernels.sparse import SparseDistribution, validate, validated
+from kernels.sparse import SparseDistribution, validate
 from kernels.verify import Rule
+from kernels.verify_c import valid_supports
 from outrider.rpc.errors import RequestError, counted, failed_precondition, invalid_field
 from outrider.service.encoder_input import check_opening_input
 from outrider.service.model_info import check_features
@@ -27,7 +28,7 @@ from outrider.service.sampling import (
     check_sampling,
     check_token_ids,
 )
-from outrider.service.wire import HASH_BYTES, decode_all_sparse, decode_logits, decode_sparse
+from outrider.service.wire import HASH_BYTES, decode_all_sparse, decode_logits, decode_sparse, divide_sparse
 from protos.outrider.v1 import model_pb2, speculation_pb2, verifier_service_pb2
 
 FEATURES = (
@@ -309,10 +310,10 @@ def _check_distributions(
         return (None,) * len(forms)
     drafted = [token for token, form in zip(tokens, forms, strict=True) if form == "sparse"]
     found = decode_all_sparse(sparse) if len(sparse) + forms.count("point_mass") == len(forms) else None
-    if found is not None and max(map(len, found[0])) <= model.limits.max_support:
-        valid = validated(*found, drafted, model.vocab_size)
-        if valid is not None:
-            every = iter(valid)
+    if found is not None and max(found[2]) <= model.limits.max_support:
+        totals = valid_supports(*found, drafted, model.vocab_size)
+        if totals is not None:
+            every = divide_sparse(*found, totals)
             return tuple(next(every) if form == "sparse" else None for form in forms)
     return tuple(
         _check_distribution(f"proposal.distributions[{i}]", message, tokens[i], model)

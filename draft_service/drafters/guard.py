@@ -19,8 +19,9 @@ from draft_service.drafters.base import Draft, Drafter, DraftError, Drafting, Dr
 from kernels.adjustments import LogitRules
 from kernels.dense import EXCLUDED, DraftLogits
 from kernels.sampling import SamplingParams
-from kernels.sparse import SparseDistribution, validate, validated
+from kernels.sparse import SparseDistribution, validate
 from kernels.verify import Rule
+from kernels.verify_c import valid_supports
 from outrider.service.best_effort import Component
 
 FIRST_BACKOFF_S, LONGEST_BACKOFF_S = 1.0, 10.0
@@ -370,13 +371,17 @@ def _are_valid(tokens: Sequence[int], distributions: Sequence[object], vocab_siz
     drawn = [(token, q) for token, q in zip(tokens, distributions, strict=True) if q is not None]
     if not drawn:
         return True
-    ids, weights = list[np.ndarray](), list[np.ndarray]()
-    for _, q in drawn:
-        if not isinstance(q, SparseDistribution) or len(q.ids) > max_support:
+    qs = [q for _, q in drawn if isinstance(q, SparseDistribution)]
+    sizes = [len(q.ids) for q in qs]
+    if len(qs) != len(drawn) or max(sizes) > max_support or sizes != [len(q.weights) for q in qs]:
+        return False
+    ids, weights = np.concatenate([q.ids for q in qs]), np.concatenate([q.weights for q in qs])
+    if ids.dtype != np.uint32:
+        if ids.min() < 0 or ids.max() >= vocab_size:
             return False
-        ids.append(q.ids)
-        weights.append(q.weights)
-    return validated(ids, weights, [token for token, _ in drawn], vocab_size) is not None
+        ids = ids.astype(np.uint32)
+    numbers = ids.tobytes(), weights.astype(np.uint16, copy=False).tobytes()
+    return valid_supports(*numbers, sizes, [token for token, _ in drawn], vocab_size) is not None
 
 
 def _check_logits(token: int, logits: object, vocab_size: int) -> None:

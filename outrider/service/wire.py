@@ -5,8 +5,7 @@ the largest size of a message, and pads messages to an exact size. Used by the s
 import hashlib
 import sys
 from array import array
-from collections.abc import Iterable, Mapping, Sequence
-from itertools import accumulate
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -88,17 +87,27 @@ def decode_sparse(message: speculation_pb2.SparseDistribution) -> tuple[np.ndarr
 
 def decode_all_sparse(
     messages: Sequence[speculation_pb2.SparseDistribution],
-) -> tuple[list[np.ndarray], list[np.ndarray]] | None:
-    """As `decode_sparse`, ids and weights of all messages. None if a length is wrong, or a message is empty."""
-    counts = [len(message.weights) // 2 for message in messages]
-    for message, count in zip(messages, counts, strict=True):
-        if not count or len(message.token_ids) != 4 * count or len(message.weights) != 2 * count:
+) -> tuple[bytes, bytes, list[int]] | None:
+    """Ids and weights of all messages, one after the other, and the size of each.
+
+    None if a length is wrong, or a message is empty.
+    """
+    ids, weights = [message.token_ids for message in messages], [message.weights for message in messages]
+    sizes = [len(each) // 2 for each in weights]
+    for own_ids, own_weights, size in zip(ids, weights, sizes, strict=True):
+        if not size or len(own_ids) != 4 * size or len(own_weights) != 2 * size:
             return None
-    ids = np.frombuffer(b"".join([message.token_ids for message in messages]), dtype=_IDS).astype(np.int64)
-    weights = np.frombuffer(b"".join([message.weights for message in messages]), dtype=_WEIGHTS)
-    ends = list(accumulate(counts))
-    spans = [slice(end - count, end) for end, count in zip(ends, counts, strict=True)]
-    return [ids[span] for span in spans], [weights[span] for span in spans]
+    return b"".join(ids), b"".join(weights), sizes
+
+
+def divide_sparse(
+    ids: bytes, weights: bytes, sizes: Sequence[int], totals: Sequence[int]
+) -> Iterator[SparseDistribution]:
+    """The distributions of `decode_all_sparse`, whose weights sum to `totals`."""
+    every, every_weight, end = np.frombuffer(ids, dtype=_IDS), np.frombuffer(weights, dtype=_WEIGHTS), 0
+    for size, total in zip(sizes, totals, strict=True):
+        begin, end = end, end + size
+        yield SparseDistribution(every[begin:end], every_weight[begin:end], total)
 
 
 def decode_logits(message: speculation_pb2.DenseLogits, vocab_size: int) -> DraftLogits:
