@@ -148,14 +148,15 @@ static inline float filter(const Params *params, const float *e, int size, float
 
 #define SUMMED 1024 /* tokens that are summed together */
 
+INLINE void add_doubles(__m512 v, __m512d *low, __m512d *high) {
+    *low = _mm512_add_pd(*low, _mm512_cvtps_pd(_mm512_castps512_ps256(v)));
+    *high = _mm512_add_pd(*high, _mm512_cvtps_pd(_mm512_extractf32x8_ps(v, 1)));
+}
+
 INLINE double sum_from(int begin, const float *e, int size) {
     int end = size - begin < SUMMED ? size : begin + SUMMED;
     __m512d low = _mm512_setzero_pd(), high = low;
-    for (int i = begin; i < end; i += 16) {
-        __m512 v = _mm512_maskz_loadu_ps(lanes(end - i), e + i);
-        low = _mm512_add_pd(low, _mm512_cvtps_pd(_mm512_castps512_ps256(v)));
-        high = _mm512_add_pd(high, _mm512_cvtps_pd(_mm512_extractf32x8_ps(v, 1)));
-    }
+    for (int i = begin; i < end; i += 16) add_doubles(_mm512_maskz_loadu_ps(lanes(end - i), e + i), &low, &high);
     return _mm512_reduce_add_pd(_mm512_add_pd(low, high));
 }
 

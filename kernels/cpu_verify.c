@@ -27,17 +27,19 @@ typedef struct {
     const int32_t *ends;    /* [gamma]: where the support of each q̂ ends; one without tokens: a point mass */
     const uint32_t *ids;    /* of all supports, one after the other */
     const uint16_t *weights;
+    const float *const *dense; /* [gamma]: q̂ of the whole vocabulary, or NULL; NULL: none is dense */
     double *beta;           /* [gamma], written up to the stopping row; not under coupled */
     int32_t status, accepted, next_token;
 } Proposal;
 
-/* q̂ of a drafted token. */
+/* q̂ of a drafted token: dense, [V], or by its support. */
 typedef struct {
     const uint32_t *ids;
     const uint16_t *weights;
     int size;
     double total;
-} Support;
+    const float *dense;
+} Draft;
 
 /* p of a row. */
 typedef struct {
@@ -80,24 +82,37 @@ static int load(const Proposal *proposal, int row, Row *p) {
 
 static double probability(const Row *p, int token) { return token < 0 ? 0.0 : p->e[token] / p->total; }
 
-static Support support_of(const Proposal *proposal, int index) {
+static Draft draft_of(const Proposal *proposal, int index) {
     static const uint16_t unit = 1;
+    if (proposal->dense && proposal->dense[index]) return (Draft){.dense = proposal->dense[index]};
     int begin = index ? proposal->ends[index - 1] : 0, size = proposal->ends[index] - begin;
-    if (!size) return (Support){(const uint32_t *)proposal->tokens + index, &unit, 1, 1.0};
-    Support q = {proposal->ids + begin, proposal->weights + begin, size, 0.0};
+    if (!size) return (Draft){(const uint32_t *)proposal->tokens + index, &unit, 1, 1.0, NULL};
+    Draft q = {proposal->ids + begin, proposal->weights + begin, size, 0.0, NULL};
     for (int k = 0; k < size; k++) q.total += q.weights[k];
     return q;
 }
 
-static double chance_of(const Support *q, int token) {
+static double chance_of(const Draft *q, int token) {
     if (token < 0) return 0.0;
+    if (q->dense) return q->dense[token];
     for (int k = 0; k < q->size; k++)
         if (q->ids[k] == (uint32_t)token) return q->weights[k] / q->total;
     return 0.0;
 }
 
+static double overlap_of_dense(const float *e, const float *q, int size, float unit) {
+    __m512d low = _mm512_setzero_pd(), high = low;
+    for (int i = 0; i < size; i += 16) {
+        __mmask16 in = lanes(size - i);
+        __m512 own = _mm512_mul_ps(_mm512_maskz_loadu_ps(in, e + i), _mm512_set1_ps(unit));
+        add_doubles(_mm512_min_ps(own, _mm512_maskz_loadu_ps(in, q + i)), &low, &high);
+    }
+    return _mm512_reduce_add_pd(_mm512_add_pd(low, high));
+}
+
 /* Σ min(scale · p, q̂) */
-static double overlap(const Row *p, const Support *q, double scale) {
+static double overlap(const Row *p, const Draft *q, double scale) {
+    if (q->dense) return overlap_of_dense(p->e, q->dense, p->size, (float)(scale / p->total));
     double sum = 0.0, own_unit = scale / p->total, other_unit = 1.0 / q->total;
     for (int k = 0; k < q->size; k++) {
         if (q->ids[k] >= (uint32_t)p->size) continue;
@@ -105,6 +120,21 @@ static double overlap(const Row *p, const Support *q, double scale) {
         sum += own < other ? own : other;
     }
     return sum;
+}
+
+/* Replaces p by P · max(0, p - q̂ / P) up to a constant; returns its mass. */
+static double subtract(Row *p, const Draft *q, double P) {
+    double unit = p->total / P, weight_unit = unit / q->total;
+    for (int k = 0; q->dense && k < p->size; k++) {
+        double rest = p->e[k] - q->dense[k] * unit;
+        p->e[k] = rest > 0.0 ? (float)rest : 0.0f;
+    }
+    for (int k = 0; k < q->size; k++) {
+        if (q->ids[k] >= (uint32_t)p->size) continue;
+        double rest = p->e[q->ids[k]] - q->weights[k] * weight_unit;
+        p->e[q->ids[k]] = rest > 0.0 ? (float)rest : 0.0f;
+    }
+    return keep_from(0.0f, p->e, p->size);
 }
 
 /* ------------------------------------------------------------------------------------------------------ the rules */
@@ -118,17 +148,12 @@ static void finish(Proposal *proposal, int accepted, int next_token) {
 }
 
 /* Draws the next token from the stopping row, which is loaded: from p after the last draft, else from
- * max(0, P · p - q̂), which is P · max(0, p - q̂ / P). */
+ * max(0, P · p - q̂). */
 static void resample(Proposal *proposal, int accepted, double P, Row *p) {
     double u = resample_uniform(proposal, accepted);
     if (accepted < proposal->gamma) {
-        Support q = support_of(proposal, accepted);
-        for (int k = 0; k < q.size; k++) {
-            if (q.ids[k] >= (uint32_t)p->size) continue;
-            double rest = p->e[q.ids[k]] - q.weights[k] / q.total * p->total / P;
-            p->e[q.ids[k]] = rest > 0.0 ? (float)rest : 0.0f;
-        }
-        double mass = keep_from(0.0f, p->e, p->size);
+        Draft q = draft_of(proposal, accepted);
+        double mass = subtract(p, &q, P);
         if (mass > ROUNDING * p->total) {
             finish(proposal, accepted, inverse_cdf(p->e, p->size, u * mass));
             return;
@@ -148,7 +173,7 @@ static void tokenwise(Proposal *proposal, Row *p) {
             return;
         }
         if (i == proposal->gamma) break;
-        Support q = support_of(proposal, i);
+        Draft q = draft_of(proposal, i);
         proposal->beta[i] = overlap(p, &q, 1.0 / proposal->lenience);
         double own = probability(p, proposal->tokens[i]), other = chance_of(&q, proposal->tokens[i]);
         if (!(other > 0.0 && accept_uniform(proposal, i) * proposal->lenience * other < own)) break;
@@ -165,10 +190,11 @@ static void block(Proposal *proposal, Row *p) {
             fail(proposal);
             return;
         }
-        Support q = support_of(proposal, row);
+        Draft q = draft_of(proposal, row);
         proposal->beta[row] = overlap(p, &q, 1.0);
         if (row > 0) {
-            double Z = P - overlap(p, &q, P), reach = Z > 0.0 ? Z / (Z + (1.0 - P)) : 0.0;
+            double Z = P - (P == 1.0 ? proposal->beta[row] : overlap(p, &q, P));
+            double reach = Z > 0.0 ? Z / (Z + (1.0 - P)) : 0.0;
             if (accept_uniform(proposal, row - 1) < reach) tau = row, P_tau = P;
         }
         double own = probability(p, proposal->tokens[row]), other = chance_of(&q, proposal->tokens[row]);
@@ -207,7 +233,7 @@ static void greedy(Proposal *proposal, int size) {
         }
         int best = first_with(logits_of(proposal, i), size, most);
         if (i < proposal->gamma && proposal->rule != COUPLED) {
-            Support q = support_of(proposal, i);
+            Draft q = draft_of(proposal, i);
             proposal->beta[i] = chance_of(&q, best);
         }
         if (i < proposal->gamma && best == proposal->tokens[i]) continue;

@@ -2,7 +2,7 @@
 
 `verify_torch` calls torch and numpy some hundred times for a proposal, which takes longer than the arithmetic. The C
 code draws the target's tokens by the functions of the decode loop in C, so both draw the same ones. What it does not
-support goes to `verify_torch`: the rule `sigmoid`, dense distributions, and lenience at temperature 0.
+support goes to `verify_torch`: the rule `sigmoid`, and lenience at temperature 0.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ from kernels import verify_torch
 from kernels.adjustments import apply
 from kernels.cpu_decode_loop import ParamsStruct
 from kernels.cpu_decoder import library
+from kernels.dense import DenseDistribution
 from kernels.logprobs import wants_reports, with_reports
 from kernels.sampling import probabilities
 from kernels.sparse import SparseDistribution
@@ -45,7 +46,7 @@ class _Proposal(ctypes.Structure):
         ("lenience", ctypes.c_double),
         *((name, _Pointer) for name in ("uniforms", "logits")),
         ("stride", ctypes.c_int64),
-        *((name, _Pointer) for name in ("tokens", "ends", "ids", "weights", "beta")),
+        *((name, _Pointer) for name in ("tokens", "ends", "ids", "weights", "dense", "beta")),
         *((name, ctypes.c_int32) for name in ("status", "accepted", "next_token")),
     ]
 
@@ -107,9 +108,7 @@ def valid_supports(
 
 
 def _runs_in_c(proposal: Proposed) -> bool:
-    if proposal.rule is Rule.SIGMOID or (proposal.params.is_greedy and proposal.lenience < 1):
-        return False
-    return all(q is None or isinstance(q, SparseDistribution) for q in proposal.q)
+    return proposal.rule is not Rule.SIGMOID and not (proposal.params.is_greedy and proposal.lenience < 1)
 
 
 def _verify(z: Tensor, starts: Sequence[int], proposals: Sequence[Proposed]) -> list[VerifyResult]:
@@ -139,6 +138,12 @@ def _verify(z: Tensor, starts: Sequence[int], proposals: Sequence[Proposed]) -> 
         ends = integers(*accumulate(len(q.ids) if isinstance(q, SparseDistribution) else 0 for q in proposal.q))
         struct.ends = ctypes.addressof(ends)
         arrays.append(ends)
+        if any(isinstance(q, DenseDistribution) for q in proposal.q):
+            rows = [q.probabilities.cpu().float() if isinstance(q, DenseDistribution) else None for q in proposal.q]
+            rows = [None if row is None else row.contiguous() for row in rows]
+            dense = (_Pointer * gamma)(*(None if row is None else row.data_ptr() for row in rows))
+            struct.dense = ctypes.addressof(dense)
+            arrays += [rows, dense]
         if supports:
             ids = np.concatenate([q.ids for q in supports], dtype=np.uint32, casting="unsafe")
             weights = np.concatenate([q.weights for q in supports])
