@@ -64,6 +64,8 @@ def is_available() -> bool:
 
 def verify(logits: Tensor, proposals: Sequence[Proposed]) -> list[VerifyResult]:
     """See `kernels.verify.verify`."""
+    if not any(map(_runs_in_c, proposals)):
+        return verify_torch.verify(logits, proposals)
     raw = logits.cpu()
     z = apply(raw, adjustments_of(proposals)).float()
     z = z if z.stride(1) == 1 else z.contiguous()
