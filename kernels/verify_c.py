@@ -148,7 +148,7 @@ def _verify(z: Tensor, starts: Sequence[int], proposals: Sequence[Proposed]) -> 
             arrays += [rows, dense]
         if supports:
             ids = np.concatenate([q.ids for q in supports], dtype=np.uint32, casting="unsafe")
-            weights = np.concatenate([q.weights for q in supports])
+            weights = np.concatenate([q.weights for q in supports], dtype=np.uint16, casting="unsafe")
             struct.ids, struct.weights = ids.ctypes.data, weights.ctypes.data
             arrays += [ids, weights]
     scratch = _scratch(3 * (V + _SLACK))

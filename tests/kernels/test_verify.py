@@ -194,6 +194,14 @@ def test_the_device_picks_the_path_unless_one_is_named(device: torch.device) -> 
     assert choose("reference", device).name == "reference"
 
 
+def test_c_without_its_library_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("kernels.paths.is_available", lambda: False)
+    monkeypatch.setattr("kernels.verify_c.is_available", lambda: False)
+    with pytest.raises(PathUnavailable, match="^c cannot verify on cpu: it needs x86-64 with AVX512, Linux, and the"):
+        choose("c", CPU)
+    assert choose("auto", CPU).name == "torch"
+
+
 @pytest.mark.parametrize("path", PATHS)
 def test_rehearsal_and_warm_up_pass_where_the_path_runs(path: str) -> None:
     device = torch.device(DEVICE if path == "triton" else "cpu")
