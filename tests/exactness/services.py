@@ -9,6 +9,8 @@ from pathlib import Path
 from tests.cluster import Cluster, Service, wait_healthy
 from tests.exactness import pairs, sampling
 
+BY_TORCH = "layers_by_torch"
+
 
 class PairServices:
     """A tiny pair on disk, its verifier, and draft services, which start on first use and stay."""
@@ -22,10 +24,15 @@ class PairServices:
         self._running: dict[tuple[str, str, str | None], Service] = {}
 
     def draft(self, kind: str = "sharpened", flags: str = "", fault: str | None = None) -> Service:
-        """Return the draft service with this draft, these flags and this fault."""
+        """Return the draft service with this draft, these flags and this fault. By torch, its verifier is so too."""
         key = kind, flags, fault
         if key not in self._running:
-            self._running[key] = self.start_draft(*key)
+            verifier = self.verifier
+            if fault == BY_TORCH:
+                verifier = self._cluster.verifier(model=self.target, fault=BY_TORCH, flags=sampling.FLAGS)
+                wait_healthy(verifier)
+                assert verifier.logged("verification")[0]["verify_path"] == "torch"
+            self._running[key] = self.start_draft(*key, verifier)
             wait_healthy(self._running[key])
         return self._running[key]
 

@@ -31,7 +31,7 @@ from tests.exactness import sampling
 from tests.exactness.distributions import PARAMS, chain_fits, transitions
 from tests.exactness.pairs import BAD_DRAFTS, VOCABULARY
 from tests.exactness.sampling import SAMPLES, Run
-from tests.exactness.services import PairServices
+from tests.exactness.services import BY_TORCH, PairServices
 
 LAST = 14
 EVERY_LETTER = (*range(VOCABULARY - 1), 15, 12, LAST)  # there is something to copy after each token
@@ -70,7 +70,7 @@ DRAFTING = {
     "parallel": MODEL._replace(kind="parallel", options={"gamma": 4, "tokens_per_pass": 3}),
     "model": MODEL,  # by the decoder in C, where it can run
     "bfloat16": MODEL._replace(flags="--dtype bfloat16"),  # the same
-    "torch": MODEL._replace(fault="layers_by_torch"),
+    "torch": MODEL._replace(fault=BY_TORCH),
 }
 
 
