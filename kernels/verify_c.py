@@ -11,10 +11,11 @@ import ctypes
 import threading
 from collections.abc import Sequence
 from functools import cache
-from itertools import accumulate
+from itertools import accumulate, pairwise
 from typing import Any
 
 import numpy as np
+import torch
 from torch import Tensor
 
 from kernels import verify_torch
@@ -66,10 +67,13 @@ def verify(logits: Tensor, proposals: Sequence[Proposed]) -> list[VerifyResult]:
     """See `kernels.verify.verify`."""
     if not any(map(_runs_in_c, proposals)):
         return verify_torch.verify(logits, proposals)
+    starts = [0, *accumulate(len(each.tokens) + 1 for each in proposals)]
+    if logits.dtype != torch.float32 and len(proposals) > 1:  # all rows in float32 may need new memory at each call
+        parts = zip(pairwise(starts), proposals, strict=True)
+        return [result for (begin, end), each in parts for result in verify(logits[begin:end], [each])]
     raw = logits.cpu()
     z = apply(raw, adjustments_of(proposals)).float()
     z = z if z.stride(1) == 1 else z.contiguous()
-    starts = [0, *accumulate(len(each.tokens) + 1 for each in proposals)]
     results: list[VerifyResult | None] = [None] * len(proposals)
     in_c = [b for b, each in enumerate(proposals) if _runs_in_c(each)]
     for b, result in zip(in_c, _verify(z, [starts[b] for b in in_c], [proposals[b] for b in in_c]), strict=True):
