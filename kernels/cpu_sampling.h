@@ -224,7 +224,7 @@ INLINE __m512 unit(int id, const Words *key) {
     return _mm512_max_ps(_mm512_mul_ps(v, _mm512_set1_ps(-0x1p-32f)), _mm512_set1_ps(0x1p-24f - 1.0f));
 }
 
-/* log(1 + x) within 2 units in the last place, for x in (-1, 0]. The logarithm is that of the rounded 1 + x, and a term
+/* log(1 + x) within 1 unit in the last place, for x in (-1, 0]. The logarithm is that of the rounded 1 + x, and a term
  * of first order corrects it. */
 INLINE __m512 log_of_1_plus(__m512 x) {
     __m512 one = _mm512_set1_ps(1.0f), u = _mm512_add_ps(one, x);

@@ -1,7 +1,7 @@
 /* Verification on the host: the acceptance rules over the target's logits. See kernels/verify_c.py.
  *
- * The logits of a row become e in scratch memory when the walk reaches it, and p(x) = e(x) / Σ e. The residual differs
- * from p on the support of q̂ only, so it is made there, in place.
+ * The logits of a row become e in scratch memory when the walk reaches it, and p(x) = e(x) / Σ e. The residual replaces
+ * e: with a sparse q̂ it differs on the support only.
  */
 
 #if defined(__x86_64__) && defined(__linux__) && defined(__GNUC__) && !defined(__clang__)
@@ -28,7 +28,7 @@ typedef struct {
     const uint32_t *ids;    /* of all supports, one after the other */
     const uint16_t *weights;
     const float *const *dense; /* [gamma]: q̂ of the whole vocabulary, or NULL; NULL: none is dense */
-    double *beta;           /* [gamma], written up to the stopping row; not under coupled */
+    double *beta;              /* [gamma], written up to the stopping row; not under coupled */
     int32_t status, accepted, next_token;
 } Proposal;
 
@@ -122,7 +122,7 @@ static double overlap(const Row *p, const Draft *q, double scale) {
     return sum;
 }
 
-/* Replaces p by P · max(0, p - q̂ / P) up to a constant; returns its mass. */
+/* Replaces p by max(0, p - q̂ / P), which is the residual up to a constant; returns its mass. */
 static double subtract(Row *p, const Draft *q, double P) {
     double unit = p->total / P, weight_unit = unit / q->total;
     for (int k = 0; q->dense && k < p->size; k++) {

@@ -1,8 +1,8 @@
 """Verification on the host in C (`cpu_verify.c`), where the library of the CPU decoder runs.
 
-`verify_torch` calls torch and numpy some hundred times for a proposal, which takes longer than the arithmetic. The C
-code draws the target's tokens by the functions of the decode loop in C, so both draw the same ones. What it does not
-support goes to `verify_torch`: the rule `sigmoid`, and lenience at temperature 0.
+In `verify_torch` the calls of torch and numpy for a proposal take longer than the arithmetic, unless the vocabulary is
+large. The C code draws the target's tokens by the functions of the decode loop in C, so both draw the same ones. What
+it does not support goes to `verify_torch`: the rule `sigmoid`, and lenience at temperature 0.
 """
 
 from __future__ import annotations
@@ -65,7 +65,8 @@ def is_available() -> bool:
 
 def verify(logits: Tensor, proposals: Sequence[Proposed]) -> list[VerifyResult]:
     """See `kernels.verify.verify`."""
-    if not any(map(_runs_in_c, proposals)):
+    in_c = [b for b, each in enumerate(proposals) if _runs_in_c(each)]
+    if not in_c:
         return verify_torch.verify(logits, proposals)
     starts = [0, *accumulate(len(each.tokens) + 1 for each in proposals)]
     if logits.dtype != torch.float32 and len(proposals) > 1:  # all rows in float32 may need new memory at each call
@@ -75,7 +76,6 @@ def verify(logits: Tensor, proposals: Sequence[Proposed]) -> list[VerifyResult]:
     z = apply(raw, adjustments_of(proposals)).float()
     z = z if z.stride(1) == 1 else z.contiguous()
     results: list[VerifyResult | None] = [None] * len(proposals)
-    in_c = [b for b, each in enumerate(proposals) if _runs_in_c(each)]
     for b, result in zip(in_c, _verify(z, [starts[b] for b in in_c], [proposals[b] for b in in_c]), strict=True):
         if wants_reports(proposals[b]):
             rows = slice(starts[b], starts[b + 1])
