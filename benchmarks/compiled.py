@@ -26,7 +26,7 @@ from benchmarks import harness
 from benchmarks.harness import Json, progress
 from kernels import triton_attention, triton_layers, triton_products, triton_truncate, verify_triton
 from kernels.verify_pack import GREEDY_NUMBER, RULE_NUMBERS
-from kernels.verify_triton import FILTER_OPTIONS, STATS_OPTIONS, verify_options
+from kernels.verify_triton import FILTER_OPTIONS, stats_sizes, verify_options
 
 _TYPES = {
     "logits": "*bf16", "row_stride": "i64", "V": "i32", "n_tiles": "i32", "row_sequence": "*i32",
@@ -48,7 +48,7 @@ _TYPES = {
 }  # fmt: skip
 _OWN_TYPES = {"filter_kernel": {"keys": "*i32"}, "truncate_kernel": {"tokens": "*i64"}}
 _MODULES = (verify_triton, triton_layers, triton_attention, triton_products, triton_truncate)
-_MULTIPLES = ("row_stride", "N", "K")  # of 16
+_MULTIPLES = ("row_stride", "V", "N", "K")  # of 16
 _ALIGNED = [["tt.divisibility", 16]]  # pointers, as torch allocates, and the stride of rows padded to 16
 _REGISTERS, _BLOCKS = 65536, 32  # of a multiprocessor
 _RULES = {rule.value: number for rule, number in RULE_NUMBERS.items()} | {"temperature 0": GREEDY_NUMBER}
@@ -60,10 +60,9 @@ Variant = tuple[str, str, dict[str, int], dict[str, Any]]
 def common() -> Iterator[Variant]:
     """Yield the kernels as most requests launch them."""
     for tile in (2048, 4096):
-        sizes = {"TILE": tile, "ADJUSTED": False}
-        yield f"statistics, {tile:,} logits", "stats_kernel", STATS_OPTIONS, {**sizes, "WITH_GUMBEL": False}
-    sizes = {"TILE": 4096, "ADJUSTED": False}
-    yield "statistics, coupled", "stats_kernel", STATS_OPTIONS, {**sizes, "WITH_GUMBEL": True}
+        yield _stats(f"{tile:,} logits", "tokenwise", tile=tile)
+    yield _stats("temperature 0", "temperature 0")
+    yield _stats("coupled", "coupled")
     yield from _filters(4, adjusted=False)
     for rule, number in _RULES.items():
         yield _verify(rule, number, adjusted=False)
@@ -83,8 +82,8 @@ def common() -> Iterator[Variant]:
 
 def rare() -> Iterator[Variant]:
     """Yield them with penalties, biases and bans, head norms, soft-capping and sinks."""
-    sizes = {"TILE": 4096, "ADJUSTED": True}
-    yield "statistics, coupled, changed logits", "stats_kernel", STATS_OPTIONS, {**sizes, "WITH_GUMBEL": True}
+    yield _stats("changed logits", "tokenwise", adjusted=True)
+    yield _stats("coupled, changed logits", "coupled", adjusted=True)
     yield from _filters(8, adjusted=True)
     for rule, number in _RULES.items():
         yield _verify(rule, number, adjusted=True)
@@ -97,6 +96,12 @@ def rare() -> Iterator[Variant]:
     for group, head_dim in ((7, 64), (2, 256)):
         yield from _attention(group, head_dim)
     yield from _attention(8, 128, capped=True, sinks=True)
+
+
+def _stats(what: str, rule: str, *, tile: int = 4096, adjusted: bool = False) -> Variant:
+    sizes = stats_sizes((_RULES[rule],))
+    options = {"num_warps": sizes["OWN_TILES"]}
+    return f"statistics, {what}", "stats_kernel", options, {**sizes, "TILE": tile, "ADJUSTED": adjusted}
 
 
 def _verify(rule: str, number: int, *, adjusted: bool) -> Variant:

@@ -12,7 +12,7 @@ import triton
 import triton.language as tl
 
 from kernels.dense import EXCLUDED
-from kernels.triton_rows import LOG2_E, load_at, load_tile
+from kernels.triton_rows import LOG2_E, load_at, load_tiles
 
 # The weights to sample from: p, or the residual above a sparse q̂, a dense q̂, or the draft's sigmoids.
 TARGET, SPARSE, DENSE, SIGMOID = (tl.constexpr(i) for i in range(4))
@@ -64,7 +64,7 @@ class Draft(NamedTuple):
 @triton.jit
 def probability(z, peak, mass, scale):
     """Return p of logits of one row, or of rows whose peaks and masses broadcast with them."""
-    return tl.exp2((z - peak) * scale) / mass
+    return tl.exp2((z - peak) * scale) * (1.0 / mass)
 
 
 @triton.jit
@@ -127,7 +127,7 @@ def _shares(rows, p, draft, kept, first, TILE: tl.constexpr, ADJUSTED: tl.conste
 
 @triton.jit
 def _spread(shares, origin, width, N: tl.constexpr):
-    cell = tl.where(shares.ids >= origin, (shares.ids - origin) // width, N)
+    cell = (shares.ids - origin).to(tl.uint32) // width  # N or more outside of the cells, before them, too
     return tl.sum(tl.where(cell[:, None] == tl.arange(0, N)[None, :], shares.mass[:, None], 0.0), 0)
 
 
@@ -149,9 +149,11 @@ def _choose(weights, target, N: tl.constexpr):
     """Return the first index whose cumulative weight is above `target` and whose weight is not 0, and the remainder."""
     at = tl.arange(0, N)
     cumulative = tl.cumsum(weights, 0)
-    last = tl.max(tl.where(weights > 0, at, 0), 0)
-    index = tl.minimum(tl.min(tl.where((weights > 0) & (cumulative > target), at, N), 0), last)
-    return index, target - tl.sum(tl.where(at < index, weights, 0.0), 0)
+    # If rounding leaves no cumulative weight above the target, the last weight that is not 0 is the least here.
+    order = tl.where(cumulative > target, at, 2 * N - 1 - at)
+    least = tl.min(tl.where(weights > 0, order, 2 * N - 1), 0)
+    index = tl.where(least < N, least, 2 * N - 1 - least)
+    return index, target - tl.sum(tl.where(at == index, cumulative - weights, 0.0), 0)
 
 
 @triton.jit
@@ -186,7 +188,7 @@ def draw(rows, stats, p, draft, kind, kept, u, TILE: tl.constexpr, TILES: tl.con
         if kind >= DENSE:
             for tile in range(rows.n_tiles):
                 ids = tile * TILE + tl.arange(0, TILE)
-                z = load_tile(rows, p.row, tile, ids, TILE, ADJUSTED, True)
+                z = load_tiles(rows, p.row, tile, ids, 1, ADJUSTED, True)
                 weight = tl.sum(_weights(z, ids, rows.V, p, draft, kind, kept, WITH_DENSE), 0)
                 weights = tl.where(tiles == tile, weight, weights)
     total = tl.sum(weights, 0)
@@ -204,7 +206,7 @@ def draw(rows, stats, p, draft, kind, kept, u, TILE: tl.constexpr, TILES: tl.con
     STRIPS: tl.constexpr = TILE // _CELLS
     while tried < rows.n_tiles:
         ids = tile * TILE + tl.arange(0, STRIPS)[:, None] * _CELLS + tl.arange(0, _CELLS)[None, :]
-        z = load_tile(rows, p.row, tile, ids, TILE, ADJUSTED, True)
+        z = load_tiles(rows, p.row, tile, ids, 1, ADJUSTED, True)
         strips = tl.sum(_weights(z, ids, rows.V, p, draft, kind, kept, WITH_DENSE), 1)
         if kind == SPARSE:
             taken = _taken(rows, p, draft, kept, shares, tile * TILE, _CELLS, STRIPS, TILE, ADJUSTED)

@@ -14,7 +14,7 @@ import torch
 import triton
 import triton.language as tl
 
-from kernels.triton_rows import PART, load_tile, store_stats, tile_stats
+from kernels.triton_rows import PART, load_tiles, store_stats, tile_stats
 
 CANDIDATES = tl.constexpr(16)
 _BITS = tl.constexpr(4)  # log2 of the candidates
@@ -149,7 +149,7 @@ def search_tile(rows, stats, search, n, row, tile, filters, scale, step, begin, 
         candidates = tl.maximum(candidates, floor)
         for start in range(0, TILE, PART):
             ids = tile * TILE + start + tl.arange(0, PART)
-            z = load_tile(rows, row, tile, ids, TILE, ADJUSTED, False)
+            z = load_tiles(rows, row, tile, ids, 1, ADJUSTED, False)
             weights = tl.where(step < STEPS, 1.0, tl.exp2((z - filters.peak) * scale))
             sums += tl.sum(tl.where(_key(z)[None, :] >= candidates[:, None], weights[None, :], 0.0), 1)
     at = (((step % 2) * search.F + n).to(tl.int64) * rows.n_tiles + tile) * CANDIDATES
@@ -172,5 +172,6 @@ def filter_tile(rows, stats, search, n, row, tile, filters, terms, step, TILE: t
     least = tl.maximum(_float_of(cut), filters.peak + filters.least_bits / terms.scale)
     if tile == 0:
         tl.store(rows.cuts + row, least)
-    found = tile_stats(rows, row, tile, terms, least, TILE, ADJUSTED, True)
-    store_stats(stats, row * rows.n_tiles + tile, found)
+    found = tile_stats(rows, row, tile, terms, least, 1, TILE, ADJUSTED, True, True)
+    there = tile + tl.arange(0, 1)
+    store_stats(stats, row * rows.n_tiles + there, there < rows.n_tiles, found, True)

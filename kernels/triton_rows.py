@@ -25,9 +25,10 @@ _SECOND = tl.constexpr(SECOND_MULTIPLIER)
 
 
 PART = tl.constexpr(512)
-"""Logits that a warp reads at once, 16 a lane: two reads of 8 neighbours."""
+"""Logits of a tile that a warp reads at once, 16 a lane: two reads of 8 neighbours."""
 _LANES, _NEIGHBOURS = tl.constexpr(32), tl.constexpr(8)
 _NO_TOKEN = tl.constexpr(2**31 - 1)
+_SLACK = tl.constexpr(1e-3)  # bits, more than rounding
 
 
 def tile_size(V: int) -> int:
@@ -132,21 +133,19 @@ def _changed(z, divisor, bias):
 
 
 @triton.jit
-def load_tile(rows, row, tile, ids, TILE: tl.constexpr, ADJUSTED: tl.constexpr, CUT: tl.constexpr):
-    """Return adjusted logits of one tile, or of a part of it, float32, in the shape of `ids`; -inf past the row's end.
+def load_tiles(rows, row, tile, ids, TILES: tl.constexpr, ADJUSTED: tl.constexpr, CUT: tl.constexpr):
+    """Return adjusted logits of TILES tiles from `tile` on, or of a part of them, float32, in the shape of `ids`.
 
-    `ids` are token ids within the tile. The row's filters are applied only with CUT.
+    `ids` are token ids within the tiles; past the row's end logits are -inf. The row's filters are applied only with
+    CUT. Where V is a multiple of 16, Triton reads 128 bits at a time.
     """
     start = rows.logits + row.to(tl.int64) * rows.stride
-    if (tile + 1) * TILE <= rows.V:  # no mask, so that the loads are wide
-        z = tl.load(start + ids).to(tl.float32)
-    else:
-        z = tl.load(start + ids, mask=ids < rows.V, other=-float("inf")).to(tl.float32)
+    z = tl.load(start + ids, mask=ids < rows.V, other=-float("inf")).to(tl.float32)
     if ADJUSTED:
         changes = tl.load(rows.adjusted + row)
         if changes >= 0:
-            at = rows.tile_starts + changes * (rows.n_tiles + 1) + tile
-            for n in range(tl.load(at), tl.load(at + 1)):
+            at = rows.tile_starts + changes * (rows.n_tiles + 1)
+            for n in range(tl.load(at + tile), tl.load(at + tl.minimum(tile + TILES, rows.n_tiles))):
                 changed = _changed(z, tl.load(rows.change_divisors + n), tl.load(rows.change_biases + n))
                 z = tl.where(ids == tl.load(rows.change_ids + n), changed, z)
     if CUT:
@@ -207,109 +206,158 @@ def resample_uniforms(seed, base_length, index):
     return _uniforms(seed, base_length, index, _RESAMPLE)
 
 
+class NoiseKeys(NamedTuple):
+    """The keys of the noise at one position, uint32, the second times its multiplier; see `kernels.rng`."""
+
+    first: Any
+    second: Any
+    third: Any
+
+
 @triton.jit
-def exponentials(seed, position, ids):
-    """Return the exponential variables of `kernels.rng` at one position, float32, in the shape of `ids`."""
+def noise_keys(seed, position):
+    """Return the keys of the noise at `position`."""
     position = position.to(tl.uint32)
     zero = position ^ position
     key0, key1, key2, _ = tl.philox(seed, position, zero, zero + _COUPLED, zero)
-    x = ids.to(tl.uint32) * _SPREAD + key0
+    return NoiseKeys(key0, key1 * _SECOND, key2)
+
+
+@triton.jit
+def _noise(keys, ids):
+    """Return the random bits of each token, uint32, in the shape of `ids`."""
+    x = ids.to(tl.uint32) * _SPREAD + keys.first
     x = (x ^ (x >> 16)) * _FIRST
-    x = ((x ^ (x >> 15)) + key1) * _SECOND
-    x = (x ^ (x >> 15)) ^ key2
+    x = (x ^ (x >> 15)) * _SECOND + keys.second
+    return (x ^ (x >> 15)) ^ keys.third
+
+
+@triton.jit
+def exponentials(keys, ids):
+    """Return the exponential variables of `kernels.rng`, float32, in the shape of `ids`."""
+    x = _noise(keys, ids)
     v = tl.minimum((x.to(tl.float32) + 0.5) * (1.0 / 4294967296.0), 1.0 - 1.0 / 16777216.0)
     # -log(1 - v). For small v, 1 - v loses the bits that decide, so the series is used.
     series = v * (1 + v * (1 / 2 + v * (1 / 3 + v * (1 / 4 + v * (1 / 5 + v * (1 / 6 + v / 7))))))
     return tl.where(v < 0.1, series, -tl.log(1.0 - v))
 
 
+@triton.jit
+def most_noise(keys, ids):
+    """Return no less than -log2 of `exponentials`, and 0.09 more at most where it is large, by fewer instructions.
+
+    -log(1 - v) is at least v; and the bits of a float32 2^k (1 + f), as an integer, are 2^23 (127 + k + f), where k + f
+    is at most its log2.
+    """
+    bits = _noise(keys, ids).to(tl.float32).to(tl.int32, bitcast=True)
+    return (127.0 + 32.0) - bits.to(tl.float32) * (1.0 / 8388608.0)
+
+
 # -------------------------------------------------------------------------------------------------------- statistics
 
 
 @triton.jit
-def _part_stats(z, ids, terms, position, WITH_GUMBEL: tl.constexpr):
-    """Return the statistics of each lane of logits `z` of the tokens `ids`, `[reads, lanes, 8]`; see `tile_stats`."""
-    fine = tl.where(z == z, z, -float("inf"))
-    peak = tl.max(tl.max(fine, 2), 0)
-    level = tl.where(peak == -float("inf"), 0.0, peak)
-    e = tl.exp2((z - level[None, :, None]) * terms.scale)
-    mass = tl.sum(tl.sum(e, 2), 0)
-    best = tl.zeros_like(peak).to(tl.int32)
-    lead = tl.zeros_like(peak)
-    if terms.rule == GREEDY:
-        best = _first_at(fine, ids, peak)
-    if WITH_GUMBEL:
-        if terms.rule == COUPLED:
-            score = e / exponentials(terms.seed, position, ids)
-            score = tl.where(score == score, score, 0.0)
-            highest = tl.max(tl.max(score, 2), 0)
-            best = _first_at(score, ids, highest)
-            lead = tl.log2(highest)
-    return peak, mass, best, lead
-
-
-@triton.jit
-def _first_at(values, ids, highest):
-    """Return the first of each lane's ids whose value is `highest`."""
-    at = tl.where(values == highest[None, :, None], ids, _NO_TOKEN)
-    return tl.min(tl.min(at, 2), 0)
-
-
-@triton.jit
-def tile_stats(rows, row, tile, terms, least, TILE: tl.constexpr, ADJUSTED: tl.constexpr,
-               WITH_GUMBEL: tl.constexpr):  # fmt: skip
-    """Return the statistics of one tile, which a warp reads part by part.
+def tile_stats(rows, row, tile, terms, least, TILES: tl.constexpr, TILE: tl.constexpr, ADJUSTED: tl.constexpr,
+               WITH_BEST: tl.constexpr, WITH_NOISE: tl.constexpr):  # fmt: skip
+    """Return the statistics of TILES tiles, `[TILES]` each; a warp reads a tile.
 
     Each lane adds up what it reads; lanes are put together at the end, so that reads do not wait for each other.
 
     Args:
         rows: the logits.
-        row: of the tile.
-        tile: its index in the row.
+        row: of the tiles.
+        tile: the index of the first in the row.
         terms: of the row's proposal.
         least: logits below it count as -inf.
-        WITH_GUMBEL: False if no proposal of the batch is `coupled`, which saves registers.
+        WITH_BEST: whether the best token is wanted: the rule is `coupled`, or the temperature is 0.
+        WITH_NOISE: whether a proposal of the batch is `coupled`.
 
     Returns:
         The largest logit; the sum of exp((z - largest) / temperature), NaN where a logit is NaN or +inf; the best token
         at temperature 0, or under `coupled` the one that wins with the noise; and by how many bits its score exceeds
         the largest logit.
     """
-    first = tile * TILE
-    position = terms.base_length + row - terms.first_row
-    lanes = tl.arange(0, _LANES)
-    reads = tl.arange(0, PART // (_LANES * _NEIGHBOURS))[:, None, None] * (_LANES * _NEIGHBOURS)
-    offsets = reads + lanes[None, :, None] * _NEIGHBOURS + tl.arange(0, _NEIGHBOURS)[None, None, :]
-    peak = tl.full([_LANES], -float("inf"), tl.float32)
-    mass = tl.zeros([_LANES], tl.float32)
-    lead = tl.zeros([_LANES], tl.float32)
-    best = tl.zeros([_LANES], tl.int32)
+    first = (tile + tl.arange(0, TILES)) * TILE
+    keys = noise_keys(terms.seed, terms.base_length + row - terms.first_row)
+    reads = tl.arange(0, PART // (_LANES * _NEIGHBOURS))[:, None, None, None] * (_LANES * _NEIGHBOURS)
+    lanes = tl.arange(0, _LANES)[None, None, :, None] * _NEIGHBOURS
+    # In this order of the dimensions, Triton gives each warp a tile.
+    offsets = first[None, :, None, None] + reads + lanes + tl.arange(0, _NEIGHBOURS)[None, None, None, :]
+    peak = tl.full([TILES, _LANES], -float("inf"), tl.float32)
+    mass = tl.zeros([TILES, _LANES], tl.float32)
+    bound = tl.zeros([TILES, _LANES], tl.float32)  # no score of the lane exceeds its peak by more bits
     for start in range(0, TILE, PART):
-        ids = first + start + offsets
-        z = load_tile(rows, row, tile, ids, TILE, ADJUSTED, False)
+        ids = start + offsets
+        z = load_tiles(rows, row, tile, ids, TILES, ADJUSTED, False)
         z = tl.where(z < least, -float("inf"), z)
-        own_peak, own_mass, own_best, own_lead = _part_stats(z, ids, terms, position, WITH_GUMBEL)
+        own_peak = tl.max(tl.max(z, 3), 0)
+        level = tl.where(own_peak == -float("inf"), 0.0, own_peak)
+        bits = (z - level[None, :, :, None]) * terms.scale
+        own_mass = tl.sum(tl.sum(tl.exp2(bits), 3), 0)
+        own_bound = tl.zeros_like(own_peak)
+        if WITH_NOISE:
+            if terms.rule == COUPLED:
+                own_bound = tl.max(tl.max(bits + most_noise(keys, ids), 3), 0)
         higher = tl.maximum(peak, own_peak)
         level = tl.where(higher == -float("inf"), 0.0, higher)
         before = (peak - level) * terms.scale
         own = (own_peak - level) * terms.scale
         mass = mass * tl.exp2(before) + own_mass * tl.exp2(own)
-        is_better = own + own_lead > before + lead
-        best = tl.where(is_better, own_best, best)
-        lead = tl.where(is_better, own + own_lead, before + lead)
+        bound = tl.maximum(bound + before, own_bound + own)
         peak = higher
-    largest = tl.max(peak, 0)
-    above = (peak - tl.where(largest == -float("inf"), 0.0, largest)) * terms.scale
-    ahead = above + lead
-    furthest = tl.max(ahead, 0)
-    best = tl.min(tl.where(ahead == furthest, best, _NO_TOKEN), 0)
-    return largest, tl.sum(mass * tl.exp2(above), 0), tl.maximum(best, first), furthest
+    largest = tl.max(peak, 1)
+    level = tl.where(largest == -float("inf"), 0.0, largest)
+    above = (peak - level[:, None]) * terms.scale
+    total = tl.sum(mass * tl.exp2(above), 1)
+    best = first
+    lead = total * 0
+    if WITH_BEST:
+        if (terms.rule == GREEDY) | (terms.rule == COUPLED):
+            best, lead = _best_of_tiles(
+                rows, row, first, terms, keys, least, level, above + bound, TILE, ADJUSTED, WITH_NOISE
+            )
+    return largest, total, best, lead
 
 
 @triton.jit
-def store_stats(stats, at, found):
+def _best_of_tiles(rows, row, first, terms, keys, least, level, bounds, TILE: tl.constexpr, ADJUSTED: tl.constexpr,
+                   WITH_NOISE: tl.constexpr):  # fmt: skip
+    """Return the token of each tile with the highest score, and the score in bits above `level`, `[tiles]`.
+
+    `bounds` are no less than the scores of each lane's tokens, `[tiles, lanes]`. A warp computes the scores of one
+    lane's tokens after another, from the highest bound down to the best score: seldom of more than two.
+    """
+    lanes = tl.arange(0, _LANES)[None, :]
+    reads = tl.arange(0, TILE // (_LANES * _NEIGHBOURS))[None, :, None] * (_LANES * _NEIGHBOURS)
+    offsets = reads + tl.arange(0, _NEIGHBOURS)[None, None, :]
+    best = first
+    lead = level * 0 - float("inf")
+    highest = tl.max(bounds, 1)
+    is_open = (highest > -float("inf")) & (highest + _SLACK >= lead)
+    while tl.max(is_open.to(tl.int32), 0) > 0:
+        lane = tl.min(tl.where(bounds == highest[:, None], lanes, _LANES), 1)
+        ids = (first + lane * _NEIGHBOURS)[:, None, None] + offsets
+        z = load_at(rows, row, ids, is_open[:, None, None] & (ids < rows.V), least, TILE, ADJUSTED)
+        score = (z - level[:, None, None]) * terms.scale
+        if WITH_NOISE:
+            if terms.rule == COUPLED:
+                score -= tl.log2(exponentials(keys, ids))
+        top = tl.max(tl.max(score, 2), 1)
+        token = tl.min(tl.min(tl.where(score == top[:, None, None], ids, _NO_TOKEN), 2), 1)
+        is_better = (top > lead) | ((top == lead) & (token < best))
+        best = tl.where(is_better, token, best)
+        lead = tl.where(is_better, top, lead)
+        bounds = tl.where(lanes == lane[:, None], -float("inf"), bounds)
+        highest = tl.max(bounds, 1)
+        is_open = (highest > -float("inf")) & (highest + _SLACK >= lead)
+    return best, lead
+
+
+@triton.jit
+def store_stats(stats, at, wanted, found, WITH_BEST: tl.constexpr):
     """Write the result of `tile_stats`."""
-    tl.store(stats.peaks + at, found[0])
-    tl.store(stats.masses + at, found[1])
-    tl.store(stats.bests + at, found[2])
-    tl.store(stats.leads + at, found[3])
+    tl.store(stats.peaks + at, found[0], mask=wanted)
+    tl.store(stats.masses + at, found[1], mask=wanted)
+    if WITH_BEST:
+        tl.store(stats.bests + at, found[2], mask=wanted)
+        tl.store(stats.leads + at, found[3], mask=wanted)

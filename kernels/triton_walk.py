@@ -22,7 +22,7 @@ from kernels.triton_rows import (
     TOKENWISE,
     accept_uniforms,
     load_at,
-    load_tile,
+    load_tiles,
 )
 
 # Columns of `Drafts.ints`.
@@ -46,24 +46,25 @@ class Drafts(NamedTuple):
 
 
 @triton.jit
-def row_distributions(rows, stats, row, wanted, scale, TILES: tl.constexpr):
+def row_distributions(rows, stats, row, wanted, scale, RULE: tl.constexpr, TILES: tl.constexpr):
     """Combine the tile statistics of several rows `[G]`: the largest logit, Σ exp of the rest over it, the best token.
 
-    The mass of a bad row is NaN, +inf or 0.
+    The mass of a bad row is NaN, +inf or 0. The best token is -1 under rules that do not need it.
     """
     tiles = tl.arange(0, TILES)[None, :]
     at = row[:, None] * rows.n_tiles + tiles
     there = wanted[:, None] & (tiles < rows.n_tiles)
     peak = tl.load(stats.peaks + at, mask=there, other=-float("inf"))
     mass = tl.load(stats.masses + at, mask=there, other=0.0)
-    lead = tl.load(stats.leads + at, mask=there, other=0.0)
     largest = tl.max(peak, 1)
     level = tl.where(largest == -float("inf"), 0.0, largest)
     above = (peak - level[:, None]) * scale
     total = tl.sum(mass * tl.exp2(above), 1)
-    ahead = above + lead
-    first = tl.argmax(tl.where(ahead == ahead, ahead, -float("inf")), 1, tie_break_left=True)
-    best = tl.load(stats.bests + row * rows.n_tiles + first, mask=wanted, other=-1)
+    best = row * 0 - 1
+    if (RULE == GREEDY) | (RULE == COUPLED):
+        ahead = above + tl.load(stats.leads + at, mask=there, other=0.0)
+        first = tl.argmax(tl.where(ahead == ahead, ahead, -float("inf")), 1, tie_break_left=True)
+        best = tl.load(stats.bests + row * rows.n_tiles + first, mask=wanted, other=-1)
     return level, total, best
 
 
@@ -106,7 +107,7 @@ class Supports(NamedTuple):
 
 
 @triton.jit
-def _group(rows, stats, terms, drafts, start, TILES: tl.constexpr):
+def _group(rows, stats, terms, drafts, start, RULE: tl.constexpr, TILES: tl.constexpr):
     i = start + tl.arange(0, _GROUP)
     inside = i < terms.gamma
     row = terms.first_row + i
@@ -117,7 +118,7 @@ def _group(rows, stats, terms, drafts, start, TILES: tl.constexpr):
     size = tl.load(at + SUPPORT_SIZE, mask=inside, other=0)
     dense_row = tl.load(at + DENSE_ROW, mask=inside, other=-1)
     cut = tl.load(rows.cuts + row, mask=inside, other=-float("inf"))
-    peak, mass, best = row_distributions(rows, stats, row, inside, terms.scale, TILES)
+    peak, mass, best = row_distributions(rows, stats, row, inside, terms.scale, RULE, TILES)
     known = inside & (token >= 0)
     return Group(
         i, inside, row, draft, token, known, support, size, dense_row, cut, peak, mass, best, tl.max(size, 0)
@@ -235,7 +236,7 @@ def _dense_overlap(rows, terms, drafts, group, j, share, RULE: tl.constexpr, TIL
         row = terms.first_row + _pick(group.i, j)
         for tile in range(rows.n_tiles):
             ids = tile * TILE + tl.arange(0, TILE)
-            z = load_tile(rows, row, tile, ids, TILE, ADJUSTED, True)
+            z = load_tiles(rows, row, tile, ids, 1, ADJUSTED, True)
             common = tl.load(q + ids, mask=ids < rows.V, other=0.0).to(tl.float64)
             if RULE == GREEDY:
                 common = tl.where(_is_acceptable(z, ids, peak, best, terms.lenience), common, 0.0)
@@ -272,7 +273,7 @@ def walk(rows, stats, terms, drafts, beta, RULE: tl.constexpr, TILE: tl.constexp
     accepted = tl.zeros_like(terms.gamma)
     start = tl.zeros_like(terms.gamma)
     while start < terms.gamma:
-        group = _group(rows, stats, terms, drafts, start, TILES)
+        group = _group(rows, stats, terms, drafts, start, RULE, TILES)
         share = terms.lenience * 0 + 1.0
         if RULE == COUPLED:
             passes = group.best == group.token
@@ -308,7 +309,7 @@ def walk_block(rows, stats, terms, drafts, beta, TILE: tl.constexpr, TILES: tl.c
     u_before = terms.lenience * 0 + 1.0
     start = tl.zeros_like(terms.gamma)
     while start < terms.gamma:
-        group = _group(rows, stats, terms, drafts, start, TILES)
+        group = _group(rows, stats, terms, drafts, start, BLOCK, TILES)
         p, q = _p_and_q(rows, terms, drafts, group, BLOCK, TILE, ADJUSTED, WITH_DENSE)
         u = _tests(drafts, terms, group)
         supports = _supports(rows, drafts, group, 0, TILE, ADJUSTED)

@@ -52,7 +52,6 @@ class Batch:
         change_ids: int32 `[C]`, with float32 `change_divisors` and `change_biases`.
         change_divisors: see `change_ids`.
         change_biases: see `change_ids`.
-        with_gumbel: whether any proposal is `coupled` above temperature 0.
         with_top_k: whether any of `filtered_rows` has top-k.
         with_top_p: whether any of them has top-p.
         rules: the numbers of the rules, ascending.
@@ -74,7 +73,6 @@ class Batch:
     change_ids: Tensor
     change_divisors: Tensor
     change_biases: Tensor
-    with_gumbel: bool
     with_top_k: bool
     with_top_p: bool
     rules: tuple[int, ...]
@@ -88,7 +86,6 @@ def pack(proposals: Sequence[Proposed], V: int, tile: int, device: torch.device)
     return Batch(
         **_upload(arrays, device),
         dense=_dense(proposals, V, device),
-        with_gumbel=any(uses_gumbel(each) for each in proposals),
         with_top_k=any(0 < each.top_k < V for each in filters),
         with_top_p=any(each.top_p < 1 for each in filters),
         rules=tuple(sorted({_rule_number(each) for each in proposals})),
@@ -119,11 +116,6 @@ def arrays_of(proposals: Sequence[Proposed], V: int) -> dict[str, np.ndarray]:
 def is_filtered(proposal: Proposed) -> bool:
     """Return whether a proposal has top-k, top-p or min-p; at temperature 0 they have no effect."""
     return not (proposal.params.is_greedy or proposal.params.has_no_filters)
-
-
-def uses_gumbel(proposal: Proposed) -> bool:
-    """Return whether a proposal needs Gumbel-max: `coupled` above temperature 0."""
-    return proposal.rule is Rule.COUPLED and not proposal.params.is_greedy
 
 
 def _rule_number(proposal: Proposed) -> int:

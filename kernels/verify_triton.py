@@ -12,7 +12,7 @@ batch.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -58,9 +58,18 @@ from kernels.verify_pack import GREEDY_NUMBER, RULE_NUMBERS, Batch, pack
 RULES = frozenset(Rule)
 """The rules that this implementation supports."""
 
-STATS_OPTIONS = {"num_warps": 1}
 FILTER_OPTIONS = {"num_warps": 1}
 """Compile options: a warp reduces a tile without barriers."""
+
+
+def stats_sizes(rules: Collection[int]) -> dict[str, int]:
+    """Return the constants of `stats_kernel` for the rules of a batch; OWN_TILES is its number of warps, too.
+
+    Two tiles a program are faster on an H200, but for the best tokens of tiles, whose warps would wait for each other.
+    """
+    with_noise = RULE_NUMBERS[Rule.COUPLED] in rules
+    with_best = with_noise or GREEDY_NUMBER in rules
+    return {"OWN_TILES": 1 if with_best else 2, "WITH_BEST": with_best, "WITH_NOISE": with_noise}
 
 
 def verify_options(*, adjusted: bool, with_dense: bool) -> dict[str, int]:
@@ -82,15 +91,19 @@ def stats_kernel(
     logits, row_stride, V, n_tiles, row_sequence, ints, floats,
     adjusted, tile_starts, change_ids, change_divisors, change_biases, cuts,
     peaks, masses, bests, leads,
-    TILE: tl.constexpr, ADJUSTED: tl.constexpr, WITH_GUMBEL: tl.constexpr,
+    OWN_TILES: tl.constexpr, TILE: tl.constexpr, ADJUSTED: tl.constexpr,
+    WITH_BEST: tl.constexpr, WITH_NOISE: tl.constexpr,
 ):  # fmt: skip
-    """Write the statistics of each tile, `[R, n_tiles]`, and reset the cuts. Grid: R · n_tiles."""
-    row = tl.program_id(0) // n_tiles
-    tile = tl.program_id(0) % n_tiles
+    """Write the statistics of each tile, `[R, n_tiles]`, and reset the cuts. Grid: R · programs of a row."""
+    programs = (n_tiles + OWN_TILES - 1) // OWN_TILES
+    row = tl.program_id(0) // programs
+    tile = tl.program_id(0) % programs * OWN_TILES
     rows = Rows(logits, row_stride, V, n_tiles, adjusted, tile_starts, change_ids, change_divisors, change_biases, cuts)
     terms = load_terms(ints, floats, tl.load(row_sequence + row))
-    found = tile_stats(rows, row, tile, terms, -float("inf"), TILE, ADJUSTED, WITH_GUMBEL)
-    store_stats(TileStats(peaks, masses, bests, leads), tl.program_id(0), found)
+    found = tile_stats(rows, row, tile, terms, -float("inf"), OWN_TILES, TILE, ADJUSTED, WITH_BEST, WITH_NOISE)
+    there = tile + tl.arange(0, OWN_TILES)
+    stats = TileStats(peaks, masses, bests, leads)
+    store_stats(stats, row * n_tiles + there, there < n_tiles, found, WITH_BEST)
     if tile == 0:
         tl.store(cuts + row, -float("inf"))
 
@@ -152,7 +165,9 @@ def verify_kernel(
         accepted = walk(rows, stats, terms, drafts, beta, RULE, TILE, TILES, ADJUSTED, WITH_DENSE)
 
     row = terms.first_row + accepted
-    peak, mass, best = row_distributions(rows, stats, row + tl.arange(0, 1), tl.arange(0, 1) == 0, terms.scale, TILES)
+    peak, mass, best = row_distributions(
+        rows, stats, row + tl.arange(0, 1), tl.arange(0, 1) == 0, terms.scale, RULE, TILES
+    )
     p = RowDistribution(row, tl.max(peak, 0), tl.max(mass, 0), terms.scale, tl.load(cuts + row))
     token = tl.max(best, 0)
     status = tl.zeros_like(accepted) + _STATUS_OK
@@ -227,9 +242,10 @@ class Launch:
         changes = (
             batch.adjusted, batch.tile_starts, batch.change_ids, batch.change_divisors, batch.change_biases
         )  # fmt: skip
-        stats_kernel[(R * n_tiles,)](
+        sizes = stats_sizes(batch.rules)
+        stats_kernel[(R * -(-n_tiles // sizes["OWN_TILES"]),)](
             *where, batch.row_sequence, batch.ints, batch.floats, *changes, self.cuts, *self.stats,
-            TILE=tile, ADJUSTED=adjusted, WITH_GUMBEL=batch.with_gumbel, **STATS_OPTIONS,
+            **sizes, TILE=tile, ADJUSTED=adjusted, num_warps=sizes["OWN_TILES"],
         )  # fmt: skip
         self._filter(where, changes, tile, tiles)
         for rule in batch.rules:
@@ -378,7 +394,7 @@ def _without_drafts(logits: Tensor, ints: Tensor, floats: Tensor, uniforms: Tens
         ints=ints, floats=floats, row_sequence=torch.arange(B, dtype=torch.int32, device=device),
         filtered_rows=nothing, draft_ints=nothing, draft_q=reals, support_ids=nothing, support_q=reals,
         dense=reals.view(0, V), uniforms=uniforms, adjusted=nothing, tile_starts=nothing, change_ids=nothing,
-        change_divisors=reals, change_biases=reals, with_gumbel=RULE_NUMBERS[Rule.COUPLED] in rules,
+        change_divisors=reals, change_biases=reals,
         with_top_k=False, with_top_p=False, rules=rules, dense_rules=frozenset(),
     )  # fmt: skip
     stats = _stats_buffers((B, -(-V // tile_size(V))), device)
