@@ -48,7 +48,7 @@ RUN_SECONDS = 500.0
 DRY_RUN = "A dry run with tiny models on a CPU: it shows that the benchmark works. None of its figures means anything."
 OF_BOUND = {"1B": 0.5, "8B": 0.7, "13B": 0.8}
 """Aims at one stream: the share of the rate at which the weights can be read."""
-KERNEL = KernelPlan((128_256,), gammas=(1, 5, 20), batches=(1, 16, 64, 256), rules_batches=(64,), repeats=30)
+KERNEL = KernelPlan((128_256,), gammas=(1, 5, 20), batches=(1, 16, 64, 256), rules_batches=(64, 256), repeats=30)
 
 
 @dataclass(frozen=True, slots=True)

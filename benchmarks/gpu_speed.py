@@ -327,8 +327,8 @@ def _row(alpha: float, arms: Json) -> Json:
 
 def streams(bench: GpuBench) -> Json:
     services, plan = bench.services(), bench.plan
-    gammas = {ALONE: {"gamma": 0}, PAIR: {"gamma": plan.gamma}, ADAPTIVE: {}}
-    servers = {name: OutriderServer(services, **how) for name, how in gammas.items()}
+    options: dict[str, Json] = {ALONE: {"gamma": 0}, PAIR: {"gamma": plan.gamma}, ADAPTIVE: {"speculation": "adaptive"}}
+    servers = {name: OutriderServer(services, **how) for name, how in options.items()}
 
     def tasks(n: int, turn: int) -> list[Task]:
         count = max(_LEAST_TEXTS, _STREAM_TEXTS * n)
