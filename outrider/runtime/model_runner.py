@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from kernels.cpu_decode_loop import LoopArrays
+from kernels.cpu_decoder import CPUDecoder
 from kernels.sampling import Sample
 from outrider.runtime.attention import Program, Rows, TransformersProgram
 from outrider.runtime.batch import Chunk, PackedBatch, build_batch, pack
@@ -104,6 +105,7 @@ class ModelRunner:
         self.program: Program = loaded.encoder or TransformersProgram(loaded.model)
         if fuse:
             self.program = fuse_model(loaded, paged=pool.paged is not None)
+        pool.clears_blocks = self._cpu_decoder is None  # it never reads a position before it is written
         self.masks = CausalMasks(pool.max_length, pool.dtype, pool.device)
         if attention.is_paged != (pool.paged is not None):
             raise ValueError(f"the attention is {attention.name}, but the pool is {'' if pool.paged else 'not '}paged")
@@ -245,7 +247,11 @@ class ModelRunner:
 
     def has_loop_in_c(self, sequences: int) -> bool:
         """Whether `run_loop` runs this model, for so many sequences."""
-        return isinstance(self.program, FusedDecoder) and self.program.cpu_decoder is not None
+        return self._cpu_decoder is not None
+
+    @property
+    def _cpu_decoder(self) -> CPUDecoder | None:
+        return self.program.cpu_decoder if isinstance(self.program, FusedDecoder) else None
 
     def run_loop(self, chunks: Sequence[Chunk], later_rows: Sequence[int], loop: LoopArrays) -> list[list[Sample]]:
         """Runs chunks, draws a token of each sequence, runs those tokens, and so on, in C. Lengths do not change.
