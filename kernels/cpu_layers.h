@@ -10,6 +10,11 @@
 #define VECTORS (PANEL / 16)
 #define MOST_ROWS 12  /* of one walk over a panel: 12 * 2 sums, 2 weights and an input fit 32 registers */
 
+/* A walk over so many rows takes longer than its weights take to be read, so it asks for them this many bytes ahead. With
+ * fewer rows memory is the bound, and the processor's own prefetching is better. */
+#define PREFETCH_ROWS 7
+#define PREFETCH_BYTES 8192
+
 typedef struct {
     float *x, *qkv;           /* [rows, hidden], [rows, (heads + 2 kv_heads) head_dim] */
     ELEMENT *attended, *mid;  /* [rows, heads * head_dim], [rows, mlp] */
@@ -44,6 +49,9 @@ INLINE void multiply(const int rows, const ELEMENT *panel, const ELEMENT *x, int
 #pragma GCC unroll 2
         for (int b = 0; b < VECTORS; b++) sum[r][b] = bias ? _mm512_loadu_ps(bias + 16 * b) : _mm512_setzero_ps();
     for (int64_t i = 0; i < inputs; i += TOGETHER, panel += TOGETHER * PANEL) {
+        if (rows >= PREFETCH_ROWS)
+            for (int b = 0; b < VECTORS; b++)
+                _mm_prefetch((const char *)(panel + 16 * TOGETHER * b) + PREFETCH_BYTES, _MM_HINT_T1);
         Factors weight[VECTORS];
 #pragma GCC unroll 2
         for (int b = 0; b < VECTORS; b++) weight[b] = weights_at(panel + 16 * TOGETHER * b);
