@@ -37,14 +37,14 @@ typedef struct {
 } Model;
 
 typedef struct {
-    int32_t rows, wanted, threads, block_tokens;
+    int32_t rows, wanted, threads, block_tokens /* a multiple of 16 */;
     int32_t longest;              /* positions of the longest sequence */
     const int64_t *tokens;        /* [rows] */
     /* One after the other: the position of each row in its sequence, where the blocks of its sequence begin in
      * `blocks`, the rows whose logits are wanted, and the blocks of all sequences. */
     const int32_t *positions;
     const float *rotations;       /* [positions, head_dim / 2, 2]: cosine, sine */
-    float *memory;                /* [layers, 2, kv_heads, places, head_dim] */
+    float *memory;                /* [layers, 2, kv_heads, places, head_dim]; keys [places / 16, head_dim, 16] */
     int64_t places;
     float *logits;                /* [wanted, vocab_size] */
     char *scratch;                /* `decoder_scratch` bytes, aligned to 64 */

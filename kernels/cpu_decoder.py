@@ -24,6 +24,8 @@ from kernels.sampling import Sample
 PANEL = 32
 """Outputs of a panel, see `panels`."""
 _VECTOR = 16  # sizes must be multiples of it
+KEYS_TOGETHER = 16
+"""Positions whose keys lie element by element (`place_of_key`); a block of the KV cache has a multiple of them."""
 # Of weights. A processor runs the first of them, or both: `decoder_supported` says how many.
 _DTYPES = (torch.float32, torch.bfloat16)
 

@@ -19,24 +19,8 @@ typedef struct {
     float *x, *qkv;           /* [rows, hidden], [rows, (heads + 2 kv_heads) head_dim] */
     ELEMENT *attended, *mid;  /* [rows, heads * head_dim], [rows, mlp] */
     ELEMENT *normed;          /* of this thread: [rows, hidden] */
-    float *scores;            /* of this thread: [heads / kv_heads, longest + 16] */
+    float *scores;            /* of this thread: [heads / kv_heads, longest + 32] */
 } Scratch;
-
-/* -------------------------------------------------------------------------------------------------------- vectors */
-
-/* The sums of 16 vectors, as one vector. */
-INLINE __m512 sums(__m512 *v) {
-    for (int i = 0; i < 8; i++) /* lanes 2k of the pair, then 2k + 1 */
-        v[i] = _mm512_add_ps(_mm512_unpacklo_ps(v[2 * i], v[2 * i + 1]), _mm512_unpackhi_ps(v[2 * i], v[2 * i + 1]));
-    for (int i = 0; i < 4; i++)
-        v[i] = _mm512_add_ps(
-            _mm512_castpd_ps(_mm512_unpacklo_pd(_mm512_castps_pd(v[2 * i]), _mm512_castps_pd(v[2 * i + 1]))),
-            _mm512_castpd_ps(_mm512_unpackhi_pd(_mm512_castps_pd(v[2 * i]), _mm512_castps_pd(v[2 * i + 1]))));
-    for (int i = 0; i < 2; i++)
-        v[i] = _mm512_add_ps(_mm512_shuffle_f32x4(v[2 * i], v[2 * i + 1], 0x88),
-                             _mm512_shuffle_f32x4(v[2 * i], v[2 * i + 1], 0xdd));
-    return _mm512_add_ps(_mm512_shuffle_f32x4(v[0], v[1], 0x88), _mm512_shuffle_f32x4(v[0], v[1], 0xdd));
-}
 
 /* ------------------------------------------------------------------------------------------------------- products */
 
@@ -154,6 +138,10 @@ INLINE int64_t place_of(const Pass *pass, int row, int position) {
     return (int64_t)blocks(pass)[first_blocks(pass)[row] + position / size] * size + position % size;
 }
 
+/* Where element `at` of a key is. Of 16 positions that follow each other, the same elements are neighbours: a product with
+ * one element of a query adds to 16 scores. */
+INLINE int64_t place_of_key(int64_t place, int size, int at) { return place / 16 * 16 * size + at * 16 + place % 16; }
+
 /* Queries and keys of a row are normed and rotated; its key and value go to memory. */
 static void place_row(const Model *model, const Pass *pass, const Layer *layer, float *memory, float *qkv, int row) {
     int size = model->head_dim, heads = model->heads, kv_heads = model->kv_heads, position = pass->positions[row];
@@ -162,12 +150,46 @@ static void place_row(const Model *model, const Pass *pass, const Layer *layer, 
         rotate(qkv + h * size, pass->rotations + (int64_t)position * size, size);
     }
     int64_t place = place_of(pass, row, position);
-    for (int h = 0; h < 2 * kv_heads; h++)
-        memcpy(memory + (h * pass->places + place) * size, qkv + (heads + h) * size, size * sizeof(float));
+    const float *own = qkv + heads * size;
+    for (int h = 0; h < kv_heads; h++, own += size)
+        for (int at = 0; at < size; at++) memory[h * pass->places * size + place_of_key(place, size, at)] = own[at];
+    for (int h = kv_heads; h < 2 * kv_heads; h++, own += size)
+        memcpy(memory + (h * pass->places + place) * size, own, size * sizeof(float));
 }
 
-/* Values times shares, for `heads` query heads and 16 * `vectors` elements. */
-INLINE void weigh(const int heads, const int vectors, const Pass *pass, int row, int first, int end,
+/* Scores of `heads` query heads and 16 * `vectors` positions. */
+INLINE void score(const int heads, const int vectors, const float *const *keys, int size, const float *query,
+                  __m512 scaling, float *out, int64_t stride) {
+    __m512 sum[5][4];
+#pragma GCC unroll 5
+    for (int g = 0; g < heads; g++)
+#pragma GCC unroll 4
+        for (int b = 0; b < vectors; b++) sum[g][b] = _mm512_setzero_ps();
+    for (int at = 0; at < size; at++) {
+        __m512 key[4];
+#pragma GCC unroll 4
+        for (int b = 0; b < vectors; b++) key[b] = _mm512_loadu_ps(keys[b] + 16 * at);
+#pragma GCC unroll 5
+        for (int g = 0; g < heads; g++) {
+            __m512 q = _mm512_set1_ps(query[g * size + at]);
+#pragma GCC unroll 4
+            for (int b = 0; b < vectors; b++) sum[g][b] = _mm512_fmadd_ps(q, key[b], sum[g][b]);
+        }
+    }
+#pragma GCC unroll 5
+    for (int g = 0; g < heads; g++)
+#pragma GCC unroll 4
+        for (int b = 0; b < vectors; b++)
+            _mm512_storeu_ps(out + g * stride + 16 * b, _mm512_mul_ps(sum[g][b], scaling));
+}
+
+#define SCORE(heads, vectors) \
+    case heads: score(heads, vectors, key, size, query + g * size, scaling, scores + g * stride + j, stride); break;
+#define SCORE_CASES(vectors) \
+    switch (count) { SCORE(1, vectors) SCORE(2, vectors) SCORE(3, vectors) SCORE(4, vectors) SCORE(5, vectors) }
+
+/* Values times shares, for `heads` query heads and 16 * `vectors` elements. `scores` begin at position `base`. */
+INLINE void weigh(const int heads, const int vectors, const Pass *pass, int row, int base, int first, int end,
                   const float *values, int size, const float *scores, int64_t stride, const float *scale,
                   ELEMENT *out) {
     __m512 sum[5][4];
@@ -179,7 +201,7 @@ INLINE void weigh(const int heads, const int vectors, const Pass *pass, int row,
         int rest = pass->block_tokens - position % pass->block_tokens;
         int count = rest < end - position ? rest : end - position;
         const float *value = values + place_of(pass, row, position) * size;
-        for (int j = position - first; count--; j++, position++, value += size) {
+        for (int j = position - base; count--; j++, position++, value += size) {
 #pragma GCC unroll 5
             for (int g = 0; g < heads; g++) {
                 __m512 share = _mm512_set1_ps(scores[g * stride + j]);
@@ -198,7 +220,7 @@ INLINE void weigh(const int heads, const int vectors, const Pass *pass, int row,
 
 #define WEIGH(heads, vectors) \
     case heads: \
-        weigh(heads, vectors, pass, row, first, end, values + at, size, scores + g * stride, stride, scale, \
+        weigh(heads, vectors, pass, row, base, first, end, values + at, size, scores + g * stride, stride, scale, \
               out + g * size + at); \
         break;
 #define WEIGH_CASES(vectors) \
@@ -208,24 +230,19 @@ INLINE void weigh(const int heads, const int vectors, const Pass *pass, int row,
 static void attend(const Model *model, const Pass *pass, const Layer *layer, const float *memory, const float *query,
                    float *scores, ELEMENT *out, int row, int kv_head) {
     int size = model->head_dim, group = model->heads / model->kv_heads, end = pass->positions[row] + 1;
-    int first = layer->window && layer->window < end ? end - layer->window : 0, seen = end - first;
-    int64_t stride = pass->longest + 16;
+    int first = layer->window && layer->window < end ? end - layer->window : 0;
+    int base = first / 16 * 16, seen = end - base; /* so that the order of a sum depends on the positions alone */
+    int64_t stride = pass->longest + 32;
     const float *keys = memory + kv_head * pass->places * size, *values = keys + model->kv_heads * pass->places * size;
+    __m512 scaling = _mm512_set1_ps(layer->scaling);
     query += kv_head * group * size, out += kv_head * group * size;
-    for (int j = 0; j < seen; j += 16) {
-        const float *key[16];
-        for (int i = 0; i < 16; i++)
-            key[i] = keys + place_of(pass, row, first + (j + i < seen ? j + i : seen - 1)) * size;
-        for (int g = 0; g < group; g++) {
-            __m512 sum[16];
-#pragma GCC unroll 16
-            for (int i = 0; i < 16; i++) sum[i] = _mm512_setzero_ps();
-            for (int at = 0; at < size; at += 16) {
-                __m512 q = _mm512_loadu_ps(query + g * size + at);
-#pragma GCC unroll 16
-                for (int i = 0; i < 16; i++) sum[i] = _mm512_fmadd_ps(q, _mm512_loadu_ps(key[i] + at), sum[i]);
-            }
-            _mm512_storeu_ps(scores + g * stride + j, _mm512_mul_ps(sums(sum), _mm512_set1_ps(layer->scaling)));
+    for (int j = 0, vectors; j < seen; j += 16 * vectors) {
+        const float *key[4];
+        vectors = j + 48 < seen ? 4 : j + 16 < seen ? 2 : 1;
+        for (int b = 0; b < vectors; b++) key[b] = keys + place_of(pass, row, base + j + 16 * b) * size;
+        for (int g = 0; g < group; g += 5) {
+            int count = group - g < 5 ? group - g : 5;
+            if (vectors == 4) SCORE_CASES(4) else if (vectors == 2) SCORE_CASES(2) else SCORE_CASES(1)
         }
     }
     for (int g = 0; g < group; g += 5) {
@@ -233,6 +250,7 @@ static void attend(const Model *model, const Pass *pass, const Layer *layer, con
         float scale[5];
         for (int i = 0; i < count; i++) {
             float *own = scores + (g + i) * stride;
+            for (int j = 0; j < first - base; j++) own[j] = -INFINITY;
             for (int j = seen; j % 16; j++) own[j] = -INFINITY;
             __m512 most = _mm512_set1_ps(-INFINITY), total = _mm512_setzero_ps();
             for (int j = 0; j < seen; j += 16) most = _mm512_max_ps(most, _mm512_loadu_ps(own + j));
@@ -287,7 +305,7 @@ static Scratch scratch_of(const Model *model, const Pass *pass, int thread, int6
     TAKE(mid, ELEMENT, rows * model->mlp);
     for (int i = 0; i <= thread; i++) {
         TAKE(normed, ELEMENT, rows * model->hidden);
-        TAKE(scores, float, group * (pass->longest + 16));
+        TAKE(scores, float, group * (pass->longest + 32));
     }
 #undef TAKE
     if (bytes) *bytes = used;

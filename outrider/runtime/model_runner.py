@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from kernels.cpu_decode_loop import LoopArrays
-from kernels.cpu_decoder import CPUDecoder
+from kernels.cpu_decoder import KEYS_TOGETHER, CPUDecoder
 from kernels.sampling import Sample
 from outrider.runtime.attention import Program, Rows, TransformersProgram
 from outrider.runtime.batch import Chunk, PackedBatch, build_batch, pack
@@ -105,7 +105,10 @@ class ModelRunner:
         self.program: Program = loaded.encoder or TransformersProgram(loaded.model)
         if fuse:
             self.program = fuse_model(loaded, paged=pool.paged is not None)
-        pool.clears_blocks = self._cpu_decoder is None  # it never reads a position before it is written
+        if self._cpu_decoder is not None:
+            if pool.block_tokens % KEYS_TOGETHER:
+                raise ValueError(f"block_tokens is {pool.block_tokens}; it must be a multiple of {KEYS_TOGETHER}")
+            pool.clears_blocks = False  # it reads no position before it is written
         self.masks = CausalMasks(pool.max_length, pool.dtype, pool.device)
         if attention.is_paged != (pool.paged is not None):
             raise ValueError(f"the attention is {attention.name}, but the pool is {'' if pool.paged else 'not '}paged")

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from outrider.runtime import batch, sdpa
+from outrider.runtime.fused_decoder import FusedDecoder
 from outrider.runtime.loader import LoadedModel
 from outrider.runtime.model_runner import Chunk, ModelRunner
 from outrider.runtime.paged_attention import AttentionChoice
@@ -16,6 +17,7 @@ from tests.outrider.runtime.steps import MAX_LENGTH, random_steps, reference_log
 from tests.outrider.runtime.tiny import EXPERTS, FAMILIES, VOCABULARY, Reference
 
 SMALL_BLOCKS = AttentionChoice("sdpa", "a test", block_tokens=4)
+SMALL_BLOCKS_OF = {"qwen3": AttentionChoice("sdpa", "the decoder in C needs multiples of 16", block_tokens=16)}
 
 Load = Callable[..., LoadedModel]
 Checkpoint = Callable[[str], Path]
@@ -37,7 +39,7 @@ def test_any_steps_give_the_logits_of_transformers(
     if fuse:
         monkeypatch.setattr(sdpa, "BLOCK", 8)
         monkeypatch.setattr(batch, "GROUP_ROWS", 4)
-    model = ModelRunner.build(load(name), 5, MAX_LENGTH, fuse=fuse, attention=SMALL_BLOCKS)
+    model = ModelRunner.build(load(name), 5, MAX_LENGTH, fuse=fuse, attention=SMALL_BLOCKS_OF.get(name, SMALL_BLOCKS))
     found, wanted = random_steps(model, seed=1, steps=24, counts=(1, 1, 1, 2, 4, 7, 24))
     expected = reference_logits(Reference(checkpoint(name)), wanted)
     for step, (mine, theirs) in enumerate(zip(found, expected, strict=True)):
@@ -48,8 +50,8 @@ def test_any_steps_give_the_logits_of_transformers(
 
 @pytest.mark.parametrize("name", ["llama", "mistral", "qwen3"])
 def test_a_sequence_has_the_same_bits_in_any_batch(name: str, load: Load) -> None:
-    """Texts of one to ten blocks with common prefixes; chunks of one row, of a few, and a long one."""
-    model = ModelRunner.build(load(name), 24, 48, attention=SMALL_BLOCKS)
+    """Texts of one to twelve blocks with common prefixes; chunks of one row, of a few, and a long one."""
+    model = ModelRunner.build(load(name), 24, 48, attention=SMALL_BLOCKS_OF.get(name, SMALL_BLOCKS))
     rng = random.Random(1)
     text = rng.choices(range(VOCABULARY), k=48)
     whole = model.pool.allocate()
@@ -74,6 +76,15 @@ def test_what_is_left_in_free_blocks_does_not_matter(llama: LoadedModel) -> None
     for count in (1, 6, 30):
         slot = model.pool.allocate()
         assert model.forward([Chunk(slot, list(range(count)), 0, 0)]).isfinite().all()
+
+
+def test_the_decoder_in_c_needs_blocks_of_whole_vectors(load: Load) -> None:
+    loaded = load("qwen3")
+    ModelRunner.build(loaded, 2, 48, attention=SMALL_BLOCKS_OF["qwen3"])
+    if not isinstance(loaded.fused, FusedDecoder) or loaded.fused.cpu_decoder is None:
+        pytest.skip("torch runs the layers on this processor")
+    with pytest.raises(ValueError, match=r"^block_tokens is 4; it must be a multiple of 16$"):
+        ModelRunner.build(loaded, 2, 48, attention=SMALL_BLOCKS)
 
 
 @pytest.mark.parametrize("dtype", NEAR)
