@@ -133,8 +133,8 @@ def _changed(z, divisor, bias):
 
 
 @triton.jit
-def load_tiles(rows, row, tile, ids, TILES: tl.constexpr, ADJUSTED: tl.constexpr, CUT: tl.constexpr):
-    """Return adjusted logits of TILES tiles from `tile` on, or of a part of them, float32, in the shape of `ids`.
+def load_tiles(rows, row, tile, ids, OWN_TILES: tl.constexpr, ADJUSTED: tl.constexpr, CUT: tl.constexpr):
+    """Return adjusted logits of OWN_TILES tiles from `tile` on, or of a part of them, float32, in the shape of `ids`.
 
     `ids` are token ids within the tiles; past the row's end logits are -inf. The row's filters are applied only with
     CUT. Where V is a multiple of 16, Triton reads 128 bits at a time.
@@ -145,7 +145,7 @@ def load_tiles(rows, row, tile, ids, TILES: tl.constexpr, ADJUSTED: tl.constexpr
         changes = tl.load(rows.adjusted + row)
         if changes >= 0:
             at = rows.tile_starts + changes * (rows.n_tiles + 1)
-            for n in range(tl.load(at + tile), tl.load(at + tl.minimum(tile + TILES, rows.n_tiles))):
+            for n in range(tl.load(at + tile), tl.load(at + tl.minimum(tile + OWN_TILES, rows.n_tiles))):
                 changed = _changed(z, tl.load(rows.change_divisors + n), tl.load(rows.change_biases + n))
                 z = tl.where(ids == tl.load(rows.change_ids + n), changed, z)
     if CUT:
@@ -257,9 +257,9 @@ def most_noise(keys, ids):
 
 
 @triton.jit
-def tile_stats(rows, row, tile, terms, least, TILES: tl.constexpr, TILE: tl.constexpr, ADJUSTED: tl.constexpr,
+def tile_stats(rows, row, tile, terms, least, OWN_TILES: tl.constexpr, TILE: tl.constexpr, ADJUSTED: tl.constexpr,
                WITH_BEST: tl.constexpr, WITH_NOISE: tl.constexpr):  # fmt: skip
-    """Return the statistics of TILES tiles, `[TILES]` each; a warp reads a tile.
+    """Return the statistics of OWN_TILES tiles, `[OWN_TILES]` each; a warp reads a tile.
 
     Each lane adds up what it reads; lanes are put together at the end, so that reads do not wait for each other.
 
@@ -277,18 +277,18 @@ def tile_stats(rows, row, tile, terms, least, TILES: tl.constexpr, TILE: tl.cons
         at temperature 0, or under `coupled` the one that wins with the noise; and by how many bits its score exceeds
         the largest logit.
     """
-    first = (tile + tl.arange(0, TILES)) * TILE
+    first = (tile + tl.arange(0, OWN_TILES)) * TILE
     keys = noise_keys(terms.seed, terms.base_length + row - terms.first_row)
     reads = tl.arange(0, PART // (_LANES * _NEIGHBOURS))[:, None, None, None] * (_LANES * _NEIGHBOURS)
     lanes = tl.arange(0, _LANES)[None, None, :, None] * _NEIGHBOURS
     # In this order of the dimensions, Triton gives each warp a tile.
     offsets = first[None, :, None, None] + reads + lanes + tl.arange(0, _NEIGHBOURS)[None, None, None, :]
-    peak = tl.full([TILES, _LANES], -float("inf"), tl.float32)
-    mass = tl.zeros([TILES, _LANES], tl.float32)
-    bound = tl.zeros([TILES, _LANES], tl.float32)  # no score of the lane exceeds its peak by more bits
+    peak = tl.full([OWN_TILES, _LANES], -float("inf"), tl.float32)
+    mass = tl.zeros([OWN_TILES, _LANES], tl.float32)
+    bound = tl.zeros([OWN_TILES, _LANES], tl.float32)  # no score of the lane exceeds its peak by more bits
     for start in range(0, TILE, PART):
         ids = start + offsets
-        z = load_tiles(rows, row, tile, ids, TILES, ADJUSTED, False)
+        z = load_tiles(rows, row, tile, ids, OWN_TILES, ADJUSTED, False)
         z = tl.where(z < least, -float("inf"), z)
         own_peak = tl.max(tl.max(z, 3), 0)
         level = tl.where(own_peak == -float("inf"), 0.0, own_peak)

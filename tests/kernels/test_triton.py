@@ -8,23 +8,18 @@ from __future__ import annotations
 import ast
 import random
 from collections.abc import Iterator
-from itertools import combinations
-from typing import Any
 
 import numpy as np
 import pytest
 import torch
 from torch import Tensor
 
-from kernels import verify_triton
 from kernels.packed_arrays import Field, PackedArrays
-from kernels.paths import warm_up
 from kernels.sampling import SamplingParams
 from kernels.sparse import SparseConfig, sparsify
 from kernels.verify import Proposed, Rule, VerifyResult
-from kernels.verify_pack import GREEDY_NUMBER, RULE_NUMBERS
 from tests.kernels.cases import LAST, coupled, n_differing, propose, random_batch
-from tests.kernels.paths import DEVICE, TRITON, verify_by_triton
+from tests.kernels.paths import TRITON, verify_by_triton
 from tests.kernels.reference import verify as reference
 from tests.project.tree import ROOT
 
@@ -67,26 +62,6 @@ def test_the_lowest_of_equally_likely_tokens_is_taken_at_temperature_0(tied: tup
     z[0, list(tied)] = 5.0
     (result,) = verified(z, [propose((), params=SamplingParams(temperature=0))])
     assert result.next_token == min(tied)
-
-
-def test_warm_up_compiles_the_statistics_of_every_batch(monkeypatch: pytest.MonkeyPatch) -> None:
-    kernel, launched = verify_triton.stats_kernel, set[tuple[Any, ...]]()
-
-    class Observed:
-        def __getitem__(self, grid: tuple[int, ...]) -> Any:
-            def launch(*arguments: Any, **constants: Any) -> None:
-                launched.add((constants["ADJUSTED"], *(constants[name] for name in verify_triton.stats_sizes(()))))
-                kernel[grid](*arguments, **constants)
-
-            return launch
-
-    monkeypatch.setattr(verify_triton, "stats_kernel", Observed())
-    warm_up("triton", torch.device(DEVICE), torch.bfloat16, 300, 304)
-    numbers = (*RULE_NUMBERS.values(), GREEDY_NUMBER)
-    batches = [rules for n in range(1, len(numbers) + 1) for rules in combinations(numbers, n)]
-    sizes = {tuple(verify_triton.stats_sizes(rules).values()) for rules in batches}
-    assert launched == {(adjusted, *each) for adjusted in (False, True) for each in sizes}
-    assert len(sizes) == 3
 
 
 @pytest.mark.gpu
