@@ -103,7 +103,7 @@ static void draw_token(const Loop *loop, int sequence, int t, float *z) {
         if (draw->noise) {
             float least = filter(&draw->params, e, size, ignored, &total, &tokens);
             if (max_entropy < INFINITY) entropy = entropy_from(least, z, e, size, most, draw->params.temperature);
-            Words key = noise_key(draw->noise[2 * t], (uint32_t)draw->noise[2 * t + 1]);
+            Philox key = noise_key(draw->noise[2 * t], (uint32_t)draw->noise[2 * t + 1]);
             sample->token = best_with_noise(e, least, &key, size, z);
         } else if (!loop->max_support) {
             float least = filter(&draw->params, e, size, ignored, &total, &tokens);

@@ -1,6 +1,6 @@
-/* All layers of a Llama-like decoder in one call, for processors with AVX512. See kernels/cpu_decoder.py.
+/* All layers of a Llama-like decoder in one call. See kernels/cpu_decoder.py.
  *
- * Weights are bfloat16 or float32, everything else is float32. A row's result depends on its own sequence alone: each
+ * Weights are bfloat16 or float32, everything else is float32, but see BF16_DOT. A row's result depends on its own sequence alone: each
  * sum is taken in one order, whatever else the pass holds. So passes over one row and over many give the same logits,
  * bit for bit, on any number of threads.
  */
@@ -47,7 +47,13 @@ void decoder_barrier(int threads) {
 }
 
 static void run(const Model *model, const Pass *pass, int thread) {
-    if (model->is_bf16) decoder_run_bf16(model, pass, thread);
+#ifdef AVX512
+    if (model->weights == BF16_DOT) {
+        decoder_run_bf16_dot(model, pass, thread);
+        return;
+    }
+#endif
+    if (model->weights == BF16) decoder_run_bf16(model, pass, thread);
     else decoder_run_f32(model, pass, thread);
 }
 
@@ -93,11 +99,16 @@ static int start_threads(int wanted) {
 
 /* ------------------------------------------------------------------------------------------------------ interface */
 
-/* Whether this processor can run it: 0, 1 for float32, or 2 for float32 and bfloat16. */
+/* 0 if this processor cannot run it; else how many kinds of weights it supports: F32 and BF16, or BF16_DOT too. */
 int decoder_supported(void) {
-    int has_vectors = __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
-                      __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl");
-    return has_vectors ? 1 + !!__builtin_cpu_supports("avx512bf16") : 0;
+#ifdef AVX512
+    if (!__builtin_cpu_supports("avx512f") || !__builtin_cpu_supports("avx512bw") ||
+        !__builtin_cpu_supports("avx512dq") || !__builtin_cpu_supports("avx512vl"))
+        return 0;
+    return __builtin_cpu_supports("avx512bf16") ? 3 : 2;
+#else
+    return __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") ? 2 : 0;
+#endif
 }
 
 /* Sizes of panels and structures, which Python's must have: an old library stays behind when the sources change. */
@@ -107,7 +118,10 @@ void decoder_sizes(int32_t *sizes) {
 
 /* Bytes of scratch memory that a pass needs. */
 int64_t decoder_scratch(const Model *model, const Pass *pass) {
-    return model->is_bf16 ? decoder_scratch_bf16(model, pass) : decoder_scratch_f32(model, pass);
+#ifdef AVX512
+    if (model->weights == BF16_DOT) return decoder_scratch_bf16_dot(model, pass);
+#endif
+    return model->weights == BF16 ? decoder_scratch_bf16(model, pass) : decoder_scratch_f32(model, pass);
 }
 
 void decoder_run(const Model *model, Pass *pass) {

@@ -2,20 +2,16 @@
  * layers, and `cpu_decode_loop.c` draws tokens.
  */
 
-#include <immintrin.h>
-#include <math.h>
-#include <stdint.h>
-#include <string.h>
-
-#pragma GCC target("avx512f,avx512bw,avx512dq,avx512vl,fma")
-
-#define INLINE static inline __attribute__((always_inline))
+#include "cpu_vectors.h"
 
 #define PANEL 32 /* outputs of a panel of weights */
 
 /* Weights of a product are panels, with outputs filled up with zeros: bfloat16 [outputs / 32, inputs / 2, 32, 2], or
- * float32 [outputs / 32, inputs, 32, 1].
+ * float32 [outputs / 32, inputs, 32, 1]. Inputs are float32; with BF16_DOT they are rounded to bfloat16, as the dot product
+ * of AVX512-BF16 takes them.
  */
+enum { F32, BF16, BF16_DOT };
+
 typedef struct {
     const float *attention_norm, *mlp_norm;        /* [hidden] */
     const void *qkv, *output, *gate_up, *down;     /* gate_up: panels of gate and of up by turns */
@@ -27,7 +23,7 @@ typedef struct {
 
 typedef struct {
     int32_t layers, hidden, heads, kv_heads, head_dim, mlp /* a multiple of 32 */, vocab_size;
-    int32_t is_bf16;       /* weights are bfloat16, else float32 */
+    int32_t weights;       /* F32, BF16 or BF16_DOT */
     float eps;
     const void *embedding; /* [vocab_size, hidden] */
     const float *norm;     /* [hidden] */
@@ -57,29 +53,13 @@ INLINE const int32_t *blocks(const Pass *pass) { return wanted_rows(pass) + pass
 /* Runs a pass. Keys and values of its rows are in memory afterwards. */
 void decoder_run(const Model *model, Pass *pass);
 
-/* One thread's part of a pass, and the bytes of scratch memory that a pass needs, by the dtype of the weights. */
-void decoder_run_bf16(const Model *model, const Pass *pass, int thread);
+/* One thread's part of a pass, and the bytes of scratch memory that a pass needs, by the kind of weights. */
 void decoder_run_f32(const Model *model, const Pass *pass, int thread);
-int64_t decoder_scratch_bf16(const Model *model, const Pass *pass);
+void decoder_run_bf16(const Model *model, const Pass *pass, int thread);
+void decoder_run_bf16_dot(const Model *model, const Pass *pass, int thread);
 int64_t decoder_scratch_f32(const Model *model, const Pass *pass);
+int64_t decoder_scratch_bf16(const Model *model, const Pass *pass);
+int64_t decoder_scratch_bf16_dot(const Model *model, const Pass *pass);
 
 /* All threads of the pass have arrived when it returns. */
 void decoder_barrier(int threads);
-
-/* e^x within 2 units in the last place, for x up to 88; 0 below -104. NaN stays NaN: both bounds return the second
- * operand then. */
-INLINE __m512 exponential(__m512 x) {
-    x = _mm512_max_ps(_mm512_set1_ps(-104.0f), _mm512_min_ps(_mm512_set1_ps(88.0f), x));
-    __m512 n = _mm512_mul_ps(x, _mm512_set1_ps(1.44269504f));
-    n = _mm512_roundscale_ps(n, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
-    __m512 r = _mm512_fnmadd_ps(n, _mm512_set1_ps(0.693359375f), x);
-    r = _mm512_fnmadd_ps(n, _mm512_set1_ps(-2.12194440e-4f), r);
-    __m512 y = _mm512_set1_ps(1.9875691500e-4f);
-    y = _mm512_fmadd_ps(y, r, _mm512_set1_ps(1.3981999507e-3f));
-    y = _mm512_fmadd_ps(y, r, _mm512_set1_ps(8.3334519073e-3f));
-    y = _mm512_fmadd_ps(y, r, _mm512_set1_ps(4.1665795894e-2f));
-    y = _mm512_fmadd_ps(y, r, _mm512_set1_ps(1.6666665459e-1f));
-    y = _mm512_fmadd_ps(y, r, _mm512_set1_ps(5.0000001201e-1f));
-    y = _mm512_fmadd_ps(y, _mm512_mul_ps(r, r), _mm512_add_ps(r, _mm512_set1_ps(1.0f)));
-    return _mm512_scalef_ps(y, n);
-}

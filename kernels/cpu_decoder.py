@@ -2,13 +2,19 @@
 
 torch runs some ten operations for a layer, and each costs as much time as the weights of a small layer. Here a pass
 over a few rows takes about the time to read the weights. A decode loop is one call, too: `cpu_decode_loop.c` draws the
-tokens between its passes. Weights are bfloat16, on processors with AVX512-BF16, or float32. The library is built with
-the package where there is a C compiler; elsewhere, and on processors without AVX512, `library` returns None.
+tokens between its passes.
+
+Weights whose values are those of bfloat16 are kept in bfloat16, whatever the dtype of the model: to read half the bytes
+takes half the time. Their products are in float32, and have the same bits. A model of dtype bfloat16 rounds the inputs
+of products to bfloat16 where the processor has AVX512-BF16, whose dot product is faster still.
+
+The sources are built twice with the package where there is a C compiler, for AVX512 and for AVX2. Elsewhere, and on
+processors that have neither, `library` returns None.
 """
 
 import ctypes
 import importlib.util
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from functools import cache
 from itertools import accumulate
 from typing import Any, NamedTuple
@@ -26,8 +32,9 @@ PANEL = 32
 _VECTOR = 16  # sizes must be multiples of it
 KEYS_TOGETHER = 16
 """Positions whose keys lie element by element (`place_of_key`); a block of the KV cache has a multiple of them."""
-# Of weights. A processor runs the first of them, or both: `decoder_supported` says how many.
+_LIBRARIES = ("kernels._cpu_avx512", "kernels._cpu_avx2")
 _DTYPES = (torch.float32, torch.bfloat16)
+_F32, _BF16, _BF16_DOT = range(3)  # kinds of weights; a processor supports the first `decoder_supported`
 
 _WEIGHTS = ("qkv", "output", "gate_up", "down")
 
@@ -47,7 +54,7 @@ class _Layer(ctypes.Structure):
 class _Model(ctypes.Structure):
     _fields_ = [
         *((name, ctypes.c_int32) for name in (
-            "layers", "hidden", "heads", "kv_heads", "head_dim", "mlp", "vocab_size", "is_bf16",
+            "layers", "hidden", "heads", "kv_heads", "head_dim", "mlp", "vocab_size", "weights",
         )),
         ("eps", ctypes.c_float),
         *((name, _Pointer) for name in ("embedding", "norm", "head", "head_bias")),
@@ -67,13 +74,18 @@ class _Pass(ctypes.Structure):
 
 @cache
 def library() -> Any:
-    """The library; None where it was not built, is of other sources, or the processor lacks AVX512."""
-    found = importlib.util.find_spec("kernels._cpu_decoder")
+    """The fastest library for this processor; None where none was built, or for no such processor."""
+    return next(filter(None, map(_loaded, _LIBRARIES)), None)
+
+
+def _loaded(name: str) -> Any:
+    """A library; None where it was not built, is of other sources, or the processor lacks its instructions."""
+    found = importlib.util.find_spec(name)
     try:
         loaded = None if found is None or found.origin is None else ctypes.CDLL(found.origin)
     except OSError:
         return None
-    if loaded is None or not loaded.decoder_supported() or not hasattr(loaded, "verify_sizes"):
+    if loaded is None or not loaded.decoder_supported():
         return None
     sizes = (ctypes.c_int32 * 8)()
     loaded.decoder_sizes(sizes)
@@ -87,16 +99,26 @@ def library() -> Any:
 
 def can_run(dtype: torch.dtype, device: torch.device, *, hidden: int, head_dim: int) -> bool:
     """Whether `CPUDecoder` runs a model of these sizes here."""
-    if device.type != "cpu" or hidden % _VECTOR or head_dim % _VECTOR or library() is None:
+    if device.type != "cpu" or hidden % _VECTOR or head_dim % _VECTOR:
         return False
-    return dtype in _DTYPES[: library().decoder_supported()]
+    return dtype in _DTYPES and library() is not None
+
+
+def weights_dtype(weights: Iterable[Tensor]) -> torch.dtype:
+    """The dtype to keep the weights of a model in: bfloat16 if it has all their values."""
+    return torch.bfloat16 if all(map(_has_bfloat16_values, weights)) else torch.float32
+
+
+def _has_bfloat16_values(weight: Tensor) -> bool:
+    if weight.dtype != torch.float32:
+        return weight.dtype == torch.bfloat16
+    return all(not bool((part.view(torch.int32) & 0xFFFF).any()) for part in weight.split(1024))
 
 
 def panels(weight: Tensor) -> Tensor:
     """A weight `[out, in]` as the C code reads it: `[out / 32, in / t, 32, t]`, filled up with rows of zeros.
 
-    t is 1 in float32, and 2 in bfloat16: two neighbouring inputs of 16 outputs fill a vector, the operand of
-    AVX512-BF16's dot product.
+    t is 1 in float32, and 2 in bfloat16, as AVX512-BF16's dot product takes two neighbouring inputs of an output.
     """
     together = 4 // weight.itemsize
     filled = F.pad(weight, (0, 0, 0, -len(weight) % PANEL))
@@ -144,11 +166,13 @@ class CPUDecoder:
     """A decoder. Only one thread may use it.
 
     Args:
-        shared: an `outrider.runtime.fused_layers.SharedWeights` of bfloat16 or float32, its head as `panels`.
-        layers: each an `outrider.runtime.fused_layers.LayerWeights`, its weights as `panels`.
+        shared: an `outrider.runtime.fused_layers.SharedWeights`, its head as `panels`.
+        layers: each an `outrider.runtime.fused_layers.LayerWeights`, its weights as `panels`, in one dtype:
+            bfloat16 or float32.
+        dtype: of the model.
     """
 
-    def __init__(self, shared: Any, layers: Sequence[Any]) -> None:
+    def __init__(self, shared: Any, layers: Sequence[Any], dtype: torch.dtype) -> None:
         self._library = library()
         self._vocab_size = shared.vocab_size
         self._kept: list[Tensor] = []  # the pointers point to these
@@ -162,7 +186,7 @@ class CPUDecoder:
             head_dim=shared.head_dim,
             mlp=layers[0].down.size(1) * layers[0].down.size(3),
             vocab_size=shared.vocab_size,
-            is_bf16=shared.embedding.dtype == torch.bfloat16,
+            weights=self._kind(shared.embedding.dtype, dtype),
             eps=shared.eps,
             embedding=self._keep(shared.embedding),
             norm=self._floats(shared.norm[0]),
@@ -228,6 +252,12 @@ class CPUDecoder:
             self._scratch = torch.empty(needed, dtype=torch.uint8)
         own.scratch = self._scratch.data_ptr()
         return own, numbers
+
+    def _kind(self, weights: torch.dtype, dtype: torch.dtype) -> int:
+        if weights == torch.float32:
+            return _F32
+        has_dot = self._library.decoder_supported() > _BF16_DOT
+        return _BF16_DOT if dtype == torch.bfloat16 and has_dot else _BF16
 
     def _layer(self, layer: Any) -> _Layer:
         return _Layer(

@@ -1,87 +1,114 @@
-/* A pass over all layers, for one type of weights. `cpu_layers_bf16.c` and `cpu_layers_f32.c` include this file. Before
- * that they define
- *   ELEMENT: the type of weights and of inputs of products;
- *   TOGETHER: how many inputs one instruction multiplies;
- *   Factors: a vector of weights, or of one input; TOGETHER for each of 16 outputs;
- *   read, write, weights_at, inputs_at, add_products: on elements;
+/* A pass over all layers, for one kind of weights: `cpu_layers_f32.c`, `cpu_layers_bf16.c` and `cpu_layers_bf16_dot.c`
+ * include this file. Before that they define
+ *   Weight, Input: the types of weights, and of inputs of products;
+ *   Factors: a vector of weights, or of one input: what an instruction multiplies for LANES outputs;
+ *   STEP: how many inputs lie together in a panel; PARTS: how many instructions multiply them;
+ *   read, write, weights_at, inputs_at, add_products;
  *   RUN, SCRATCH: names of the functions that this file defines.
  */
 
-#define VECTORS (PANEL / 16)
-#define MOST_ROWS 12  /* of one walk over a panel: 12 * 2 sums, 2 weights and an input fit 32 registers */
+#define VECTORS (PANEL / LANES)
 
-/* A walk over so many rows takes longer than its weights take to be read, so it asks for them this many bytes ahead. With
- * fewer rows memory is the bound, and the processor's own prefetching is better. */
-#define PREFETCH_ROWS 7
+/* Sums, weights and an input of a walk over a panel fit the registers: 32 of AVX512, 16 of AVX2. */
+#ifdef AVX512
+#define MOST_ROWS 12
+#define MOST_WIDE_ROWS 12 /* with more rows a walk is over half of the outputs */
+#define PREFETCH_ROWS 7   /* with fewer rows memory is the bound, and the processor's own prefetching is better */
+#define HEAD_SUMS 4       /* vectors of sums for each of 5 query heads */
+#else
+#define MOST_ROWS 6
+#define MOST_WIDE_ROWS 2
+#define PREFETCH_ROWS 1
+#define HEAD_SUMS 2
+#endif
+
 #define PREFETCH_BYTES 8192
+#define MLP_ROWS 24 /* rows of gate and of up that are computed together */
 
 typedef struct {
     float *x, *qkv;           /* [rows, hidden], [rows, (heads + 2 kv_heads) head_dim] */
-    ELEMENT *attended, *mid;  /* [rows, heads * head_dim], [rows, mlp] */
-    ELEMENT *normed;          /* of this thread: [rows, hidden] */
+    Input *attended, *mid;    /* [rows, heads * head_dim], [rows, mlp] */
+    Input *normed;            /* of this thread: [rows, hidden] */
     float *scores;            /* of this thread: [heads / kv_heads, longest + 32] */
 } Scratch;
 
 /* ------------------------------------------------------------------------------------------------------- products */
 
-/* `rows` rows of x times one panel, into `out` or added to it; only the first `columns` outputs. */
-INLINE void multiply(const int rows, const ELEMENT *panel, const ELEMENT *x, int64_t inputs, const float *bias,
-                     float *out, int64_t stride, int columns, int adds) {
-    __m512 sum[MOST_ROWS][VECTORS];
+/* `rows` rows of x times `vectors` vectors of a panel, into `out` or added to it; only the first `columns` outputs. Each
+ * step prefetches `share` bytes, from `ahead` on. */
+INLINE void multiply(const int rows, const int vectors, const Weight *panel, const Input *x, int64_t inputs,
+                     const float *bias, float *out, int64_t stride, int columns, int adds, const char *ahead,
+                     int64_t share) {
+    Floats sum[MOST_ROWS][VECTORS];
 #pragma GCC unroll 12
     for (int r = 0; r < rows; r++)
+#pragma GCC unroll 4
+        for (int b = 0; b < vectors; b++) sum[r][b] = bias ? load(bias + LANES * b) : all(0.0f);
+    for (int64_t i = 0; i < inputs; i += STEP, panel += STEP * PANEL) {
+        if (rows >= PREFETCH_ROWS) {
+            _mm_prefetch(ahead, _MM_HINT_T1);
+            if (share > 64) _mm_prefetch(ahead + 64, _MM_HINT_T1);
+            ahead += share;
+        }
 #pragma GCC unroll 2
-        for (int b = 0; b < VECTORS; b++) sum[r][b] = bias ? _mm512_loadu_ps(bias + 16 * b) : _mm512_setzero_ps();
-    for (int64_t i = 0; i < inputs; i += TOGETHER, panel += TOGETHER * PANEL) {
-        if (rows >= PREFETCH_ROWS)
-            for (int b = 0; b < VECTORS; b++)
-                _mm_prefetch((const char *)(panel + 16 * TOGETHER * b) + PREFETCH_BYTES, _MM_HINT_T1);
-        Factors weight[VECTORS];
-#pragma GCC unroll 2
-        for (int b = 0; b < VECTORS; b++) weight[b] = weights_at(panel + 16 * TOGETHER * b);
+        for (int part = 0; part < PARTS; part++) {
+            Factors weight[VECTORS];
+#pragma GCC unroll 4
+            for (int b = 0; b < vectors; b++) weight[b] = weights_at(panel + LANES * STEP * b, part);
 #pragma GCC unroll 12
-        for (int r = 0; r < rows; r++) {
-            Factors input = inputs_at(x + r * inputs + i);
-#pragma GCC unroll 2
-            for (int b = 0; b < VECTORS; b++) sum[r][b] = add_products(sum[r][b], weight[b], input);
+            for (int r = 0; r < rows; r++) {
+                Factors input = inputs_at(x + r * inputs + i + part);
+#pragma GCC unroll 4
+                for (int b = 0; b < vectors; b++) sum[r][b] = add_products(sum[r][b], weight[b], input);
+            }
         }
     }
 #pragma GCC unroll 12
     for (int r = 0; r < rows; r++)
-#pragma GCC unroll 2
-        for (int b = 0; b < VECTORS; b++) {
-            int left = columns - 16 * b;
+#pragma GCC unroll 4
+        for (int b = 0; b < vectors; b++) {
+            int left = columns - LANES * b;
             if (left <= 0) continue;
-            __mmask16 mask = left >= 16 ? 0xffff : (__mmask16)((1u << left) - 1);
-            float *to = out + r * stride + 16 * b;
-            __m512 value = adds ? _mm512_add_ps(sum[r][b], _mm512_maskz_loadu_ps(mask, to)) : sum[r][b];
-            _mm512_mask_storeu_ps(to, mask, value);
+            float *to = out + r * stride + LANES * b;
+            if (adds) sum[r][b] += load_first(left, to, 0.0f);
+            store_first(left, to, sum[r][b]);
         }
 }
 
-/* Rows of the next walk over a panel, of `left` rows: walks are about equally long. */
-static int rows_of_walk(int left) {
-    int walks = (left + MOST_ROWS - 1) / MOST_ROWS;
-    return (left + walks - 1) / walks;
+/* A walk over a panel, or one over each half of its outputs. */
+INLINE void walk(const int rows, const Weight *panel, const Input *x, int64_t inputs, const float *bias, float *out,
+                 int64_t stride, int columns, int adds, const char *ahead, int64_t share) {
+    const int vectors = rows <= MOST_WIDE_ROWS ? VECTORS : VECTORS / 2;
+    for (int b = 0; b < VECTORS; b += vectors, ahead += inputs / STEP * share)
+        multiply(rows, vectors, panel + STEP * LANES * b, x, inputs, bias ? bias + LANES * b : NULL, out + LANES * b,
+                 stride, columns - LANES * b, adds, ahead, share);
 }
 
-#define MULTIPLY(n) case n: multiply(n, panel, x, inputs, bias, out, stride, columns, adds); break;
+#define WALK(n) case n: walk(n, panel, x, inputs, bias, out, stride, columns, adds, ahead, share); break;
 
-/* All rows of x [rows, inputs] times one panel. */
-static void product(int rows, const ELEMENT *panel, const ELEMENT *x, int64_t inputs, const float *bias, float *out,
-                    int64_t stride, int columns, int adds) {
-    while (rows) {
-        int count = rows_of_walk(rows);
+/* All rows of x [rows, inputs] times one panel. Its weights are read from memory once: while several walks are over a
+ * panel, each prefetches its share of the next one. A single walk prefetches what it reads a little later. */
+static __attribute__((noinline, noclone)) void product(int rows, const Weight *panel, const Input *x, int64_t inputs,
+                                              const float *bias, float *out, int64_t stride, int columns, int adds) {
+    if (!rows) return;
+    int walks = (rows + MOST_ROWS - 1) / MOST_ROWS, halves = (rows + walks - 1) / walks <= MOST_WIDE_ROWS ? 1 : 2;
+    int parts = walks * halves;
+    int64_t share = STEP * PANEL * (int64_t)sizeof(Weight) / parts;
+    const char *ahead = parts == 1 ? (const char *)panel + PREFETCH_BYTES : (const char *)(panel + PANEL * inputs);
+    for (int count; walks; walks--, x += count * inputs, out += count * stride, rows -= count) {
+        count = (rows + walks - 1) / walks;
         switch (count) {
-            MULTIPLY(1) MULTIPLY(2) MULTIPLY(3) MULTIPLY(4) MULTIPLY(5) MULTIPLY(6)
-            MULTIPLY(7) MULTIPLY(8) MULTIPLY(9) MULTIPLY(10) MULTIPLY(11) MULTIPLY(12)
+            WALK(1) WALK(2) WALK(3) WALK(4) WALK(5) WALK(6)
+#if MOST_ROWS > 6
+            WALK(7) WALK(8) WALK(9) WALK(10) WALK(11) WALK(12)
+#endif
         }
-        x += count * inputs, out += count * stride, rows -= count;
+        ahead += inputs / STEP * share * halves;
     }
 }
 
 /* This thread's panels of a product: out [rows, outputs]. */
-static void products(const Pass *pass, int thread, int rows, const ELEMENT *weight, const ELEMENT *x, int64_t inputs,
+static void products(const Pass *pass, int thread, int rows, const Weight *weight, const Input *x, int64_t inputs,
                      const float *bias, float *out, int64_t outputs, int adds) {
     int64_t panels = (outputs + PANEL - 1) / PANEL;
     int first = (int)(panels * thread / pass->threads), end = (int)(panels * (thread + 1) / pass->threads);
@@ -95,41 +122,35 @@ static void products(const Pass *pass, int thread, int rows, const ELEMENT *weig
 /* ---------------------------------------------------------------------------------------------------------- parts */
 
 /* What an RMS norm multiplies x by, beside its weight. */
-INLINE __m512 norm_scale(const float *x, int size, float eps) {
-    __m512 square = _mm512_setzero_ps();
-    for (int i = 0; i < size; i += 16) {
-        __m512 v = _mm512_loadu_ps(x + i);
-        square = _mm512_fmadd_ps(v, v, square);
-    }
-    return _mm512_set1_ps(1.0f / sqrtf(_mm512_reduce_add_ps(square) / (float)size + eps));
+INLINE float norm_scale(const float *x, int size, float eps) {
+    Floats square = all(0.0f);
+    for (int i = 0; i < size; i += LANES) square = multiply_add(load(x + i), load(x + i), square);
+    return 1.0f / sqrtf(sum_of(square) / (float)size + eps);
 }
 
-INLINE __m512 normed(const float *x, __m512 scale, const float *weight) {
-    return _mm512_mul_ps(_mm512_mul_ps(_mm512_loadu_ps(x), scale), _mm512_loadu_ps(weight));
+INLINE Floats normed(const float *x, Floats scale, const float *weight) { return load(x) * scale * load(weight); }
+
+static void norm(const float *x, const float *weight, int size, float eps, Input *out) {
+    Floats scale = all(norm_scale(x, size, eps));
+    for (int i = 0; i < size; i += LANES) write(out + i, normed(x + i, scale, weight + i));
 }
 
-static void norm(const float *x, const float *weight, int size, float eps, ELEMENT *out) {
-    __m512 scale = norm_scale(x, size, eps);
-    for (int i = 0; i < size; i += 16) write(out + i, normed(x + i, scale, weight + i));
-}
-
-static void norm_rows(const Model *model, const float *x, const float *weight, int rows, ELEMENT *out) {
+static void norm_rows(const Model *model, const float *x, const float *weight, int rows, Input *out) {
     int64_t hidden = model->hidden;
     for (int row = 0; row < rows; row++) norm(x + row * hidden, weight, hidden, model->eps, out + row * hidden);
 }
 
 /* As `norm`, of one head, in place and in float32. */
 static void head_norm(float *x, const float *weight, int size, float eps) {
-    __m512 scale = norm_scale(x, size, eps);
-    for (int i = 0; i < size; i += 16) _mm512_storeu_ps(x + i, normed(x + i, scale, weight + i));
+    Floats scale = all(norm_scale(x, size, eps));
+    for (int i = 0; i < size; i += LANES) store(x + i, normed(x + i, scale, weight + i));
 }
 
 /* The elements of a rotated pair are neighbours. */
 static void rotate(float *x, const float *rotation, int size) {
-    for (int i = 0; i < size; i += 16) {
-        __m512 v = _mm512_loadu_ps(x + i), both = _mm512_loadu_ps(rotation + i);
-        __m512 crossed = _mm512_mul_ps(_mm512_permute_ps(v, 0xb1), _mm512_movehdup_ps(both));
-        _mm512_storeu_ps(x + i, _mm512_fmaddsub_ps(v, _mm512_moveldup_ps(both), crossed));
+    for (int i = 0; i < size; i += LANES) {
+        Floats v = load(x + i), both = load(rotation + i);
+        store(x + i, multiply_sub_add(v, firsts(both), exchanged(v) * seconds(both)));
     }
 }
 
@@ -157,30 +178,29 @@ static void place_row(const Model *model, const Pass *pass, const Layer *layer, 
         memcpy(memory + (h * pass->places + place) * size, own, size * sizeof(float));
 }
 
-/* Scores of `heads` query heads and 16 * `vectors` positions. */
+/* Scores of `heads` query heads and LANES * `vectors` positions. */
 INLINE void score(const int heads, const int vectors, const float *const *keys, int size, const float *query,
-                  __m512 scaling, float *out, int64_t stride) {
-    __m512 sum[5][4];
+                  Floats scaling, float *out, int64_t stride) {
+    Floats sum[5][HEAD_SUMS];
 #pragma GCC unroll 5
     for (int g = 0; g < heads; g++)
 #pragma GCC unroll 4
-        for (int b = 0; b < vectors; b++) sum[g][b] = _mm512_setzero_ps();
+        for (int b = 0; b < vectors; b++) sum[g][b] = all(0.0f);
     for (int at = 0; at < size; at++) {
-        __m512 key[4];
+        Floats key[HEAD_SUMS];
 #pragma GCC unroll 4
-        for (int b = 0; b < vectors; b++) key[b] = _mm512_loadu_ps(keys[b] + 16 * at);
+        for (int b = 0; b < vectors; b++) key[b] = load(keys[b] + 16 * at);
 #pragma GCC unroll 5
         for (int g = 0; g < heads; g++) {
-            __m512 q = _mm512_set1_ps(query[g * size + at]);
+            Floats q = all(query[g * size + at]);
 #pragma GCC unroll 4
-            for (int b = 0; b < vectors; b++) sum[g][b] = _mm512_fmadd_ps(q, key[b], sum[g][b]);
+            for (int b = 0; b < vectors; b++) sum[g][b] = multiply_add(q, key[b], sum[g][b]);
         }
     }
 #pragma GCC unroll 5
     for (int g = 0; g < heads; g++)
 #pragma GCC unroll 4
-        for (int b = 0; b < vectors; b++)
-            _mm512_storeu_ps(out + g * stride + 16 * b, _mm512_mul_ps(sum[g][b], scaling));
+        for (int b = 0; b < vectors; b++) store(out + g * stride + LANES * b, sum[g][b] * scaling);
 }
 
 #define SCORE(heads, vectors) \
@@ -188,15 +208,14 @@ INLINE void score(const int heads, const int vectors, const float *const *keys, 
 #define SCORE_CASES(vectors) \
     switch (count) { SCORE(1, vectors) SCORE(2, vectors) SCORE(3, vectors) SCORE(4, vectors) SCORE(5, vectors) }
 
-/* Values times shares, for `heads` query heads and 16 * `vectors` elements. `scores` begin at position `base`. */
+/* Values times shares, for `heads` query heads and LANES * `vectors` elements. `scores` begin at position `base`. */
 INLINE void weigh(const int heads, const int vectors, const Pass *pass, int row, int base, int first, int end,
-                  const float *values, int size, const float *scores, int64_t stride, const float *scale,
-                  ELEMENT *out) {
-    __m512 sum[5][4];
+                  const float *values, int size, const float *scores, int64_t stride, const float *scale, Input *out) {
+    Floats sum[5][HEAD_SUMS];
 #pragma GCC unroll 5
     for (int g = 0; g < heads; g++)
 #pragma GCC unroll 4
-        for (int b = 0; b < vectors; b++) sum[g][b] = _mm512_setzero_ps();
+        for (int b = 0; b < vectors; b++) sum[g][b] = all(0.0f);
     for (int position = first; position < end;) {
         int rest = pass->block_tokens - position % pass->block_tokens;
         int count = rest < end - position ? rest : end - position;
@@ -204,18 +223,17 @@ INLINE void weigh(const int heads, const int vectors, const Pass *pass, int row,
         for (int j = position - base; count--; j++, position++, value += size) {
 #pragma GCC unroll 5
             for (int g = 0; g < heads; g++) {
-                __m512 share = _mm512_set1_ps(scores[g * stride + j]);
+                Floats share = all(scores[g * stride + j]);
 #pragma GCC unroll 4
                 for (int b = 0; b < vectors; b++)
-                    sum[g][b] = _mm512_fmadd_ps(share, _mm512_loadu_ps(value + 16 * b), sum[g][b]);
+                    sum[g][b] = multiply_add(share, load(value + LANES * b), sum[g][b]);
             }
         }
     }
 #pragma GCC unroll 5
     for (int g = 0; g < heads; g++)
 #pragma GCC unroll 4
-        for (int b = 0; b < vectors; b++)
-            write(out + g * size + 16 * b, _mm512_mul_ps(sum[g][b], _mm512_set1_ps(scale[g])));
+        for (int b = 0; b < vectors; b++) write(out + g * size + LANES * b, sum[g][b] * scale[g]);
 }
 
 #define WEIGH(heads, vectors) \
@@ -228,21 +246,26 @@ INLINE void weigh(const int heads, const int vectors, const Pass *pass, int row,
 
 /* Attention of one row, for the query heads of one head of keys. */
 static void attend(const Model *model, const Pass *pass, const Layer *layer, const float *memory, const float *query,
-                   float *scores, ELEMENT *out, int row, int kv_head) {
+                   float *scores, Input *out, int row, int kv_head) {
     int size = model->head_dim, group = model->heads / model->kv_heads, end = pass->positions[row] + 1;
     int first = layer->window && layer->window < end ? end - layer->window : 0;
     int base = first / 16 * 16, seen = end - base; /* so that the order of a sum depends on the positions alone */
     int64_t stride = pass->longest + 32;
     const float *keys = memory + kv_head * pass->places * size, *values = keys + model->kv_heads * pass->places * size;
-    __m512 scaling = _mm512_set1_ps(layer->scaling);
+    Floats scaling = all(layer->scaling);
     query += kv_head * group * size, out += kv_head * group * size;
-    for (int j = 0, vectors; j < seen; j += 16 * vectors) {
-        const float *key[4];
-        vectors = j + 48 < seen ? 4 : j + 16 < seen ? 2 : 1;
-        for (int b = 0; b < vectors; b++) key[b] = keys + place_of(pass, row, base + j + 16 * b) * size;
+    for (int j = 0, vectors; j < seen; j += LANES * vectors) {
+        const float *key[HEAD_SUMS];
+        for (vectors = HEAD_SUMS; LANES * vectors - 16 >= seen - j;) vectors /= 2; /* whole blocks of keys */
+        for (int b = 0; b < vectors; b++)
+            key[b] = keys + place_of_key(place_of(pass, row, base + j + LANES * b), size, 0);
         for (int g = 0; g < group; g += 5) {
             int count = group - g < 5 ? group - g : 5;
-            if (vectors == 4) SCORE_CASES(4) else if (vectors == 2) SCORE_CASES(2) else SCORE_CASES(1)
+            if (vectors == HEAD_SUMS) SCORE_CASES(HEAD_SUMS)
+#ifdef AVX512
+            else if (vectors == 2) SCORE_CASES(2)
+            else SCORE_CASES(1)
+#endif
         }
     }
     for (int g = 0; g < group; g += 5) {
@@ -252,42 +275,42 @@ static void attend(const Model *model, const Pass *pass, const Layer *layer, con
             float *own = scores + (g + i) * stride;
             for (int j = 0; j < first - base; j++) own[j] = -INFINITY;
             for (int j = seen; j % 16; j++) own[j] = -INFINITY;
-            __m512 most = _mm512_set1_ps(-INFINITY), total = _mm512_setzero_ps();
-            for (int j = 0; j < seen; j += 16) most = _mm512_max_ps(most, _mm512_loadu_ps(own + j));
-            most = _mm512_set1_ps(_mm512_reduce_max_ps(most));
-            for (int j = 0; j < seen; j += 16) {
-                __m512 share = exponential(_mm512_sub_ps(_mm512_loadu_ps(own + j), most));
-                total = _mm512_add_ps(total, share);
-                _mm512_storeu_ps(own + j, share);
+            Floats most = all(-INFINITY), total = all(0.0f);
+            for (int j = 0; j < seen; j += LANES) most = larger(most, load(own + j));
+            most = all(largest_of(most));
+            for (int j = 0; j < seen; j += LANES) {
+                Floats share = exponential(load(own + j) - most);
+                total += share;
+                store(own + j, share);
             }
-            scale[i] = 1.0f / _mm512_reduce_add_ps(total);
+            scale[i] = 1.0f / sum_of(total);
         }
         int at = 0;
-        for (; at + 64 <= size; at += 64) WEIGH_CASES(4)
-        for (; at < size; at += 16) WEIGH_CASES(1)
+        for (; at + LANES * HEAD_SUMS <= size; at += LANES * HEAD_SUMS) WEIGH_CASES(HEAD_SUMS)
+#ifdef AVX512
+        for (; at < size; at += LANES) WEIGH_CASES(1)
+#endif
     }
 }
 
 /* This thread's panels of gate and up, and silu(gate) * up. */
-static void gate_and_up(const Model *model, const Pass *pass, const Layer *layer, const ELEMENT *normed, ELEMENT *mid,
+static void gate_and_up(const Model *model, const Pass *pass, const Layer *layer, const Input *normed, Input *mid,
                         int thread) {
     int hidden = model->hidden, mlp = model->mlp;
     int64_t units = mlp / PANEL;
     int begin = (int)(units * thread / pass->threads), end = (int)(units * (thread + 1) / pass->threads);
     for (int unit = begin; unit < end; unit++) {
-        const ELEMENT *gate = (const ELEMENT *)layer->gate_up + (int64_t)unit * 2 * PANEL * hidden;
-        const ELEMENT *up = gate + (int64_t)PANEL * hidden;
+        const Weight *gate = (const Weight *)layer->gate_up + (int64_t)unit * 2 * PANEL * hidden;
+        const Weight *up = gate + (int64_t)PANEL * hidden;
         const float *bias = layer->gate_up_bias ? layer->gate_up_bias + (int64_t)unit * 2 * PANEL : NULL;
         for (int first = 0, count; first < pass->rows; first += count) {
-            float gates[MOST_ROWS * PANEL], ups[MOST_ROWS * PANEL];
-            count = rows_of_walk(pass->rows - first);
-            const ELEMENT *x = normed + (int64_t)first * hidden;
+            float gates[MLP_ROWS * PANEL], ups[MLP_ROWS * PANEL];
+            count = pass->rows - first < MLP_ROWS ? pass->rows - first : MLP_ROWS;
+            const Input *x = normed + (int64_t)first * hidden;
             product(count, gate, x, hidden, bias, gates, PANEL, PANEL, 0);
             product(count, up, x, hidden, bias ? bias + PANEL : NULL, ups, PANEL, PANEL, 0);
-            for (int i = 0; i < count * PANEL; i += 16) {
-                __m512 g = _mm512_loadu_ps(gates + i), one = _mm512_set1_ps(1.0f);
-                __m512 divisor = _mm512_add_ps(one, exponential(_mm512_sub_ps(_mm512_setzero_ps(), g)));
-                __m512 value = _mm512_mul_ps(_mm512_div_ps(g, divisor), _mm512_loadu_ps(ups + i));
+            for (int i = 0; i < count * PANEL; i += LANES) {
+                Floats g = load(gates + i), value = g / (exponential(-g) + 1.0f) * load(ups + i);
                 write(mid + (int64_t)(first + i / PANEL) * mlp + (int64_t)unit * PANEL + i % PANEL, value);
             }
         }
@@ -301,10 +324,10 @@ static Scratch scratch_of(const Model *model, const Pass *pass, int thread, int6
     found.field = (type *)(pass->scratch + used), used += ((int64_t)sizeof(type) * (count) + 63) / 64 * 64
     TAKE(x, float, rows * model->hidden);
     TAKE(qkv, float, rows * (model->heads + 2 * model->kv_heads) * model->head_dim);
-    TAKE(attended, ELEMENT, rows * model->heads * model->head_dim);
-    TAKE(mid, ELEMENT, rows * model->mlp);
+    TAKE(attended, Input, rows * model->heads * model->head_dim);
+    TAKE(mid, Input, rows * model->mlp);
     for (int i = 0; i <= thread; i++) {
-        TAKE(normed, ELEMENT, rows * model->hidden);
+        TAKE(normed, Input, rows * model->hidden);
         TAKE(scores, float, group * (pass->longest + 32));
     }
 #undef TAKE
@@ -317,9 +340,9 @@ void RUN(const Model *model, const Pass *pass, int thread) {
     int width = (model->heads + 2 * model->kv_heads) * size, attended = model->heads * size;
     Scratch s = scratch_of(model, pass, thread, NULL);
     for (int row = thread; row < rows; row += threads)
-        for (int i = 0; i < hidden; i += 16)
-            _mm512_storeu_ps(s.x + (int64_t)row * hidden + i,
-                             read((const ELEMENT *)model->embedding + pass->tokens[row] * hidden + i));
+        for (int i = 0; i < hidden; i += LANES)
+            store(s.x + (int64_t)row * hidden + i,
+                  read((const Weight *)model->embedding + pass->tokens[row] * hidden + i));
     decoder_barrier(threads);
     for (int n = 0; n < model->layers; n++) {
         const Layer *layer = model->layer + n;

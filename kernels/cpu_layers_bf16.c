@@ -1,37 +1,27 @@
-/* The layers with weights in bfloat16, for processors with AVX512-BF16. Inputs of a product are rounded to bfloat16. */
+/* The layers with weights in bfloat16 and products in float32. A sum has the bits that the same weights in float32 give. */
 
 #if defined(__x86_64__) && defined(__linux__) && defined(__GNUC__) && !defined(__clang__)
 
 #include "cpu_decoder.h"
 
-#pragma GCC target("avx512bf16")
+typedef uint16_t Weight;
+typedef float Input;
+typedef Floats Factors;
 
-typedef uint16_t bf16;
+INLINE Floats read(const Weight *from) { return (Floats)(load_halves(from) << 16); }
+INLINE void write(Input *to, Floats x) { store(to, x); }
 
-typedef __m512bh Factors;
-
-INLINE __m512 read(const bf16 *from) {
-    return _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(_mm256_loadu_si256((const __m256i *)from)), 16));
+/* The weights of two inputs share 32 bits. */
+INLINE Factors weights_at(const Weight *panel, int part) {
+    Bits two = load_bits(panel);
+    return (Floats)(part ? two & 0xffff0000u : two << 16);
 }
 
-INLINE void write(bf16 *to, __m512 value) {
-    _mm256_storeu_si256((__m256i *)to, (__m256i)_mm512_cvtneps_pbh(value));
-}
+INLINE Factors inputs_at(const Input *x) { return all(*x); }
+INLINE Floats add_products(Floats sum, Factors weights, Factors inputs) { return multiply_add(weights, inputs, sum); }
 
-INLINE Factors weights_at(const bf16 *panel) { return (Factors)_mm512_loadu_si512(panel); }
-
-INLINE Factors inputs_at(const bf16 *x) {
-    int32_t two;
-    memcpy(&two, x, sizeof two);
-    return (Factors)_mm512_set1_epi32(two);
-}
-
-INLINE __m512 add_products(__m512 sum, Factors weights, Factors inputs) {
-    return _mm512_dpbf16_ps(sum, weights, inputs);
-}
-
-#define ELEMENT bf16
-#define TOGETHER 2
+#define STEP 2
+#define PARTS 2
 #define RUN decoder_run_bf16
 #define SCRATCH decoder_scratch_bf16
 

@@ -12,13 +12,8 @@ typedef struct {
     float temperature, top_p, min_p;
 } Params;
 
-INLINE __mmask16 lanes(int left) { return left >= 16 ? 0xffff : (__mmask16)((1u << left) - 1); }
-
-INLINE __m512i first_ids(void) { return _mm512_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15); }
-
-INLINE __m512 read(const float *z, int i, int size) {
-    return _mm512_mask_loadu_ps(_mm512_set1_ps(-INFINITY), lanes(size - i), z + i);
-}
+/* -inf behind the last one. */
+INLINE Floats read(const float *z, int i, int size) { return load_first(size - i, z + i, -INFINITY); }
 
 INLINE float of_bits(int32_t bits) {
     float value;
@@ -28,54 +23,54 @@ INLINE float of_bits(int32_t bits) {
 
 /* The largest of z; NaN if there is one. */
 static inline float largest(const float *z, int size) {
-    __m512 most = _mm512_set1_ps(-INFINITY);
-    __mmask16 is_nan = 0;
-    for (int i = 0; i < size; i += 16) {
-        __m512 v = read(z, i, size);
-        is_nan |= _mm512_cmp_ps_mask(v, v, _CMP_UNORD_Q);
-        most = _mm512_max_ps(most, v);
+    Floats most = all(-INFINITY);
+    uint32_t is_bad = 0;
+    for (int i = 0; i < size; i += LANES) {
+        Floats v = read(z, i, size);
+        is_bad |= lanes_of(is_nan(v));
+        most = larger(most, v);
     }
-    return is_nan ? NAN : _mm512_reduce_max_ps(most);
+    return is_bad ? NAN : largest_of(most);
 }
 
 /* The first element with this value; there is one. */
 static inline int first_with(const float *z, int size, float value) {
-    for (int i = 0;; i += 16) {
-        __mmask16 found = _mm512_cmp_ps_mask(read(z, i, size), _mm512_set1_ps(value), _CMP_EQ_OQ);
+    for (int i = 0;; i += LANES) {
+        uint32_t found = lanes_of(is_equal(read(z, i, size), all(value)));
         if (found) return i + __builtin_ctz(found);
     }
 }
 
 /* log of the probabilities, up to a constant: 0 for the largest logit. */
-INLINE __m512 scaled(const float *z, int i, int size, float most, float temperature) {
-    return _mm512_div_ps(_mm512_sub_ps(read(z, i, size), _mm512_set1_ps(most)), _mm512_set1_ps(temperature));
+INLINE Floats scaled(const float *z, int i, int size, float most, float temperature) {
+    return (read(z, i, size) - most) / temperature;
 }
 
 /* e^`scaled`; returns their sum. */
 static inline float exponentials(const float *z, float *out, int size, float most, float temperature) {
-    __m512 total = _mm512_setzero_ps();
-    for (int i = 0; i < size; i += 16) {
-        __m512 e = exponential(scaled(z, i, size, most, temperature));
-        total = _mm512_add_ps(total, e);
-        _mm512_mask_storeu_ps(out + i, lanes(size - i), e);
+    Floats total = all(0.0f);
+    for (int i = 0; i < size; i += LANES) {
+        Floats e = exponential(scaled(z, i, size, most, temperature));
+        total += e;
+        store_first(size - i, out + i, e);
     }
-    return _mm512_reduce_add_ps(total);
+    return sum_of(total);
 }
 
 /* Of the tokens with at least `least`, in nats. */
 static inline float entropy_from(float least, const float *z, const float *e, int size, float most, float temperature) {
-    __m512 total = _mm512_setzero_ps(), weighed = total;
-    for (int i = 0; i < size; i += 16) {
-        __m512 v = read(e, i, size), s = _mm512_max_ps(scaled(z, i, size, most, temperature), _mm512_set1_ps(-104.0f));
-        __mmask16 stay = _mm512_cmp_ps_mask(v, _mm512_set1_ps(least), _CMP_GE_OQ);
-        total = _mm512_mask_add_ps(total, stay, total, v);
-        weighed = _mm512_mask_add_ps(weighed, stay, weighed, _mm512_mul_ps(v, s));
+    Floats total = all(0.0f), weighed = total;
+    for (int i = 0; i < size; i += LANES) {
+        Floats v = read(e, i, size), s = larger(scaled(z, i, size, most, temperature), all(-104.0f));
+        Mask stay = is_at_least(v, all(least));
+        total += zero_unless(stay, v);
+        weighed += zero_unless(stay, v * s);
     }
-    float sum = _mm512_reduce_add_ps(total);
-    return logf(sum) - _mm512_reduce_add_ps(weighed) / sum;
+    float sum = sum_of(total);
+    return logf(sum) - sum_of(weighed) / sum;
 }
 
-/* Tokens by their e, at most 1. After the last one follow 16 values of -1. */
+/* Tokens by their e, at most 1. LANES values of -1 follow the last one. */
 typedef struct {
     float *e;
     int32_t *ids;
@@ -85,33 +80,31 @@ typedef struct {
 
 /* Collects the tokens whose e is above `bound`, in the order of their ids. */
 static inline void collect(const float *e, int size, float bound, Tokens *out) {
-    __m512 mass = _mm512_setzero_ps();
+    Floats mass = all(0.0f);
     int count = 0;
-    for (int i = 0; i < size; i += 16) {
-        __m512 v = read(e, i, size);
-        __mmask16 above = _mm512_cmp_ps_mask(v, _mm512_set1_ps(bound), _CMP_GT_OQ);
-        if (!above) continue;
-        mass = _mm512_mask_add_ps(mass, above, mass, v);
-        _mm512_storeu_ps(out->e + count, _mm512_maskz_compress_ps(above, v));
-        _mm512_storeu_si512(out->ids + count,
-                            _mm512_maskz_compress_epi32(above, _mm512_add_epi32(first_ids(), _mm512_set1_epi32(i))));
-        count += __builtin_popcount(above);
+    for (int i = 0; i < size; i += LANES) {
+        Floats v = read(e, i, size);
+        Mask above = is_above(v, all(bound));
+        if (!lanes_of(above)) continue;
+        mass += zero_unless(above, v);
+        compress(above, out->e + count, v, out->ids + count, lane_numbers() + i);
+        count += __builtin_popcount(lanes_of(above));
     }
-    _mm512_storeu_ps(out->e + count, _mm512_set1_ps(-1.0f));
-    out->size = count, out->mass = _mm512_reduce_add_ps(mass);
+    store(out->e + count, all(-1.0f));
+    out->size = count, out->mass = sum_of(mass);
 }
 
 /* How many tokens reach `bound`; their sum goes to `mass`. */
 static inline int count_from(const Tokens *tokens, float bound, float *mass) {
-    __m512 sum = _mm512_setzero_ps();
+    Floats sum = all(0.0f);
     int count = 0;
-    for (int i = 0; i < tokens->size; i += 16) {
-        __m512 v = _mm512_loadu_ps(tokens->e + i);
-        __mmask16 reaching = _mm512_cmp_ps_mask(v, _mm512_set1_ps(bound), _CMP_GE_OQ);
-        sum = _mm512_mask_add_ps(sum, reaching, sum, v);
-        count += __builtin_popcount(reaching);
+    for (int i = 0; i < tokens->size; i += LANES) {
+        Floats v = load(tokens->e + i);
+        Mask reaching = is_at_least(v, all(bound));
+        sum += zero_unless(reaching, v);
+        count += __builtin_popcount(lanes_of(reaching));
     }
-    *mass = _mm512_reduce_add_ps(sum);
+    *mass = sum_of(sum);
     return count;
 }
 
@@ -148,24 +141,22 @@ static inline float filter(const Params *params, const float *e, int size, float
 
 #define SUMMED 1024 /* tokens that are summed together */
 
-INLINE void add_doubles(__m512 v, __m512d *low, __m512d *high) {
-    *low = _mm512_add_pd(*low, _mm512_cvtps_pd(_mm512_castps512_ps256(v)));
-    *high = _mm512_add_pd(*high, _mm512_cvtps_pd(_mm512_extractf32x8_ps(v, 1)));
-}
-
 INLINE double sum_from(int begin, const float *e, int size) {
     int end = size - begin < SUMMED ? size : begin + SUMMED;
-    __m512d low = _mm512_setzero_pd(), high = low;
-    for (int i = begin; i < end; i += 16) add_doubles(_mm512_maskz_loadu_ps(lanes(end - i), e + i), &low, &high);
-    return _mm512_reduce_add_pd(_mm512_add_pd(low, high));
+    Doubles sum = {0.0};
+    for (int i = begin; i < end; i += LANES) {
+        Floats v = load_first(end - i, e + i, 0.0f);
+        sum += low_doubles(v) + high_doubles(v);
+    }
+    return sum_of_doubles(sum);
 }
 
 /* Sets every e below `least` to 0, and returns the sum of the rest. */
 static inline double keep_from(float least, float *e, int size) {
     double total = 0.0;
-    for (int i = 0; least > 0.0f && i < size; i += 16) {
-        __mmask16 dropped = _mm512_cmp_ps_mask(read(e, i, size), _mm512_set1_ps(least), _CMP_LT_OQ);
-        _mm512_mask_storeu_ps(e + i, dropped & lanes(size - i), _mm512_setzero_ps());
+    for (int i = 0; least > 0.0f && i < size; i += LANES) {
+        Floats v = read(e, i, size);
+        store_first(size - i, e + i, zero_unless(is_at_least(v, all(least)), v));
     }
     for (int i = 0; i < size; i += SUMMED) total += sum_from(i, e, size);
     return total;
@@ -191,74 +182,69 @@ static inline int inverse_cdf(const float *e, int size, double target) {
 
 typedef struct {
     uint32_t word[4];
-} Words;
+} Philox;
 
 /* Philox4x32-10, as `kernels.rng.philox4x32`. */
-static inline Words philox(uint64_t key, uint32_t c0, uint32_t c1, uint32_t c2, uint32_t c3) {
+static inline Philox philox(uint64_t key, uint32_t c0, uint32_t c1, uint32_t c2, uint32_t c3) {
     uint32_t k0 = (uint32_t)key, k1 = (uint32_t)(key >> 32);
     for (int round = 0; round < 10; round++, k0 += 0x9E3779B9u, k1 += 0xBB67AE85u) {
         uint64_t a = (uint64_t)0xD2511F53u * c0, b = (uint64_t)0xCD9E8D57u * c2;
         c0 = (uint32_t)(b >> 32) ^ c1 ^ k0, c1 = (uint32_t)b;
         c2 = (uint32_t)(a >> 32) ^ c3 ^ k1, c3 = (uint32_t)a;
     }
-    return (Words){{c0, c1, c2, c3}};
+    return (Philox){{c0, c1, c2, c3}};
 }
 
 enum { ACCEPT = 1, RESAMPLE = 2, NOISE = 3 }; /* domains: `kernels.rng.Domain` */
 
 /* The key of a position's noise: `kernels.rng.row_key`. */
-static inline Words noise_key(uint64_t seed, uint32_t position) { return philox(seed, position, 0, NOISE, 0); }
+static inline Philox noise_key(uint64_t seed, uint32_t position) { return philox(seed, position, 0, NOISE, 0); }
 
-INLINE __m512i shifted_xor(__m512i x, int bits) { return _mm512_xor_si512(x, _mm512_srli_epi32(x, (unsigned)bits)); }
+INLINE Bits shifted_xor(Bits x, int bits) { return x ^ x >> bits; }
 
 /* -v of the tokens from `id` on, with v uniform in (0, 1): `kernels.rng.unit` of `kernels.rng.words`. */
-INLINE __m512 unit(int id, const Words *key) {
-    __m512i x = _mm512_add_epi32(_mm512_set1_epi32(id), first_ids());
-    x = _mm512_mullo_epi32(x, _mm512_set1_epi32((int)0x9E3779B9u));
-    x = _mm512_add_epi32(x, _mm512_set1_epi32((int)key->word[0]));
-    x = _mm512_mullo_epi32(shifted_xor(x, 16), _mm512_set1_epi32(0x21F0AAAD));
-    x = _mm512_add_epi32(shifted_xor(x, 15), _mm512_set1_epi32((int)key->word[1]));
-    x = shifted_xor(_mm512_mullo_epi32(x, _mm512_set1_epi32(0x735A2D97)), 15);
-    x = _mm512_xor_si512(x, _mm512_set1_epi32((int)key->word[2]));
-    __m512 v = _mm512_add_ps(_mm512_cvtepu32_ps(x), _mm512_set1_ps(0.5f));
-    return _mm512_max_ps(_mm512_mul_ps(v, _mm512_set1_ps(-0x1p-32f)), _mm512_set1_ps(0x1p-24f - 1.0f));
+INLINE Floats unit(int id, const Philox *key) {
+    Bits x = ((Bits)lane_numbers() + (uint32_t)id) * 0x9E3779B9u + key->word[0];
+    x = shifted_xor(x, 16) * 0x21F0AAADu;
+    x = shifted_xor(x, 15) + key->word[1];
+    x = shifted_xor(x * 0x735A2D97u, 15) ^ key->word[2];
+    return larger((of_unsigned(x) + 0.5f) * -0x1p-32f, all(0x1p-24f - 1.0f));
 }
 
-/* log(1 + x) within 1 unit in the last place, for x in (-1, 0]. The logarithm is that of the rounded 1 + x, and a term
- * of first order corrects it. */
-INLINE __m512 log_of_1_plus(__m512 x) {
-    __m512 one = _mm512_set1_ps(1.0f), u = _mm512_add_ps(one, x);
-    __m512 m = _mm512_getmant_ps(u, _MM_MANT_NORM_1_2, _MM_MANT_SIGN_zero), k = _mm512_getexp_ps(u);
-    __mmask16 is_large = _mm512_cmp_ps_mask(m, _mm512_set1_ps(1.41421356f), _CMP_GT_OQ);
-    m = _mm512_mask_mul_ps(m, is_large, m, _mm512_set1_ps(0.5f));
-    k = _mm512_mask_add_ps(k, is_large, k, one);
-    __m512 f = _mm512_sub_ps(m, one), square = _mm512_mul_ps(f, f);
-    __m512 y = _mm512_set1_ps(7.0376836292e-2f);
-    y = _mm512_fmadd_ps(y, f, _mm512_set1_ps(-1.1514610310e-1f));
-    y = _mm512_fmadd_ps(y, f, _mm512_set1_ps(1.1676998740e-1f));
-    y = _mm512_fmadd_ps(y, f, _mm512_set1_ps(-1.2420140846e-1f));
-    y = _mm512_fmadd_ps(y, f, _mm512_set1_ps(1.4249322787e-1f));
-    y = _mm512_fmadd_ps(y, f, _mm512_set1_ps(-1.6668057665e-1f));
-    y = _mm512_fmadd_ps(y, f, _mm512_set1_ps(2.0000714765e-1f));
-    y = _mm512_fmadd_ps(y, f, _mm512_set1_ps(-2.4999993993e-1f));
-    y = _mm512_fmadd_ps(y, f, _mm512_set1_ps(3.3333331174e-1f));
-    y = _mm512_mul_ps(_mm512_mul_ps(y, f), square);
-    y = _mm512_fmadd_ps(k, _mm512_set1_ps(-2.12194440e-4f), y);
-    y = _mm512_fmadd_ps(square, _mm512_set1_ps(-0.5f), y);
-    y = _mm512_add_ps(y, _mm512_div_ps(_mm512_sub_ps(x, _mm512_sub_ps(u, one)), u));
-    return _mm512_fmadd_ps(k, _mm512_set1_ps(0.693359375f), _mm512_add_ps(f, y));
+/* log(1 + x) within 1 unit in the last place, for x in [2^-24 - 1, 0]. The logarithm is that of the rounded 1 + x, and a
+ * term of first order corrects it. */
+INLINE Floats log_of_1_plus(Floats x) {
+    Floats u = x + 1.0f;
+    Bits bits = (Bits)u;
+    /* u = m 2^k, with m in [sqrt(1/2), sqrt(2)) */
+    Ints exponent = (Ints)(bits - 0x3f3504f3u) >> 23;
+    Floats m = (Floats)(bits - ((Bits)exponent << 23)), k = __builtin_convertvector(exponent, Floats);
+    Floats f = m - 1.0f, square = f * f;
+    Floats y = all(7.0376836292e-2f);
+    y = multiply_add(y, f, all(-1.1514610310e-1f));
+    y = multiply_add(y, f, all(1.1676998740e-1f));
+    y = multiply_add(y, f, all(-1.2420140846e-1f));
+    y = multiply_add(y, f, all(1.4249322787e-1f));
+    y = multiply_add(y, f, all(-1.6668057665e-1f));
+    y = multiply_add(y, f, all(2.0000714765e-1f));
+    y = multiply_add(y, f, all(-2.4999993993e-1f));
+    y = multiply_add(y, f, all(3.3333331174e-1f));
+    y = y * f * square;
+    y = multiply_add(k, all(-2.12194440e-4f), y);
+    y = multiply_add(square, all(-0.5f), y);
+    y += (x - (u - 1.0f)) / u;
+    return multiply_add(k, all(0.693359375f), f + y);
 }
 
 /* argmax(log e + g) of the tokens with at least `least`: e / log(1 - v) goes to `scores`, and the smallest wins, see
  * `kernels.sampling.gumbel_scores`. */
-static inline int best_with_noise(const float *e, float least, const Words *key, int size, float *scores) {
-    __m512 smallest = _mm512_setzero_ps(), bound = _mm512_set1_ps(least);
-    for (int i = 0; i < size; i += 16) {
-        __m512 v = read(e, i, size);
-        v = _mm512_maskz_mov_ps(_mm512_cmp_ps_mask(v, bound, _CMP_GE_OQ), v);
-        v = _mm512_div_ps(v, log_of_1_plus(unit(i, key)));
-        smallest = _mm512_mask_min_ps(smallest, lanes(size - i), smallest, v);
-        _mm512_mask_storeu_ps(scores + i, lanes(size - i), v);
+static inline int best_with_noise(const float *e, float least, const Philox *key, int size, float *scores) {
+    Floats best = all(0.0f);
+    for (int i = 0; i < size; i += LANES) {
+        Floats v = read(e, i, size);
+        v = zero_unless(is_at_least(v, all(least)), v) / log_of_1_plus(unit(i, key));
+        best = smaller(best, v);
+        store_first(size - i, scores + i, v);
     }
-    return first_with(scores, size, _mm512_reduce_min_ps(smallest));
+    return first_with(scores, size, smallest_of(best));
 }

@@ -53,7 +53,7 @@ typedef struct {
 
 /* As `kernels.rng.uniform`. */
 static double uniform(const Proposal *proposal, int index, uint32_t domain) {
-    Words found = philox(proposal->seed, proposal->base_length, (uint32_t)index, domain, 0);
+    Philox found = philox(proposal->seed, proposal->base_length, (uint32_t)index, domain, 0);
     return (double)(((uint64_t)found.word[0] << 32 | found.word[1]) >> 11) / 9007199254740992.0;
 }
 
@@ -70,7 +70,7 @@ static double resample_uniform(const Proposal *proposal, int accepted) {
 static const float *logits_of(const Proposal *proposal, int row) { return proposal->logits + row * proposal->stride; }
 
 /* Returns 0 if the logits of the row have no distribution. */
-static int load(const Proposal *proposal, int row, Row *p) {
+static int load_row(const Proposal *proposal, int row, Row *p) {
     const float *z = logits_of(proposal, row);
     float most = largest(z, p->size);
     if (!isfinite(most)) return 0;
@@ -101,13 +101,12 @@ static double chance_of(const Draft *q, int token) {
 }
 
 static double overlap_of_dense(const float *e, const float *q, int size, float unit) {
-    __m512d low = _mm512_setzero_pd(), high = low;
-    for (int i = 0; i < size; i += 16) {
-        __mmask16 in = lanes(size - i);
-        __m512 own = _mm512_mul_ps(_mm512_maskz_loadu_ps(in, e + i), _mm512_set1_ps(unit));
-        add_doubles(_mm512_min_ps(own, _mm512_maskz_loadu_ps(in, q + i)), &low, &high);
+    Doubles sum = {0.0};
+    for (int i = 0; i < size; i += LANES) {
+        Floats least = smaller(load_first(size - i, e + i, 0.0f) * unit, load_first(size - i, q + i, 0.0f));
+        sum += low_doubles(least) + high_doubles(least);
     }
-    return _mm512_reduce_add_pd(_mm512_add_pd(low, high));
+    return sum_of_doubles(sum);
 }
 
 /* Σ min(scale · p, q̂) */
@@ -158,7 +157,7 @@ static void resample(Proposal *proposal, int accepted, double P, Row *p) {
             finish(proposal, accepted, inverse_cdf(p->e, p->size, u * mass));
             return;
         }
-        load(proposal, accepted, p);
+        load_row(proposal, accepted, p);
     }
     finish(proposal, accepted, inverse_cdf(p->e, p->size, u * p->total));
     if (accepted < proposal->gamma) proposal->status = ZERO_RESIDUAL;
@@ -168,7 +167,7 @@ static void resample(Proposal *proposal, int accepted, double P, Row *p) {
 static void tokenwise(Proposal *proposal, Row *p) {
     int i = 0;
     for (;; i++) {
-        if (!load(proposal, i, p)) {
+        if (!load_row(proposal, i, p)) {
             fail(proposal);
             return;
         }
@@ -186,7 +185,7 @@ static void block(Proposal *proposal, Row *p) {
     int gamma = proposal->gamma, tau = 0, row = 0;
     double P = 1.0, P_tau = 1.0;
     for (; row < gamma; row++) {
-        if (!load(proposal, row, p)) {
+        if (!load_row(proposal, row, p)) {
             fail(proposal);
             return;
         }
@@ -204,18 +203,18 @@ static void block(Proposal *proposal, Row *p) {
     }
     if (row == gamma && gamma > 0 && accept_uniform(proposal, gamma - 1) < P) tau = gamma, P_tau = P;
     int is_loaded = row == tau && row < gamma;
-    if (is_loaded || load(proposal, tau, p)) resample(proposal, tau, P_tau, p);
+    if (is_loaded || load_row(proposal, tau, p)) resample(proposal, tau, P_tau, p);
     else fail(proposal);
 }
 
 /* Accepts while the best of target and noise is the drafted token. */
 static void coupled(Proposal *proposal, Row *p) {
     for (int i = 0;; i++) {
-        if (!load(proposal, i, p)) {
+        if (!load_row(proposal, i, p)) {
             fail(proposal);
             return;
         }
-        Words key = noise_key(proposal->seed, proposal->base_length + (uint32_t)i);
+        Philox key = noise_key(proposal->seed, proposal->base_length + (uint32_t)i);
         int best = best_with_noise(p->e, 0.0f, &key, p->size, p->e);
         if (i < proposal->gamma && best == proposal->tokens[i]) continue;
         finish(proposal, i, best);

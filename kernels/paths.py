@@ -103,7 +103,7 @@ def obstacle(name: str, device: torch.device, built: Collection[str]) -> str | N
         if find_spec("triton") is None:
             return "triton is not installed"
     if name == "c" and not is_available():
-        return "it needs x86-64 with AVX512, Linux, and the library that a C compiler builds with the package"
+        return "it needs x86-64 with AVX2, Linux, and the library that a C compiler builds with the package"
     if name not in built:
         return f"this build has only {', '.join(built)}"
     return None

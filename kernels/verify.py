@@ -188,7 +188,7 @@ class _Implementation(Protocol):
 
 _MODULES = {
     "torch": "kernels.verify_torch",
-    "c": "kernels.verify_c",  # on processors with AVX512
+    "c": "kernels.verify_c",  # on processors with AVX2
     "triton": "kernels.verify_triton",  # imported on use: triton is optional
 }
 

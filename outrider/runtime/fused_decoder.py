@@ -201,6 +201,9 @@ class FusedDecoder:
         self._half = first.head_dim // 2
         self._rotary = base.rotary_emb
         self._rotation_tables = [self._make_rotations(_FIRST_POSITIONS)]
+        dtype = self._weights_dtype = embedding.dtype
+        if self._runs_c:
+            self._weights_dtype = cpu.weights_dtype(each for each in model.parameters() if each.dim() > 1)
         weights = [self._pack(self._take(module, layer)) for module, layer in zip(base.layers, layers, strict=True)]
         vocab_size = model.lm_head.weight.shape[0]
         head, head_bias = self._merge(model.lm_head)
@@ -211,7 +214,7 @@ class FusedDecoder:
             head_dim=first.head_dim,
             eps=base.norm.variance_epsilon,
             packed=self._packed,
-            embedding=embedding,
+            embedding=embedding.to(self._weights_dtype),
             norm=doubled(base.norm.weight),
             head=head,
             head_bias=head_bias,
@@ -220,7 +223,7 @@ class FusedDecoder:
         use_huge_pages([head, *(getattr(own, name) for own in weights for name in _WEIGHTS)])
         self.cpu_decoder: cpu.CPUDecoder | None = None
         if self._runs_c:
-            self.cpu_decoder = cpu.CPUDecoder(shared, weights)
+            self.cpu_decoder = cpu.CPUDecoder(shared, weights, dtype)
             return
         self._layers = FusedLayers(shared, weights)
         self._run: Callable[..., Tensor] = compiled(self._layers, self._device)
@@ -328,7 +331,7 @@ class FusedDecoder:
         if biases and len(biases) < len(weights):
             raise ValueError("some of the merged layers have a bias and some do not; they cannot be merged")
         weight = weights[0] if len(weights) == 1 else torch.cat(weights)
-        return weight, torch.cat(biases) if biases else None
+        return weight.to(self._weights_dtype), torch.cat(biases) if biases else None
 
     def _pack(self, layer: LayerWeights) -> LayerWeights:
         """The layer with its weights in the layout of its products."""

@@ -32,7 +32,7 @@ _MARKS = [
 ]
 TRITON = pytest.param("triton", marks=_MARKS)
 
-C = pytest.param("c", marks=pytest.mark.skipif(not is_available(), reason="the processor has no AVX512"))
+C = pytest.param("c", marks=pytest.mark.skipif(not is_available(), reason="there is no library in C for this processor"))
 
 PATHS = (*HOST, C, TRITON)
 

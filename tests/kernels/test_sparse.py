@@ -92,7 +92,7 @@ GOOD = [([3, 4, 299], [5, 1, 9], 4), ([0, 1], [65535, 65535], 0), ([0, 7, 8, 299
 """Ids, weights and a token of each."""
 
 
-needs_c = pytest.mark.skipif(not is_available(), reason="the processor has no AVX512")
+needs_c = pytest.mark.skipif(not is_available(), reason="there is no library in C for this processor")
 
 
 def _totals(several: list[tuple[list[int], list[int], int]]) -> list[int] | None:

@@ -197,7 +197,7 @@ def test_the_device_picks_the_path_unless_one_is_named(device: torch.device) -> 
 def test_c_without_its_library_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("kernels.paths.is_available", lambda: False)
     monkeypatch.setattr("kernels.verify_c.is_available", lambda: False)
-    with pytest.raises(PathUnavailable, match=r"^c cannot verify on cpu: it needs x86-64 with AVX512, Linux, and the"):
+    with pytest.raises(PathUnavailable, match=r"^c cannot verify on cpu: it needs x86-64 with AVX2, Linux, and the"):
         choose("c", CPU)
     assert choose("auto", CPU).name == "torch"
 

@@ -51,7 +51,8 @@ def test_a_wheel_holds_the_packages_whole_and_nothing_beside_them(wheel: zipfile
         assert ours - names == set()
         assert f"{package}/py.typed" in ours
     if shutil.which("gcc"):
-        assert any(name.startswith("kernels/_cpu_decoder.") for name in names)
+        for library in ("_cpu_avx2", "_cpu_avx512"):
+            assert any(name.startswith(f"kernels/{library}.") for name in names)
 
 
 def test_a_wheel_brings_the_command_and_the_licence(wheel: zipfile.ZipFile) -> None:

@@ -93,7 +93,7 @@ def captured_loop(loaded: LoadedModel, *, with_kernels: bool = True) -> DecodeLo
 
 
 @pytest.mark.parametrize(
-    "path", ["torch", pytest.param("c", marks=pytest.mark.skipif(not is_available(), reason="no AVX512"))]
+    "path", ["torch", pytest.param("c", marks=pytest.mark.skipif(not is_available(), reason="no library in C"))]
 )
 @pytest.mark.parametrize("by_noise", [False, True])
 def test_a_target_draws_as_verification_does(by_noise: bool, path: str, load: Load) -> None:
