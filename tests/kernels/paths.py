@@ -32,7 +32,9 @@ _MARKS = [
 ]
 TRITON = pytest.param("triton", marks=_MARKS)
 
-C = pytest.param("c", marks=pytest.mark.skipif(not is_available(), reason="there is no library in C for this processor"))
+C = pytest.param(
+    "c", marks=pytest.mark.skipif(not is_available(), reason="there is no library in C for this processor")
+)
 
 PATHS = (*HOST, C, TRITON)
 
