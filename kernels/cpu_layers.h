@@ -75,36 +75,42 @@ INLINE void multiply(const int rows, const int vectors, const Weight *panel, con
         }
 }
 
-/* A walk over a panel, or one over each half of its outputs. */
-INLINE void walk(const int rows, const Weight *panel, const Input *x, int64_t inputs, const float *bias, float *out,
-                 int64_t stride, int columns, int adds, const char *ahead, int64_t share) {
-    const int vectors = rows <= MOST_WIDE_ROWS ? VECTORS : VECTORS / 2;
-    for (int b = 0; b < VECTORS; b += vectors, ahead += inputs / STEP * share)
-        multiply(rows, vectors, panel + STEP * LANES * b, x, inputs, bias ? bias + LANES * b : NULL, out + LANES * b,
-                 stride, columns - LANES * b, adds, ahead, share);
-}
+/* A function for each number of rows: their sums stay in registers. */
+#define WALK(n) \
+    static __attribute__((noinline)) void walk_##n(const Weight *panel, const Input *x, int64_t inputs, \
+                                                   const float *bias, float *out, int64_t stride, int columns, int adds, \
+                                                   const char *ahead, int64_t share) { \
+        multiply(n, (n) <= MOST_WIDE_ROWS ? VECTORS : VECTORS / 2, panel, x, inputs, bias, out, stride, columns, adds, \
+                 ahead, share); \
+    }
+WALK(1) WALK(2) WALK(3) WALK(4) WALK(5) WALK(6)
+#if MOST_ROWS > 6
+WALK(7) WALK(8) WALK(9) WALK(10) WALK(11) WALK(12)
+#endif
 
-#define WALK(n) case n: walk(n, panel, x, inputs, bias, out, stride, columns, adds, ahead, share); break;
+static void (*const walks_by_rows[])(const Weight *, const Input *, int64_t, const float *, float *, int64_t, int, int,
+                                     const char *, int64_t) = {
+    walk_1, walk_2, walk_3, walk_4, walk_5, walk_6,
+#if MOST_ROWS > 6
+    walk_7, walk_8, walk_9, walk_10, walk_11, walk_12,
+#endif
+};
 
-/* All rows of x [rows, inputs] times one panel. Its weights are read from memory once: while several walks are over a
+/* All rows of x [rows, inputs] times one panel. Its weights are read from memory once: while several walks go over a
  * panel, each prefetches its share of the next one. A single walk prefetches what it reads a little later. */
-static __attribute__((noinline, noclone)) void product(int rows, const Weight *panel, const Input *x, int64_t inputs,
-                                              const float *bias, float *out, int64_t stride, int columns, int adds) {
+static void product(int rows, const Weight *panel, const Input *x, int64_t inputs, const float *bias, float *out,
+                    int64_t stride, int columns, int adds) {
     if (!rows) return;
-    int walks = (rows + MOST_ROWS - 1) / MOST_ROWS, halves = (rows + walks - 1) / walks <= MOST_WIDE_ROWS ? 1 : 2;
-    int parts = walks * halves;
+    int walks = (rows + MOST_ROWS - 1) / MOST_ROWS, most = (rows + walks - 1) / walks;
+    int vectors = most <= MOST_WIDE_ROWS ? VECTORS : VECTORS / 2, parts = walks * VECTORS / vectors;
     int64_t share = STEP * PANEL * (int64_t)sizeof(Weight) / parts;
     const char *ahead = parts == 1 ? (const char *)panel + PREFETCH_BYTES : (const char *)(panel + PANEL * inputs);
-    for (int count; walks; walks--, x += count * inputs, out += count * stride, rows -= count) {
-        count = (rows + walks - 1) / walks;
-        switch (count) {
-            WALK(1) WALK(2) WALK(3) WALK(4) WALK(5) WALK(6)
-#if MOST_ROWS > 6
-            WALK(7) WALK(8) WALK(9) WALK(10) WALK(11) WALK(12)
-#endif
+    for (int b = 0; b < VECTORS; b += vectors)
+        for (int64_t row = 0, left = walks, count; left; left--, row += count, ahead += inputs / STEP * share) {
+            count = (rows - row + left - 1) / left;
+            walks_by_rows[count - 1](panel + STEP * LANES * b, x + row * inputs, inputs, bias ? bias + LANES * b : NULL,
+                                     out + row * stride + LANES * b, stride, columns - LANES * b, adds, ahead, share);
         }
-        ahead += inputs / STEP * share * halves;
-    }
 }
 
 /* This thread's panels of a product: out [rows, outputs]. */
