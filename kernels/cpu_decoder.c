@@ -1,8 +1,8 @@
 /* All layers of a Llama-like decoder in one call. See kernels/cpu_decoder.py.
  *
- * Weights are bfloat16 or float32, everything else is float32, but see BF16_DOT. A row's result depends on its own sequence alone: each
- * sum is taken in one order, whatever else the pass holds. So passes over one row and over many give the same logits,
- * bit for bit, on any number of threads.
+ * Weights are bfloat16 or float32, everything else is float32 (but see BF16_DOT). A row's result depends on its own
+ * sequence alone: each sum is taken in one order, whatever else the pass holds. So passes over one row and over many
+ * give the same logits, bit for bit, on any number of threads.
  */
 
 #if defined(__x86_64__) && defined(__linux__) && defined(__GNUC__) && !defined(__clang__)

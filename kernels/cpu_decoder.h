@@ -7,8 +7,8 @@
 #define PANEL 32 /* outputs of a panel of weights */
 
 /* Weights of a product are panels, with outputs filled up with zeros: bfloat16 [outputs / 32, inputs / 2, 32, 2], or
- * float32 [outputs / 32, inputs, 32, 1]. Inputs are float32; with BF16_DOT they are rounded to bfloat16, as the dot product
- * of AVX512-BF16 takes them.
+ * float32 [outputs / 32, inputs, 32, 1]. Inputs are float32; with BF16_DOT they are rounded to bfloat16, as the dot
+ * product of AVX512-BF16 takes them.
  */
 enum { F32, BF16, BF16_DOT };
 

@@ -4,8 +4,8 @@ torch runs some ten operations for a layer, and each costs as much time as the w
 over a few rows takes about the time to read the weights. A decode loop is one call, too: `cpu_decode_loop.c` draws the
 tokens between its passes.
 
-Weights whose values are those of bfloat16 are kept in bfloat16, whatever the dtype of the model: to read half the bytes
-takes half the time. Their products are in float32, and have the same bits. A model of dtype bfloat16 rounds the inputs
+Weights whose values are those of bfloat16 are kept in bfloat16, whatever the dtype of the model, so that a pass reads
+half the bytes. Their products are in float32, and have the same bits. A model of dtype bfloat16 rounds the inputs
 of products to bfloat16 where the processor has AVX512-BF16, whose dot product is faster still.
 
 The sources are built twice with the package where there is a C compiler, for AVX512 and for AVX2. Elsewhere, and on

@@ -34,8 +34,8 @@ typedef struct {
 
 /* ------------------------------------------------------------------------------------------------------- products */
 
-/* `rows` rows of x times `vectors` vectors of a panel, into `out` or added to it; only the first `columns` outputs. Each
- * step prefetches `share` bytes, from `ahead` on. */
+/* `rows` rows of x times `vectors` vectors of a panel, into `out` or added to it; only the first `columns` outputs.
+ * Each step prefetches `share` bytes, from `ahead` on. */
 INLINE void multiply(const int rows, const int vectors, const Weight *panel, const Input *x, int64_t inputs,
                      const float *bias, float *out, int64_t stride, int columns, int adds, const char *ahead,
                      int64_t share) {
@@ -78,8 +78,8 @@ INLINE void multiply(const int rows, const int vectors, const Weight *panel, con
 /* A function for each number of rows: their sums stay in registers. */
 #define WALK(n) \
     static __attribute__((noinline)) void walk_##n(const Weight *panel, const Input *x, int64_t inputs, \
-                                                   const float *bias, float *out, int64_t stride, int columns, int adds, \
-                                                   const char *ahead, int64_t share) { \
+                                                   const float *bias, float *out, int64_t stride, int columns, \
+                                                   int adds, const char *ahead, int64_t share) { \
         multiply(n, (n) <= MOST_WIDE_ROWS ? VECTORS : VECTORS / 2, panel, x, inputs, bias, out, stride, columns, adds, \
                  ahead, share); \
     }

@@ -1,4 +1,4 @@
-/* The layers with weights in bfloat16 and products in float32. A sum has the bits that the same weights in float32 give. */
+/* The layers with weights in bfloat16 and products in float32. The same weights in float32 give the same bits. */
 
 #if defined(__x86_64__) && defined(__linux__) && defined(__GNUC__) && !defined(__clang__)
 

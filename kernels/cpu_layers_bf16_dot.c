@@ -1,4 +1,4 @@
-/* The layers with weights in bfloat16, by the dot product of AVX512-BF16. Inputs of a product are rounded to bfloat16. */
+/* The layers with weights in bfloat16, by the dot product of AVX512-BF16, which rounds inputs to bfloat16. */
 
 #ifdef AVX512
 #if defined(__x86_64__) && defined(__linux__) && defined(__GNUC__) && !defined(__clang__)
@@ -15,9 +15,9 @@ INLINE void write(Input *to, Floats x) { _mm256_storeu_si256((__m256i *)to, (__m
 INLINE Factors weights_at(const Weight *panel, int part) { return (Factors)load_bits(panel); }
 
 INLINE Factors inputs_at(const Input *x) {
-    uint32_t two;
+    int32_t two;
     memcpy(&two, x, sizeof two);
-    return (Factors)all_bits(two);
+    return (Factors)_mm512_set1_epi32(two);
 }
 
 INLINE Floats add_products(Floats sum, Factors weights, Factors inputs) {

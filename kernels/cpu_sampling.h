@@ -211,8 +211,8 @@ INLINE Floats unit(int id, const Philox *key) {
     return larger((of_unsigned(x) + 0.5f) * -0x1p-32f, all(0x1p-24f - 1.0f));
 }
 
-/* log(1 + x) within 1 unit in the last place, for x in [2^-24 - 1, 0]. The logarithm is that of the rounded 1 + x, and a
- * term of first order corrects it. */
+/* log(1 + x) within 1 unit in the last place, for x in [2^-24 - 1, 0]. The logarithm is that of the rounded 1 + x, and
+ * a term of first order corrects it. */
 INLINE Floats log_of_1_plus(Floats x) {
     Floats u = x + 1.0f;
     Bits bits = (Bits)u;

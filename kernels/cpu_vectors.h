@@ -28,7 +28,6 @@ typedef __m512d Doubles; /* of half the lanes */
 typedef __mmask16 Mask;
 
 INLINE Floats all(float x) { return _mm512_set1_ps(x); }
-INLINE Bits all_bits(uint32_t x) { return (Bits)_mm512_set1_epi32((int)x); }
 INLINE Ints lane_numbers(void) { return (Ints){0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15}; }
 INLINE Floats load(const float *from) { return _mm512_loadu_ps(from); }
 INLINE Bits load_bits(const void *from) { return (Bits)_mm512_loadu_si512(from); }
@@ -58,13 +57,8 @@ INLINE Doubles low_doubles(Floats x) { return _mm512_cvtps_pd(_mm512_castps512_p
 INLINE Doubles high_doubles(Floats x) { return _mm512_cvtps_pd(_mm512_extractf32x8_ps(x, 1)); }
 INLINE double sum_of_doubles(Doubles x) { return _mm512_reduce_add_pd(x); }
 
-INLINE Mask is_nan(Floats x) { return _mm512_cmp_ps_mask(x, x, _CMP_UNORD_Q); }
-INLINE Mask is_equal(Floats a, Floats b) { return _mm512_cmp_ps_mask(a, b, _CMP_EQ_OQ); }
-INLINE Mask is_below(Floats a, Floats b) { return _mm512_cmp_ps_mask(a, b, _CMP_LT_OQ); }
-INLINE Mask is_above(Floats a, Floats b) { return _mm512_cmp_ps_mask(a, b, _CMP_GT_OQ); }
-INLINE Mask is_at_least(Floats a, Floats b) { return _mm512_cmp_ps_mask(a, b, _CMP_GE_OQ); }
+#define COMPARE _mm512_cmp_ps_mask
 INLINE uint32_t lanes_of(Mask mask) { return mask; } /* a bit for each */
-INLINE Floats where(Mask mask, Floats x, Floats other) { return _mm512_mask_mov_ps(other, mask, x); }
 INLINE Floats zero_unless(Mask mask, Floats x) { return _mm512_maskz_mov_ps(mask, x); }
 
 /* The values in the lanes of the mask, one after the other; LANES values are written. */
@@ -73,7 +67,7 @@ INLINE void compress(Mask mask, float *to, Floats x, int32_t *ids_to, Ints ids) 
     _mm512_storeu_si512(ids_to, _mm512_maskz_compress_epi32(mask, (__m512i)ids));
 }
 
-/* Of pairs of neighbours: exchanged; the first, or the second, in both places; a * b - c in the first, + in the second. */
+/* Of pairs of neighbours: exchanged; the first, or the second, in both places; a * b - c, then a * b + c. */
 INLINE Floats exchanged(Floats x) { return _mm512_permute_ps(x, 0xb1); }
 INLINE Floats firsts(Floats x) { return _mm512_moveldup_ps(x); }
 INLINE Floats seconds(Floats x) { return _mm512_movehdup_ps(x); }
@@ -90,7 +84,6 @@ typedef __m256d Doubles;
 typedef __m256 Mask;
 
 INLINE Floats all(float x) { return _mm256_set1_ps(x); }
-INLINE Bits all_bits(uint32_t x) { return (Bits)_mm256_set1_epi32((int)x); }
 INLINE Ints lane_numbers(void) { return (Ints){0, 1, 2, 3, 4, 5, 6, 7}; }
 INLINE Floats load(const float *from) { return _mm256_loadu_ps(from); }
 INLINE Bits load_bits(const void *from) { return (Bits)_mm256_loadu_si256(from); }
@@ -133,13 +126,8 @@ INLINE Doubles low_doubles(Floats x) { return _mm256_cvtps_pd(_mm256_castps256_p
 INLINE Doubles high_doubles(Floats x) { return _mm256_cvtps_pd(_mm256_extractf128_ps(x, 1)); }
 INLINE double sum_of_doubles(Doubles x) { return x[0] + x[1] + (x[2] + x[3]); }
 
-INLINE Mask is_nan(Floats x) { return _mm256_cmp_ps(x, x, _CMP_UNORD_Q); }
-INLINE Mask is_equal(Floats a, Floats b) { return _mm256_cmp_ps(a, b, _CMP_EQ_OQ); }
-INLINE Mask is_below(Floats a, Floats b) { return _mm256_cmp_ps(a, b, _CMP_LT_OQ); }
-INLINE Mask is_above(Floats a, Floats b) { return _mm256_cmp_ps(a, b, _CMP_GT_OQ); }
-INLINE Mask is_at_least(Floats a, Floats b) { return _mm256_cmp_ps(a, b, _CMP_GE_OQ); }
+#define COMPARE _mm256_cmp_ps
 INLINE uint32_t lanes_of(Mask mask) { return (uint32_t)_mm256_movemask_ps(mask); }
-INLINE Floats where(Mask mask, Floats x, Floats other) { return _mm256_blendv_ps(other, x, mask); }
 INLINE Floats zero_unless(Mask mask, Floats x) { return _mm256_and_ps(mask, x); }
 
 INLINE void compress(Mask mask, float *to, Floats x, int32_t *ids_to, Ints ids) {
@@ -157,6 +145,11 @@ INLINE Bits load_halves(const uint16_t *from) {
 }
 
 #endif
+
+INLINE Mask is_nan(Floats x) { return COMPARE(x, x, _CMP_UNORD_Q); }
+INLINE Mask is_equal(Floats a, Floats b) { return COMPARE(a, b, _CMP_EQ_OQ); }
+INLINE Mask is_above(Floats a, Floats b) { return COMPARE(a, b, _CMP_GT_OQ); }
+INLINE Mask is_at_least(Floats a, Floats b) { return COMPARE(a, b, _CMP_GE_OQ); }
 
 /* e^x within 2 units in the last place, for x up to 88; 0 below -104. NaN stays NaN. */
 INLINE Floats exponential(Floats x) {

@@ -204,6 +204,8 @@ class FusedDecoder:
         dtype = self._weights_dtype = embedding.dtype
         if self._runs_c:
             self._weights_dtype = cpu.weights_dtype(each for each in model.parameters() if each.dim() > 1)
+            embedding = embedding.to(self._weights_dtype)
+            base.embed_tokens.weight = nn.Parameter(embedding, requires_grad=False)  # no second one in float32
         weights = [self._pack(self._take(module, layer)) for module, layer in zip(base.layers, layers, strict=True)]
         vocab_size = model.lm_head.weight.shape[0]
         head, head_bias = self._merge(model.lm_head)
@@ -214,7 +216,7 @@ class FusedDecoder:
             head_dim=first.head_dim,
             eps=base.norm.variance_epsilon,
             packed=self._packed,
-            embedding=embedding.to(self._weights_dtype),
+            embedding=embedding,
             norm=doubled(base.norm.weight),
             head=head,
             head_bias=head_bias,

@@ -140,7 +140,7 @@ def test_a_killed_run_goes_on_and_ends_as_one_that_was_not(tmp_path: Path, capsy
 
 def test_training_teaches_the_masks(tmp_path: Path) -> None:
     make_lessons(tmp_path / "lessons")
-    # In float32: bfloat16 takes torch fifty times as long where a processor has no instructions for it.
+    # In float32: bfloat16 takes torch up to fifty times as long where a processor has no instructions for it.
     weights = weights_after(tmp_path / "run", tmp_path / "lessons", 45.0, dtype=torch.float32)
     drafts = {"before": with_mask_token(tiny()), "after": with_mask_token(tiny())}
     drafts["after"].load_state_dict(weights)
