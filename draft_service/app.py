@@ -52,7 +52,7 @@ from outrider.service.loading import (
 )
 from outrider.service.metrics import VllmMetrics
 from outrider.service.model_info import describe, describe_tokenizer
-from outrider.service.sampling import DEFAULT_RULE, OFFERED_RULES, RULE_TO_WIRE
+from outrider.service.sampling import OFFERED_RULES, RULE_TO_WIRE
 from outrider.service.settings import SettingsError, certificate_and_key, check_plaintext, from_files
 from outrider.service.wire import largest_generate_request, largest_verify_message, server_limit
 from protos.outrider.v1 import model_pb2
@@ -286,8 +286,6 @@ def model_info(loaded: LoadedModel | None, tokenizer: Tokenizer, settings: Draft
             max_stop_strings=settings.max_stop_strings,
             max_stop_string_chars=settings.max_stop_string_chars,
         ),
-        "rules": sorted(OFFERED_RULES, key=lambda rule: rule.value),
-        "default_rule": DEFAULT_RULE,
         "features": FEATURES,
     }
     return (

@@ -14,15 +14,10 @@ from draft_service.metrics import REQUEST_LOG
 from draft_service.prompt import check_prompt_length
 from draft_service.request import KIND_TO_WIRE, check_draft_temperature, check_drafter, check_tokens_per_pass
 from draft_service.settings import DraftSettings
-from draft_service.validation import (
-    check_gamma,
-    check_message_size,
-    check_name,
-    check_target_sampling,
-)
+from draft_service.validation import check_gamma, check_message_size, check_target_sampling
 from outrider.rpc.errors import RequestError, idle, internal, invalid_field, out_of_order, overloaded, write, wrong_base
 from outrider.service.encoder_input import check_opening_input
-from outrider.service.model_info import check_features
+from outrider.service.model_info import check_features, check_name
 from outrider.service.sampling import RULE_TO_WIRE, check_token_ids
 from outrider.service.wire import PrefixHash, encode_proposal
 from protos.outrider.v1 import draft_service_pb2, model_pb2, speculation_pb2

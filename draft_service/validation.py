@@ -20,14 +20,14 @@ from draft_service.request import (
 from draft_service.speculation import PolicyKind
 from kernels.generation_rules import GenerationRules
 from kernels.verify import Rule
-from outrider.rpc.errors import counted, failed_precondition, invalid_field
+from outrider.rpc.errors import counted, invalid_field
 from outrider.runtime.tokenizer import Tokenizer
 from outrider.service.decoder_prompt import DecoderPrompts
 from outrider.service.encoder_input import misfit
-from outrider.service.model_info import check_features
+from outrider.service.model_info import check_features, check_fingerprint, check_name
 from outrider.service.sampling import (
     OFFERED_RULES,
-    RULE_TO_WIRE,
+    RULES,
     Sampling,
     check_logprobs,
     check_prompt_logprobs,
@@ -40,10 +40,7 @@ from protos.outrider.v1 import draft_service_pb2, model_pb2, sampling_pb2
 
 _log = structlog.get_logger()
 
-MAX_NAME_CHARS = 128
 DEFAULT_NEW_TOKENS = 256
-
-_RULES = {number: rule for rule, number in RULE_TO_WIRE.items()}
 
 
 def check_generate(
@@ -213,27 +210,11 @@ def check_target_sampling(
     Raises:
         RequestError: INVALID_ARGUMENT.
     """
-    rules = [_RULES[number] for number in target.rules if _RULES.get(number) in OFFERED_RULES]
-    default_rule = _RULES[target.default_rule]
+    rules = [RULES[number] for number in target.rules if RULES.get(number) in OFFERED_RULES]
+    default_rule = RULES[target.default_rule]
     if seed_decides:
         default_rule = promised_rule(params, rules=rules, default=default_rule)
     return check_sampling(params, vocab_size=target.vocab_size, rules=rules, default_rule=default_rule)
-
-
-def check_name(field: str, name: str, *, required: bool = False) -> None:
-    """Checks the name of a request or a sequence.
-
-    Raises:
-        RequestError: INVALID_ARGUMENT: it is too long, or empty though required.
-    """
-    if len(name) > MAX_NAME_CHARS or (required and not name):
-        allowed = f"1 to {MAX_NAME_CHARS}" if required else f"at most {MAX_NAME_CHARS}"
-        raise invalid_field(
-            field,
-            f"{field} has {counted(len(name), 'character')}; it must have {allowed}",
-            given=len(name),
-            maximum=MAX_NAME_CHARS,
-        )
 
 
 def check_gamma(field: str, gamma: int, limits: model_pb2.Limits) -> int:
@@ -276,21 +257,6 @@ def check_message_size(field: str, gamma: int, draft: model_pb2.ModelInfo, targe
             maximum=most,
             message_bytes=needed,
             max_message_bytes=limit,
-        )
-
-
-def check_fingerprint(fingerprint: str, target: model_pb2.ModelInfo) -> None:
-    """Checks that the target has the requested fingerprint.
-
-    Raises:
-        RequestError: FAILED_PRECONDITION.
-    """
-    if fingerprint and fingerprint != target.weights_fingerprint:
-        raise failed_precondition(
-            "PAIR_MISMATCH",
-            f"weights_fingerprint is {fingerprint[:16]}, and that of this target {target.weights_fingerprint[:16]}: "
-            "resume at a service with the same weights and the same generation config, or begin a new text",
-            field="weights_fingerprint",
         )
 
 

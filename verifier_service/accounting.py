@@ -4,7 +4,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
-from kernels.verify import Rule
 from protos.outrider.v1 import speculation_pb2
 from verifier_service.scheduler import Plan, TargetWork
 from verifier_service.sequence import TargetSequence
@@ -14,23 +13,11 @@ from verifier_service.target_runner import StepResult
 class Observer(Protocol):
     """Counts the engine's work. Called on the engine's thread, so it must be quick."""
 
-    def verified(self, seconds: float) -> None:
-        """One call of `verify` ended."""
+    def planned(self, plan: Plan) -> None:
+        """A step was planned."""
 
-    def judged(self, rule: Rule, drafted: int, accepted: int) -> None:
-        """A round was judged; `accepted` of its `drafted` tokens are in the text."""
-
-    def forwarded(self, tokens: int, sequences: int, seconds: float) -> None:
-        """A forward pass ended."""
-
-    def waited(self, seconds: float) -> None:
-        """A round waited for its step."""
-
-    def begun(self, tokens: int, cached: int) -> None:
-        """A sequence starts to run; `cached` of its `tokens` are in the prefix cache."""
-
-    def preempted(self) -> None:
-        """A sequence was preempted; it will run again."""
+    def stepped(self, step: "Step") -> None:
+        """A step ended, and its verdicts are committed."""
 
     def checked(self, intact: bool) -> None:
         """The KV pool was checked."""
@@ -91,24 +78,6 @@ class Step:
             pass_tokens=self.tokens,
             pass_sequences=self.sequences,
         )
-
-
-def count_plan(observer: Observer, plan: Plan) -> None:
-    """Counts the sequences that a plan starts and preempts."""
-    for sequence, cached in plan.begun:
-        observer.begun(len(sequence.tokens), cached)
-    for _ in plan.preempted:
-        observer.preempted()
-
-
-def count_step(observer: Observer, step: Step) -> None:
-    """Counts a step and its rounds."""
-    observer.forwarded(step.tokens, step.sequences, step.forward_seconds)
-    if step.has_rounds:
-        observer.verified(step.verify_seconds)
-    for each in step.judged:
-        observer.judged(each.sequence.opening.sampling.rule, each.drafted, each.accepted)
-        observer.waited(each.queued)
 
 
 def _micros(seconds: float) -> int:

@@ -33,12 +33,10 @@ from outrider.service.loading import (
 )
 from outrider.service.metrics import VllmMetrics
 from outrider.service.model_info import describe
-from outrider.service.sampling import DEFAULT_RULE, OFFERED_RULES
 from outrider.service.settings import SettingsError
 from outrider.service.wire import PrefixHash, largest_verify_message, server_limit
 from protos.outrider.v1 import model_pb2, sampling_pb2, speculation_pb2, verifier_service_pb2
 from protos.outrider.v1.verifier_service_pb2_grpc import add_VerifierServiceServicer_to_server
-from verifier_service.accounting import Observer
 from verifier_service.engine import Close, Drain, Open, Submit, VerifierEngine
 from verifier_service.metrics import SequenceMetrics, SpeculationMetrics
 from verifier_service.request import FEATURES, check_decode, check_open, check_proposal
@@ -177,7 +175,6 @@ def largest_batch(settings: VerifierSettings) -> int:
 def build_engine(
     settings: VerifierSettings,
     path: VerifyPath,
-    observer: Observer | None = None,
     loader: Loader = load,
     *,
     parallel: TensorParallel | None = None,
@@ -216,8 +213,6 @@ def build_engine(
             kv_blocks=built.model_runner.pool.blocks.count,
             kv_block_tokens=BLOCK_TOKENS,
         ),
-        rules=sorted(OFFERED_RULES, key=lambda rule: rule.value),
-        default_rule=DEFAULT_RULE,
         features=FEATURES,
     )
     engine = VerifierEngine(
@@ -227,7 +222,6 @@ def build_engine(
         max_linger=settings.max_linger / 1e3,
         threads=settings.threads,
         verify_path=path.name,
-        observer=observer,
         prefix_cache=settings.prefix_cache,
     )
     capture = partial(

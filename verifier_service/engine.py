@@ -16,7 +16,7 @@ from typing import TypeVar
 
 import structlog
 
-from kernels.verify import Proposed, VerifyResult
+from kernels.verify import Proposed, Status, VerifyResult
 from outrider.rpc.errors import RequestError, counted, internal, unavailable, yielded
 from outrider.runtime.block_pool import PoolCorrupted
 from outrider.runtime.engine import Engine
@@ -25,10 +25,10 @@ from outrider.runtime.prefix_cache import PrefixCache
 from outrider.service.best_effort import Component
 from outrider.service.cost_model import FittedCost
 from protos.outrider.v1 import model_pb2, speculation_pb2, verifier_service_pb2
-from verifier_service.accounting import JudgedRound, Observer, Step, count_plan, count_step
+from verifier_service.accounting import JudgedRound, Observer, Step
 from verifier_service.request import Round
 from verifier_service.scheduler import IDLE_SECONDS, TURN_SECONDS, Scheduler, TargetWork
-from verifier_service.sequence import TargetSequence, is_sound, seconds_to_linger
+from verifier_service.sequence import TargetSequence, seconds_to_linger
 from verifier_service.target_runner import Scoring, StepResult, TargetRunner
 
 
@@ -124,7 +124,6 @@ class VerifierEngine(Engine[Message, TargetWork, StepResult]):
         max_linger: float = 0.0,
         threads: int | None = None,
         verify_path: str | None = None,
-        observer: Observer | None = None,
         prefix_cache: bool = True,
     ) -> None:
         """`max_linger` is the longest time, in seconds, that a step waits for sequences that are about to send a round.
@@ -134,7 +133,7 @@ class VerifierEngine(Engine[Message, TargetWork, StepResult]):
         self._model = model
         self._max_linger = max_linger
         self.runner = TargetRunner(model_runner, vocab_size=model.vocab_size, verify_path=verify_path)
-        self.observer = observer
+        self.observer: Observer | None = None
         self.flush: Callable[[], None] = lambda: None
         # With an encoder, keys and values of a prefix depend on its input too.
         self.prefixes = PrefixCache(model_runner.pool, enabled=prefix_cache and model_runner.loaded.encoder is None)
@@ -176,6 +175,7 @@ class VerifierEngine(Engine[Message, TargetWork, StepResult]):
             case Open(sequence):
                 self._open(sequence)
             case Submit(sequence, round_):
+                sequence.received += 1
                 if not sequence.finished:
                     _run_for(sequence, lambda: sequence.submit(round_))
             case Read(sequence, replies):
@@ -252,7 +252,7 @@ class VerifierEngine(Engine[Message, TargetWork, StepResult]):
             for sequence in self.scheduler.running
         ]
         plan = self.scheduler.plan(rounds)
-        self._observe(lambda observer: count_plan(observer, plan))
+        self._observe(lambda observer: observer.planned(plan))
         self.flush()  # STALE verdicts
         return plan.work
 
@@ -333,7 +333,7 @@ class VerifierEngine(Engine[Message, TargetWork, StepResult]):
         Raises:
             RequestError: INTERNAL: its logits are NaN or infinite.
         """
-        if not is_sound(result):
+        if result.status is Status.BAD_LOGITS:
             raise internal(
                 "BAD_LOGITS",
                 f"the target's logits after {len(sequence.tokens)} tokens are NaN or infinite; try another --dtype",
@@ -376,7 +376,7 @@ class VerifierEngine(Engine[Message, TargetWork, StepResult]):
         if step is None:
             return
         if (observer := step.observer) is not None:
-            METRICS.run(lambda: count_step(observer, step), None)
+            METRICS.run(lambda: observer.stepped(step), None)
         if step.is_of_rounds:  # steps with prompts cost more; γ does not depend on them
             COST_MODEL.run(lambda: self.cost.add(step.tokens, step.seconds / step.passes), None)
         self._load = LOAD.run(self._measure_load, self._load)

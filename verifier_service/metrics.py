@@ -8,12 +8,12 @@ from contextlib import contextmanager
 
 from prometheus_client import Counter, Gauge, Histogram
 
-from kernels.verify import Rule
 from outrider.rpc.errors import RequestError
 from outrider.runtime.kv_cache import BLOCK_TOKENS, KVPool
 from outrider.service.best_effort import Component
 from outrider.service.metrics import Metrics, VllmMetrics
-from verifier_service.scheduler import Scheduler
+from verifier_service.accounting import Step
+from verifier_service.scheduler import Plan, Scheduler
 
 STREAM_METRICS = Component("stream_metrics")
 
@@ -145,40 +145,32 @@ class SpeculationMetrics:
         info.labels(**sizes).set(1)
         shown.add("cache_config_info", info, *sizes)
 
-    def verified(self, seconds: float) -> None:
+    def planned(self, plan: Plan) -> None:
         """See `Observer`."""
-        self._seconds.observe(seconds)
+        for sequence, cached in plan.begun:
+            self._queried.inc(len(sequence.tokens))
+            self._hit.inc(cached)
+        self._preemptions.inc(len(plan.preempted))
 
-    def forwarded(self, tokens: int, sequences: int, seconds: float) -> None:
+    def stepped(self, step: Step) -> None:
         """See `Observer`."""
-        self._forward.observe(seconds)
-        self._step_tokens.inc(tokens)
-        self._step_sequences.inc(sequences)
+        self._forward.observe(step.forward_seconds)
+        self._step_tokens.inc(step.tokens)
+        self._step_sequences.inc(step.sequences)
+        if step.has_rounds:
+            self._seconds.observe(step.verify_seconds)
+        for each in step.judged:
+            self._queue.observe(each.queued)
+            if each.drafted:
+                self._judged(each.sequence.opening.sampling.rule.value, each.drafted, each.accepted)
 
-    def waited(self, seconds: float) -> None:
-        """See `Observer`."""
-        self._queue.observe(seconds)
-
-    def begun(self, tokens: int, cached: int) -> None:
-        """See `Observer`."""
-        self._queried.inc(tokens)
-        self._hit.inc(cached)
-
-    def preempted(self) -> None:
-        """See `Observer`."""
-        self._preemptions.inc()
+    def _judged(self, rule: str, drafted: int, accepted: int) -> None:
+        self._drafts.labels(rule).inc()
+        self._draft_tokens.labels(rule).inc(drafted)
+        self._accepted.labels(rule).inc(accepted)
+        for position in range(accepted):
+            self._accepted_at.labels(rule, str(position)).inc()
 
     def checked(self, intact: bool) -> None:
         """See `Observer`."""
         self._checks.labels("intact" if intact else "corrupted").inc()
-
-    def judged(self, rule: Rule, drafted: int, accepted: int) -> None:
-        """See `Observer`."""
-        if not drafted:
-            return
-        name = rule.value
-        self._drafts.labels(name).inc()
-        self._draft_tokens.labels(name).inc(drafted)
-        self._accepted.labels(name).inc(accepted)
-        for position in range(accepted):
-            self._accepted_at.labels(name, str(position)).inc()

@@ -16,9 +16,9 @@ from kernels.generation_rules import GenerationRules
 from kernels.sparse import SparseDistribution, validate
 from kernels.verify import Rule
 from kernels.verify_c import valid_supports
-from outrider.rpc.errors import RequestError, counted, failed_precondition, invalid_field
+from outrider.rpc.errors import counted, invalid_field
 from outrider.service.encoder_input import check_opening_input
-from outrider.service.model_info import check_features
+from outrider.service.model_info import check_features, check_fingerprint, check_name
 from outrider.service.sampling import (
     DEFAULT_RULE,
     OFFERED_RULES,
@@ -41,7 +41,6 @@ FEATURES = (
     "report_probabilities",
     "resume",
 )
-MAX_NAME_CHARS = 128
 MIN_RESPONSE_BYTES, MAX_RESPONSE_BYTES = 256, 1 << 20
 
 
@@ -114,17 +113,9 @@ def check_open(
     """
     check_features(message.required_features, model.features)
     check_opening_input(message, model)
-    if message.weights_fingerprint and message.weights_fingerprint != model.weights_fingerprint:
-        raise failed_precondition(
-            "PAIR_MISMATCH",
-            f"weights_fingerprint is {message.weights_fingerprint[:16]}, and that of this target "
-            f"{model.weights_fingerprint[:16]}: open the sequence at a verifier with the same weights and the same "
-            "generation config",
-            field="weights_fingerprint",
-        )
-    for name, text in (("request_id", message.request_id), ("cache_salt", message.cache_salt)):
-        if len(text) > MAX_NAME_CHARS:
-            raise _beyond(name, counted(len(text), "character"), len(text), MAX_NAME_CHARS)
+    check_fingerprint(message.weights_fingerprint, model)
+    check_name("request_id", message.request_id)
+    check_name("cache_salt", message.cache_salt)
     prompt = check_token_ids("prompt_token_ids", message.prompt_token_ids, model.vocab_size)
     if not prompt:
         raise invalid_field("prompt_token_ids", "prompt_token_ids is empty; at least 1 token is needed", given=0)
@@ -280,8 +271,9 @@ def _check_lengths(
 
 def _check_stops(message: verifier_service_pb2.OpenSequence, model: model_pb2.ModelInfo) -> frozenset[int]:
     limit = model.limits.max_stop_token_ids
-    if len(message.stop_token_ids) > limit:
-        raise _beyond("stop_token_ids", f"{len(message.stop_token_ids)} ids", len(message.stop_token_ids), limit)
+    if (count := len(message.stop_token_ids)) > limit:
+        text = f"stop_token_ids has {count} ids; at most {limit}"
+        raise invalid_field("stop_token_ids", text, given=count, maximum=limit)
     own = check_token_ids("stop_token_ids", message.stop_token_ids, model.vocab_size)
     return frozenset(own if message.ignore_eos else (*own, *model.eos_token_ids))
 
@@ -371,7 +363,3 @@ def _check_logits(
             given=token,
         )
     return logits
-
-
-def _beyond(name: str, shown: str, given: int, maximum: int) -> RequestError:
-    return invalid_field(name, f"{name} has {shown}; at most {maximum}", given=given, maximum=maximum)

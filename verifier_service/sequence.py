@@ -8,7 +8,7 @@ from functools import partial
 from typing import Any, NamedTuple
 
 from kernels.adjustments import Adjuster, RowAdjustment
-from kernels.verify import Proposed, Status, TokenLogprobs, VerifyResult
+from kernels.verify import Proposed, TokenLogprobs, VerifyResult
 from outrider.rpc.errors import RequestError, counted, internal, out_of_order, wrong_base
 from outrider.service.wire import PROMPT_POSITIONS, PrefixHash, encode_logprobs
 from protos.outrider.v1 import sampling_pb2, speculation_pb2, verifier_service_pb2
@@ -131,6 +131,7 @@ class TargetSequence:
     opened: verifier_service_pb2.VerifyResponse | None = None
     unsent: Unsent | None = None
     rounds: deque[Round] = field(default_factory=deque)
+    received: int = 0  # rounds that the engine took from the stream
     tokens: list[int] = field(init=False)
     decoded: int = 0  # tokens written by the current `Decode`
     judged_at: float = 0.0  # time.perf_counter() at its last verdict
@@ -422,8 +423,3 @@ def _encode_verdict(sequence_id: str, unsent: Unsent) -> verifier_service_pb2.Ve
     verdict.timings.CopyFrom(last)
     verdict.load.CopyFrom(unsent.load)
     return reply
-
-
-def is_sound(result: VerifyResult) -> bool:
-    """Whether a result can be committed; False if its logits are NaN or infinite."""
-    return result.status is not Status.BAD_LOGITS

@@ -24,12 +24,13 @@ from outrider.rpc.errors import (
 from outrider.rpc.timeouts import InactivityTimer
 from outrider.service.best_effort import Component
 from outrider.service.encoder_input import EncoderInputs
+from outrider.service.model_info import check_name
 from outrider.service.sampling import RULE_TO_WIRE, Sampling
 from outrider.service.tracing import CallTrace
 from outrider.service.wire import pad
 from protos.outrider.v1 import model_pb2, speculation_pb2, verifier_service_pb2
 from verifier_service.engine import Close, HalfClose, Open, Read, Remind, Submit, VerifierEngine
-from verifier_service.request import MAX_NAME_CHARS, Round, check_decode, check_open, check_proposal
+from verifier_service.request import Round, check_decode, check_open, check_proposal
 from verifier_service.scheduler import PREFIX_CACHE
 from verifier_service.sequence import Reply, TargetSequence, encoded
 from verifier_service.settings import VerifierSettings
@@ -172,13 +173,7 @@ class VerifyStream:
             raise out_of_order("the stream ended without a message; the first one must be OpenSequence")
         if message.WhichOneof("kind") != "open":
             raise out_of_order(f"the first message is {message.WhichOneof('kind') or 'empty'}; it must be OpenSequence")
-        if not 1 <= len(message.sequence_id) <= MAX_NAME_CHARS:
-            raise invalid_field(
-                "sequence_id",
-                f"sequence_id has {counted(len(message.sequence_id), 'character')}; it must have 1 to {MAX_NAME_CHARS}",
-                given=len(message.sequence_id),
-                maximum=MAX_NAME_CHARS,
-            )
+        check_name("sequence_id", message.sequence_id, required=True)
         return message
 
     # ------------------------------------------------------------------------------------------------------- reading
@@ -187,6 +182,7 @@ class VerifyStream:
         """Checks each message and hands it to the engine. An invalid message ends the stream."""
         sampling = sequence.opening.sampling
         outstanding_limit = self._model.limits.max_outstanding
+        posted = int(sequence.opening.first_round is not None)
         try:
             while (message := await self._next()) is not None:
                 if message.sequence_id != sequence.sequence_id:
@@ -195,13 +191,16 @@ class VerifyStream:
                         f"sequence_id is {message.sequence_id!r}; it must be that of the stream's OpenSequence, "
                         f"{sequence.sequence_id!r}",
                     )
-                if len(sequence.rounds) >= outstanding_limit:
+                # During a step the engine takes no rounds. Read in this order, no round is counted twice.
+                outstanding = len(sequence.rounds) + posted - sequence.received
+                if outstanding >= outstanding_limit:
                     raise overloaded(
-                        f"the stream has {counted(len(sequence.rounds), 'round')} without a verdict; at most "
+                        f"the stream has {counted(outstanding, 'round')} without a verdict; at most "
                         f"{outstanding_limit}: wait for one",
                         maximum=outstanding_limit,
                     )
                 self._engine.post(Submit(sequence, self._check(message, sampling)))
+                posted += 1
             self._engine.post(HalfClose(sequence))
         except RequestError as error:
             self._replies.put_nowait(error)

@@ -8,7 +8,6 @@ import os
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from difflib import get_close_matches
-from functools import partial
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
@@ -21,7 +20,7 @@ from outrider.cli.processes import Pair, ServiceError, running_pair, terminated_
 from outrider.client import AsyncClient
 from outrider.environment import ENV_PREFIX
 from outrider.rpc.channel import SOCKET
-from outrider.service.logs import dropped_notice, take_over, text_renderer
+from outrider.service.logs import take_over, text_renderer
 
 if TYPE_CHECKING:
     from outrider.http.server import HttpServer
@@ -130,7 +129,7 @@ def serve_command(
     verifier_flags, draft_flags = verifier_flags + more_verifier, draft_flags + more_draft
     text = text_renderer() if sys.stdout.isatty() else None
     # The pipes of the services must be read even if standard output blocks.
-    take_over(partial(dropped_notice, "outrider"), lambda lines: f"outrider: {lines} lines dropped here")
+    take_over("outrider")
 
     def pass_through(name: str, line: str) -> None:
         if line.startswith(f"{name}: "):  # its reason to end, which the command's last line repeats

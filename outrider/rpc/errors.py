@@ -136,7 +136,7 @@ def draining() -> RequestError:
 
 
 def unavailable(reason: str, message: str) -> RequestError:
-    """A required peer is unreachable: UNAVAILABLE, with NO_VERIFIER or DRAINING."""
+    """A required peer is unreachable: UNAVAILABLE, with NO_VERIFIER."""
     return RequestError(grpc.StatusCode.UNAVAILABLE, reason, message)
 
 
@@ -152,7 +152,7 @@ def yielded(message: str, *, retry_after: float, **numbers: object) -> RequestEr
 
 
 def internal(reason: str, message: str) -> RequestError:
-    """The server failed: INTERNAL, with BAD_LOGITS or INTERNAL."""
+    """The server failed: INTERNAL, with BAD_LOGITS, STEP_FAILED or INTERNAL."""
     return RequestError(grpc.StatusCode.INTERNAL, reason, message)
 
 

@@ -260,7 +260,7 @@ async def in_thread(function: Callable[[], Result]) -> Result:
         result, error = None, None
         try:
             result = function()
-        except Exception as caught:
+        except BaseException as caught:  # else `settle` never runs, and nobody sees why
             error = caught
         if not loop.is_closed():
             loop.call_soon_threadsafe(settle, result, error)

@@ -147,15 +147,14 @@ class LineQueue(io.TextIOBase):
         return 0
 
 
-def take_over(notice: Callable[[int], str], error_notice: Callable[[int], str] | None = None) -> None:
+def take_over(service: str) -> None:
     """Replaces `sys.stdout` and `sys.stderr` for the rest of the process; does nothing for one that is replaced
-    already.
-
-    Args:
-        notice: returns a line for the number of dropped lines.
-        error_notice: the same for standard error. Default: `notice`.
+    already. Lines that say how many were dropped name the service.
     """
-    for descriptor, name, make in ((1, "stdout", notice), (2, "stderr", error_notice or notice)):
+    for descriptor, name, make in (
+        (1, "stdout", partial(_dropped_notice, service)),
+        (2, "stderr", lambda lines: f"{service}: {lines} lines dropped here"),
+    ):
         original = getattr(sys, f"__{name}__")
         if getattr(sys, name) is not original:
             continue
@@ -220,7 +219,7 @@ def _never_block(descriptor: int) -> None:
         os.close(own)
 
 
-def dropped_notice(service: str, lines: int) -> str:
+def _dropped_notice(service: str, lines: int) -> str:
     """The JSON log line of a service that has dropped so many lines."""
     now = datetime.now(UTC).isoformat().replace("+00:00", "Z")
     event = {"event": "log lines dropped", "lines": lines, "level": "warning", "service": service, "timestamp": now}
@@ -264,7 +263,7 @@ def configure_logging(service: str, level: str = "info") -> bool:
     def name_service(logger: Any, method: str, event: dict[str, Any]) -> dict[str, Any]:
         return {**event, "service": service}
 
-    take_over(partial(dropped_notice, service), lambda lines: f"{service}: {lines} lines dropped here")
+    take_over(service)
     threshold = logging.getLevelNamesMapping()[level.upper()]
     shared: list[Any] = [
         name_service,

@@ -2,16 +2,15 @@
 
 from collections.abc import Iterable
 
-from kernels.verify import Rule
 from outrider.environment import installed_version
-from outrider.rpc.errors import RequestError, failed_precondition
+from outrider.rpc.errors import RequestError, counted, failed_precondition, invalid_field
 from outrider.runtime.encoder_decoder import SPEECH, TEXT, EncoderInfo
 from outrider.runtime.errors import CheckpointError
 from outrider.runtime.loader import LoadedModel
 from outrider.runtime.tokenizer import Tokenizer
 from outrider.service.decoder_prompt import DecoderPrompts
 from outrider.service.encoder_input import SAMPLE_RATE
-from outrider.service.sampling import LOSSY_RULES, RULE_TO_WIRE
+from outrider.service.sampling import DEFAULT_RULE, LOSSY_RULES, OFFERED_RULES, RULE_TO_WIRE, RULES
 from protos.outrider.v1 import model_pb2
 
 PROTOCOL_VERSION = 1
@@ -23,8 +22,6 @@ def describe(
     tokenizer: Tokenizer,
     *,
     limits: model_pb2.Limits,
-    rules: Iterable[Rule],
-    default_rule: Rule,
     features: Iterable[str],
 ) -> model_pb2.ModelInfo:
     """The `ModelInfo` of a loaded model.
@@ -33,9 +30,7 @@ def describe(
         CheckpointError: its generation config has tokens that its tokenizer lacks, or its encoder another vocabulary
             than its decoder.
     """
-    info = describe_tokenizer(
-        loaded.name, tokenizer, limits=limits, rules=rules, default_rule=default_rule, features=features
-    )
+    info = describe_tokenizer(loaded.name, tokenizer, limits=limits, features=features)
     info.weights_fingerprint = loaded.weights_fingerprint
     info.vocab_size = min(info.vocab_size, loaded.vocab_size)
     info.logits_size = loaded.vocab_size
@@ -94,12 +89,10 @@ def describe_tokenizer(
     tokenizer: Tokenizer,
     *,
     limits: model_pb2.Limits,
-    rules: Iterable[Rule],
-    default_rule: Rule,
     features: Iterable[str],
 ) -> model_pb2.ModelInfo:
     """The `ModelInfo` of a service without a model, by its tokenizer. Fields that need weights are empty."""
-    rules = list(rules)
+    rules = sorted(OFFERED_RULES, key=lambda rule: rule.value)
     return model_pb2.ModelInfo(
         name=name,
         vocabulary_fingerprint=tokenizer.fingerprint,
@@ -109,7 +102,7 @@ def describe_tokenizer(
         protocol_version=PROTOCOL_VERSION,
         features=sorted(features),
         rules=[RULE_TO_WIRE[rule] for rule in rules],
-        default_rule=RULE_TO_WIRE[default_rule],
+        default_rule=RULE_TO_WIRE[DEFAULT_RULE],
         noise_version=NOISE_VERSION,
         limits=limits,
         server_version=installed_version(),
@@ -168,6 +161,40 @@ def check_features(required: Iterable[str], offered: Iterable[str]) -> None:
         )
 
 
+MAX_NAME_CHARS = 128
+
+
+def check_name(field: str, name: str, *, required: bool = False) -> None:
+    """Checks the name of a request or a sequence.
+
+    Raises:
+        RequestError: INVALID_ARGUMENT: it is too long, or empty though required.
+    """
+    if len(name) > MAX_NAME_CHARS or (required and not name):
+        allowed = f"1 to {MAX_NAME_CHARS}" if required else f"at most {MAX_NAME_CHARS}"
+        raise invalid_field(
+            field,
+            f"{field} has {counted(len(name), 'character')}; it must have {allowed}",
+            given=len(name),
+            maximum=MAX_NAME_CHARS,
+        )
+
+
+def check_fingerprint(fingerprint: str, target: model_pb2.ModelInfo) -> None:
+    """Checks that the target has the requested fingerprint.
+
+    Raises:
+        RequestError: FAILED_PRECONDITION.
+    """
+    if fingerprint and fingerprint != target.weights_fingerprint:
+        raise failed_precondition(
+            "PAIR_MISMATCH",
+            f"weights_fingerprint is {fingerprint[:16]}, and that of this target {target.weights_fingerprint[:16]}: "
+            "resume at a service with the same weights and the same generation config, or begin a new text",
+            field="weights_fingerprint",
+        )
+
+
 _ENCODERS = {
     model_pb2.ENCODER_KIND_UNSPECIFIED: "no encoder",
     model_pb2.ENCODER_KIND_TEXT: "an encoder of text",
@@ -184,7 +211,6 @@ def _mismatch(property_: str, draft: object, target: object, advice: str) -> Req
 
 _BOUNDS = ("max_gamma", "max_support", "max_sequence_tokens", "max_stop_token_ids", "max_message_bytes")
 _FINGERPRINT_COVERS = ": weights, config.json, or rules or end-of-sequence tokens of generation_config.json differ"
-_RULE_NAMES = {number: rule.value for rule, number in RULE_TO_WIRE.items()}
 
 
 def check_target(model: model_pb2.ModelInfo, target: model_pb2.ModelInfo) -> str:
@@ -205,7 +231,8 @@ def check_target(model: model_pb2.ModelInfo, target: model_pb2.ModelInfo) -> str
     if model.encoder != target.encoder:
         return "its encoder, or the decoder prompt of its generation config, is not the first verifier's"
     missing = set(target.features) - set(model.features)
-    missing |= {_RULE_NAMES.get(number, str(number)) for number in set(target.rules) - set(model.rules)}
+    lacking = set(target.rules) - set(model.rules)
+    missing |= {RULES[number].value if number in RULES else str(number) for number in lacking}
     if missing:
         return f"it lacks features or rules of the first verifier: {', '.join(sorted(missing))}"
     for bound in _BOUNDS:

@@ -35,13 +35,13 @@ _MAX_SIGMOID_SCALE, _MIN_SIGMOID_WIDTH = 1e6, 1e-3
 MAX_TOKEN_LIST = 1024
 MAX_TOP_LOGPROBS = 20
 
-_RULES = {
+RULES = {
     sampling_pb2.ACCEPTANCE_RULE_TOKENWISE: Rule.TOKENWISE,
     sampling_pb2.ACCEPTANCE_RULE_BLOCK: Rule.BLOCK,
     sampling_pb2.ACCEPTANCE_RULE_COUPLED: Rule.COUPLED,
     sampling_pb2.ACCEPTANCE_RULE_SIGMOID: Rule.SIGMOID,
 }
-RULE_TO_WIRE = {rule: number for number, rule in _RULES.items()}
+RULE_TO_WIRE = {rule: number for number, rule in RULES.items()}
 
 
 @dataclass(frozen=True, slots=True)
@@ -201,7 +201,7 @@ def _check_rule(params: sampling_pb2.SamplingParams, rules: tuple[Rule, ...], de
     if params.rule == sampling_pb2.ACCEPTANCE_RULE_UNSPECIFIED:
         rule = Rule.TOKENWISE if params.HasField("lenience") and params.lenience < 1 else default
     else:
-        rule = _RULES.get(params.rule)
+        rule = RULES.get(params.rule)
     if rule is None or rule not in rules:
         given = params.rule if rule is None else rule.value
         offered = ", ".join(sorted(known.value for known in rules))

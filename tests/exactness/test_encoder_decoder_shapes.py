@@ -26,7 +26,6 @@ from transformers import (
 )
 
 from kernels.adjustments import LogitRules
-from kernels.verify import Rule
 from outrider.runtime.errors import CheckpointError
 from outrider.runtime.loader import LoadedModel, ModelSource, load_model
 from outrider.runtime.model_runner import ModelRunner
@@ -180,7 +179,4 @@ def test_a_service_refuses_two_vocabularies(tmp_path: Path) -> None:
     tokenizer().save_pretrained(tmp_path)
     source = ModelSource(str(tmp_path), dtype="float32", device="cpu")
     with pytest.raises(CheckpointError, match="two vocabularies, of 115 tokens in the encoder and 90 in the decoder"):
-        describe(
-            load_model(source), load_tokenizer(source), limits=model_pb2.Limits(), rules=[Rule.COUPLED],
-            default_rule=Rule.COUPLED, features=[],
-        )  # fmt: skip
+        describe(load_model(source), load_tokenizer(source), limits=model_pb2.Limits(), features=[])

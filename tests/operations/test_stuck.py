@@ -13,7 +13,7 @@ from protos.outrider.v1 import verifier_service_pb2
 from protos.outrider.v1.verifier_service_pb2_grpc import VerifierServiceStub
 from tests.cluster import Cluster, Service, wait_until
 from tests.slow_steps import SLOW_STEP, STEP_SECONDS
-from tests.verifier_service.streams import PROMPT, Stream, opening
+from tests.verifier_service.streams import PROMPT, Stream, error_of, opening
 
 READY = {"", READINESS, "outrider.v1.VerifierService"}
 FOREVER = "inf"
@@ -70,9 +70,22 @@ def stuck_in_the_middle_of_a_sequence(service: Service, channel: grpc.Channel, h
         shown = service.samples()
         assert shown["outrider_health"][("probe", LIVENESS),] == 0
         assert shown["outrider_engine_step_seconds"][()] > 1
+        refuses_rounds_beyond_the_limit(channel)
         hold.unlink()
         assert len(sequence.verdict().token_ids) == 1
         wait_until(lambda: serving(channel) == {*READY, LIVENESS, STARTUP})
+
+
+def refuses_rounds_beyond_the_limit(channel: grpc.Channel) -> None:
+    """The engine takes none of them, so they are counted before it does."""
+    with Stream(channel) as sequence:
+        sequence.open()
+        most = sequence.take().opened.limits.max_outstanding
+        for number in range(1, most + 2):
+            sequence.decode(number, PROMPT)
+        error = error_of(sequence.call)
+    assert (error.code, error.reason) == (grpc.StatusCode.RESOURCE_EXHAUSTED, "OVERLOADED")
+    assert f"{most} rounds without a verdict" in error.message
 
 
 def drains_while_stuck(service: Service, channel: grpc.Channel, hold: Path) -> None:

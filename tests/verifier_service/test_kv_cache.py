@@ -32,8 +32,8 @@ def start(max_sequences: int, *flags: str) -> tuple[VerifierEngine, Metrics]:
         [*always.split(), "--max-sequences", str(max_sequences), *flags], program="verifier_service"
     )
     metrics = Metrics()
-    observer = SpeculationMetrics(metrics, "torch")
-    engine, _ = build_engine(settings, find_path(settings), observer)
+    engine, _ = build_engine(settings, find_path(settings))
+    engine.observer = observer = SpeculationMetrics(metrics, "torch")
     observer.watch(engine.model_runner.pool, engine.scheduler)
     engine.prepare()
     return engine, metrics

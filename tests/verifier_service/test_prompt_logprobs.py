@@ -48,8 +48,9 @@ def engine_of(
         model_pb2.ModelInfo(vocab_size=V, limits=limits),
         max_batch_tokens=batch,
         verify_path="torch",
-        observer=None if metrics is None else SpeculationMetrics(metrics, "torch"),
     )
+    if metrics is not None:
+        engine.observer = SpeculationMetrics(metrics, "torch")
     engine.prepare()
     return engine
 
