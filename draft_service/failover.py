@@ -16,7 +16,7 @@ import grpc
 import structlog
 
 from draft_service.metrics import FailoverMetrics
-from draft_service.replicas import Lease, Replica, Replicas
+from draft_service.replicas import BUSY_SECONDS, Lease, Replica, Replicas
 from draft_service.sequence import Sequence
 from draft_service.verify_stream import SILENT
 from outrider.rpc.errors import RequestError, unavailable
@@ -188,8 +188,9 @@ class _Failures:
                 f"a round of this request failed at {len(self.suspected)} verifiers, {names}, and is not sent to "
                 f"another one: {error.message}; see the verifiers' logs",
             )
-        if kind is FailureKind.REFUSED and error.retry_after is not None:
-            self.avoid[lease.replica] = time.monotonic() + error.retry_after
+        if kind is FailureKind.REFUSED:
+            pause = BUSY_SECONDS if error.retry_after is None else error.retry_after
+            self.avoid[lease.replica] = time.monotonic() + pause
         if lease.stream.is_open:
             self.lost += 1
             if self.lost >= MOST_LOST_IN_A_ROUND:

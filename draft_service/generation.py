@@ -85,6 +85,7 @@ class Sample:
             if request.gamma and sequence.left > 1:  # a verdict adds a token of the target's own
                 self._drafting = drafter.open(self._draft_sequence())
             await self._write_in_time(target, on_open)
+            self._finish()
         except BaseException:
             target.cancel()
             raise
@@ -92,10 +93,10 @@ class Sample:
             self._count_verdict()
             self._watch.ends()
             self._stop_drafting()
-        self._finish()
         await target.close()
 
     def _finish(self) -> None:
+        self._count_verdict()
         sequence = self.sequence
         sequence.finish_reason = self._emitter.finish(sequence.finish_reason, sequence.counts, sequence.timings)
 
@@ -146,7 +147,7 @@ class Sample:
             await self._emit()  # while the target runs: earlier, it would delay the draft
             while self.sequence.round.owed and not self.sequence.finish_reason:
                 verdict = await self._next_verdict(target)
-                self._emitter.take(verdict, self.sequence.round.draft_tokens, self._times(verdict))
+                self._emitter.take(verdict, self.sequence.round.draft_tokens, self._report(verdict))
                 draft = None if self.sequence.round.owed or self.sequence.finish_reason else self._begin_draft()
                 if draft is None or self.sequence.timings.first_token is None:
                     await self._emit()
@@ -248,10 +249,10 @@ class Sample:
             waited=waited,
         )
 
-    def _times(self, verdict: speculation_pb2.Verdict) -> draft_service_pb2.RoundReport | None:
+    def _report(self, verdict: speculation_pb2.Verdict) -> draft_service_pb2.RoundReport | None:
         if not self._request.report_rounds:
             return None
-        return STATISTICS.run(lambda: self.sequence.round_times(verdict), None)
+        return STATISTICS.run(lambda: self.sequence.report(verdict), None)
 
     @STATISTICS.quiet
     def _count(self, round_: Round, verdict: speculation_pb2.Verdict, waited: float) -> None:

@@ -262,49 +262,42 @@ def show_drafters(metrics: Metrics, drafters: Mapping[Kind, GuardedDrafter], eng
             metrics.registry.register(_Staged(engine.staging.counts))
 
 
+_Family = type[CounterMetricFamily] | type[GaugeMetricFamily]
+
+
 class _Drafters(Collector):
     def __init__(self, drafters: Mapping[Kind, GuardedDrafter]) -> None:
         self._drafters = drafters
 
     def collect(self) -> Iterator[Metric]:
         """One family a metric, one series a drafter."""
-        costs = {kind: drafter.cost for kind, drafter in self._drafters.items()}
-        yield self._family(
-            CounterMetricFamily("outrider_draft_proposals", "Proposals that the drafter gave.", labels=("drafter",)),
-            {kind: cost.proposals for kind, cost in costs.items()},
-        )
-        yield self._family(
-            CounterMetricFamily("outrider_spec_decode_num_draft_tokens", "Drafted tokens.", labels=("drafter",)),
-            {kind: cost.tokens for kind, cost in costs.items()},
-        )
-        yield self._family(
-            CounterMetricFamily(
-                "outrider_draft_seconds", "Seconds of drafting, summed over proposals.", labels=("drafter",)
+        families: tuple[tuple[_Family, str, str, Callable[[GuardedDrafter], float]], ...] = (
+            (CounterMetricFamily, "draft_proposals", "Proposals that the drafter gave.", lambda it: it.cost.proposals),
+            (CounterMetricFamily, "spec_decode_num_draft_tokens", "Drafted tokens.", lambda it: it.cost.tokens),
+            (
+                CounterMetricFamily,
+                "draft_seconds",
+                "Seconds of drafting, summed over proposals.",
+                lambda it: it.cost.seconds,
             ),
-            {kind: cost.seconds for kind, cost in costs.items()},
-        )
-        yield self._family(
-            CounterMetricFamily(
-                "outrider_draft_failures",
+            (
+                CounterMetricFamily,
+                "draft_failures",
                 "Proposals that the drafter failed to give: it raised an error, was late, or gave an invalid one.",
-                labels=("drafter",),
+                lambda it: it.cost.failures,
             ),
-            {kind: cost.failures for kind, cost in costs.items()},
-        )
-        yield self._family(
-            GaugeMetricFamily(
-                "outrider_drafter_up",
+            (
+                GaugeMetricFamily,
+                "drafter_up",
                 "1 while the drafter is in use; 0 while it is off after failures and only probed.",
-                labels=("drafter",),
+                lambda it: it.is_up,
             ),
-            {kind: drafter.is_up for kind, drafter in self._drafters.items()},
         )
-
-    @staticmethod
-    def _family(family: CounterMetricFamily | GaugeMetricFamily, values: Mapping[Kind, float]) -> Metric:
-        for kind, value in values.items():
-            family.add_metric([kind.value], float(value))
-        return family
+        for make, name, text, value in families:
+            family = make(f"outrider_{name}", text, labels=("drafter",))
+            for kind, drafter in self._drafters.items():
+                family.add_metric([kind.value], float(value(drafter)))
+            yield family
 
 
 class _PrefixCache(Collector):

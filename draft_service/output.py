@@ -306,7 +306,7 @@ class Emitter:
         self._last = committed[-1] if committed else None
         self._show_token = show_token
         self._one_by_one = one_by_one
-        # Not turned into text yet, with their drafted tokens and the times of their rounds.
+        # Not turned into text yet, with the drafted tokens and the reports of their rounds.
         self._verdicts: list[tuple[speculation_pb2.Verdict, Sequence[int], draft_service_pb2.RoundReport | None]] = []
         self._tokens: list[_Token] = []
         self._rounds: list[draft_service_pb2.RoundReport] = []
@@ -333,10 +333,10 @@ class Emitter:
         self,
         verdict: speculation_pb2.Verdict,
         drafted: Sequence[int],
-        times: draft_service_pb2.RoundReport | None = None,
+        report: draft_service_pb2.RoundReport | None = None,
     ) -> None:
-        """Adds a verdict. Cheap: `send` or `finish` turns it into text. `times` are for the report of the round."""
-        self._verdicts.append((verdict, drafted, times))
+        """Adds the verdict of a round. Cheap: `send` or `finish` turns it into text."""
+        self._verdicts.append((verdict, drafted, report))
 
     def send(self, timings: Timings) -> bool:
         """Sends tokens and text. Returns whether a stop string ended the text; then the rest is dropped."""
@@ -379,21 +379,16 @@ class Emitter:
         return reason
 
     def _read_verdicts(self) -> None:
-        for verdict, drafted, times in self._verdicts:
+        for verdict, drafted, report in self._verdicts:
             if self._text.stopped_by is None:
-                self._read(verdict, drafted, times)
+                self._read(verdict, drafted, report)
         self._verdicts.clear()
 
     def _read(
-        self,
-        verdict: speculation_pb2.Verdict,
-        drafted: Sequence[int],
-        times: draft_service_pb2.RoundReport | None,
+        self, verdict: speculation_pb2.Verdict, drafted: Sequence[int], report: draft_service_pb2.RoundReport | None
     ) -> None:
-        if self._show_token is not None:
-            report = self._report(verdict, drafted, self._show_token)
-            if times is not None:
-                report.MergeFrom(times)
+        if report is not None and self._show_token is not None:
+            report.drafted_texts.extend([self._show_token(token) for token in report.drafted_token_ids])
             self._rounds.append(report)
         own = _CORRECTION if verdict.accepted < len(drafted) else _TARGET
         silent = len(verdict.token_ids) - (verdict.finish_reason == sampling_pb2.FINISH_REASON_STOP_TOKEN)
@@ -436,15 +431,3 @@ class Emitter:
         if tokens:
             timings.tokens_out(len(tokens))
         self._responses.send(draft_service_pb2.GenerateResponse(chunk=chunk))
-
-    def _report(
-        self, verdict: speculation_pb2.Verdict, drafted: Sequence[int], show: ShowToken
-    ) -> draft_service_pb2.RoundReport:
-        return draft_service_pb2.RoundReport(
-            round=verdict.round,
-            output_length=verdict.base_length - self._prompt_tokens,
-            drafted_token_ids=drafted,
-            drafted_texts=[show(token) for token in drafted],
-            accepted=verdict.accepted,
-            beta=verdict.beta,
-        )

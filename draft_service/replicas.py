@@ -138,6 +138,7 @@ class Replica:
         busy_until: `time.monotonic()` until which it is full, by the `retry_after` of its first refusal.
         num_open: sequences of this service there.
         reported: its load with the last verdict, which came at `reported_at` by `time.monotonic()`.
+        logged: the last status in the log.
     """
 
     def __init__(
@@ -169,6 +170,7 @@ class Replica:
         self._others = 0  # sequences of other services there, last reported
         self.reported = speculation_pb2.VerifierLoad()
         self.reported_at = 0.0
+        self.logged: str | None = None
 
     @property
     def status(self) -> str:
@@ -326,7 +328,6 @@ class Replicas:
         self._gone: list[Replica] = []  # no longer resolved; their sequences continue
         self._probers: dict[Replica, asyncio.Task[None]] = {}
         self._watcher: asyncio.Task[None] | None = None
-        self._statuses: dict[Replica, str] = {}  # last logged
         self._changed = asyncio.Event()
         self._resolve_now = asyncio.Event()
 
@@ -449,7 +450,6 @@ class Replicas:
         found = await self._resolver.resolve()
         for address in [address for address in self._replicas if address not in found]:
             replica = self._replicas.pop(address)
-            self._statuses.pop(replica, None)
             self._gone.append(replica)
             _log.info("verifier removed", verifier=address, reason="its name no longer resolves to this address")
             if (prober := self._probers.pop(replica, None)) is not None:
@@ -468,7 +468,7 @@ class Replicas:
 
     def _on_change(self, replica: Replica) -> None:
         """Logs the new status, and wakes sequences that wait for a replica."""
-        before, self._statuses[replica] = self._statuses.get(replica), replica.status
+        before, replica.logged = replica.logged, replica.status
         if replica.status != before and replica in self._replicas.values():
             is_bad = replica.status in ("mismatched", "failing")
             why = {"reason": replica.mismatch or replica.last_failure} if is_bad else {}

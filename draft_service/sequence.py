@@ -10,6 +10,7 @@ from draft_service.request import KIND_TO_WIRE, POLICY_TO_WIRE, Generation
 from kernels.dense import DraftLogits
 from kernels.sparse import SparseDistribution
 from outrider.service.best_effort import Component
+from outrider.service.model_info import MAX_NAME_CHARS
 from outrider.service.sampling import RULE_TO_WIRE
 from outrider.service.wire import PrefixHash, draft_probability
 from protos.outrider.v1 import draft_service_pb2, sampling_pb2, speculation_pb2, verifier_service_pb2
@@ -255,7 +256,7 @@ class Sequence:
         """`arrived` is the arrival of the request, by `time.perf_counter()`. `watch` is called when tokens are sent."""
         self.request = request
         self.index = index
-        self.id = f"{request.request_id}/{index}"
+        self.id = f"{request.request_id[: MAX_NAME_CHARS - 8]}/{index}"  # no longer than a verifier takes
         self.tokens = [*request.prompt, *request.committed]
         self.prompt_length = len(request.prompt)
         self.round = Round(0)
@@ -327,12 +328,17 @@ class Sequence:
         self.round.owed -= len(verdict.token_ids) if self.round.is_decode else 1
         self.finish_reason = verdict.finish_reason
 
-    def round_times(self, verdict: speculation_pb2.Verdict) -> draft_service_pb2.RoundReport:
-        """The part of the round's report with the times of its last verdict, and with probabilities if requested."""
+    def report(self, verdict: speculation_pb2.Verdict) -> draft_service_pb2.RoundReport:
+        """The report of the round after its last verdict, without the texts of drafted tokens."""
         round_, arrived = self.round, self.timings.arrived
         sent = round_.sent - round_.waited
         start = sent if round_.draft_start is None else round_.draft_start
         return draft_service_pb2.RoundReport(
+            round=verdict.round,
+            output_length=verdict.base_length - self.prompt_length,
+            drafted_token_ids=round_.draft_tokens,
+            accepted=verdict.accepted,
+            beta=verdict.beta,
             draft_start_us=_micros(start - arrived),
             sent_us=_micros(sent - arrived),
             timings=draft_service_pb2.RoundTimings(
@@ -347,7 +353,7 @@ class Sequence:
         )
 
     def _draft_probabilities(self) -> list[float]:
-        """Q of each drafted token of the round, if it is reported; empty under `coupled`."""
+        """The probability q of each drafted token of the round, if it is reported; empty under `coupled`."""
         round_ = self.round
         if not self.request.report_probabilities or not round_.distributions:
             return []

@@ -298,9 +298,9 @@ class GenerateCall:
         self._responses.send(draft_service_pb2.GenerateResponse(started=started))
 
     def _time_left(self) -> float:
-        """Seconds until the client's deadline; without one, `--request-timeout`."""
+        """Seconds until the client's deadline; without one, until `--request-timeout` has passed."""
         left: Any = self._context.time_remaining()
-        return self._settings.request_timeout if left is None else float(left)
+        return self._arrived + self._settings.request_timeout - time.perf_counter() if left is None else float(left)
 
     @REQUEST_LOG.quiet
     def _record(self, message: draft_service_pb2.GenerateRequest, request: Generation | None, outcome: str) -> None:

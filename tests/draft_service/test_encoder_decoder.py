@@ -135,6 +135,22 @@ def test_propose_drafts_for_an_encoders_input(pair: Pair) -> None:
         assert list(stream.take().proposal.token_ids)[: len(expected)] == expected
 
 
+def test_reports_of_rounds_count_the_output_alone(pair: Pair) -> None:
+    """Not the tokens of the encoder's input, which are no tokens of the sequence."""
+    prompt, _ = prompt_of(pair.name)
+    speculation = draft_service_pb2.SpeculationParams(gamma=2, report_rounds=True)
+    message = draft_service_pb2.GenerateRequest(
+        **prompt, sampling=sampling(0.0, seed=1), max_new_tokens=12, ignore_eos=True, speculation=speculation
+    )
+    with grpc.insecure_channel(pair.draft.address) as channel:
+        (sample,) = generate(channel, message).samples
+    at = 0
+    for report in sample.rounds:
+        assert report.output_length == at
+        at += report.accepted + 1
+    assert at == len(sample.ids) == 12
+
+
 def test_a_service_without_draft_model_serves_a_pair(pair: Pair) -> None:
     """Its generation config and its tokenizer come from a folder."""
     prompt, encoder_input = prompt_of(pair.name)

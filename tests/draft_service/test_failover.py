@@ -310,10 +310,15 @@ async def test_an_error_of_one_verifier_costs_no_text(error: RequestError, real:
 
 
 @pytest.mark.parametrize(
-    ("retry_after", "failover_timeout", "tries"), [(0.5, 2.5, range(2, 10)), (90.0, 60.0, range(1, 2))]
+    ("retry_after", "failover_timeout", "tries"),
+    [(0.5, 2.5, range(2, 10)), (90.0, 60.0, range(1, 2)), (None, 2.5, range(2, 5))],
 )
 async def test_a_sequence_refused_by_all_waits_for_retry_after_or_ends_with_it(
-    retry_after: float, failover_timeout: float, tries: range, real: ServiceProcess, monkeypatch: pytest.MonkeyPatch
+    retry_after: float | None,
+    failover_timeout: float,
+    tries: range,
+    real: ServiceProcess,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(failover, "OPENING_TIMEOUT", failover_timeout)
     full = overloaded("full", retry_after=retry_after)

@@ -53,6 +53,13 @@ def test_started_repeats_the_effective_request(draft: grpc.Channel) -> None:
     assert generate(draft, request(max_new_tokens=1, sampling=sampling())).started.rule == models.target.default_rule
 
 
+@pytest.mark.parametrize("length", [127, 128])
+def test_a_request_id_may_be_as_long_as_allowed(draft: grpc.Channel, length: int) -> None:
+    """The verifier's ids, which have a limit too, are made of it."""
+    message = request(request_id="x" * length, max_new_tokens=2)
+    assert generate(draft, message).started.request_id == "x" * length
+
+
 def test_the_seed_that_the_service_chose_repeats_the_text(draft: grpc.Channel) -> None:
     fields: dict[str, Any] = {"gamma": 5, "max_new_tokens": 16, "ignore_eos": True}
     first = generate(draft, request(sampling=sampling(1.0), **fields))

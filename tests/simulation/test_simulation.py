@@ -58,9 +58,9 @@ def _drops_a_committed_token(opening: Any) -> Any:
 
 
 def _emits_unverified_tokens(take: Any) -> Any:
-    def changed(self: Emitter, verdict: Any, drafted: Any, times: Any = None) -> None:
+    def changed(self: Emitter, verdict: Any, drafted: Any, report: Any = None) -> None:
         verdict.token_ids[: len(drafted)] = list(drafted)[: len(verdict.token_ids)]
-        take(self, verdict, drafted, times)
+        take(self, verdict, drafted, report)
 
     return changed
 
