@@ -41,12 +41,12 @@ def test_a_service_runs_without_root_and_build_tools(service: str, variant: str)
     found = stages(variant)
     stage = found[service]
     assert stage.entry_point() == ["python", "-m", f"{service}_service"]
-    assert f"{service}-{variant}" in stage.bases
+    assert f"runtime-{variant}" in stage.bases
     assert found["dependencies"].bases[0] == f"index-{variant}"
     # A kubelet cannot resolve a name to a user id, and refuses it under runAsNonRoot.
     assert all(part.isdigit() and int(part) > 0 for part in stage.last("USER").split(":"))
-    # Triton compiles a driver module at its first launch.
-    compiler = {"gcc", "libc6-dev"} if (service, variant) == ("verifier", "cuda") else set()
+    # Triton compiles a driver module at its first launch, in both services.
+    compiler = {"gcc", "libc6-dev"} if variant == "cuda" else set()
     assert _installed(stage) == compiler
     # Stages that build are not below one that is shipped.
     assert {"dependencies", "package"}.isdisjoint(stage.bases)
@@ -59,6 +59,12 @@ def test_every_installation_keeps_to_the_constraints() -> None:
     for command in commands:
         # A command that takes nothing from an index needs no constraint.
         assert "--constraint constraints.txt" in command or {"--no-index", "--no-deps"} <= set(command.split())
+
+
+def test_the_images_have_the_extras_of_what_they_serve() -> None:
+    (run,) = [run for run in _arguments(stages()["dependencies"], "RUN") if "requirements.py" in run]
+    extras = run.split("requirements.py", 1)[1].split(">", 1)[0].split()
+    assert set(extras) == {"service", "parallel", "http", "vllm", "audio"}  # the front takes speech
 
 
 def test_the_context_holds_the_copied_files_and_no_more() -> None:
