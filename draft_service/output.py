@@ -193,10 +193,13 @@ class Responses:
 
     Attributes:
         sent: responses written so far.
+        sent_at: time of the last one, by the event loop; at first, of the start.
     """
 
     def __init__(self) -> None:
         self.sent = 0
+        self._loop = asyncio.get_running_loop()
+        self.sent_at = self._loop.time()
         self._queue: deque[GenerateResponse] = deque()
         self._ended = False
         self._error: BaseException | None = None
@@ -206,6 +209,7 @@ class Responses:
     def send(self, response: GenerateResponse) -> None:
         """Puts a response at the end."""
         self.sent += 1
+        self.sent_at = self._loop.time()
         self._queue.append(response)
         self._more.set()
 

@@ -20,7 +20,7 @@ from draft_service.metrics import REQUEST_LOG, REQUEST_METRICS, RequestMetrics, 
 from draft_service.output import Emitter, OutputText, Responses
 from draft_service.privacy import framed
 from draft_service.propose_call import ProposeCall
-from draft_service.request import KIND_TO_WIRE, Generation
+from draft_service.request import KIND_TO_WIRE, POLICY_TO_WIRE, Generation
 from draft_service.settings import DraftSettings
 from draft_service.speculation import GammaController, PolicyKind
 from draft_service.tokenizer_calls import TokenizerThread, describe, detokenize, tokenize
@@ -71,17 +71,16 @@ HEARTBEAT = Component("heartbeat")
 
 
 class Heartbeat:
-    """Sends an empty response after `seconds` without another one. Used on the event loop."""
+    """Sends an empty response after `seconds` without another one, if all before were read. Used on the event loop."""
 
     def __init__(self, responses: Responses, seconds: float = HEARTBEAT_SECONDS) -> None:
         self._responses = responses
         self._seconds = seconds
         self._loop = asyncio.get_running_loop()
         self._timer: asyncio.TimerHandle | None = None
-        self._sent = 0
 
     def __enter__(self) -> Self:
-        self._wait()
+        self._beat()
         return self
 
     def __exit__(
@@ -90,17 +89,18 @@ class Heartbeat:
         if self._timer is not None:
             self._timer.cancel()
 
-    def _wait(self) -> None:
-        self._sent = self._responses.sent
-        self._timer = self._loop.call_later(self._seconds, self._beat)
-
     def _beat(self) -> None:
-        HEARTBEAT.run(self._send, None)
-        self._wait()
+        pause = HEARTBEAT.run(self._send, self._seconds)
+        self._timer = self._loop.call_later(pause, self._beat)
 
-    def _send(self) -> None:
-        if self._responses.sent == self._sent and self._responses.are_read:
+    def _send(self) -> float:
+        """Returns the seconds until the next one may be due."""
+        left = self._responses.sent_at + self._seconds - self._loop.time()
+        if left > 0:
+            return left
+        if self._responses.are_read:
             self._responses.send(GenerateResponse())
+        return self._seconds
 
 
 _log = structlog.get_logger()
@@ -294,6 +294,7 @@ class GenerateCall:
             lossy=request.sampling.is_lossy,
             drafter=KIND_TO_WIRE[request.drafter],
             tokens_per_pass=request.tokens_per_pass,
+            policy=POLICY_TO_WIRE[request.policy],
         )
         self._responses.send(draft_service_pb2.GenerateResponse(started=started))
 

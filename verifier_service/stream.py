@@ -276,12 +276,13 @@ class VerifyStream:
     async def _watch(self, sequence: TargetSequence) -> None:
         """Repeats QUEUED while the sequence waits, and ends the stream of an idle client."""
         limit = self._settings.idle_timeout
-        interval = min(NOTICE_INTERVAL, limit / 4)
+        pause = interval = min(NOTICE_INTERVAL, limit / 4)
         while True:
-            await asyncio.sleep(interval)
+            await asyncio.sleep(pause)
             silent = time.monotonic() - self._heard
+            pause = interval if silent >= interval else interval - silent
             if sequence.slot is None or sequence.rounds or sequence.awaits_turn:
-                if silent > interval / 2:
+                if silent >= interval:
                     # The engine sends the notice: if it hangs, the client notices.
                     self._engine.post(Remind(sequence))
             elif silent > limit:

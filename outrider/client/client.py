@@ -309,7 +309,8 @@ class AsyncClient:
         if failure.is_transient:
             self._endpoints.failed(call.address)
         addresses = await self._endpoints.addresses()
-        elsewhere = call.failures < len(addresses) and self._endpoints.has_fresh()
+        untried = self._endpoints.has_fresh() or call.has_untried(addresses)
+        elsewhere = call.failures < len(addresses) and untried
         may = self._retry and failure.is_transient and call.can_go_on and not call.is_hopeless(addresses)
         if not (may and await call.pause(failure, elsewhere=elsewhere)):
             raise call.described(failure, addresses) from cause
@@ -386,9 +387,16 @@ class Client:
         """Closes every channel and ends the thread; calls in progress are cancelled. May be called twice."""
         if self._loop.is_closed():
             return
-        self._run(self._client.close())
-        self._run(self._loop.shutdown_asyncgens())
+        self._run(self._end())
         self._stop()
+
+    async def _end(self) -> None:
+        calls = asyncio.all_tasks() - {asyncio.current_task()}
+        for each in calls:
+            each.cancel()
+        await asyncio.gather(*calls, return_exceptions=True)
+        await self._client.close()
+        await self._loop.shutdown_asyncgens()
 
     def generate(
         self, prompt: Prompt | None = None, *, timeout: float | None = None, **options: Unpack[Options]

@@ -80,6 +80,7 @@ class Started(Mirror):
     lossy: bool  # the text does not follow the target's distribution
     drafter: Drafter
     tokens_per_pass: int = 0  # that the drafter drafts in one pass; 0 from an older service
+    policy: SpeculationPolicy = SpeculationPolicy.UNSPECIFIED  # which chooses γ; unspecified from an older service
 
 
 @dataclass(frozen=True, slots=True)

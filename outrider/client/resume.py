@@ -24,6 +24,7 @@ from outrider.client.events import (
     FinishReason,
     PromptLogprobs,
     Queued,
+    SpeculationPolicy,
     Started,
     Statistics,
     Timings,
@@ -107,6 +108,10 @@ class Call:
         """Whether each address speaks TLS where the client does not, or the other way round."""
         return self._wrong_transport.issuperset(addresses)
 
+    def has_untried(self, addresses: Sequence[str]) -> bool:
+        """Whether no attempt of this call has failed at one of the addresses."""
+        return not self._tries.keys() >= set(addresses)
+
     async def pause(self, failure: OutriderError, *, elsewhere: bool) -> bool:
         """Pauses before the next attempt, unless it is `elsewhere`; returns False if there is no time for one."""
         now = time.monotonic()
@@ -186,15 +191,15 @@ class Generation(Call):
                 return []
             self._started = event
             return [event]
-        self.failures = 0
         match event:
             case PromptLogprobs():
                 return self._take_prompt_logprobs(event)
             case Finished():
+                self.failures = 0
                 self._has_text = True
                 self._ends += 1
                 return [*self._pop_parts(), self._whole(event)]
-            case Queued():
+            case Queued():  # not progress either
                 return [event]
 
     def _take_prompt_logprobs(self, part: PromptLogprobs) -> list[Event]:
@@ -202,6 +207,7 @@ class Generation(Call):
         new = part.logprobs[max(0, self._scored - part.first_position) :]
         if not new:
             return []
+        self.failures = 0
         first = max(self._scored, part.first_position)
         self._scored = first + len(new)
         return [PromptLogprobs(first, new)]
@@ -253,6 +259,8 @@ class Generation(Call):
         request.sampling.rule = cast("sampling_pb2.AcceptanceRule", started.rule.number)
         request.weights_fingerprint = started.weights_fingerprint
         request.max_new_tokens = started.max_new_tokens
+        if started.policy is not SpeculationPolicy.UNSPECIFIED:  # with a seed the default is another
+            request.speculation.policy = cast("pb.SpeculationPolicy", started.policy.number)
         if started.tokens_per_pass:  # a seed's text depends on it, and services may have other defaults
             request.speculation.tokens_per_pass = started.tokens_per_pass
         if request.HasField("time_limit"):

@@ -62,12 +62,12 @@ class InactivityTimer:
             TimeoutError: it took too long, and was cancelled. Do not use the timer again.
         """
         self._since, self._task = self._loop.time(), asyncio.current_task(self._loop)
+        cancelled = 0 if self._task is None else self._task.cancelling()
         try:
             return await step
         except asyncio.CancelledError:
-            if (
-                self._expired and self._task is not None and self._task.uncancel() == 0
-            ):  # else another task cancelled it too
+            # Else another task cancelled it too.
+            if self._expired and self._task is not None and self._task.uncancel() <= cancelled:
                 raise TimeoutError from None
             raise
         finally:

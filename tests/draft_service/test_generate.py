@@ -50,6 +50,9 @@ def test_started_repeats_the_effective_request(draft: grpc.Channel) -> None:
     models = DraftServiceStub(draft).GetModel(draft_service_pb2.DraftServiceGetModelRequest())
     assert started.weights_fingerprint == models.target.weights_fingerprint
     assert started.rule == COUPLED, "a seed without a rule"
+    assert started.policy == draft_service_pb2.SPECULATION_POLICY_ADAPTIVE
+    seeded = request(max_new_tokens=1, sampling=sampling(1.0, seed=77, rule=TOKENWISE))
+    assert generate(draft, seeded).started.policy == draft_service_pb2.SPECULATION_POLICY_FIXED
     assert generate(draft, request(max_new_tokens=1, sampling=sampling())).started.rule == models.target.default_rule
 
 

@@ -4,6 +4,7 @@ import asyncio
 import codecs
 from collections.abc import Sequence
 
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -146,6 +147,20 @@ async def test_the_writer_waits_until_half_of_the_backlog_is_read() -> None:
         assert not waiting.done()
         await anext(reader)
     await asyncio.wait_for(waiting, 30.0)
+
+
+@fake_clock
+async def test_a_heartbeat_comes_so_long_after_the_last_event() -> None:
+    responses, loop = Responses(), asyncio.get_running_loop()
+    with Heartbeat(responses):
+        reader = aiter(responses)
+        for share in (0.1, 0.9, 0.5):
+            await asyncio.sleep(share * HEARTBEAT_SECONDS)
+            responses.send(response(1))
+            sent = loop.time()
+            assert (await anext(reader)) == response(1)
+            assert (await anext(reader)).WhichOneof("event") is None
+            assert loop.time() - sent == pytest.approx(HEARTBEAT_SECONDS)
 
 
 @fake_clock

@@ -174,7 +174,7 @@ class Transcription(_message.Message):
     def __init__(self, language: _Optional[str] = ..., task: _Optional[str] = ..., timestamps: _Optional[bool] = ...) -> None: ...
 
 class GenerateStarted(_message.Message):
-    __slots__ = ("request_id", "prompt_token_ids", "seed", "weights_fingerprint", "rule", "max_new_tokens", "lossy", "drafter", "tokens_per_pass")
+    __slots__ = ("request_id", "prompt_token_ids", "seed", "weights_fingerprint", "rule", "max_new_tokens", "lossy", "drafter", "tokens_per_pass", "policy")
     REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
     PROMPT_TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
     SEED_FIELD_NUMBER: _ClassVar[int]
@@ -184,6 +184,7 @@ class GenerateStarted(_message.Message):
     LOSSY_FIELD_NUMBER: _ClassVar[int]
     DRAFTER_FIELD_NUMBER: _ClassVar[int]
     TOKENS_PER_PASS_FIELD_NUMBER: _ClassVar[int]
+    POLICY_FIELD_NUMBER: _ClassVar[int]
     request_id: str
     prompt_token_ids: _containers.RepeatedScalarFieldContainer[int]
     seed: int
@@ -193,7 +194,8 @@ class GenerateStarted(_message.Message):
     lossy: bool
     drafter: Drafter
     tokens_per_pass: int
-    def __init__(self, request_id: _Optional[str] = ..., prompt_token_ids: _Optional[_Iterable[int]] = ..., seed: _Optional[int] = ..., weights_fingerprint: _Optional[str] = ..., rule: _Optional[_Union[_sampling_pb2.AcceptanceRule, str]] = ..., max_new_tokens: _Optional[int] = ..., lossy: _Optional[bool] = ..., drafter: _Optional[_Union[Drafter, str]] = ..., tokens_per_pass: _Optional[int] = ...) -> None: ...
+    policy: SpeculationPolicy
+    def __init__(self, request_id: _Optional[str] = ..., prompt_token_ids: _Optional[_Iterable[int]] = ..., seed: _Optional[int] = ..., weights_fingerprint: _Optional[str] = ..., rule: _Optional[_Union[_sampling_pb2.AcceptanceRule, str]] = ..., max_new_tokens: _Optional[int] = ..., lossy: _Optional[bool] = ..., drafter: _Optional[_Union[Drafter, str]] = ..., tokens_per_pass: _Optional[int] = ..., policy: _Optional[_Union[SpeculationPolicy, str]] = ...) -> None: ...
 
 class RoundReport(_message.Message):
     __slots__ = ("round", "output_length", "drafted_token_ids", "drafted_texts", "accepted", "beta", "draft_start_us", "sent_us", "timings", "target_probabilities", "draft_probabilities")

@@ -6,6 +6,7 @@ import json
 import re
 import socket
 from collections.abc import AsyncIterator
+from concurrent.futures import CancelledError
 from contextlib import AsyncExitStack, asynccontextmanager
 from pathlib import Path
 from types import SimpleNamespace
@@ -171,6 +172,38 @@ async def test_a_timeout_between_retries_names_the_last_error() -> None:
     assert type(error) in (Overloaded, DeadlineExceeded)
     assert re.search(r"full.*tries at", str(error))
     assert error.tries[address] >= 2, "the hint is longer than the time, and the last try comes late"
+
+
+async def test_a_call_tries_an_address_that_another_call_found_failing() -> None:
+    """Without time for retries each address has its one try."""
+    works, fails = Refusing(errors.draining(), times=0), Refusing(errors.draining())
+    async with AsyncExitStack() as stack:
+        addresses = [await stack.enter_async_context(serving(servicer)) for servicer in (works, fails)]
+        client = await stack.enter_async_context(AsyncClient(addresses, retry_timeout=0))
+        await client._endpoints.addresses()
+        client._endpoints.failed(addresses[0])
+        await client.complete("x")
+    assert (works.calls, fails.calls) == (1, 1)
+
+
+async def test_closing_the_client_ends_a_call_that_waits_to_try_again() -> None:
+    servicer = Refusing(errors.overloaded("full", retry_after=600.0))
+    async with serving(servicer) as address:
+        client = await asyncio.to_thread(Client, address, timeout=None)
+
+        def call() -> type[BaseException] | None:
+            try:
+                client.complete("x")
+            except BaseException as error:
+                return type(error)
+            return None
+
+        ended = asyncio.create_task(asyncio.to_thread(call))
+        while not client._client._endpoints._failed:  # noqa: ASYNC110  # the call is in the client's own thread
+            await asyncio.sleep(0.01)
+        await asyncio.to_thread(client.close)
+        async with asyncio.timeout(30):
+            assert await ended is CancelledError
 
 
 # ------------------------------------------------------------------------------------------- TLS on one side only

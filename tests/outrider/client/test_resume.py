@@ -8,6 +8,7 @@ import asyncio
 import signal
 from collections.abc import AsyncGenerator, Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from itertools import accumulate
 from typing import Any
 
@@ -15,10 +16,27 @@ import numpy as np
 import pytest
 
 from outrider.cli.processes import Pair
-from outrider.client import AsyncClient, Chunk, Client, Completion, Event, FinishReason, Options, Started, Unavailable
+from outrider.client import (
+    AsyncClient,
+    Chunk,
+    Client,
+    Completion,
+    Event,
+    FinishReason,
+    Options,
+    PositionLogprobs,
+    PromptLogprobs,
+    Queued,
+    SpeculationPolicy,
+    Started,
+    TokenLogprob,
+    Unavailable,
+)
 from outrider.client.audio import Samples
+from outrider.client.errors import typed
 from outrider.client.request import build
 from outrider.client.resume import Generation
+from outrider.rpc.errors import draining
 from protos.outrider.v1 import draft_service_pb2 as pb
 from protos.outrider.v1 import model_pb2, sampling_pb2
 from tests.cluster import Cluster, wait_until
@@ -269,6 +287,25 @@ def test_a_text_is_sent_again_to_an_encoder_and_as_tokens_to_any_other_model() -
         else:
             expected = pb.GenerateRequest(token_ids={"ids": [90, 91]})
         assert_continues(generation, expected)
+
+
+def test_a_continued_request_keeps_the_policy_that_its_start_named() -> None:
+    """With the seed, which it did not give at first, the service would choose another."""
+    generation = Generation(pb.GenerateRequest(text="a text"), None, None)
+    generation.take(replace(STARTED, policy=SpeculationPolicy.ADAPTIVE))
+    assert generation.request().speculation.policy == pb.SPECULATION_POLICY_ADAPTIVE
+
+
+def test_only_what_is_delivered_is_progress() -> None:
+    """A service that queues each attempt, or sends what was delivered already, and then fails is left in time."""
+    generation = Generation(pb.GenerateRequest(text="a text"), None, None)
+    scored = PromptLogprobs(1, (PositionLogprobs(TokenLogprob(5, -1.0, -1.0), ()),))
+    progress = []
+    for event in (Queued(3), scored, Queued(2), scored, CHUNK):
+        generation.failed(typed(draining()))
+        generation.take(event)
+        progress.append(not generation.failures)
+    assert progress == [False, True, False, False, True]
 
 
 def assert_continues(generation: Generation, expected: pb.GenerateRequest) -> None:

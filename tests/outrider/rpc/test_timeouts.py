@@ -5,6 +5,7 @@ import os
 import signal
 import time
 from collections import Counter
+from contextlib import suppress
 from typing import Any
 
 import grpc
@@ -33,6 +34,18 @@ async def test_the_timer_bounds_each_step_and_not_the_time_between_steps() -> No
     assert stuck.cancelled()
     assert loop.time() == pytest.approx(20 * SHORT + 2.5 * LIMIT)
     await asyncio.sleep(0)  # and the task lives on
+
+
+@fake_clock
+async def test_the_timer_works_in_a_task_that_survived_a_cancellation() -> None:
+    task = asyncio.current_task()
+    assert task is not None
+    task.cancel()
+    with suppress(asyncio.CancelledError):
+        await asyncio.sleep(0)
+    with InactivityTimer(LIMIT) as timer, pytest.raises(TimeoutError):
+        await timer.wait_for(asyncio.get_running_loop().create_future())
+    assert task.uncancel() == 0
 
 
 async def test_a_draining_server_refuses_calls_that_no_handler_has_seen() -> None:
