@@ -224,7 +224,7 @@ class FailoverStream:
         self._margin = 0.0 if timeout is None else min(MARGIN_SHARE * timeout, MARGIN_SECONDS)
         self._lease: Lease | None = None
         self._failures = _Failures()
-        self._unresponsive: dict[Replica, float] = {}  # draining: replicas not to try, and until when
+        self._avoided: dict[Replica, float] = {}  # draining: replicas not to try, and until when
 
     async def open(self) -> verifier_service_pb2.Opened:
         """Opens the sequence at a verifier.
@@ -354,7 +354,7 @@ class FailoverStream:
 
     async def _move(self, old: Lease) -> None:
         """Moves from a draining verifier to another one, if there is one now. Otherwise the old one continues."""
-        replica = self._verifiers.replicas.choose(self._unresponsive, proven=True)
+        replica = self._verifiers.replicas.choose(self._avoided, proven=True)
         if replica is None or not self._verifiers.budget.take_now():
             return
         started = time.monotonic()
@@ -365,13 +365,15 @@ class FailoverStream:
         except (RequestError, TimeoutError) as error:
             new.cancel()
             self._verifiers.budget.give_back()
-            if isinstance(error, TimeoutError):
-                self._unresponsive[replica] = time.monotonic() + UNRESPONSIVE_SECONDS
-            elif (kind := kind_of(error)) is not None:
+            kind = None if isinstance(error, TimeoutError) else kind_of(error)
+            if kind is None or kind is FailureKind.STEP_FAILED:  # nothing else keeps the next round from it
+                self._avoided[replica] = time.monotonic() + UNRESPONSIVE_SECONDS
+            elif isinstance(error, RequestError):
                 _report(new, kind, error)
             return
         except BaseException:
             new.cancel()
+            self._verifiers.budget.give_back()
             raise
         finally:
             self._add_pause(time.monotonic() - started)

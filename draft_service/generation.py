@@ -119,7 +119,8 @@ class Sample:
         except TimeoutError:
             if not clock.expired():
                 raise
-            self.sequence.finish_reason = sampling_pb2.FINISH_REASON_TIME_LIMIT
+            if not self.sequence.finish_reason:  # else the text is whole, and the client reads slowly
+                self.sequence.finish_reason = sampling_pb2.FINISH_REASON_TIME_LIMIT
             if not target.is_open:
                 on_open(None)
 

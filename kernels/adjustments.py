@@ -134,6 +134,13 @@ class RowAdjustment:
     ranges: tuple[tuple[int, int], ...] = ()
     timestamps_from: int = -1
 
+    def within(self, size: int) -> RowAdjustment:
+        """The change to the first `size` logits."""
+        end = int(np.searchsorted(self.ids, size))
+        if end == len(self.ids):
+            return self
+        return replace(self, ids=self.ids[:end], repetition=self.repetition[:end], bias=self.bias[:end])
+
     @property
     def bans_many(self) -> bool:
         """Whether it has more than the sparse change."""

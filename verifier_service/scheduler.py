@@ -214,6 +214,8 @@ class Scheduler:
             plan.work.sort(key=lambda item: item.round is None)
             served = {id(item.sequence) for item in plan.work}
             self.running.sort(key=lambda sequence: id(sequence) in served)
+        elif self._was_isolated and any(_may_run(*item) and not item[0].is_isolated for item in rounds):
+            return self.plan(rounds)  # the isolated sequence waits for blocks: the turn goes to the others
         return plan
 
     def _isolate(self, ready: list[_Ready]) -> list[_Ready]:
@@ -276,9 +278,9 @@ class Scheduler:
         begins = self._pool.is_empty(slot)
         # Tokens of a prompt are scored by the rows before them, so those rows must run.
         looks_up = begins and sequence.is_scored
-        known = self._adopt(sequence, slot) if looks_up else 0
         # A new sequence leaves each other one a block to grow, or it would soon be preempted itself.
         spare = self._pool.holders if begins else 0
+        known = self._adopt(sequence, slot) if looks_up else 0
         given = grow_with_preemption(
             self._pool, slot, length, self._victims(sequence, plan),
             spare=spare, encoder_length=encoder_length(sequence.opening.encoder_input),

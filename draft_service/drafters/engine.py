@@ -145,7 +145,9 @@ class DraftEngine(Engine[Propose | Close, DraftWork, list[Drawn]]):
         found = PREFIX_CACHE.run(lambda: self._prefixes.adopt(slot, sequence.tokens, salt), None)
         if found is None:
             self.model_runner.pool.rollback(slot, 0)
-        self.prefix_queries += len(sequence.tokens)
+        if not sequence.is_looked_up:  # while it waits for its prompt or for blocks, it is looked up in each step
+            sequence.is_looked_up = True
+            self.prefix_queries += len(sequence.tokens)
         self.prefix_hits += found or 0
 
     def _keep_prefix(self, sequence: ModelSequence) -> None:
@@ -265,7 +267,8 @@ class DraftEngine(Engine[Propose | Close, DraftWork, list[Drawn]]):
             if item.draws:
                 draws += row_draws(item.sequence, item.guesses, item.rows)
                 changes += row_adjustments(item.sequence, item.guesses or self._stand_ins(item), item.rows)
-        z = apply(z, changes)
+        # The target may know more tokens than the draft.
+        z = apply(z, [None if each is None else each.within(z.size(1)) for each in changes])
         samples = sample(z, draws, self._config)
         drawn, row = list[Drawn](), 0
         for item in work:

@@ -80,7 +80,8 @@ class _ModelDrafting(Drafting):
         return future
 
     def close(self) -> None:
-        self._engine.post(Close(self._sequence))
+        if self._engine.alive:  # else nobody would read it, and it holds the sequence
+            self._engine.post(Close(self._sequence))
 
     def _count(self, tokens: Sequence[int]) -> None:
         self._capacity -= len(tokens)

@@ -236,7 +236,7 @@ class OutcomeCache:
             self._pool.free(sequence.slot)
             sequence.slot = branch.slot
         if entry is not None and entry.tokens:
-            used = 0 if branch is None else branch.drafted
+            used = 0 if branch is None else min(branch.drafted, message.gamma)
             sequence.cache_use = CacheUse(entry.tokens, used, branch is not None, used * self.spare.step_seconds(1))
         return branch
 

@@ -85,6 +85,7 @@ class ModelSequence:
         had_branches: whether the outcome cache held branches when this round began; None if this round does not
             follow the last proposal directly.
         cache_use: the use of the outcome cache in this round; None if it drafted nothing.
+        is_looked_up: whether it was looked up in the prefix cache.
         prefix_kept: whether its prompt is in the prefix cache.
         failed: whether a round failed; the KV cache may be bad then.
     """
@@ -105,6 +106,7 @@ class ModelSequence:
     sent: float = 0.0
     had_branches: bool | None = None
     cache_use: CacheUse | None = None
+    is_looked_up: bool = False
     prefix_kept: bool = False
     failed: bool = False
 

@@ -469,7 +469,8 @@ def grow_with_preemption(
 ) -> list[int] | None:
     """Grows a slot to `length` positions, and preempts `victims` in order if the pool is full.
 
-    `spare` free blocks remain. With an `encoder_length`, the slot also gets an encoder if it has none.
+    `spare` free blocks remain, one less for each victim, which needs none to grow. With an `encoder_length`, the slot
+    also gets an encoder if it has none.
 
     Returns:
         The preempted slots; None if all victims would not be enough, and then nothing is changed.
@@ -482,6 +483,8 @@ def grow_with_preemption(
         given: Counter[int] = Counter()
         for victim in victims:
             chosen.append(victim)
+            if spare:
+                spare, lacking = spare - 1, lacking - 1
             for block in pool.held_blocks(victim):
                 given[block] += 1
                 lacking -= given[block] == pool.blocks.ref_count(

@@ -35,7 +35,8 @@ def describe(
     info.vocab_size = min(info.vocab_size, loaded.vocab_size)
     info.logits_size = loaded.vocab_size
     info.context_length = loaded.context_length
-    info.eos_token_ids[:] = loaded.eos_token_ids
+    # A token that the tokenizer lacks is never drawn.
+    info.eos_token_ids[:] = [token for token in loaded.eos_token_ids if 0 <= token < info.vocab_size]
     info.dtype = str(loaded.dtype).removeprefix("torch.")
     info.device = str(loaded.device)
     if loaded.encoder is not None:

@@ -283,6 +283,33 @@ def test_only_equal_salts_share_a_prefix(loaded: LoadedModel) -> None:
         assert engine.prefix_queries == 4 * len(LONG)
 
 
+def test_a_prompt_that_waits_is_looked_up_once(loaded: LoadedModel) -> None:
+    """By the metrics: two prompts share steps that read a few tokens each."""
+    engine = engine_of(loaded, prefill_tokens=8)
+    drivers = [Driver(engine, replace(sequence(), prompt=[first, *LONG], cache_salt="")) for first in (3, 4)]
+    for driver in drivers:
+        driver.request(2)
+    while not all(driver.is_done for driver in drivers):
+        engine.turn()
+    assert engine.prefix_queries == 2 * (1 + len(LONG))
+
+
+@pytest.mark.parametrize(
+    "rules",
+    [
+        LogitRules(logit_bias=((40, 2.0), (VOCABULARY + 5, 9.0))),
+        LogitRules(banned_tokens=(VOCABULARY,)),
+        LogitRules(stop_token_ids=(7, VOCABULARY + 6), min_new_tokens=9),
+    ],
+    ids=["bias", "ban", "stop"],
+)
+def test_rules_may_name_tokens_of_the_target_that_the_draft_lacks(loaded: LoadedModel, rules: LogitRules) -> None:
+    with running(engine_of(loaded)) as engine:
+        driver = Driver(engine, sequence(logit_rules=rules), vocab_size=VOCABULARY + 7)
+        assert len(driver.propose(4).token_ids) == 4
+        driver.close()
+
+
 @pytest.mark.usefixtures("layers_by_torch")  # else the logits are in C alone
 def test_a_failed_round_caches_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     model = load_model(ModelSource(str(DEMO / "draft"), dtype="float32", device="cpu"))

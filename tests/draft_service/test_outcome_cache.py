@@ -125,6 +125,16 @@ def test_a_branch_equals_the_proposal_drafted_after_the_verdict(
     assert hits == 6
 
 
+def test_only_tokens_of_the_proposal_count_as_used(engine: Eager) -> None:
+    driver = Driver(engine, opening(0.0, Rule.TOKENWISE))
+    first = driver.propose(GAMMA)
+    accepted, token = driver.wait_for_branches()[0]
+    draft = driver.propose(2, [*first.token_ids[:accepted], token])
+    assert draft.cache_use is not None
+    assert draft.cache_use.hit
+    assert draft.cache_use.used == len(draft.token_ids) == 2 < draft.cache_use.drafted
+
+
 def test_no_draw_of_a_round_is_used_in_the_next(engine: Eager) -> None:
     """Each branch draws by the base that it would have (invariant 2)."""
     driver = Driver(engine, replace(opening(1.0, Rule.TOKENWISE), params=SamplingParams(temperature=100.0)))

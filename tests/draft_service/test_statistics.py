@@ -58,6 +58,16 @@ def test_the_number_of_active_sequences_is_a_running_mean() -> None:
     assert 15 <= costs.active <= 17
 
 
+def test_an_empty_proposal_is_no_decode() -> None:
+    """Its round takes a whole round trip."""
+    costs = CostModel()
+    for _ in range(100):
+        costs.add(judged(4, accepted=2))
+    for _ in range(100):
+        costs.add(replace(judged(4, accepted=0), drafted=0, judged=0, decoded=1))
+    assert not costs.has_decoded
+
+
 def test_texts_that_end_together_leave_the_number_of_active_sequences() -> None:
     costs = CostModel()
     for active in [4] * 200 + [1]:

@@ -34,8 +34,10 @@ class Driver:
         self.plans: list[Plan] = []
         self._prompts = iter(range(1, 10_000))
 
-    def open(self, prompt: int = 3, *, output: int = 8) -> TargetSequence:
-        sequence = make([], prompt=[next(self._prompts)] * prompt, max_new_tokens=output)
+    def open(self, prompt: int = 3, *, output: int = 8, token: int = 0, isolated: bool = False) -> TargetSequence:
+        """A sequence with a prompt of one `token`, by default of its own."""
+        tokens = [token or next(self._prompts)] * prompt
+        sequence = make([], prompt=tokens, max_new_tokens=output, isolated=isolated)
         self.scheduler.add(sequence)
         return sequence
 
@@ -191,6 +193,46 @@ def test_a_new_sequence_leaves_each_other_one_a_block() -> None:
     driver.submit(late)
     assert driver.run() == [late]
     assert not driver.preempted()
+
+
+def test_a_sequence_that_needs_all_blocks_runs_though_its_prefix_is_cached() -> None:
+    """Its own blocks are none that it would have to leave to another."""
+    driver = Driver(blocks=8, max_batch_tokens=64, max_length=8 * BLOCK)
+    first = driver.open(2 * BLOCK, token=5, output=1)
+    driver.submit(first, drafted=0)
+    driver.run()
+    driver.scheduler.remove(first)
+    second = driver.open(7 * BLOCK + 1, token=5)
+    driver.submit(second)
+    assert driver.run() == [second]
+
+
+def test_victims_need_no_block_to_grow() -> None:
+    """The oldest sequence, once preempted, gets the blocks of newer ones, though nearly all are needed."""
+    driver = Driver(blocks=8, max_batch_tokens=64)
+    oldest = driver.open(6 * BLOCK + 1)
+    driver.submit(oldest, drafted=0)
+    driver.run()
+    assert oldest.slot is not None
+    driver.pool.rollback(oldest.slot, 0)
+    newer = [driver.open(BLOCK - 1), driver.open(BLOCK + 1)]
+    driver.submit(*newer, drafted=0)
+    assert set(driver.run()) == set(newer)
+    driver.submit(oldest, drafted=0)
+    assert driver.run() == [oldest]
+    assert set(driver.preempted()) == set(newer)
+
+
+def test_an_isolated_sequence_that_waits_for_blocks_leaves_its_turn_to_others() -> None:
+    driver = Driver(blocks=8, max_batch_tokens=4)
+    holder = driver.open(6 * BLOCK)
+    driver.submit(holder, drafted=0)
+    isolated = driver.open(6 * BLOCK, isolated=True)
+    driver.submit(isolated, drafted=0)
+    assert driver.scheduler.next_isolated() is isolated
+    for _ in range(6):
+        driver.run()
+    assert all(plan.work for plan in driver.plans)
 
 
 def test_the_longest_silent_sequence_is_preempted_first_and_then_the_newest(monkeypatch: pytest.MonkeyPatch) -> None:

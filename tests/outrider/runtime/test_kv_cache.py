@@ -70,9 +70,9 @@ def test_no_more_sequences_are_preempted_than_needed() -> None:
     assert grow_with_preemption(pool, slots[3], 8, [slots[2], slots[0]]) == [slots[2]]
     assert [pool.length(slot) for slot in slots] == [4, 4, 0, 0]
     pool.rollback(slots[3], 0)
-    assert grow_with_preemption(pool, slots[3], 12, [slots[0]], spare=1) is None, "all would not suffice"
+    assert grow_with_preemption(pool, slots[3], 12, [slots[0]], spare=2) is None, "all would not suffice"
     assert [pool.length(slot) for slot in slots] == [4, 4, 0, 0]
-    assert grow_with_preemption(pool, slots[3], 12, [slots[0]]) == [slots[0]]
+    assert grow_with_preemption(pool, slots[3], 12, [slots[0]], spare=1) == [slots[0]], "a victim needs no block"
 
 
 # ------------------------------------------------------------------------------------------------------------- prefixes
