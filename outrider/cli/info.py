@@ -25,7 +25,7 @@ from outrider.rpc.auth import OwnToken
 from outrider.rpc.channel import check_plaintext, open_channel
 from outrider.rpc.health import PROBES
 from outrider.rpc.tls import ChannelTLS
-from protos.outrider.v1 import draft_service_pb2, model_pb2, sampling_pb2, verifier_service_pb2
+from protos.outrider.v1 import draft_service_pb2, input_pb2, model_pb2, sampling_pb2, verifier_service_pb2
 from protos.outrider.v1.draft_service_pb2_grpc import DraftServiceStub
 from protos.outrider.v1.verifier_service_pb2_grpc import VerifierServiceStub
 
@@ -129,6 +129,14 @@ async def _load(verifier: Any, model: model_pb2.ModelInfo, metadata: Sequence[tu
         request_id=_PROBE,
         sampling=sampling_pb2.SamplingParams(seed=0, rule=sampling_pb2.ACCEPTANCE_RULE_TOKENWISE),
     )
+    # The least input: one token, or one sample of silence.
+    if model.encoder.kind == model_pb2.ENCODER_KIND_TEXT:
+        opening.encoder_input.token_ids.ids.append(0)
+    elif model.encoder.kind == model_pb2.ENCODER_KIND_SPEECH:
+        silence = input_pb2.Audio(
+            samples=bytes(2), format=input_pb2.AUDIO_FORMAT_S16LE, sample_rate=model.encoder.sample_rate
+        )
+        opening.encoder_input.audio.CopyFrom(silence)
     decode = verifier_service_pb2.Decode(round=1, base_length=1, prefix_hash=_HASH_OF_TOKEN_0, num_tokens=1)
     began = time.perf_counter()
     call = verifier.Verify(metadata=metadata)

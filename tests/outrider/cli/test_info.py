@@ -7,6 +7,8 @@ from click.testing import CliRunner, Result
 
 from outrider.cli import main
 from outrider.client import Client, OutriderError
+from tests.cluster import Cluster, wait_healthy
+from tests.project.tree import ROOT
 
 
 def _info(*arguments: str) -> Result:
@@ -26,6 +28,16 @@ def test_a_verifier_shows_model_health_and_load(verifier_address: str) -> None:
     assert shown.stdout.startswith(f"verifier at {verifier_address}: ready\n")
     for part in ("context_length", "max_sequence_tokens", "of the KV cache in use"):
         assert part in shown.stdout
+
+
+def test_a_verifier_of_an_encoder_decoder_model_shows_its_load() -> None:
+    with Cluster() as cluster:
+        verifiers = [cluster.verifier(model=ROOT / "models" / name / "target") for name in ("translation", "speech")]
+        wait_healthy(*verifiers)
+        for verifier in verifiers:
+            shown = _info(verifier.address, "--json")
+            assert (shown.exit_code, shown.stderr) == (0, "")
+            assert json.loads(shown.stdout)["load"]["one_token_ms"] > 0
 
 
 def test_a_draft_service_shows_both_models_and_its_drafters(draft_address: str) -> None:
