@@ -15,7 +15,7 @@ import click
 
 from outrider.cli.gateway import http_options, make_server
 from outrider.cli.options import DRAFTERS, POLICIES, Address, flags_of_pair, model_options, serving_options
-from outrider.cli.output import Failure
+from outrider.cli.output import Failure, needs_extra
 from outrider.cli.processes import Pair, ServiceError, running_pair, terminated_as_interrupted
 from outrider.client import AsyncClient
 from outrider.environment import ENV_PREFIX
@@ -120,7 +120,8 @@ def serve_command(
     \b
     outrider serve --target DIR_OR_ID --draft DIR_OR_ID --max-sequences 16 --metrics-listen 127.0.0.1:9100
     """  # noqa: D301  # click reads the backspace: no rewrapping of the paragraph
-    more_verifier, more_draft = shared_out(flags)
+    with needs_extra("service"):
+        more_verifier, more_draft = shared_out(flags)
     front, addresses = None, [""]
     http_values = {name: values.pop(name) for name in list(values) if name.startswith("http_")}
     if http is not None:

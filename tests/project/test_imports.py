@@ -71,3 +71,18 @@ def test_the_block_holds_what_services_install() -> None:
 def test_clients_import_nothing_of_a_service(module: str) -> None:
     done = _run(_IMPORT_ALL if module != "outrider" else "import outrider", module)
     assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.parametrize(
+    ("arguments", "extras"),
+    [
+        (("serve", "--target", "a", "--draft", "b"), "service"),
+        (("check", "--target", "a"), "service"),
+    ],
+)
+def test_a_command_names_the_extras_that_it_needs(arguments: tuple[str, ...], extras: str) -> None:
+    done = _run("from outrider.cli import main; main()", *arguments)
+    assert done.returncode != 0
+    (line,) = done.stderr.splitlines()
+    assert line.startswith("outrider: this command needs ")
+    assert line.endswith(f"which is not installed: pip install '.[{extras}]' in a clone of Outrider")
