@@ -18,6 +18,7 @@ import click
 from outrider.cli.demo import warn_of_busy_processors
 from outrider.cli.options import (
     DRAFTERS,
+    RETRY_TIMEOUT_S,
     Address,
     Numbers,
     calling_options,
@@ -173,7 +174,7 @@ class _Measured:
 async def _measure(
     address: str, timeout: float, calling: Json, drafters: list[Drafter] | None, speech: Json, found: _Measured
 ) -> None:
-    client = connected(address, timeout, _RETRY_TIMEOUT_S, calling, kind=AsyncClient)
+    client = connected(address, timeout, RETRY_TIMEOUT_S, calling, kind=AsyncClient)
     async with client:
         pair = await client.get_model()
         settings = replace(found.settings, drafters=_chosen(pair, drafters))
@@ -191,10 +192,6 @@ async def _measure(
                 update(stage, written, settings.num_texts, cell)
 
             await measure(client, settings, found.runs, report)
-
-
-# A service that is not there is an error soon; one that is full for a moment is not.
-_RETRY_TIMEOUT_S = 5.0
 
 
 def _model(info: Any) -> Json:

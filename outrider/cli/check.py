@@ -18,6 +18,7 @@ from rich.table import Table
 from outrider.cli.bench import read_prompts
 from outrider.cli.options import (
     DRAFTERS,
+    RETRY_TIMEOUT_S,
     Address,
     DeviceName,
     Numbers,
@@ -34,8 +35,6 @@ if TYPE_CHECKING:
     from outrider.evaluation.check_requests import Plan, Step
     from outrider.evaluation.verdict import Report
 
-# A service that is not there is an error soon; one that is full for a moment is not.
-_RETRY_TIMEOUT_S = 5.0
 # Sampled texts of each rule under load, and tokens of each: the reference without --target is one request a token.
 _TEXTS, _TOKENS = {True: 1536, False: 768}, {True: 9, False: 6}
 _QUICK = 6
@@ -161,7 +160,7 @@ def _checked(address: str, timeout: float, calling: dict[str, Any], values: dict
     speech = {"paths": values["audio"], "language": values["language"], "task": values["task"]}
 
     async def run(step: Step) -> Report:
-        async with connected(address, timeout, _RETRY_TIMEOUT_S, calling, kind=AsyncClient) as client:
+        async with connected(address, timeout, RETRY_TIMEOUT_S, calling, kind=AsyncClient) as client:
             return await check(client, plan, copy, step, speech)
 
     try:

@@ -20,6 +20,9 @@ _RULES = [rule.value for rule in AcceptanceRule if rule is not AcceptanceRule.UN
 POLICIES = [policy.value for policy in SpeculationPolicy if policy is not SpeculationPolicy.UNSPECIFIED]
 DRAFTERS = [drafter.value for drafter in Drafter if drafter is not Drafter.UNSPECIFIED]
 
+# Of commands that measure: a service that is not there is an error soon; one that is full for a moment is not.
+RETRY_TIMEOUT_S = 5.0
+
 
 timestamps_option = click.option("--timestamps", is_flag=True, help="The target writes timestamps of --audio.")
 

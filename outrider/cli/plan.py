@@ -20,7 +20,15 @@ from rich.table import Table
 
 from outrider.cli.bench import read_prompts
 from outrider.cli.demo import warn_of_busy_processors
-from outrider.cli.options import DRAFTERS, Address, calling_options, connected, request_of, temperature_option
+from outrider.cli.options import (
+    DRAFTERS,
+    RETRY_TIMEOUT_S,
+    Address,
+    calling_options,
+    connected,
+    request_of,
+    temperature_option,
+)
 from outrider.cli.output import Failure, fails_in_one_line, write_json
 from outrider.client import Prompt
 from outrider.evaluation.deployment import PROMPTS
@@ -245,7 +253,7 @@ def _measured(draft: str, max_gamma: int | None, values: dict[str, Any]) -> Meas
         warn_of_busy_processors()
     err = Console(stderr=True)
     with (
-        connected(draft, values.pop("timeout"), None, values) as client,
+        connected(draft, values.pop("timeout"), RETRY_TIMEOUT_S, values) as client,
         Progress(console=err, transient=True, disable=not err.is_terminal) as progress,
     ):
         limit = client.get_model().model.limits.max_gamma

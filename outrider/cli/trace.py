@@ -15,15 +15,21 @@ from rich.console import Console
 from rich.table import Table
 
 from outrider.cli.demo import warn_of_busy_processors
-from outrider.cli.options import Address, calling_options, connected, request_of, sampling_options, temperature_option
+from outrider.cli.options import (
+    RETRY_TIMEOUT_S,
+    Address,
+    calling_options,
+    connected,
+    request_of,
+    sampling_options,
+    temperature_option,
+)
 from outrider.cli.output import Failure, completion_document, fails_in_one_line, warn_of_loss, write_json
 from outrider.client import AcceptanceRule
 from outrider.environment import installed_version
 from outrider.evaluation.trace import Traced, TraceError, chrome_trace, draw, record
 from outrider.rpc.channel import is_local
 
-# A service that is not there is an error soon; one that is full for a moment is not.
-_RETRY_TIMEOUT_S = 5.0
 _PICTURES = (".png", ".svg")
 _FILE = click.Path(dir_okay=False, path_type=Path)
 
@@ -76,7 +82,7 @@ def trace_command(
         raise click.UsageError("--gamma is 0: the target alone, which trace measures in any case; give at least 1")
     _check_files(output, picture)
     text = sys.stdin.read() if prompt == "-" else prompt
-    with connected(draft, timeout, _RETRY_TIMEOUT_S, values) as client:
+    with connected(draft, timeout, RETRY_TIMEOUT_S, values) as client:
         options = request_of(values)
         options.setdefault("temperature", 0.0)
         if is_local(draft):

@@ -254,7 +254,7 @@ def test_what_the_services_cannot_do_is_one_line(
 def test_an_address_without_a_draft_service_is_one_line(
     verifier_address: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(bench, "_RETRY_TIMEOUT_S", 0.2)
+    monkeypatch.setattr(bench, "RETRY_TIMEOUT_S", 0.2)
     output = ["--output", str(tmp_path)]
     _failed(_bench("--draft", verifier_address, *output), f"{verifier_address} is a verifier, not a draft service")
     _failed(_bench("--draft", "127.0.0.1:1", *output), "nothing listens at 127.0.0.1:1")

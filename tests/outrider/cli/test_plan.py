@@ -2,13 +2,14 @@
 
 import json
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
 import pytest
 from click.testing import CliRunner, Result
 
-from outrider.cli import demo, main
+from outrider.cli import demo, main, plan
 from outrider.theory import best_gamma, improvement
 from tests.cluster import MODELS
 
@@ -101,6 +102,15 @@ def test_a_pair_that_drafts_nothing_cannot_be_measured(draft_address: str, monke
     assert done.stderr.startswith("outrider: the draft service drafted nothing")
     done = _plan("--draft", draft_address, "--max-gamma", "64")
     assert done.stderr == "outrider: --max-gamma is 64; the draft service allows at most 16\n"
+
+
+def test_a_wrong_address_is_an_error_before_the_timeout(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(plan, "RETRY_TIMEOUT_S", 0.2)
+    began = time.monotonic()
+    done = _plan("--draft", "127.0.0.1:1", "--timeout", "20")
+    assert done.exit_code == 1
+    assert "UNAVAILABLE: nothing listens at 127.0.0.1:1" in done.stderr
+    assert time.monotonic() - began < 10
 
 
 @pytest.mark.parametrize(
