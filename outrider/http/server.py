@@ -98,8 +98,8 @@ class HttpServer:
         connect: makes the client, inside the event loop; the server closes it.
 
     Raises:
-        ValueError: the settings contradict each other, a file has the wrong content, or plaintext or a server without
-            keys would be reachable from other machines.
+        ValueError: the settings contradict each other, a file has the wrong content, the address is not `HOST:PORT`, or
+            plaintext or a server without keys would be reachable from other machines.
         OSError: the address cannot be bound.
     """
 
@@ -347,6 +347,8 @@ def _from_files(flag: str, make: Callable[..., Any], *paths: Path) -> Any:
 
 def _bind(address: str) -> socket.socket:
     host, _, port = address.rpartition(":")
+    if not port.isdigit():
+        raise ValueError(f"--http is {address}; the front listens at HOST:PORT alone, for example 127.0.0.1:8000")
     family = socket.AF_INET6 if host.startswith("[") else socket.AF_INET
     listener = socket.create_server((host.strip("[]"), int(port)), family=family, backlog=_BACKLOG)
     # Connections inherit it. By default the kernel would keep megabytes for each client that does not read.
