@@ -11,6 +11,7 @@ import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from importlib import import_module
 from pathlib import Path
 from types import ModuleType
 from typing import Any, Protocol, TypeAlias
@@ -106,7 +107,7 @@ def read_samples(audio: AudioSource, sample_rate: int | None, target_rate: int) 
     """
     if isinstance(audio, Samples):
         return audio
-    np = _numpy()
+    np = package("numpy")
     if isinstance(audio, str | os.PathLike | bytes | bytearray | memoryview):
         if sample_rate is not None:
             raise _refused("sample_rate is set; leave it out for a file, which has its own", "sample_rate")
@@ -127,7 +128,7 @@ def features_message(features: Array) -> input_pb2.LogMelFeatures:
         ImportError: numpy is not installed.
         ValueError: they have another shape, or are not numbers.
     """
-    values = _numpy().asarray(features, dtype="<f4")
+    values = package("numpy").asarray(features, dtype="<f4")
     if values.ndim != 2:
         raise ValueError(f"features have the shape {list(values.shape)}; it must be [mels, frames]")
     mels, frames = values.shape
@@ -141,7 +142,7 @@ _Block: TypeAlias = "tuple[int, Any]"
 
 
 def _blocks_of_file(audio: str | os.PathLike[str] | bytes | bytearray | memoryview) -> Iterator[_Block]:
-    soundfile = _soundfile()
+    soundfile = package("soundfile")
     with _unreadable_refused(soundfile, audio):
         if isinstance(audio, str | os.PathLike):
             stream: Any = Path(audio).open("rb")  # noqa: SIM115  # closed below
@@ -208,7 +209,7 @@ def _converted(np: ModuleType, blocks: Iterator[_Block], target_rate: int) -> It
             raise _refused(f"audio has {found}")
         mono = block.mean(axis=1, dtype="float32")
         if rate != target_rate:
-            resampler = resampler or _soxr().ResampleStream(rate, target_rate, 1, dtype="float32")
+            resampler = resampler or package("soxr").ResampleStream(rate, target_rate, 1, dtype="float32")
             mono = resampler.resample_chunk(mono)
         yield _to_integers(np, mono)
     if resampler is not None:
@@ -225,28 +226,13 @@ def _refused(message: str, field: str = "audio") -> InvalidRequest:
     return error
 
 
-# ---------------------------------------------------------------------------------------------------------- packages
+def package(name: str) -> ModuleType:
+    """Imports a package of the extra `audio`.
 
-
-def _numpy() -> ModuleType:
+    Raises:
+        ImportError: it is not installed, or the library that it loads is missing.
+    """
     try:
-        import numpy
-    except ImportError as error:
-        raise ImportError(MISSING, name="numpy") from error
-    return numpy
-
-
-def _soundfile() -> ModuleType:
-    try:
-        import soundfile
-    except (ImportError, OSError) as error:  # OSError: without its library
-        raise ImportError(MISSING, name="soundfile") from error
-    return soundfile
-
-
-def _soxr() -> ModuleType:
-    try:
-        import soxr
-    except ImportError as error:
-        raise ImportError(MISSING, name="soxr") from error
-    return soxr
+        return import_module(name)
+    except (ImportError, OSError) as error:  # OSError: soundfile without its library
+        raise ImportError(MISSING, name=name) from error

@@ -15,6 +15,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from outrider.client import AsyncTranscription, OutriderError, Segment
+from outrider.client.audio import package
 from outrider.http.errors import ApiError, invalid, of_service, unsupported
 from outrider.http.pair import Pair
 from outrider.http.security import AUDIO_BYTES
@@ -126,8 +127,7 @@ def _number(name: str, text: str) -> float:
 
 def _check_length(data: bytes) -> None:
     """Refuses audio that is too long, by the length in its header. Other faults are found when it is decoded."""
-    import soundfile
-
+    soundfile = package("soundfile")
     try:
         seconds = soundfile.info(io.BytesIO(data)).duration
     except (soundfile.LibsndfileError, TypeError):

@@ -1,7 +1,9 @@
 """/v1/audio/transcriptions of a pair of speech models, with OpenAI's own client too."""
 
+import sys
 import tempfile
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import openai
@@ -121,6 +123,17 @@ def test_a_body_that_is_no_form_is_refused(speech: tuple[str, Client], kind: str
     answer = plain.post(speech[0] + PATH, content=content, headers={"content-type": kind})
     assert answer.status_code == 400
     assert set(answer.json()["error"]) == {"message", "type", "param", "code"}
+
+
+def test_without_the_extra_audio_a_transcription_is_refused(
+    speech: tuple[str, Client], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The package soundfile is there, but not the library that it loads."""
+    (tmp_path / "soundfile.py").write_text("raise OSError('sndfile library not found')")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    monkeypatch.delitem(sys.modules, "soundfile", raising=False)
+    answer = plain.post(speech[0] + PATH, files={"file": CLIP.read_bytes()}, timeout=60)
+    assert (answer.status_code, "extra `audio`" in answer.json()["error"]["message"]) == (501, True)
 
 
 def test_a_large_file_stays_in_memory(speech: tuple[str, Client], monkeypatch: pytest.MonkeyPatch) -> None:
