@@ -159,6 +159,8 @@ def server(module: str, *arguments: str) -> Iterator[tuple[str, int]]:
                     break
                 except httpx.HTTPError:
                     time.sleep(0.1)
+            else:
+                raise TimeoutError(f"{module} does not answer at {address}")
             yield f"http://{address}", process.pid
         finally:
             process.terminate()
