@@ -84,11 +84,23 @@ class Endpoints:
         """All current addresses, at least one."""
         if time.monotonic() - self._resolved >= RESOLVED_FOR_S:
             found = await self._resolver.resolve()
-            self._named |= found
             # A single address is left as its name: gRPC resolves it again and again by itself.
             self._addresses = list(found) if len(found) > 1 else list(self._names[:1])
             self._resolved = time.monotonic()
+            self._named |= found
+            await self._forget_vanished()
         return self._addresses
+
+    async def _forget_vanished(self) -> None:
+        """Forgets addresses that are none any more, and closes their channels; a channel in use stays until it is
+        idle.
+        """
+        gone = [each for each in self._channels if each not in self._addresses and self._channels[each].is_idle]
+        closing = [self._channels.pop(each) for each in gone]
+        kept = {*self._addresses, *self._channels}
+        self._named = {address: name for address, name in self._named.items() if address in kept}
+        self._failed = {address: when for address, when in self._failed.items() if address in kept}
+        await asyncio.gather(*(channel.close() for channel in closing))
 
     def has_fresh(self) -> bool:
         """Whether there is an address without a recent failure."""

@@ -266,6 +266,11 @@ class RenewedChannel(Generic[Stub]):
         call.add_done_callback(lambda _: self._ended(channel_in_use))
         return call
 
+    @property
+    def is_idle(self) -> bool:
+        """Whether no call is in progress."""
+        return not any(each.calls for each in self._open)
+
     async def close(self) -> None:
         """Closes the channels; calls in progress are cancelled."""
         await asyncio.gather(*(each.channel.close() for each in self._open), *self._closing)

@@ -346,6 +346,26 @@ async def test_a_name_is_all_its_addresses_and_resolved_again_when_one_fails(res
     assert not endpoints.has_fresh()
 
 
+async def test_a_vanished_address_is_forgotten_once_its_channel_is_idle(resolver: Any) -> None:
+    with socket.create_server(("", 0)) as silent:
+        resolver.ips = ["127.0.0.1", "127.0.0.2", "127.0.0.3"]
+        endpoints = Endpoints([f"drafts:{silent.getsockname()[1]}"])
+        request = pb.DraftServiceGetModelRequest()
+        used = await endpoints.addresses()
+        calls = [endpoints.begin(address, "GetModel", request, timeout=60) for address in used]
+        for address, call in zip(used[:2], calls, strict=False):
+            call.cancel()
+            await asyncio.wait([asyncio.ensure_future(call.wait_for_connection())])
+            endpoints.failed(address)
+        resolver.ips = ["127.0.0.1", "127.0.0.4"]
+        await endpoints.addresses()
+        assert set(endpoints._channels) == {used[0], used[2]}
+        assert set(endpoints._failed) == {used[0]}
+        assert not calls[2].done(), "a call in progress keeps its channel"
+        calls[2].cancel()
+        await endpoints.close()
+
+
 async def test_a_call_that_takes_no_turn_goes_where_the_next_one_goes() -> None:
     endpoints = Endpoints(["127.0.0.1:7", "127.0.0.1:8"])
     chosen = [await endpoints.choose(takes_turn=takes_turn) for takes_turn in (False, False, True) * 4]
