@@ -22,12 +22,15 @@ _TYPES = ("f32", "f16", "bf16", "q8_0")
 def convert_command(model: str, output: Path, kind: str, revision: str | None) -> None:
     """Write the checkpoint DIR_OR_ID as the GGUF file OUT.gguf, which --model and --target take.
 
-    Supports plain Llama, Mistral, Qwen2, Qwen3, Gemma 3 and GPT-2. Needs the extra `llama`.
+    Supports plain Llama, Mistral, Qwen2, Qwen3, Gemma 3 and GPT-2. Needs the extras `service` and
+    `llama`.
 
     \b
     outrider convert models/demo/target target.gguf --type q8_0
     """  # noqa: D301  # click reads the backspace: no rewrapping of the paragraph
-    with needs_extra("service"):
+    with needs_extra("service,llama"):
+        import gguf  # noqa: F401  # it is imported late below
+
         from outrider.runtime.gguf_convert import convert
     try:
         size = convert(model, output, kind, revision=revision)

@@ -46,7 +46,9 @@ def fails_in_one_line(command: Command) -> Command:
 
 @contextmanager
 def needs_extra(extra: str) -> Iterator[None]:
-    """Turns a package that is not installed into a `Failure` that names the extra of this project that installs it."""
+    """Turns a package that is not installed into a `Failure` that names the extra of this project that installs it;
+    several extras are separated by commas.
+    """
     try:
         yield
     except ModuleNotFoundError as error:

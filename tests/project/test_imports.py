@@ -78,6 +78,7 @@ def test_clients_import_nothing_of_a_service(module: str) -> None:
     [
         (("serve", "--target", "a", "--draft", "b"), "service"),
         (("check", "--target", "a"), "service"),
+        (("convert", "a", "b.gguf"), "service,llama"),
     ],
 )
 def test_a_command_names_the_extras_that_it_needs(arguments: tuple[str, ...], extras: str) -> None:
