@@ -1,4 +1,4 @@
-"""Shared by both services and their clients. This module imports nothing."""
+"""Shared by both services and their clients. This module imports nothing of ours."""
 
 import os
 

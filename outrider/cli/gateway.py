@@ -30,7 +30,8 @@ _OPTIONS = (
         "--http-key-file",
         metavar="FILE",
         type=_FILE,
-        help="File of API keys, one a line; every HTTP request must carry one, but for /health and /metrics.",
+        help="File of API keys, one a line; every HTTP request must carry one, but for /health, /metrics and "
+        "the page of the playground.",
     ),
     click.option(
         "--http-plaintext",

@@ -60,7 +60,7 @@ class CommonOptions(TypedDict, total=False):
     stop_token_ids: Sequence[int]
     ignore_eos: bool
     # Speculation and reports
-    gamma: int  # tokens per proposal, at most with another `speculation` than `fixed`; 0: target alone
+    gamma: int  # tokens of a proposal, or the most if `speculation` is not `fixed`; 0: target alone
     speculation: SpeculationPolicy | str  # chooses gamma; default: `fixed` with `gamma`, else the service's
     max_entropy: float  # nats: a proposal ends before a token whose draft distribution has more
     draft_temperature: float  # of the draft; default: the service's, else `temperature`

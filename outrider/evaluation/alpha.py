@@ -63,8 +63,10 @@ FEW_PROMPTS = 8
 """With fewer prompts an interval treats each text as one observation, and holds for these prompts only."""
 
 DRAFTERS = ("model", "parallel", "unigram", "bigram", "ngram", "lookup", "random")
-MODELS = frozenset({"model", "parallel"})  # drafters that run the draft model
 """Drafters that can be measured without a service."""
+
+MODELS = frozenset({"model", "parallel"})
+"""Of them, those that run the draft model."""
 
 COUNTING = frozenset({"unigram", "bigram", "ngram"})
 """Of them, those that count n-grams."""
