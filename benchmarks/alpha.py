@@ -16,7 +16,7 @@ from pathlib import Path
 from benchmarks import harness, plots
 from benchmarks.harness import ROOT, Bench, Json, progress
 from benchmarks.services import digest_of
-from models.corpus import training_documents
+from models.corpus import training_text
 from outrider.evaluation.alpha import DRAFTERS, Estimate, Options, run
 from outrider.evaluation.pictures import COLOURS, Point, bars, line, picture
 
@@ -84,7 +84,7 @@ def measure(bench: Bench) -> None:
 
 def _corpus(name: str, megabytes: float) -> str:
     if name == DEMO:
-        return "\n".join(document.text for document in training_documents())[: int(megabytes * 1e6)]
+        return training_text(megabytes)
     from models.translation.language import pairs
 
     lines: list[str] = []

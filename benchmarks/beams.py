@@ -20,7 +20,7 @@ from benchmarks import harness, plots
 from benchmarks.contenders import load_model, tokenised
 from benchmarks.harness import Bench, Json, number, percent, progress
 from models import ngram
-from models.corpus import training_documents
+from models.corpus import training_text
 from models.tokenizer import load_tokenizer
 from outrider.evaluation import pictures
 
@@ -204,7 +204,7 @@ def measure(bench: Bench) -> None:
 def _bigram(target: Path, megabytes: float) -> Tensor:
     """The log-probabilities of a token after each token, `[V, V]`."""
     tokenizer = load_tokenizer(target)
-    text = "\n".join(document.text for document in training_documents())[: int(megabytes * 1e6)]
+    text = training_text(megabytes)
     counted = ngram.bigram(np.array(tokenizer.backend_tokenizer.encode(text).ids), len(tokenizer))
     return torch.from_numpy(counted).float().log()
 

@@ -14,7 +14,7 @@ from benchmarks import harness, plots
 from benchmarks.contenders import Task, Write, outrider_writer, take_turns, texts, tokenised
 from benchmarks.harness import Bench, Json, arms_table, compared, number
 from benchmarks.services import Services, models_of
-from models.corpus import training_documents
+from models.corpus import training_text
 
 DRAFTERS = ("none", "model", "staged", "ngram", "lookup", "random")
 """In the order of tables and pictures; ratios are to the first."""
@@ -40,8 +40,7 @@ def measure(bench: Bench) -> None:
     bench.document["models"] = {models.name: models.document() for models in pairs}
     with tempfile.TemporaryDirectory() as folder:
         corpus = Path(folder) / "corpus.txt"
-        text = "\n".join(document.text for document in training_documents())
-        corpus.write_text(text[: int(given.corpus_mb * 1e6)], encoding="utf-8")
+        corpus.write_text(training_text(given.corpus_mb), encoding="utf-8")
         for models in pairs:
             with Services(models.target, models.draft, draft_flags=["--ngram-corpus", str(corpus)]) as services:
                 writers = {drafter: _writer(services, drafter, given.gamma) for drafter in DRAFTERS}

@@ -31,7 +31,7 @@ from kernels.sigmoid import draft_logits
 from kernels.sparse import SparseConfig, SparseDistribution, sparsify
 from kernels.verify import DenseDistribution, Proposed, Rule, verify
 from models.generation import Writer, steps
-from models.measure import load
+from models.measure import load, until_end
 from models.tokenizer import load_tokenizer
 from outrider.evaluation import pictures
 
@@ -158,13 +158,12 @@ def write(target: LlamaForCausalLM, draft: LlamaForCausalLM, prompts: Tensor, to
     written, logits = zip(*steps(target, prompts, tokens, torch.ones(len(prompts)), generator), strict=True)
     ids = torch.cat(written[:-1], dim=1)
     begin = prompts.shape[1]
-    new = ids[:, begin:]
     return Texts(
         ids=ids,
         begin=begin,
         target=torch.cat([logits[0][:, -1:], *logits[1:-2]], dim=1),
         draft=Writer(draft, *ids.shape).extend(ids)[:, begin - 1 : -1],
-        alive=(torch.cumsum(new == end, dim=1) - (new == end).long()) == 0,
+        alive=until_end(ids[:, begin:], end),
     )
 
 
@@ -355,12 +354,6 @@ def tables(document: Json) -> dict[str, str]:
         "rounds": _table(["rule", f"tokens of a round, γ = {document['rounds']['gamma']}", "drafts accepted"], several),
         "speed": _table(["rule", *(f"V = {int(size):,}" for size in by_vocabulary)], speed),
     }
-
-
-def bytes_of_a_token(found: Json) -> str:
-    """The bytes of a drafted token on the wire, in words."""
-    logits, sparse = f"{found['logits']:,}", f"{found['sparse_mean']:,.0f}"
-    return f"{logits} bytes of logits for each drafted token, where a sparse distribution takes {sparse} on average"
 
 
 def _precise(each: Json) -> tuple[str, str, str]:

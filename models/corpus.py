@@ -38,11 +38,6 @@ class Document:
         """Whether the module is kept from training (by hash of the name: about 3 %)."""
         return name_hash(self.name) % HELD_OUT_ONE_IN == 0
 
-    @property
-    def is_test(self) -> bool:
-        """Whether the module belongs to a test suite."""
-        return is_test(self.name)
-
 
 def name_hash(name: str) -> int:
     """A hash of a module's name that is the same on every machine and in every run."""
@@ -59,19 +54,24 @@ def standard_library() -> Path:
     return Path(sysconfig.get_paths()["stdlib"])
 
 
-def documents(root: Path | None = None) -> list[Document]:
-    """All documents below `root` (default: the standard library), ordered by the hash of their names."""
-    return sorted(_read_all(root or standard_library()), key=lambda document: name_hash(document.name))
+def documents() -> list[Document]:
+    """All documents of the standard library, ordered by the hash of their names."""
+    return sorted(_read_all(standard_library()), key=lambda document: name_hash(document.name))
 
 
-def training_documents(root: Path | None = None) -> list[Document]:
+def training_documents() -> list[Document]:
     """The documents a model may learn from."""
-    return [document for document in documents(root) if not document.held_out]
+    return [document for document in documents() if not document.held_out]
 
 
-def held_out_documents(root: Path | None = None) -> list[Document]:
+def training_text(megabytes: float) -> str:
+    """The first characters of the training documents, this many millions."""
+    return "\n".join(document.text for document in training_documents())[: int(megabytes * 1e6)]
+
+
+def held_out_documents() -> list[Document]:
     """The documents no model and no tokenizer of the pair has seen."""
-    return [document for document in documents(root) if document.held_out]
+    return [document for document in documents() if document.held_out]
 
 
 def _read_all(root: Path) -> Iterator[Document]:

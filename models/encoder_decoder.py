@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 from transformers import GenerationConfig, PreTrainedModel
 
-from models.measure import Acceptance, mean_over_texts
+from models.measure import Acceptance, mean_over_texts, until_end
 from models.training import Optimizer, Run, Schedule, alone
 
 IGNORED = -100  # in labels
@@ -135,9 +135,7 @@ def write(
             fresh = torch.multinomial((row / temperature).softmax(dim=-1), 1, generator=generator)
         ids = torch.cat([ids, fresh], dim=1)
         logits.append(row)
-    new = ids[:, prompt.shape[1] :]
-    ended = torch.cumsum(new == end, dim=1)
-    return Written(ids, torch.stack(logits, dim=1), (ended - (new == end).long()) == 0, end)
+    return Written(ids, torch.stack(logits, dim=1), until_end(ids[:, prompt.shape[1] :], end), end)
 
 
 @torch.no_grad()

@@ -22,13 +22,13 @@ from torch import Tensor
 from torch.nn import functional
 from transformers import LlamaForCausalLM, PreTrainedTokenizerFast
 
-from models import ngram
+from models import DEMO, ngram
 from models.corpus import Document, held_out_documents, training_documents
 from models.generation import Writer, steps
 from models.tokenizer import load_tokenizer, token_stream
 
-DEMO = Path(__file__).parent / "demo"
 PROMPT, NEW, ROWS = 48, 128, 96
+WINDOW = 512
 
 # A drafter: from ids [B, L] to the log-probabilities after each position, [B, L, V].
 LogProbabilities = Callable[[Tensor], Tensor]
@@ -88,13 +88,18 @@ def table_log_probabilities(table: np.ndarray) -> LogProbabilities:
     return lambda ids: logs[ids] if logs.ndim == 2 else logs.expand(*ids.shape, -1)
 
 
+def until_end(new: Tensor, end: int) -> Tensor:
+    """Whether each position of texts `[B, L]` is not behind the first token `end`."""
+    ends = new == end
+    return ends.cumsum(dim=1) - ends.long() == 0
+
+
 def acceptance(
     name: str, log_probabilities: LogProbabilities, ids: Tensor, logits: Tensor, temperature: float, end: int
 ) -> Acceptance:
     """The acceptance rate of one drafter on the target's text; tokens after an end of text are left out."""
     begin = ids.shape[1] - logits.shape[1]
-    new = ids[:, begin:]
-    alive = (torch.cumsum(new == end, dim=1) - (new == end).long()) == 0
+    alive = until_end(ids[:, begin:], end)
     scores = []
     for row_ids, row_logits in zip(ids.split(8), logits.split(8), strict=True):
         log_q = log_probabilities(row_ids)[:, begin - 1 : -1]
@@ -113,17 +118,17 @@ def mean_over_texts(name: str, temperature: float, scores: Tensor, alive: Tensor
     return Acceptance(name, temperature, alpha, float(spread), int(alive.sum()))
 
 
-def bits_per_token(log_probabilities: LogProbabilities, stream: np.ndarray, length: int = 512) -> float:
-    """Mean loss in bits on `stream`, in windows of `length` ids without overlap."""
-    count = len(stream) // length
-    windows = torch.from_numpy(stream[: count * length].astype(np.int64)).view(count, length)
+def bits_per_token(log_probabilities: LogProbabilities, stream: np.ndarray) -> float:
+    """Mean loss in bits on `stream`, in windows of `WINDOW` ids without overlap."""
+    count = len(stream) // WINDOW
+    windows = torch.from_numpy(stream[: count * WINDOW].astype(np.int64)).view(count, WINDOW)
     losses = [
         functional.nll_loss(
             log_probabilities(rows)[:, :-1].flatten(0, 1), rows[:, 1:].flatten(), reduction="sum"
         ).item()
         for rows in windows.split(8)
     ]
-    return sum(losses) / (count * (length - 1)) / math.log(2)
+    return sum(losses) / (count * (WINDOW - 1)) / math.log(2)
 
 
 @torch.no_grad()

@@ -19,8 +19,9 @@ import torch
 from torch import Tensor
 from transformers import LlamaForCausalLM
 
+from models import DEMO
 from models.corpus import held_out_documents
-from models.measure import DEMO, NEW, PROMPT, ROWS, line_starts, load, mean_over_texts, write_with_logits
+from models.measure import NEW, PROMPT, ROWS, line_starts, load, mean_over_texts, until_end, write_with_logits
 from models.parallel import groups_of, parallel_logits
 from models.tokenizer import load_tokenizer
 from models.training import ATTENTION
@@ -94,8 +95,7 @@ def measure(target_folder: Path, draft_folder: Path, rows: int = ROWS) -> list[d
     for temperature in TEMPERATURES:
         ids, logits = write_with_logits(target, prompts, NEW, temperature)
         scores = scores_by_position(draft, mask_token, ids, logits, temperature)
-        new = ids[:, PROMPT:]
-        alive = (torch.cumsum(new == tokenizer.eos_token_id, dim=1) - (new == tokenizer.eos_token_id).long()) == 0
+        alive = until_end(ids[:, PROMPT:], tokenizer.eos_token_id)
         positions = []
         for index in range(POSITIONS):
             known = scores[:, : NEW - index, index]

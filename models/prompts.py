@@ -12,17 +12,16 @@ import re
 from collections import defaultdict
 from collections.abc import Iterator
 from dataclasses import dataclass
-from pathlib import Path
 
 from transformers import PreTrainedTokenizerFast
 
+from models import DEMO
 from models.corpus import Document, held_out_documents, name_hash
 from models.tokenizer import load_tokenizer
 
 COUNT = 64
 SHORTEST, LONGEST = 24, 100  # tokens
 FIRST = "copy.py:67"  # the demo's default: short, and known to everyone
-DEMO = Path(__file__).parent / "demo"
 
 # Possible ends of a prompt: the kind of pause, and the line that makes it.
 PAUSES = {

@@ -16,14 +16,13 @@ import numpy as np
 from torch import distributed
 from transformers import LlamaForCausalLM
 
+from models import DEMO
 from models.corpus import documents
 from models.distill import distill
 from models.teaching import teach
 from models.tokenizer import load_tokenizer, token_stream, train_tokenizer
 from models.train_target import bits_per_token, train_target
 from models.training import Run, in_processes, save_model
-
-DEMO = Path(__file__).parent / "demo"
 
 
 def prepare(work: Path) -> tuple[Any, np.ndarray, np.ndarray]:

@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 from transformers import LlamaForCausalLM
 
+from models import DEMO
 from models.corpus import training_documents
 from models.distill import divergences_of_rows
 from models.parallel import Groups, groups_of, parallel_logits, with_mask_token
@@ -26,7 +27,6 @@ from models.teaching import Lessons, load_lessons, teach
 from models.tokenizer import load_tokenizer, token_stream
 from models.training import ATTENTION, Optimizer, Run, Schedule, alone, save_model
 
-DEMO = Path(__file__).parent / "demo"
 MATRIX_RATE, VECTOR_RATE = 0.004, 1e-3  # higher ones make it forget how to draft one token
 WRITTEN_PER_STEP, LONG_PER_STEP = 8, 2  # windows; one step in eight is of long windows
 LONG_ONE_IN = 8

@@ -26,6 +26,7 @@ DEEP_STAGES = ((0.6, 8, 256), (0.85, 8, 512), (1.0, 4, CONTEXT))
 SHALLOW_LAYERS, COPIES = 4, 3
 SHALLOW_SHARE = 0.68  # of the time
 AT_ONCE = 2048
+WINDOW = 512
 
 
 def llama_config(
@@ -71,10 +72,10 @@ def hidden_states(model: LlamaForCausalLM, ids: Tensor) -> Tensor:
     return model.model(input_ids=ids, use_cache=False).last_hidden_state
 
 
-def bits_per_token(model: LlamaForCausalLM, stream: np.ndarray, length: int = 512, limit: int = 40) -> float:
-    """Mean held-out loss in bits over at most `limit` windows of `length` ids, no overlap."""
-    count = min(limit, len(stream) // length)
-    ids = torch.from_numpy(stream[: count * length].astype(np.int64)).view(count, length)
+def bits_per_token(model: LlamaForCausalLM, stream: np.ndarray, limit: int = 40) -> float:
+    """Mean held-out loss in bits over at most `limit` windows of `WINDOW` ids, no overlap."""
+    count = min(limit, len(stream) // WINDOW)
+    ids = torch.from_numpy(stream[: count * WINDOW].astype(np.int64)).view(count, WINDOW)
     total = 0.0
     with torch.no_grad():
         for rows in ids.split(8):

@@ -15,7 +15,6 @@ import pytest
 from benchmarks import load, plots, verification
 from benchmarks.harness import PHASES, Bench, flat
 from benchmarks.load import ALONE, BATCHING, PAIR
-from models.corpus import Document
 from tests.fork_server import ForkedService, noting
 from tests.project.tree import ROOT
 
@@ -220,8 +219,7 @@ def test_quick_measures_every_contender_and_says_so_in_one_json_document(
 ) -> None:
     # In place of megabytes, of which the first tenth is counted.
     for module in ("drafters", "alpha"):
-        few = [Document("a", Path(__file__).read_text())]
-        monkeypatch.setattr(f"benchmarks.{module}.training_documents", lambda few=few: few)
+        monkeypatch.setattr(f"benchmarks.{module}.training_text", lambda _: Path(__file__).read_text())
     monkeypatch.setattr("benchmarks.engine.LEAST_PASSES", 1)  # on a busy machine few passes hold all sequences
     check, more = CASES[name]
     prompts, output = tmp_path / "prompts.jsonl", tmp_path / "out.json"
