@@ -11,7 +11,8 @@ from kernels.sampling import SamplingParams
 from outrider.client import AcceptanceRule, AsyncClient, Chunk, Options, PositionLogprobs, Started
 from outrider.evaluation import deployment
 from outrider.evaluation.clips import Source, request_of
-from outrider.evaluation.reference import TOP_N, for_each, sampling_options
+from outrider.evaluation.reference import TOP_N, sampling_options
+from outrider.evaluation.streams import for_each
 from outrider.evaluation.verdict import ALONE, COUPLED, GREEDY, LOAD, NO_DRAFT, RESUMED
 from protos.outrider.v1 import model_pb2
 

@@ -9,9 +9,9 @@ from __future__ import annotations
 
 import asyncio
 import math
-from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Protocol, TypeAlias, TypeVar
+from typing import Protocol, TypeAlias
 
 import numpy as np
 import torch
@@ -23,6 +23,7 @@ from outrider.client import AsyncClient, Options
 from outrider.evaluation.chisquare import Array
 from outrider.evaluation.clips import Source, request_of
 from outrider.evaluation.local_models import encoder_inputs
+from outrider.evaluation.streams import for_each
 from outrider.evaluation.target_text import Rules
 from outrider.evaluation.token_fit import Distribution
 from outrider.runtime.batch import Chunk
@@ -41,27 +42,6 @@ TOP_N = 20
 """Log-probabilities that a service reports at most."""
 _KEPT = 64
 _AT_ONCE = 16
-
-Item = TypeVar("Item")
-Result = TypeVar("Result")
-
-
-async def for_each(items: Sequence[Item], work: Callable[[Item], Awaitable[Result]], at_once: int) -> list[Result]:
-    """Return the results of work on all items, on so many at once. The first error ends all of it."""
-    results: dict[int, Result] = {}
-    todo = iter(enumerate(items))
-
-    async def worker() -> None:
-        for number, item in todo:
-            results[number] = await work(item)
-
-    try:
-        async with asyncio.TaskGroup() as group:
-            for _ in range(at_once):
-                group.create_task(worker())
-    except BaseExceptionGroup as failures:
-        raise failures.exceptions[0] from None
-    return [results[number] for number in range(len(items))]
 
 
 class Reference(Protocol):

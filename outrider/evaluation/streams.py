@@ -7,10 +7,9 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 from outrider.client import AsyncClient, Chunk, Finished, Overloaded, Prompt, Statistics, Timings
 from outrider.client.events import RoundTimings
@@ -87,8 +86,29 @@ class Served:
         return self.statistics.alpha if self.statistics is not None and self.drafted else None
 
 
+Item = TypeVar("Item")
+Result = TypeVar("Result")
+
 Request = tuple[Prompt | None, Mapping[str, Any]]
 """A prompt, or None for speech, and the options of the client."""
+
+
+async def for_each(items: Sequence[Item], work: Callable[[Item], Awaitable[Result]], at_once: int) -> list[Result]:
+    """Return the results of work on all items, on so many at once. The first error ends all of it."""
+    results: dict[int, Result] = {}
+    todo = iter(enumerate(items))
+
+    async def worker() -> None:
+        for number, item in todo:
+            results[number] = await work(item)
+
+    try:
+        async with asyncio.TaskGroup() as group:
+            for _ in range(at_once):
+                group.create_task(worker())
+    except BaseExceptionGroup as failures:
+        raise failures.exceptions[0] from None
+    return [results[number] for number in range(len(items))]
 
 
 async def serve(
@@ -111,28 +131,18 @@ async def serve(
     Raises:
         OutriderError: a request failed, other than by a full service without retries.
     """
-    served: dict[int, Served] = {}
-    left = deque(enumerate(requests))
     began = time.perf_counter()
 
-    async def stream() -> None:
-        while left:
-            number, request = left.popleft()
-            at = time.perf_counter() - began
-            if due is not None:
-                await asyncio.sleep(due[number] - at)
-                at = due[number]
-            served[number] = await _write(client, request, began, at)
-            report()
+    async def write(number: int) -> Served:
+        at = time.perf_counter() - began
+        if due is not None:
+            await asyncio.sleep(due[number] - at)
+            at = due[number]
+        served = await _write(client, requests[number], began, at)
+        report()
+        return served
 
-    tasks = [asyncio.create_task(stream()) for _ in range(streams)]
-    try:
-        await asyncio.gather(*tasks)  # the first error is raised as it is, not in a group
-    finally:
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
-    return [served[number] for number in range(len(requests))]
+    return await for_each(range(len(requests)), write, streams)
 
 
 async def _write(client: AsyncClient, request: Request, began: float, due: float) -> Served:
