@@ -217,13 +217,13 @@ def verifier(target: Path, *more: str, max_sequences: int) -> Iterator[str]:
 
 
 @contextmanager
-def one_process(target: Path, draft: Path, *, dtype: str = "bfloat16", max_sequences: int = 2) -> Iterator[Client]:
+def one_process(target: Path, draft: Path, *, dtype: str = "bfloat16") -> Iterator[Client]:
     """Both services in one process, without a network between them; yields a client. γ is fixed by default."""
     command = ("benchmarks.one_process", str(target))
     flags = ("--speculation", "fixed", *NO_PREFIXES)
     with (
         terminated_as_interrupted(),
-        _start("draft_service", draft, *flags, dtype=dtype, max_sequences=max_sequences, command=command) as service,
+        _start("draft_service", draft, *flags, dtype=dtype, max_sequences=2, command=command) as service,
     ):
         service.wait_healthy(_START_S)
         with Client(service.address) as client:

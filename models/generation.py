@@ -70,7 +70,6 @@ class Text:
     """Texts of a model: `ids` `[B, L]` (prompt first), and its largest probabilities after each position."""
 
     ids: Tensor
-    prompt_length: int
     top_ids: Tensor  # [B, L, K] int16: row i: the tokens after position i
     top_probabilities: Tensor  # [B, L, K] float16, at temperature 1, whatever the sampling temperature was
 
@@ -115,4 +114,4 @@ def write(
         ids.append(new)
         top_ids.append(top.indices.to(torch.int16))
         top_probabilities.append(top.values.to(torch.float16))
-    return Text(torch.cat(ids, 1), prompts.shape[1], torch.cat(top_ids, 1), torch.cat(top_probabilities, 1))
+    return Text(torch.cat(ids, 1), torch.cat(top_ids, 1), torch.cat(top_probabilities, 1))

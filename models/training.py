@@ -99,11 +99,10 @@ class Optimizer:
     Gradients are averaged over the processes of the run; each process then works out its own part of the update.
     """
 
-    def __init__(self, model: nn.Module, matrix_rate: float, vector_rate: float, clip: float = 1.0) -> None:
+    def __init__(self, model: nn.Module, matrix_rate: float, vector_rate: float) -> None:
         named = [(name, weight) for name, weight in model.named_parameters() if weight.requires_grad]
         self.weights = [weight for _, weight in named]
         self.masters = [nn.Parameter(weight.detach().float()) for weight in self.weights]
-        self.clip = clip
         rank, processes = distributed.get_rank(), distributed.get_world_size()
         self.owned = [index % processes == rank for index in range(len(named))]
         mine = [(name, master) for (name, _), master, own in zip(named, self.masters, self.owned, strict=True) if own]
@@ -125,7 +124,7 @@ class Optimizer:
         flat /= distributed.get_world_size()
         gradient, means = flat.split([len(flat) - len(figures), len(figures)])
         norm = float(gradient.norm())
-        gradient *= min(1.0, self.clip / (norm + 1e-6))
+        gradient *= min(1.0, 1 / (norm + 1e-6))  # clipped to a norm of 1
         sizes = [master.numel() for master in self.masters]
         for master, weight, part in zip(self.masters, self.weights, gradient.split(sizes), strict=True):
             master.grad, weight.grad = part.view_as(master), None

@@ -202,7 +202,7 @@ def lower_bound(alpha: float, c: float, round_trip: float = 0.0, verify_cost: fl
     return improvement(alpha, 1, c, round_trip, verify_cost)
 
 
-def oracle(alpha: float, c: float, round_trip: float = 0.0, verify_cost: float = 1.0) -> float:
+def oracle(alpha: float, c: float, round_trip: float = 0.0) -> float:
     """Return the speed-up of the best γ of each round in hindsight, the limit of every policy [L 3.5].
 
     It drafts the accepted tokens and no others: 1/(1 - α) tokens a round, and α/(1 - α) draft steps. Infinite if it
@@ -212,7 +212,7 @@ def oracle(alpha: float, c: float, round_trip: float = 0.0, verify_cost: float =
         ValueError: as `improvement`.
     """
     _refuse_alpha(alpha)
-    time = alpha * c + (1 - alpha) * round_time(0, c, round_trip, verify_cost)  # of one token
+    time = alpha * c + (1 - alpha) * round_time(0, c, round_trip)  # of one token
     return 1 / time if time else math.inf
 
 

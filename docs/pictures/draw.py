@@ -48,10 +48,10 @@ class Picture:
             f'<rect class="{kind}" x="{x:g}" y="{y:g}" width="{width:g}" height="{height:g}" rx="{radius}"/>'
         )
 
-    def text(self, x: float, y: float, text: str, kind: str = "", anchor: str = "middle") -> None:
-        """One line of text; `y` is its base line."""
+    def text(self, x: float, y: float, text: str, kind: str = "") -> None:
+        """One line of text in the middle of `x`; `y` is its base line."""
         style = f' class="{kind}"' if kind else ""
-        self.shapes.append(f'<text{style} x="{x:g}" y="{y:g}" text-anchor="{anchor}">{escape(text)}</text>')
+        self.shapes.append(f'<text{style} x="{x:g}" y="{y:g}" text-anchor="middle">{escape(text)}</text>')
 
     def lines(self, x: float, top: float, lines: Sequence[str], kind: str = "") -> None:
         for number, line in enumerate(lines):

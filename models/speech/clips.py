@@ -30,13 +30,6 @@ def write_wave(path: Path, samples: np.ndarray) -> None:
         file.writeframes(np.round(samples * 32767).astype("<i2").tobytes())
 
 
-def read_wave(path: Path) -> np.ndarray:
-    """The samples of a file of `write_wave`, float32."""
-    with wave.open(str(path), "rb") as file:
-        frames = np.frombuffer(file.readframes(file.getnframes()), dtype="<i2")
-    return (frames / 32768.0).astype(np.float32)
-
-
 def write_clip(folder: Path, name: str, clip: Clip) -> str:
     """Write the file, without the silence at its end; returns the line of `clips.jsonl` that describes it."""
     last = clip.segments[-1].end or 0.0

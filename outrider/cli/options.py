@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any, TypeAlias, TypeVar, cast
+from typing import Any, TypeVar, cast
 
 import click
 
@@ -13,7 +13,6 @@ from outrider.client import TLS, AcceptanceRule, AsyncClient, Client, Drafter, O
 from outrider.rpc.channel import SOCKET
 
 Command = TypeVar("Command", bound=Callable[..., Any])
-Decorator: TypeAlias = Callable[[Command], Command]
 
 _FILE = click.Path(exists=True, dir_okay=False)
 _RULES = [rule.value for rule in AcceptanceRule if rule is not AcceptanceRule.UNSPECIFIED]

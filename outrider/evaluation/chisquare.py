@@ -1,4 +1,4 @@
-"""Pearson's χ², and the sample size that detects a given bias.
+"""Pearson's χ², and the bias that a number of counts detects.
 
 Cells depend on the distribution alone, not on counts: those that expect fewer than five counts are merged, with the
 least of the others where that is not enough. A count where there is no mass gives a p-value of 0.
@@ -77,22 +77,9 @@ def noncentrality(df: int, level: float, power: float, allowed: float = 0.0) -> 
     return _root(lambda x: power - noncentral_sf(critical, df, x))
 
 
-def sample_size(df: int, distance: float, *, level: float, power: float) -> int:
-    """Return the number of counts that detects any bias of total variation `distance`."""
-    return math.ceil(noncentrality(df, level, power) / (4 * distance**2))
-
-
 def detectable(df: int, n: int, *, level: float, power: float, allowed: float = 0.0) -> float:
-    """Return the total variation that `n` counts detect; `allowed` is as in `table_fit`. See `sample_size`."""
+    """Return the total variation that `n` counts detect; `allowed` is as in `table_fit`."""
     return math.sqrt(noncentrality(df, level, power, n * allowed) / (4 * n))
-
-
-def hardest_bias(p: Array, distance: float) -> Array:
-    """Return the bias of this total variation that is hardest to detect: half the mass scaled up, half down."""
-    up = np.zeros(len(p), dtype=bool)
-    for cell in np.argsort(-p):
-        up[cell] = p[up].sum() + p[cell] <= 0.5
-    return np.where(up, p * (1 + distance / p[up].sum()), p * (1 - distance / p[~up].sum()))
 
 
 # ------------------------------------------------------------------------------------------------------ distributions

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import json
-import logging
 import uuid
 from collections.abc import AsyncGenerator, Awaitable, Callable, Coroutine, Mapping, Sequence
 from contextlib import aclosing
@@ -42,10 +41,7 @@ from outrider.http.transcription import transcribe
 from outrider.rpc.auth import count_sequences
 from outrider.rpc.errors import RequestError
 
-_logger = logging.getLogger("outrider.http")
-
 T = TypeVar("T")
-Endpoint = Callable[[Request], Awaitable[Response]]
 
 _HEALTH_S = 2.0
 
@@ -160,7 +156,7 @@ class Front:
         """POST /v1/chat/completions."""
         body = parse(ChatRequest, read_json(await request.body()))
         body.check()
-        messages = body.conversation()
+        messages = conversation(body.messages)
         await self._check_model(body.model)
         self._check_samples(body.n, 1)
         form = ChatForm(_new_id(), self._pair.name, self._pair.known.target.weights_fingerprint)

@@ -289,14 +289,6 @@ class ChatRequest(_Generation):
     def most_tokens(self) -> int | None:
         return self.max_completion_tokens if self.max_completion_tokens is not None else self.max_tokens
 
-    def conversation(self) -> list[Message]:
-        """The messages.
-
-        Raises:
-            ApiError: one is malformed, or has what this server does not take.
-        """
-        return conversation(self.messages)
-
     def check(self) -> None:
         super().check()
         if self.top_logprobs and not self.logprobs:
