@@ -16,6 +16,7 @@ from outrider.cli.demo import MODELS, demo_model
 from outrider.cli.options import DeviceName, check_speech_options, speech_options, timestamps_option
 from outrider.cli.output import Failure, needs_extra, write_json
 from outrider.cli.progress import progress
+from outrider.evaluation import EvaluationError
 from outrider.rpc.errors import counted
 from outrider.runtime.errors import CheckpointError
 
@@ -259,7 +260,6 @@ def alpha_command(
     values["ngram_by_line"] = values.pop("ngram_documents") == "line"
     with needs_extra("service"):
         from outrider.evaluation import alpha
-        from outrider.evaluation.target_text import MeasurementError
     try:
         prompts: tuple[PromptText, ...] = ()
         if not values["audio"]:
@@ -267,7 +267,7 @@ def alpha_command(
         options = alpha.Options(target=target, draft=draft, drafters=drafters, prompts=prompts, **values)
         with progress("tokens") as update:
             found = alpha.run(options, lambda work, done, total: update(_WORK[work], done, total))
-    except (MeasurementError, CheckpointError) as error:
+    except (EvaluationError, CheckpointError) as error:
         raise Failure(str(error)) from error
     if as_json:
         write_json(document(options, found))

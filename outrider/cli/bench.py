@@ -32,7 +32,7 @@ from outrider.cli.progress import progress
 from outrider.client import AsyncClient, Drafter, OutriderError, Prompt
 from outrider.client.transcription import most_tokens
 from outrider.environment import installed_version
-from outrider.evaluation.clips import ClipError, clips_for
+from outrider.evaluation.clips import clips_for
 from outrider.evaluation.deployment import PROMPTS, Json, Run, Settings, measure, missing, summarise
 from outrider.rpc.channel import is_local
 from protos.outrider.v1 import draft_service_pb2 as pb
@@ -285,13 +285,10 @@ def _of_speech(pair: pb.DraftServiceGetModelResponse, settings: Settings, speech
     """The settings for clips of speech, if there are any: a transcription ends where the model ends it.
 
     Raises:
-        Failure: a clip cannot be used, or the pair takes text.
+        EvaluationError: a clip cannot be used, or the pair takes text.
     """
     options = dict(speech)
-    try:
-        clips = clips_for(pair.target, options.pop("audio"), **options)
-    except ClipError as error:
-        raise Failure(str(error)) from error
+    clips = clips_for(pair.target, options.pop("audio"), **options)
     if not clips:
         return settings
     most = min(settings.max_new_tokens, most_tokens(pair))

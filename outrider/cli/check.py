@@ -30,6 +30,8 @@ from outrider.cli.options import (
 from outrider.cli.output import Failure, needs_extra, write_json
 from outrider.cli.progress import progress
 from outrider.client import AsyncClient, OutriderError
+from outrider.evaluation import EvaluationError
+from outrider.runtime.errors import CheckpointError
 
 if TYPE_CHECKING:
     from outrider.evaluation.check_requests import Plan, Step
@@ -136,7 +138,7 @@ def check_command(draft: str, timeout: float, as_json: bool, **values: Any) -> N
     check_speech_options(values, values["prompts_file"])
     try:
         report = _checked(draft, timeout, calling, values)
-    except (Failure, OutriderError) as error:
+    except (Failure, OutriderError, EvaluationError, CheckpointError) as error:
         raise CheckFailure(str(error)) from error
     except KeyboardInterrupt:
         raise CheckFailure("interrupted: nothing was decided") from None
@@ -150,7 +152,7 @@ def check_command(draft: str, timeout: float, as_json: bool, **values: Any) -> N
 
 def _checked(address: str, timeout: float, calling: dict[str, Any], values: dict[str, Any]) -> Report:
     with needs_extra("service"):
-        from outrider.evaluation.check import CheckError, check
+        from outrider.evaluation.check import check
         from outrider.evaluation.reference import Copy
     copy = None
     if values["target"] is not None:
@@ -163,11 +165,8 @@ def _checked(address: str, timeout: float, calling: dict[str, Any], values: dict
         async with connected(address, timeout, RETRY_TIMEOUT_S, calling, kind=AsyncClient) as client:
             return await check(client, plan, copy, step, speech)
 
-    try:
-        with _progress() as step:
-            return asyncio.run(run(step))
-    except CheckError as error:
-        raise Failure(str(error)) from error
+    with _progress() as step:
+        return asyncio.run(run(step))
 
 
 def _plan(values: dict[str, Any]) -> Plan:

@@ -14,6 +14,7 @@ import click
 
 from outrider.cli.processes import ServiceError
 from outrider.client import Completion, OutriderError, Queued, Sample, Started
+from outrider.evaluation import EvaluationError
 
 Command = TypeVar("Command", bound=Callable[..., Any])
 
@@ -29,13 +30,13 @@ class Failure(click.ClickException):
 
 
 def fails_in_one_line(command: Command) -> Command:
-    """Turns exceptions of a client or a service into a `Failure`."""
+    """Turns exceptions of a client, of a service or of an evaluation into a `Failure`."""
 
     @wraps(command)
     def run(*args: Any, **kwargs: Any) -> Any:
         try:
             return command(*args, **kwargs)
-        except OutriderError as error:
+        except (OutriderError, EvaluationError) as error:
             raise Failure(str(error)) from error
         except ServiceError as error:
             show_log(line for line in error.log_lines if not _repeats(str(error), line))

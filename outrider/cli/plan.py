@@ -35,7 +35,6 @@ from outrider.evaluation.deployment import PROMPTS
 from outrider.evaluation.plan import (
     MAX_GAMMA,
     Measurement,
-    MeasurementError,
     Pair,
     Plan,
     make_plan,
@@ -261,15 +260,12 @@ def _measured(draft: str, max_gamma: int | None, values: dict[str, Any]) -> Meas
             raise Failure(f"--max-gamma is {max_gamma}; the draft service allows at most {limit}")
         bar = progress.add_task("Measuring")
         options = request_of(values | {"ignore_eos": True})
-        try:
-            return measure(
-                partial(client.complete, **options),
-                prompts,
-                max_gamma=max_gamma or min(limit, MAX_GAMMA),
-                report=lambda done, of: progress.update(bar, completed=done, total=of),
-            )
-        except MeasurementError as error:
-            raise Failure(str(error)) from error
+        return measure(
+            partial(client.complete, **options),
+            prompts,
+            max_gamma=max_gamma or min(limit, MAX_GAMMA),
+            report=lambda done, of: progress.update(bar, completed=done, total=of),
+        )
 
 
 # ------------------------------------------------------------------------------------------------------------- output

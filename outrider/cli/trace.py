@@ -27,7 +27,7 @@ from outrider.cli.options import (
 from outrider.cli.output import Failure, completion_document, fails_in_one_line, warn_of_loss, write_json
 from outrider.client import AcceptanceRule
 from outrider.environment import installed_version
-from outrider.evaluation.trace import Traced, TraceError, chrome_trace, draw, record
+from outrider.evaluation.trace import Traced, chrome_trace, draw, record
 from outrider.rpc.channel import is_local
 
 _PICTURES = (".png", ".svg")
@@ -88,10 +88,7 @@ def trace_command(
         if is_local(draft):
             warn_of_busy_processors()
         with Console(stderr=True).status("Writing the text with speculation and by the target alone"):
-            try:
-                runs = record(client.complete, text, options)
-            except TraceError as error:
-                raise Failure(str(error)) from error
+            runs = record(client.complete, text, options)
     about = {
         "command": shlex.join(["outrider", *sys.argv[1:]]),
         "outrider": installed_version(),

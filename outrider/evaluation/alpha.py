@@ -23,6 +23,7 @@ from torch import Tensor
 from kernels.adjustments import LogitRules
 from kernels.sampling import SamplingParams, probabilities
 from kernels.sparse import SparseConfig, SparseDistribution
+from outrider.evaluation import EvaluationError
 from outrider.evaluation.drafters import (
     Drafter,
     LookupDrafter,
@@ -43,7 +44,6 @@ from outrider.evaluation.local_models import (
 from outrider.evaluation.skipped_layers import Step, find_layers
 from outrider.evaluation.target_text import (
     SEQUENCES,
-    MeasurementError,
     Prompt,
     Report,
     Text,
@@ -130,7 +130,7 @@ def measure(
     `params` are the target's.
 
     Raises:
-        MeasurementError: logits of a model are NaN or infinite.
+        EvaluationError: logits of a model are NaN or infinite.
     """
     rows = block_rows(target.loaded.vocab_size)
     total, done = sum(text.written for text in texts), 0
@@ -360,7 +360,7 @@ def run(options: Options, report: Report = lambda *_: None) -> Measurement:
 
     Raises:
         CheckpointError: a model cannot be loaded or run.
-        MeasurementError: the models are no pair, or a prompt or the corpus cannot be used.
+        EvaluationError: the models are no pair, or a prompt or the corpus cannot be used.
     """
     check_environment()
     if options.threads is not None:
@@ -443,14 +443,14 @@ def _find_layers(
 
 def _text_tokens(options: Options, prompts: Sequence[Prompt], target: LoadedModel, draft: LoadedModel | None) -> int:
     if draft is not None and (draft.encoder is None) != (target.encoder is None):
-        raise MeasurementError("--draft and --target differ: one has an encoder, and the other has none")
+        raise EvaluationError("--draft and --target differ: one has an encoder, and the other has none")
     models = [target] if draft is None else [target, draft]
     smallest = min(models, key=lambda each: each.context_length)
     prompt = max(len(prompt.tokens) for prompt in prompts)
     longest = smallest.context_length - prompt
     given = options.text_tokens
     if longest < 1 or (given or 1) > longest:
-        raise MeasurementError(
+        raise EvaluationError(
             f"--text-tokens is {given or 1}, and the longest prompt has {prompt} tokens; {smallest.name} has "
             f"{smallest.context_length} positions: use shorter prompts or shorter texts"
         )
@@ -464,7 +464,7 @@ def _documents(options: Options, tokenizer: Tokenizer) -> list[list[int]]:
     try:
         return [tokenizer.encode(text) for text in read_documents(options.ngram_corpus, by_line=options.ngram_by_line)]
     except (OSError, ValueError) as error:
-        raise MeasurementError(f"--ngram-corpus: cannot read '{options.ngram_corpus}' as UTF-8: {error}") from error
+        raise EvaluationError(f"--ngram-corpus: cannot read '{options.ngram_corpus}' as UTF-8: {error}") from error
 
 
 def _drafter(
@@ -474,11 +474,11 @@ def _drafter(
     match name:
         case "model":
             if draft is None:
-                raise MeasurementError("--drafter model needs --draft")
+                raise EvaluationError("--drafter model needs --draft")
             return ModelDrafter(draft, vocab_size, params, sparse)
         case "parallel":
             if draft is None or draft.loaded.mask_token is None:
-                raise MeasurementError(f"--drafter parallel: '{options.draft}' has no mask token")
+                raise EvaluationError(f"--drafter parallel: '{options.draft}' has no mask token")
             return ParallelDrafter(draft, vocab_size, params, sparse, options.tokens_per_pass)
         case "lookup":
             return LookupDrafter(options.lookup_min_match)

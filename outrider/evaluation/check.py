@@ -22,10 +22,10 @@ from typing import Any, TypeAlias
 import numpy as np
 
 from outrider.client import AsyncClient
+from outrider.evaluation import EvaluationError
 from outrider.evaluation.check_requests import Plan, Requester, Step, Text, requests
-from outrider.evaluation.clips import ClipError, clips_for
+from outrider.evaluation.clips import clips_for
 from outrider.evaluation.reference import Copy, DecodeReference, LocalTarget, Prefix, Reference, scores
-from outrider.evaluation.target_text import MeasurementError
 from outrider.evaluation.token_fit import next_tokens, three_tokens
 from outrider.evaluation.verdict import (
     ALONE,
@@ -43,16 +43,11 @@ from outrider.evaluation.verdict import (
     Sampled,
     judged,
 )
-from outrider.runtime.errors import CheckpointError
 from protos.outrider.v1 import draft_service_pb2, model_pb2
 
 ROUNDING = {"float32": 5e-4, "float16": 0.03, "bfloat16": 0.2}
 """Difference of two logits that may be due to rounding, in nats: about six standard deviations between passes of
 different widths."""
-
-
-class CheckError(Exception):
-    """The check cannot run. The text is one line."""
 
 
 async def check(
@@ -68,7 +63,8 @@ async def check(
         speech: for a target of speech: `paths`, and options of `Clip`; its clips replace the prompts of the plan.
 
     Raises:
-        CheckError: the plan does not fit the deployment, or the copy cannot be used.
+        CheckpointError: the copy cannot be loaded, or has other weights.
+        EvaluationError: the plan does not fit the deployment, or a prompt does not fit the copy.
         OutriderError: a request failed.
     """
     began = time.perf_counter()
@@ -78,12 +74,9 @@ async def check(
     requester = await Requester.of(client, plan, pair.target)
     local = None
     if copy is not None:
-        try:
-            longest = max(plan.tokens, plan.equal_tokens)
-            sources = requester.prompts if pair.target.HasField("encoder") else None
-            local = LocalTarget(copy, pair.target, requester.ids, longest, rounding, sources, plan.tokens)
-        except (CheckpointError, MeasurementError) as error:
-            raise CheckError(str(error)) from error
+        longest = max(plan.tokens, plan.equal_tokens)
+        sources = requester.prompts if pair.target.HasField("encoder") else None
+        local = LocalTarget(copy, pair.target, requester.ids, longest, rounding, sources, plan.tokens)
     asks = requests(plan, pair.target)
     texts = await requester.texts(ALONE, [ask for ask in asks if ask.where == ALONE], 1, step)
     texts += await requester.texts(LOAD, [ask for ask in asks if ask.where != ALONE], plan.at_once, step)
@@ -116,30 +109,27 @@ def _drafted(texts: Sequence[Text]) -> tuple[dict[str, int], dict[str, int]]:
             accepted[text.ask.name] += text.accepted
     for rule, number in drafted.items():
         if not number:
-            raise CheckError(
+            raise EvaluationError(
                 f"nothing was drafted under {rule}: there is no speculation to check; give another --drafter"
             )
     return dict(drafted), dict(accepted)
 
 
 def _of_speech(plan: Plan, target: model_pb2.ModelInfo, speech: Mapping[str, Any]) -> Plan:
-    try:
-        clips = clips_for(target, **({"paths": ()} | dict(speech)))
-    except ClipError as error:
-        raise CheckError(str(error)) from error
+    clips = clips_for(target, **({"paths": ()} | dict(speech)))
     return replace(plan, prompts=clips) if clips else plan
 
 
 def _fitted(plan: Plan, pair: draft_service_pb2.DraftServiceGetModelResponse) -> Plan:
     target, most = pair.target, pair.model.limits.max_gamma
     if plan.rounding is None and target.dtype not in ROUNDING:
-        raise CheckError(
+        raise EvaluationError(
             f"the target's dtype is {target.dtype}, whose rounding is not known; give it as --rounding, in nats, or "
             f"start both services in {', '.join(ROUNDING)}"
         )
     gammas = tuple(dict.fromkeys(None if gamma is None else min(gamma, most) for gamma in plan.gammas))
     if not any(gammas):
-        raise CheckError(f"gamma is at most {most}: there is no speculation to check")
+        raise EvaluationError(f"gamma is at most {most}: there is no speculation to check")
     return replace(plan, gammas=gammas)
 
 

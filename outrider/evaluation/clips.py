@@ -9,14 +9,11 @@ from typing import Any, TypeAlias
 
 from outrider.client import Options, OutriderError, Prompt
 from outrider.client.audio import Samples, read_samples
+from outrider.evaluation import EvaluationError
 from protos.outrider.v1 import model_pb2
 
 SUFFIXES = (".wav", ".flac", ".ogg", ".mp3")
 """Of the files that are read in a folder."""
-
-
-class ClipError(Exception):
-    """A clip cannot be used. The text is one line."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,14 +56,16 @@ def clips_for(target: model_pb2.ModelInfo, paths: Sequence[Path], **options: Any
     """Return the windows of audio for a target, with options of `Clip`; none if it takes text and no path is given.
 
     Raises:
-        ClipError: the target takes speech and no path is given, or the reverse; or a clip cannot be used.
+        EvaluationError: the target takes speech and no path is given, or the reverse; or a clip cannot be used.
     """
     if target.encoder.kind != model_pb2.ENCODER_KIND_SPEECH:
         if paths:
-            raise ClipError(f"--audio is given, and the target {target.name} takes no speech: give --prompts-file")
+            raise EvaluationError(
+                f"--audio is given, and the target {target.name} takes no speech: give --prompts-file"
+            )
         return []
     if not paths:
-        raise ClipError(f"the target {target.name} takes speech: give --audio FILE_OR_FOLDER")
+        raise EvaluationError(f"the target {target.name} takes speech: give --audio FILE_OR_FOLDER")
     windows = read_clips(paths, target.encoder.sample_rate, target.encoder.frames)
     return [Clip(samples, **options) for samples in windows]
 
@@ -75,7 +74,7 @@ def find_clips(paths: Sequence[Path]) -> list[Path]:
     """Return the files, and those of each folder with one of `SUFFIXES`, in the order of their names.
 
     Raises:
-        ClipError: a folder has none.
+        EvaluationError: a folder has none.
     """
     found: list[Path] = []
     for path in paths:
@@ -84,7 +83,7 @@ def find_clips(paths: Sequence[Path]) -> list[Path]:
             continue
         own = sorted(each for each in path.iterdir() if each.suffix.lower() in SUFFIXES)
         if not own:
-            raise ClipError(f"--audio {path}: the folder has no file that ends in {', '.join(SUFFIXES)}")
+            raise EvaluationError(f"--audio {path}: the folder has no file that ends in {', '.join(SUFFIXES)}")
         found += own
     return found
 
@@ -98,15 +97,15 @@ def read_clips(paths: Sequence[Path], sample_rate: int, frames: int) -> list[Sam
         frames: of 10 ms that the model takes at once; the last window of a clip may be shorter.
 
     Raises:
-        ClipError: a file cannot be read, the extra `audio` is not installed, or a folder has no audio.
+        EvaluationError: a file cannot be read, the extra `audio` is not installed, or a folder has no audio.
     """
     windows: list[Samples] = []
     for path in find_clips(paths):
         try:
             samples = read_samples(path, None, sample_rate)
         except OutriderError as error:
-            raise ClipError(f"--audio {path}: {error.message.removeprefix('audio: ')}") from error
+            raise EvaluationError(f"--audio {path}: {error.message.removeprefix('audio: ')}") from error
         except ImportError as error:
-            raise ClipError(str(error)) from error
+            raise EvaluationError(str(error)) from error
         windows += [samples.part(begin, frames) for begin in range(0, samples.frames, frames)]
     return windows

@@ -11,8 +11,9 @@ import torch
 from torch import Tensor
 
 from outrider.client.audio import Samples
-from outrider.evaluation.clips import Clip, ClipError, Source, read_clips
-from outrider.evaluation.target_text import MeasurementError, Prompt
+from outrider.evaluation import EvaluationError
+from outrider.evaluation.clips import Clip, Source, read_clips
+from outrider.evaluation.target_text import Prompt
 from outrider.rpc.errors import RequestError
 from outrider.runtime.checkpoint import resolve_folder
 from outrider.runtime.device import work_on
@@ -34,14 +35,14 @@ def load_tokenizer_of(target: ModelSource, draft: ModelSource | None) -> Tokeniz
 
     Raises:
         CheckpointError: a tokenizer cannot be loaded.
-        MeasurementError: the vocabularies differ.
+        EvaluationError: the vocabularies differ.
     """
     own = load_tokenizer(target)
     if draft is not None and (other := load_tokenizer(draft)).fingerprint != own.fingerprint:
         sizes = f"{draft.name} has {vocabulary_end(other)} tokens, and {target.name} has {vocabulary_end(own)}"
         if vocabulary_end(other) == vocabulary_end(own):
             sizes = f"{draft.name} and {target.name} have other tokens for the same ids"
-        raise MeasurementError(
+        raise EvaluationError(
             f"--draft and --target differ in their vocabularies: {sizes}; choose a draft model with the target's "
             "tokenizer"
         )
@@ -56,20 +57,20 @@ def encode_prompts(texts: Sequence[PromptText], tokenizer: Tokenizer, target: Lo
     """Prompts of the target by its tokenizer. The text is the input of the encoder, if there is one.
 
     Raises:
-        MeasurementError: a prompt has no token, or does not fit the model; or the target takes speech.
+        EvaluationError: a prompt has no token, or does not fit the model; or the target takes speech.
     """
     encoder, begin = target.encoder, list[int]()
     longest = target.context_length - 1
     if encoder is not None:
         if encoder.info.kind == SPEECH:
-            raise MeasurementError(f"{target.name} takes speech: give --audio FILE_OR_FOLDER")
+            raise EvaluationError(f"{target.name} takes speech: give --audio FILE_OR_FOLDER")
         longest = encoder.info.max_length
         begin = DecoderPrompts.read(target.model.generation_config, encoder.info.start_token).tokens()
     prompts = []
     for number, text in enumerate(texts, start=1):
         ids = _encode(text, tokenizer, number)
         if not 1 <= len(ids) <= longest:
-            raise MeasurementError(
+            raise EvaluationError(
                 f"--prompts-file: prompt {number} has {len(ids)} tokens; {target.name} takes 1 to {longest}"
             )
         prompts.append(Prompt(ids) if encoder is None else Prompt(begin, torch.tensor(ids)))
@@ -102,7 +103,7 @@ def encode_speech(speech: Speech, target: Located, draft: Located | None) -> lis
 
     Raises:
         CheckpointError: a feature extractor cannot be read.
-        MeasurementError: the target or the draft takes no speech or lacks the language, or a clip cannot be used.
+        EvaluationError: the target or the draft takes no speech or lacks the language, or a clip cannot be used.
     """
     encoder = _speech_encoder(target)
     wanted = Transcription(language=speech.language, task=speech.task, timestamps=speech.timestamps)
@@ -111,13 +112,11 @@ def encode_speech(speech: Speech, target: Located, draft: Located | None) -> lis
         tokens = prompts.transcription(wanted)
         clips = read_clips(speech.paths, SAMPLE_RATE, encoder.frames)
     except RequestError as error:
-        raise MeasurementError(f"--{error.message.removeprefix('transcription.')}") from error
-    except ClipError as error:
-        raise MeasurementError(str(error)) from error
+        raise EvaluationError(f"--{error.message.removeprefix('transcription.')}") from error
     if draft is None:
         return [Prompt(tokens, features) for features in _features(target, clips)]
     if (frames := _speech_encoder(draft).frames) < encoder.frames:
-        raise MeasurementError(f"{draft[0].name} takes {frames} frames of speech, and the target {encoder.frames}")
+        raise EvaluationError(f"{draft[0].name} takes {frames} frames of speech, and the target {encoder.frames}")
     both = zip(_features(target, clips), _features(draft, clips), strict=True)
     return [Prompt(tokens, own, other) for own, other in both]
 
@@ -127,7 +126,7 @@ def encoder_inputs(sources: Sequence[Source], model: LoadedModel, source: ModelS
 
     Raises:
         CheckpointError: its tokenizer or feature extractor cannot be read.
-        MeasurementError: a source does not fit the model.
+        EvaluationError: a source does not fit the model.
     """
     clips = [each.samples for each in sources if isinstance(each, Clip)]
     if clips:
@@ -145,7 +144,7 @@ def _features(located: Located, clips: Sequence[Samples]) -> list[Tensor]:
 def _speech_encoder(located: Located) -> EncoderInfo:
     model, _ = located
     if model.encoder is None or model.encoder.info.kind != SPEECH:
-        raise MeasurementError(f"--audio is given, and {model.name} takes no speech: give --prompts-file")
+        raise EvaluationError(f"--audio is given, and {model.name} takes no speech: give --prompts-file")
     return model.encoder.info
 
 
@@ -155,9 +154,9 @@ def _encode(text: PromptText, tokenizer: Tokenizer, number: int) -> list[int]:
     try:
         return tokenizer.encode_chat([(message["role"], message["content"]) for message in text])
     except (KeyError, TypeError) as error:
-        raise MeasurementError(f"--prompts-file: a message of prompt {number} has no role or no content") from error
+        raise EvaluationError(f"--prompts-file: a message of prompt {number} has no role or no content") from error
     except ChatTemplateError as error:
-        raise MeasurementError(f"--prompts-file: prompt {number}: {error}") from error
+        raise EvaluationError(f"--prompts-file: prompt {number}: {error}") from error
 
 
 def build_runner(loaded: LoadedModel, sequences: int, length: int, *, fuse: bool = True) -> ModelRunner:

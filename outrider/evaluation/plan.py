@@ -13,6 +13,7 @@ from typing import Any
 
 from outrider import theory
 from outrider.client import Completion, Prompt
+from outrider.evaluation import EvaluationError
 from outrider.evaluation.streams import phase_seconds
 
 MAX_GAMMA = 16
@@ -201,10 +202,6 @@ MEASURED_GAMMAS = (2, 8)
 _LAST_POSITIONS = 4
 
 
-class MeasurementError(Exception):
-    """The pair cannot be measured. The text is one line."""
-
-
 @dataclass(frozen=True, slots=True)
 class Measurement:
     """A pair as measured, one text at a time.
@@ -235,7 +232,7 @@ def measure(
         report: called with the number of texts done, and of all.
 
     Raises:
-        MeasurementError: the texts are too short, or the service drafts nothing.
+        EvaluationError: the texts are too short, or the service drafts nothing.
     """
     by_gamma = {gamma: _Sums() for gamma in sorted({0, *(min(gamma, max_gamma) for gamma in MEASURED_GAMMAS)})}
     count = len(by_gamma) * (1 + len(prompts))
@@ -246,10 +243,10 @@ def measure(
                 sums.add(completion)
             report(nth * len(by_gamma) + place, count)
     if not all(sums.rounds for sums in by_gamma.values()):
-        raise MeasurementError("the texts ended after their first round; ask for longer ones")
+        raise EvaluationError("the texts ended after their first round; ask for longer ones")
     alone = by_gamma.pop(0)
     if not any(sums.drafted for sums in by_gamma.values()):
-        raise MeasurementError("the draft service drafted nothing; its drafter may be none: name another one")
+        raise EvaluationError("the draft service drafted nothing; its drafter may be none: name another one")
     return _measurement(alone, by_gamma, max_gamma)
 
 

@@ -106,7 +106,7 @@ class LocalTarget:
 
     Raises:
         CheckpointError: the copy cannot be loaded, or has other weights.
-        MeasurementError: a prompt does not fit it.
+        EvaluationError: a prompt does not fit it.
     """
 
     def __init__(

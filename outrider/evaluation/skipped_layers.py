@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable, Collection
 from dataclasses import dataclass
 
+from outrider.evaluation import EvaluationError
 from outrider.evaluation.local_models import build_runner
-from outrider.evaluation.target_text import MeasurementError, Report
+from outrider.evaluation.target_text import Report
 from outrider.runtime.loader import LoadedModel, adopt
 from outrider.runtime.model_runner import ModelRunner
 from outrider.runtime.skip_layers import DecoderLayers, write_layers
@@ -49,11 +50,11 @@ def find_layers(
 
     Raises:
         CheckpointError: layers of this model cannot be left out.
-        MeasurementError: it has no more than `count` layers.
+        EvaluationError: it has no more than `count` layers.
     """
     layers = DecoderLayers(loaded.model, loaded.name)
     if count >= layers.count:
-        raise MeasurementError(
+        raise EvaluationError(
             f"--find-skip-layers is {count}, and '{loaded.name}' has {layers.count} layers; keep at least one"
         )
     tried, most = 0, 1 + sum(layers.count - done for done in range(count))

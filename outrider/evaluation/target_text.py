@@ -15,6 +15,7 @@ from torch import Tensor
 from kernels.adjustments import Adjuster, LogitRules, RowAdjustment, apply
 from kernels.generation_rules import GenerationRules
 from kernels.sampling import SamplingParams, bad_rows, probabilities
+from outrider.evaluation import EvaluationError
 from outrider.runtime.batch import Chunk
 from outrider.runtime.model_runner import ModelRunner
 
@@ -30,10 +31,6 @@ _LOGITS = 1 << 24  # the most logits of a block: 64 MiB in float32
 
 Report = Callable[[str, int, int], None]
 """Called with the work, the tokens done, and all tokens; 0 and 0 if these are not known."""
-
-
-class MeasurementError(Exception):
-    """It cannot be measured. The text is one line."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -157,7 +154,7 @@ def write(
     Prompts come in random order, again and again. At temperature 0 each is used once: its text is always the same.
 
     Raises:
-        MeasurementError: the target's logits are NaN or infinite.
+        EvaluationError: the target's logits are NaN or infinite.
     """
     generator = torch.Generator().manual_seed(seed)
     order = torch.randperm(len(prompts), generator=generator).tolist()
@@ -239,9 +236,9 @@ def _draw(z: Tensor, params: SamplingParams, generator: torch.Generator) -> list
 
 
 def refuse_bad(z: Tensor, name: str) -> None:
-    """Raises `MeasurementError` if a row of the logits `[n, V]` gives no distribution."""
+    """Raises `EvaluationError` if a row of the logits `[n, V]` gives no distribution."""
     if bad_rows(z).any():
-        raise MeasurementError(f"{name} gives logits that are NaN or infinite; try --dtype float32")
+        raise EvaluationError(f"{name} gives logits that are NaN or infinite; try --dtype float32")
 
 
 # ------------------------------------------------------------------------------------------------------------ reading
@@ -288,7 +285,7 @@ def read_logits(
         change: to the logits, before the rules.
 
     Raises:
-        MeasurementError: logits are NaN or infinite.
+        EvaluationError: logits are NaN or infinite.
     """
     slot, rules = _slot(runner, text.prompt), None
     try:

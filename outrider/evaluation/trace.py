@@ -17,6 +17,7 @@ from typing import Any
 
 from outrider.client import Completion, Options
 from outrider.client.events import Round
+from outrider.evaluation import EvaluationError
 
 REQUEST, DRAFT, WIRE, QUEUE, PASS, VERIFICATION = "request", "draft", "wire", "queue", "target pass", "verification"
 
@@ -29,10 +30,6 @@ WITH, ALONE = "with speculation", "target alone"
 _WARM_UP_TOKENS = 16
 # Shares of a picture's width: of a bar with a white edge, and of one with text.
 _LEAST_STEP, _LEAST_WITH_TEXT = 0.002, 0.016
-
-
-class TraceError(Exception):
-    """The request cannot be drawn; the message has the reason and the remedy."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,7 +88,7 @@ def record(complete: Callable[..., Completion], prompt: str, options: Options) -
         options: of both texts; `gamma` and `drafter` of the first only.
 
     Raises:
-        TraceError: the draft service reports no times, or failed during a text.
+        EvaluationError: the draft service reports no times, or failed during a text.
         OutriderError: a request failed.
     """
     given: dict[str, Any] = dict(options)
@@ -117,9 +114,9 @@ def record(complete: Callable[..., Completion], prompt: str, options: Options) -
 def _check(completion: Completion) -> None:
     sample = completion.samples[0]
     if sample.num_resumes:
-        raise TraceError("the draft service failed during the text, so times are missing; run the command again")
+        raise EvaluationError("the draft service failed during the text, so times are missing; run the command again")
     if not any(each.timings.verdict_us for each in sample.rounds):
-        raise TraceError("the draft service reports no times of rounds; it is older than this command: upgrade it")
+        raise EvaluationError("the draft service reports no times of rounds; it is older than this command: upgrade it")
 
 
 def spans(traced: Traced) -> list[Span]:

@@ -25,7 +25,7 @@ from kernels.adjustments import LogitRules
 from kernels.sampling import SamplingParams, probabilities
 from kernels.sparse import SparseConfig, SparseDistribution, sparsify
 from kernels.verify import Proposed, Uniforms, verify
-from outrider.evaluation import alpha, chisquare
+from outrider.evaluation import EvaluationError, alpha, chisquare
 from outrider.evaluation.alpha import FEW_PROMPTS, Estimate, Options, acceptance, clusters_of, estimate, measure
 from outrider.evaluation.drafters import (
     Drafter,
@@ -38,7 +38,6 @@ from outrider.evaluation.drafters import (
 from outrider.evaluation.local_models import build_runner
 from outrider.evaluation.target_text import (
     NO_PENALTIES,
-    MeasurementError,
     Prompt,
     Text,
     block_rows,
@@ -496,5 +495,5 @@ def test_bad_logits_are_an_error(pair: Pair, tmp_path: Path) -> None:
     forward = runner.forward
     runner.forward = lambda chunks: forward(chunks) * math.nan  # type: ignore[method-assign]
     drafters = {"model": ModelDrafter(runner, V, SamplingParams(), SparseConfig())}
-    with pytest.raises(MeasurementError, match="the draft gives logits that are NaN"):
+    with pytest.raises(EvaluationError, match="the draft gives logits that are NaN"):
         measure(pair.target_runner, drafters, texts, SamplingParams(), [1.0])

@@ -12,9 +12,10 @@ import pytest
 from outrider import theory
 from outrider.cli.processes import Pair as Services
 from outrider.client import Client, Completion, RoundTimings, Sample, Started, Statistics, Timings, Usage
+from outrider.evaluation import EvaluationError
 from outrider.evaluation.figures import draw_plan
 from outrider.evaluation.pictures import svg
-from outrider.evaluation.plan import MeasurementError, Pair, make_plan, measure
+from outrider.evaluation.plan import Pair, make_plan, measure
 from tests.cluster import MODELS, Cluster, wait_healthy
 from tests.proxy import Proxy
 
@@ -211,7 +212,7 @@ def test_a_gamma_that_the_service_refuses_is_not_asked_for() -> None:
 
 
 def test_texts_of_one_round_are_refused() -> None:
-    with pytest.raises(MeasurementError, match="the texts ended after their first round"):
+    with pytest.raises(EvaluationError, match="the texts ended after their first round"):
         measure(Rounds(tokens=2), ["one"])
 
 

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from outrider.client import Chunk, Client, Completion, Finished, Started
+from outrider.evaluation import EvaluationError
 from outrider.evaluation.trace import (
     ALONE,
     DRAFT,
@@ -20,7 +21,6 @@ from outrider.evaluation.trace import (
     WITH,
     Span,
     Traced,
-    TraceError,
     chrome_trace,
     draw,
     record,
@@ -172,9 +172,9 @@ def test_times_at_the_verifier_are_right_where_both_ways_take_as_long() -> None:
 
 def test_a_text_without_all_times_is_refused() -> None:
     old = _traced([pb.RoundReport(round=1)], seconds=1.0, total_us=900_000).completion
-    with pytest.raises(TraceError, match="reports no times of rounds; it is older than this command: upgrade it"):
+    with pytest.raises(EvaluationError, match="reports no times of rounds; it is older than this command: upgrade it"):
         record(lambda *_, **__: old, PROMPT, {})
     (sample,) = _traced([_report(1, 10, 20, queue=1, forward=2)], seconds=1.0, total_us=900_000).completion.samples
     resumed = Completion(old.started, (replace(sample, num_resumes=1),))
-    with pytest.raises(TraceError, match="failed during the text, so times are missing; run the command again"):
+    with pytest.raises(EvaluationError, match="failed during the text, so times are missing; run the command again"):
         record(lambda *_, **__: resumed, PROMPT, {})
