@@ -7,7 +7,8 @@ from selenium.webdriver.common.by import By
 from selenium.webdriver.support.wait import WebDriverWait
 
 from outrider.client import AsyncClient
-from outrider.http.server import BackgroundServer, HttpServer, ServerSettings
+from outrider.http.server import BackgroundServer, HttpServer
+from outrider.http.settings import ServerSettings
 from tests.browser import open_browser
 from tests.cluster import Cluster, wait_healthy
 

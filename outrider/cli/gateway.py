@@ -127,8 +127,8 @@ def make_server(
         address: of the front.
         values: of the command line.
         connect: makes its client.
-        framing: see `AppSettings`.
-        vllm_metrics: see `AppSettings`.
+        framing: see `ServerSettings`.
+        vllm_metrics: see `ServerSettings`.
 
     Raises:
         UsageError: they contradict each other, or a file has the wrong content.
@@ -136,7 +136,8 @@ def make_server(
     """
     given = {name: values.pop(name) for name in list(values) if name.startswith("http_")}
     with needs_extra("http"):
-        from outrider.http.server import HttpServer, ServerSettings
+        from outrider.http.server import HttpServer
+        from outrider.http.settings import ServerSettings
     settings = ServerSettings(
         address,
         tls_cert=given["http_tls_cert"],

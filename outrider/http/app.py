@@ -5,9 +5,8 @@ from __future__ import annotations
 import asyncio
 import json
 import uuid
-from collections.abc import AsyncGenerator, Awaitable, Callable, Coroutine, Mapping, Sequence
+from collections.abc import AsyncGenerator, Awaitable, Callable, Coroutine, Sequence
 from contextlib import aclosing
-from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
 from starlette.applications import Starlette
@@ -36,9 +35,10 @@ from outrider.http.requests import (
     parse,
     read_json,
 )
-from outrider.http.security import DIRECT, Guard, GuardSettings, Requests
+from outrider.http.security import DIRECT, Guard, Requests
+from outrider.http.settings import ServerSettings
 from outrider.http.transcription import transcribe
-from outrider.rpc.auth import count_sequences
+from outrider.rpc.auth import ClientLimits, Tokens, count_sequences
 from outrider.rpc.errors import RequestError
 
 T = TypeVar("T")
@@ -46,34 +46,10 @@ T = TypeVar("T")
 _HEALTH_S = 2.0
 
 
-@dataclass(frozen=True)
-class AppSettings:
-    """How the front answers.
-
-    Attributes:
-        model: its name for callers; None: that of the target.
-        max_samples: prompts times `n` of one request.
-        timeout: seconds of one request.
-        guard: who may call, and how much a request may hold.
-        cors_origins: origins of pages whose scripts may call; none: no page of another origin.
-        playground: serve the playground at `/`.
-        framing: options of every text that hide its token counts from the network, of `outrider.client.Options`. With
-            them there is no playground, whose stream names every round.
-        vllm_metrics: show metrics under vLLM's names, too.
-    """
-
-    model: str | None = None
-    max_samples: int = 256
-    timeout: float = 600.0
-    guard: GuardSettings = field(default_factory=GuardSettings)
-    cors_origins: Sequence[str] = ()
-    playground: bool = True
-    framing: Mapping[str, Any] = field(default_factory=dict)
-    vllm_metrics: bool = False
-
-
-def create_app(client: AsyncClient, settings: AppSettings) -> ASGIApp:
-    """The application in front of `client`, which its caller closes."""
+def create_app(
+    client: AsyncClient, settings: ServerSettings, keys: Tokens | None, limits: ClientLimits | None
+) -> ASGIApp:
+    """The application in front of `client`, which its caller closes. `keys` and `limits` are those of `Guard`."""
     front = Front(client, settings)
     routes = front.routes()
     middleware = []
@@ -85,7 +61,7 @@ def create_app(client: AsyncClient, settings: AppSettings) -> ASGIApp:
             allow_headers=["authorization", "content-type"],
         )
         middleware.append(cors)  # before the keys: a preflight request carries none
-    middleware.append(Middleware(Guard, settings=settings.guard))
+    middleware.append(Middleware(Guard, settings=settings, keys=keys, limits=limits))
     handlers: dict[Any, Any] = {
         ApiError: _api_error,
         ClientGone: _client_gone,
@@ -101,7 +77,7 @@ def create_app(client: AsyncClient, settings: AppSettings) -> ASGIApp:
 class Front:
     """The endpoints."""
 
-    def __init__(self, client: AsyncClient, settings: AppSettings) -> None:
+    def __init__(self, client: AsyncClient, settings: ServerSettings) -> None:
         self._settings = settings
         self.metrics = FrontMetrics([route.path for route in self.routes()], shows_vllm=settings.vllm_metrics)
         self._pair = Pair(client, self.metrics, name=settings.model, framing=settings.framing)

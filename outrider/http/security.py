@@ -9,9 +9,7 @@ import asyncio
 import ipaddress
 import logging
 import time
-from collections.abc import Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass
 
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
@@ -19,6 +17,7 @@ from outrider.client.errors import typed
 from outrider.http import playground
 from outrider.http.errors import ApiError, of_service
 from outrider.http.metrics import FrontMetrics
+from outrider.http.settings import ServerSettings
 from outrider.rpc.auth import ClientLimits, Tokens
 from outrider.rpc.errors import RequestError
 
@@ -38,32 +37,23 @@ _TRANSCRIPTIONS = "/v1/audio/transcriptions"
 _SECONDS_PER_LINE = 1.0
 
 
-@dataclass(frozen=True)
-class GuardSettings:
-    """Who may call, and how much a request may hold.
+class Guard:
+    """The middleware.
 
-    Attributes:
+    Args:
+        app: behind it.
+        settings: of the front.
         keys: None: no key is asked for.
         limits: of each client, by its key, else its address; None: no limit.
-        allowed_hosts: names that a Host header may have, beside addresses and localhost; `*.NAME` stands for the names
-            under it, `*` for all.
-        max_body_bytes: of a body other than a transcription's.
-        body_timeout: seconds until a body must have arrived.
     """
 
-    keys: Tokens | None = None
-    limits: ClientLimits | None = None
-    allowed_hosts: Sequence[str] = ()
-    max_body_bytes: int = 16 * 1024 * 1024
-    body_timeout: float = 60.0
-
-
-class Guard:
-    """The middleware."""
-
-    def __init__(self, app: ASGIApp, settings: GuardSettings) -> None:
+    def __init__(
+        self, app: ASGIApp, settings: ServerSettings, keys: Tokens | None, limits: ClientLimits | None
+    ) -> None:
         self._app = app
         self._settings = settings
+        self._keys = keys
+        self._limits = limits
         self._next_line = 0.0
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -75,8 +65,8 @@ class Guard:
                 self._check_host(_header(scope, b"host"))
                 if path not in _PUBLIC:
                     client = self._client(scope)
-                    if path in _GENERATING and self._settings.limits is not None:
-                        inside.enter_context(self._settings.limits.enter(client))
+                    if path in _GENERATING and self._limits is not None:
+                        inside.enter_context(self._limits.enter(client))
                 receive = self._bounded(scope, receive)
             except ApiError as error:
                 return await self._refuse(scope, send, error)
@@ -98,11 +88,11 @@ class Guard:
     def _client(self, scope: Scope) -> str:
         """The caller's name in the limits."""
         address = (scope.get("client") or ("", 0))[0]
-        if self._settings.keys is None:
+        if self._keys is None:
             return f"address {address}"
         given = [value for name, value in scope["headers"] if name == b"authorization"]
         try:
-            return self._settings.keys.check([("authorization", value) for value in given])
+            return self._keys.check([("authorization", value) for value in given])
         except RequestError:
             text = "the key is not one of this server's" if given else "there is no key"
             text = f"{text}; send one as 'Authorization: Bearer KEY'"

@@ -7,17 +7,16 @@ import logging
 import socket
 import ssl
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self
 
 import uvicorn
 
 from outrider.client import AsyncClient
-from outrider.http.app import AppSettings, create_app
-from outrider.http.security import GuardSettings
+from outrider.http.app import create_app
+from outrider.http.settings import ServerSettings
 from outrider.rpc.auth import ClientLimits, Tokens
 from outrider.rpc.channel import check_plaintext, is_local
 from outrider.rpc.tls import FileProblem, Watched
@@ -39,57 +38,6 @@ _CHECK_S = 1.0
 _BACKLOG = 1024
 
 
-@dataclass(frozen=True)
-class ServerSettings:
-    """How the front listens, and what it allows.
-
-    Attributes:
-        address: `HOST:PORT`; port 0: a free one.
-        tls_cert: PEM file of the certificate and its chain; None: plaintext.
-        tls_key: PEM file of its private key.
-        key_file: file of the keys that clients send, one a line; None: no key is asked for.
-        plaintext: allow plaintext at addresses that are not loopback.
-        client_rate: sequences a second that one client may start; None: no limit.
-        client_burst: sequences that one client may start at once; None: those of one second.
-        max_client_sequences: of one client in progress; None: no limit.
-        allowed_hosts: see `GuardSettings`.
-        cors_origins: see `AppSettings`.
-        model: see `AppSettings`.
-        max_samples: see `AppSettings`.
-        timeout: see `AppSettings`.
-        max_body_bytes: see `GuardSettings`.
-        body_timeout: see `GuardSettings`.
-        playground: see `AppSettings`.
-        framing: see `AppSettings`.
-        vllm_metrics: see `AppSettings`.
-        idle_timeout: seconds that a connection may be without a whole request.
-        slow_client_timeout: seconds that an answer may wait for its reader.
-        grace: seconds that answers may take to end after a signal.
-    """
-
-    address: str
-    tls_cert: Path | None = None
-    tls_key: Path | None = None
-    key_file: Path | None = None
-    plaintext: bool = False
-    client_rate: float | None = None
-    client_burst: int | None = None
-    max_client_sequences: int | None = None
-    allowed_hosts: Sequence[str] = ()
-    cors_origins: Sequence[str] = ()
-    model: str | None = None
-    max_samples: int = 256
-    timeout: float = 600.0
-    max_body_bytes: int = 16 * 1024 * 1024
-    body_timeout: float = 60.0
-    playground: bool = True
-    framing: Mapping[str, Any] = field(default_factory=dict)
-    vllm_metrics: bool = False
-    idle_timeout: float = 30.0
-    slow_client_timeout: float = 30.0
-    grace: float = 30.0
-
-
 class HttpServer:
     """A front that listens. The socket is bound at once, so that an address in use is found before anything starts.
 
@@ -107,7 +55,7 @@ class HttpServer:
         self._settings = settings
         self._connect = connect
         self._certificate = _certificate(settings)
-        self._app_settings = _app_settings(settings)
+        self._keys, self._limits = _keys(settings), _limits(settings)
         self._socket = _bind(settings.address)
         self._name = self._socket.getsockname()[:2]  # uvicorn closes the socket at its end
         self._server: uvicorn.Server | None = None
@@ -130,7 +78,7 @@ class HttpServer:
         settings = self._settings
         async with self._connect() as client:
             config = uvicorn.Config(
-                create_app(client, self._app_settings),
+                create_app(client, settings, self._keys, self._limits),
                 http=_Connection,
                 ws="none",
                 lifespan="off",
@@ -303,7 +251,8 @@ def _certificate(settings: ServerSettings) -> _Certificate | None:
     )
 
 
-def _app_settings(settings: ServerSettings) -> AppSettings:
+def _keys(settings: ServerSettings) -> Tokens | None:
+    """The keys of clients, after the checks that plaintext and a front without keys stay on this machine."""
     is_plain, path = settings.tls_cert is None, settings.key_file
     if is_plain and not settings.plaintext:
         try:
@@ -315,24 +264,16 @@ def _app_settings(settings: ServerSettings) -> AppSettings:
             f"--http {settings.address} is not a loopback address, and without keys anyone may call: give "
             "--http-key-file, or --http-plaintext if the network is trusted"
         )
-    keys = None if path is None else _from_files("--http-key-file", Tokens, path)
-    limits = None
-    if settings.client_rate is not None or settings.max_client_sequences is not None:
-        limits = ClientLimits(
-            rate=settings.client_rate, burst=settings.client_burst, max_sequences=settings.max_client_sequences
-        )
-    elif settings.client_burst is not None:
-        raise ValueError("--http-client-burst needs --http-client-rate")
-    guard = GuardSettings(keys, limits, settings.allowed_hosts, settings.max_body_bytes, settings.body_timeout)
-    return AppSettings(
-        model=settings.model,
-        max_samples=settings.max_samples,
-        timeout=settings.timeout,
-        guard=guard,
-        cors_origins=settings.cors_origins,
-        playground=settings.playground,
-        framing=settings.framing,
-        vllm_metrics=settings.vllm_metrics,
+    return None if path is None else _from_files("--http-key-file", Tokens, path)
+
+
+def _limits(settings: ServerSettings) -> ClientLimits | None:
+    if settings.client_rate is None and settings.max_client_sequences is None:
+        if settings.client_burst is not None:
+            raise ValueError("--http-client-burst needs --http-client-rate")
+        return None
+    return ClientLimits(
+        rate=settings.client_rate, burst=settings.client_burst, max_sequences=settings.max_client_sequences
     )
 
 

@@ -12,7 +12,8 @@ import pytest
 
 from outrider.cli.processes import Pair
 from outrider.client import AsyncClient, Client
-from outrider.http.server import BackgroundServer, HttpServer, ServerSettings
+from outrider.http.server import BackgroundServer, HttpServer
+from outrider.http.settings import ServerSettings
 from tests.cluster import MODELS, Cluster, Service, wait_healthy
 
 TEMPLATE = (

@@ -14,7 +14,8 @@ import httpx
 import pytest
 
 from outrider.client import AsyncClient
-from outrider.http.server import HttpServer, ServerSettings
+from outrider.http.server import HttpServer
+from outrider.http.settings import ServerSettings
 from tests.certificates import Authority
 from tests.cluster import Service, wait_until
 from tests.outrider.http.conftest import plain, running_front
