@@ -13,7 +13,13 @@ from rich.table import Table
 
 from outrider.cli.bench import read_prompts
 from outrider.cli.demo import MODELS, demo_model
-from outrider.cli.options import DeviceName, check_speech_options, speech_options, timestamps_option
+from outrider.cli.options import (
+    DeviceName,
+    check_speech_options,
+    prompts_file_option,
+    speech_options,
+    timestamps_option,
+)
 from outrider.cli.output import Failure, needs_extra, write_json
 from outrider.cli.progress import progress
 from outrider.evaluation import EvaluationError
@@ -70,12 +76,7 @@ class Leniences(click.ParamType[tuple[float, ...]]):
     help="Source of drafted tokens. unigram and bigram are ngram with n-grams of 1 and 2 tokens. The drafter staged "
     "has the α of model. Of parallel, α is the mean over a pass. Repeatable. Default: model.",
 )
-@click.option(
-    "--prompts-file",
-    metavar="FILE",
-    type=_FILE,
-    help="Prompts: a JSON object a line, with the field text or messages. Default: the demo's.",
-)
+@prompts_file_option("the demo's")
 @speech_options
 @timestamps_option
 @click.option(

@@ -18,13 +18,16 @@ import click
 from outrider.cli.demo import warn_of_busy_processors
 from outrider.cli.options import (
     DRAFTERS,
+    POSITIVE,
     RETRY_TIMEOUT_S,
-    Address,
     Numbers,
     calling_options,
     check_speech_options,
     connected,
+    draft_option,
+    prompts_file_option,
     speech_options,
+    timeout_option,
     timestamps_option,
 )
 from outrider.cli.output import Failure, fails_in_one_line, write_json
@@ -42,13 +45,7 @@ _QUICK: Json = {"gammas": (2, 6), "streams": (1, 4), "texts": 2, "max_new_tokens
 
 
 @click.command("bench", short_help="Measure a pair of services that run already.")
-@click.option(
-    "--draft",
-    type=Address(several=True),
-    default="127.0.0.1:50051",
-    show_default=True,
-    help="Address of the draft service.",
-)
+@draft_option()
 @click.option("--gammas", type=Numbers(int, least=1), help="Fixed gammas, beside the default policy. Default: 2,4,8.")
 @click.option(
     "--drafters",
@@ -62,12 +59,7 @@ _QUICK: Json = {"gammas": (2, 6), "streams": (1, 4), "texts": 2, "max_new_tokens
 @click.option("--max-new-tokens", type=click.IntRange(min=2), help="Tokens of each text. Default: 64.")
 @click.option("--repeats", type=click.IntRange(min=1), help="How often each figure is measured. Default: 3.")
 @click.option("--stop-at-eos", is_flag=True, help="Let texts end at the model's end-of-sequence tokens.")
-@click.option(
-    "--prompts-file",
-    metavar="FILE",
-    type=click.Path(exists=True, dir_okay=False, path_type=Path),
-    help="Prompts: a JSON object a line, with the field text or messages. Default: built-in ones.",
-)
+@prompts_file_option("built-in ones")
 @speech_options
 @timestamps_option
 @click.option("--quick", is_flag=True, help="Fewer and shorter texts: less than two minutes for small models.")
@@ -80,14 +72,7 @@ _QUICK: Json = {"gammas": (2, 6), "streams": (1, 4), "texts": 2, "max_new_tokens
     help="Folder of report.html, report.md and report.json; made if it is missing.",
 )
 @click.option("--json", "as_json", is_flag=True, help="Print the figures as one JSON object in place of the table.")
-@click.option(
-    "--timeout",
-    metavar="SECONDS",
-    type=click.FloatRange(min=0, min_open=True),
-    default=300.0,
-    show_default=True,
-    help="Time after which a text fails.",
-)
+@timeout_option("Time after which a text fails.", kind=POSITIVE)
 @calling_options
 @fails_in_one_line
 def bench_command(

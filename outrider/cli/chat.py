@@ -9,7 +9,15 @@ from typing import Any
 
 import click
 
-from outrider.cli.options import Address, calling_options, connected, request_of, sampling_options, temperature_option
+from outrider.cli.options import (
+    calling_options,
+    connected,
+    draft_option,
+    request_of,
+    sampling_options,
+    temperature_option,
+    timeout_option,
+)
 from outrider.cli.output import Failure, fails_in_one_line, note_queue, warn_of_loss
 from outrider.client import (
     Chunk,
@@ -26,23 +34,10 @@ from outrider.client import (
 
 
 @click.command("chat", short_help="A conversation, in this terminal.")
-@click.option(
-    "--draft",
-    type=Address(several=True),
-    default="127.0.0.1:50051",
-    show_default=True,
-    help="Address of the draft service; with several, a text continues at another one if one fails.",
-)
+@draft_option("a text continues")
 @click.option("--system", metavar="TEXT", help="The system message, before the first message.")
 @click.option("--max-new-tokens", type=int, help="Maximum tokens to generate. Default: 256.")
-@click.option(
-    "--timeout",
-    metavar="SECONDS",
-    type=float,
-    default=300.0,
-    show_default=True,
-    help="Time after which the call fails.",
-)
+@timeout_option("Time after which the call fails.")
 @calling_options
 @temperature_option("1")
 @sampling_options

@@ -7,7 +7,6 @@ from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import asdict
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
@@ -18,14 +17,17 @@ from rich.table import Table
 from outrider.cli.bench import read_prompts
 from outrider.cli.options import (
     DRAFTERS,
+    POSITIVE,
     RETRY_TIMEOUT_S,
-    Address,
     DeviceName,
     Numbers,
     calling_options,
     check_speech_options,
     connected,
+    draft_option,
+    prompts_file_option,
     speech_options,
+    timeout_option,
 )
 from outrider.cli.output import Failure, needs_extra, write_json
 from outrider.cli.progress import progress
@@ -52,13 +54,7 @@ class CheckFailure(Failure):
 
 
 @click.command("check", short_help="Check that a deployment is exact.")
-@click.option(
-    "--draft",
-    type=Address(several=True),
-    default="127.0.0.1:50051",
-    show_default=True,
-    help="Address of the draft service.",
-)
+@draft_option()
 @click.option(
     "--target",
     metavar="DIR_OR_ID",
@@ -85,12 +81,7 @@ class CheckFailure(Failure):
     help=f"Tokens of each sampled text. Default: {_TOKENS[True]}; without --target {_TOKENS[False]}.",
 )
 @click.option("--at-once", type=click.IntRange(min=1), default=32, show_default=True, help="Requests under load.")
-@click.option(
-    "--prompts-file",
-    metavar="FILE",
-    type=click.Path(exists=True, dir_okay=False, path_type=Path),
-    help="Prompts: a JSON object a line, with the field text or messages. Default: built-in ones.",
-)
+@prompts_file_option("built-in ones")
 @speech_options
 @click.option("--temperature", type=click.FloatRange(min=1e-6, max=100), help="Sample with this setting alone.")
 @click.option("--top-k", type=click.IntRange(min=0), help="Sample with this setting alone.")
@@ -109,14 +100,7 @@ class CheckFailure(Failure):
 )
 @click.option("--seed", type=click.IntRange(min=0), default=0, show_default=True, help="Seed of the requests.")
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
-@click.option(
-    "--timeout",
-    metavar="SECONDS",
-    type=click.FloatRange(min=0, min_open=True),
-    default=300.0,
-    show_default=True,
-    help="Time after which a request fails.",
-)
+@timeout_option("Time after which a request fails.", kind=POSITIVE)
 @calling_options
 def check_command(draft: str, timeout: float, as_json: bool, **values: Any) -> None:
     """Check that the text of a deployment is distributed as its target's.

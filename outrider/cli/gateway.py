@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from outrider.cli.options import Address, calling_options, connected, framing_options, request_of
+from outrider.cli.options import Address, calling_options, connected, draft_option, framing_options, group, request_of
 from outrider.cli.output import Failure, needs_extra
 from outrider.cli.processes import terminated_as_interrupted
 from outrider.client import AsyncClient
@@ -22,8 +22,8 @@ _FILE = click.Path(exists=True, dir_okay=False, path_type=Path)
 # Of calls that generate nothing; a text has --http-timeout.
 _ASK_S = 60.0
 
-# Of the front; see `make_server`.
-_OPTIONS = (
+# Of the front, without `--http` itself; see `make_server`.
+http_options = group(
     click.option("--http-tls-cert", metavar="FILE", type=_FILE, help="Certificate of the front (PEM); turns TLS on."),
     click.option("--http-tls-key", metavar="FILE", type=_FILE, help="Private key of --http-tls-cert (PEM)."),
     click.option(
@@ -106,13 +106,6 @@ _OPTIONS = (
 )
 
 
-def http_options(command: Any) -> Any:
-    """Adds the options of the front, without `--http` itself."""
-    for option in reversed(_OPTIONS):
-        command = option(command)
-    return command
-
-
 def make_server(
     address: str,
     values: dict[str, Any],
@@ -166,13 +159,7 @@ def make_server(
 
 
 @click.command("gateway", short_help="An OpenAI-compatible front of draft services.")
-@click.option(
-    "--draft",
-    type=Address(several=True),
-    default="127.0.0.1:50051",
-    show_default=True,
-    help="Address of the draft service; with several, texts continue at another one if one fails.",
-)
+@draft_option("texts continue")
 @click.option(
     "--http",
     "http",

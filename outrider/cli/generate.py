@@ -7,31 +7,26 @@ from typing import Any
 
 import click
 
-from outrider.cli.options import Address, calling_options, connected, request_of, request_options, temperature_option
+from outrider.cli.options import (
+    calling_options,
+    connected,
+    draft_option,
+    request_of,
+    request_options,
+    temperature_option,
+    timeout_option,
+)
 from outrider.cli.output import completion_document, fails_in_one_line, note_queue, warn_of_loss, write_json
 from outrider.client import Chunk, Client, Message, Options, Prompt, Queued, Started
 
 
 @click.command("generate", short_help="Text from a draft service that runs already.")
 @click.argument("prompt")
-@click.option(
-    "--draft",
-    type=Address(several=True),
-    default="127.0.0.1:50051",
-    show_default=True,
-    help="Address of the draft service; with several, a text continues at another one if one fails.",
-)
+@draft_option("a text continues")
 @click.option("--max-new-tokens", type=int, help="Maximum tokens to generate. Default: 256.")
 @click.option("--chat", is_flag=True, help="PROMPT is a message to a model with a chat template.")
 @click.option("--system", metavar="TEXT", help="With --chat: the system message.")
-@click.option(
-    "--timeout",
-    metavar="SECONDS",
-    type=float,
-    default=300.0,
-    show_default=True,
-    help="Time after which the call fails.",
-)
+@timeout_option("Time after which the call fails.")
 @click.option(
     "--retry-timeout",
     metavar="SECONDS",

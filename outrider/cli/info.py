@@ -17,7 +17,7 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
-from outrider.cli.options import Address, calling_options, tls_of
+from outrider.cli.options import Address, calling_options, timeout_option, tls_of
 from outrider.cli.output import Failure, fails_in_one_line, write_json
 from outrider.client import TLS, AcceptanceRule, Drafter
 from outrider.client.errors import explained
@@ -35,14 +35,7 @@ _HASH_OF_TOKEN_0 = hashlib.blake2b(bytes(4), digest_size=8).digest()
 
 @click.command("info", short_help="Model, limits, health and load of a service.")
 @click.argument("address", type=Address(), metavar="HOST:PORT")
-@click.option(
-    "--timeout",
-    metavar="SECONDS",
-    type=float,
-    default=10.0,
-    show_default=True,
-    help="Time after which the command fails.",
-)
+@timeout_option("Time after which the command fails.", default=10.0)
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
 @calling_options
 @fails_in_one_line

@@ -15,6 +15,7 @@ from outrider.rpc.channel import SOCKET
 Command = TypeVar("Command", bound=Callable[..., Any])
 
 _FILE = click.Path(exists=True, dir_okay=False)
+POSITIVE = click.FloatRange(min=0, min_open=True)
 _RULES = [rule.value for rule in AcceptanceRule if rule is not AcceptanceRule.UNSPECIFIED]
 POLICIES = [policy.value for policy in SpeculationPolicy if policy is not SpeculationPolicy.UNSPECIFIED]
 DRAFTERS = [drafter.value for drafter in Drafter if drafter is not Drafter.UNSPECIFIED]
@@ -23,28 +24,33 @@ DRAFTERS = [drafter.value for drafter in Drafter if drafter is not Drafter.UNSPE
 RETRY_TIMEOUT_S = 5.0
 
 
+def group(*options: Any) -> Any:
+    """A decorator of commands that adds these options, in this order."""
+
+    def add(command: Any) -> Any:
+        for option in reversed(options):
+            command = option(command)
+        return command
+
+    return add
+
+
+# Of commands that measure a pair on speech; see `check_speech_options`.
+speech_options = group(
+    click.option(
+        "--audio",
+        metavar="FILE_OR_FOLDER",
+        type=click.Path(exists=True, path_type=Path),
+        multiple=True,
+        help="Speech, for a target that takes speech: a WAV, FLAC, OGG or MP3 file, or a folder of them. Longer "
+        "speech than the model takes at once is cut into windows. Repeatable.",
+    ),
+    click.option("--language", metavar="NAME", default="", help="Language of --audio. Default: the model's."),
+    click.option(
+        "--task", metavar="NAME", default="", help="transcribe, or translate (into English). Default: transcribe."
+    ),
+)
 timestamps_option = click.option("--timestamps", is_flag=True, help="The target writes timestamps of --audio.")
-
-
-def speech_options(command: Command) -> Command:
-    """Adds the options of commands that measure a pair on speech; see `check_speech_options`."""
-    options = (
-        click.option(
-            "--audio",
-            metavar="FILE_OR_FOLDER",
-            type=click.Path(exists=True, path_type=Path),
-            multiple=True,
-            help="Speech, for a target that takes speech: a WAV, FLAC, OGG or MP3 file, or a folder of them. Longer "
-            "speech than the model takes at once is cut into windows. Repeatable.",
-        ),
-        click.option("--language", metavar="NAME", default="", help="Language of --audio. Default: the model's."),
-        click.option(
-            "--task", metavar="NAME", default="", help="transcribe, or translate (into English). Default: transcribe."
-        ),
-    )
-    for option in reversed(options):
-        command = option(command)
-    return command
 
 
 def check_speech_options(values: Mapping[str, Any], prompts_file: Path | None) -> None:
@@ -128,17 +134,6 @@ class DeviceName(click.ParamType[str]):
         self.fail(f"{value!r} is not auto, cpu, cuda or cuda:N", param, ctx)
 
 
-def _group(*options: Any) -> Any:
-    """A decorator of commands that adds these options, in this order."""
-
-    def add(command: Any) -> Any:
-        for option in reversed(options):
-            command = option(command)
-        return command
-
-    return add
-
-
 # Hides token counts from observers of the network.
 _FRAMING = (
     click.option(
@@ -159,10 +154,10 @@ _FRAMING = (
         help="Pad the messages between the services to one size for each direction.",
     ),
 )
-framing_options = _group(*_FRAMING)
+framing_options = group(*_FRAMING)
 
 # How to run both models; see `flags_of_pair`.
-model_options = _group(
+model_options = group(
     click.option("--device", type=DeviceName(), help="Device of both models: cpu, cuda, cuda:1. Default: auto."),
     click.option("--target-device", type=DeviceName(), help="Device of the target. Default: --device."),
     click.option("--draft-device", type=DeviceName(), help="Device of the draft. Default: --device."),
@@ -172,7 +167,7 @@ model_options = _group(
 )
 
 # Sampling and speculation, without `temperature_option`; see `request_of`.
-sampling_options = _group(
+sampling_options = group(
     click.option("--top-k", type=int, help="Keep the K most probable tokens. Default: 0, all."),
     click.option(
         "--top-p",
@@ -242,7 +237,7 @@ sampling_options = _group(
 )
 
 # All other options of a request.
-request_options = _group(
+request_options = group(
     sampling_options,
     click.option(
         "--repetition-penalty",
@@ -317,7 +312,7 @@ request_options = _group(
 )
 
 # How to call a draft service; see `connected`.
-calling_options = _group(
+calling_options = group(
     click.option("--tls", is_flag=True, help="Use TLS, and trust the CAs that come with gRPC."),
     click.option("--tls-ca", metavar="FILE", type=_FILE, help="Use TLS, and trust this CA (PEM)."),
     click.option(
@@ -337,7 +332,7 @@ calling_options = _group(
 )
 
 # Security of the draft service: flags of its own.
-serving_options = _group(
+serving_options = group(
     click.option(
         "--tls-cert", metavar="FILE", type=_FILE, help="Certificate of the draft service (PEM); turns TLS on."
     ),
@@ -359,6 +354,33 @@ serving_options = _group(
     ),
     click.option("--plaintext", is_flag=True, help="Allow plaintext at addresses that other machines reach."),
 )
+
+
+def draft_option(continued: str = "", *, several: bool = True) -> Callable[[Command], Command]:
+    """`--draft` of clients; `continued` says what goes on at the next address, for the help."""
+    more = f"; with several, {continued} at another one if one fails" if continued else ""
+    return click.option(
+        "--draft",
+        type=Address(several),
+        default="127.0.0.1:50051",
+        show_default=True,
+        help=f"Address of the draft service{more}.",
+    )
+
+
+def timeout_option(text: str, *, kind: Any = float, default: float = 300.0) -> Callable[[Command], Command]:
+    """`--timeout`, with this help."""
+    return click.option("--timeout", metavar="SECONDS", type=kind, default=default, show_default=True, help=text)
+
+
+def prompts_file_option(default: str) -> Callable[[Command], Command]:
+    """`--prompts-file`; `default` is for the help."""
+    return click.option(
+        "--prompts-file",
+        metavar="FILE",
+        type=click.Path(exists=True, dir_okay=False, path_type=Path),
+        help=f"Prompts: a JSON object a line, with the field text or messages. Default: {default}.",
+    )
 
 
 def temperature_option(default: str) -> Callable[[Command], Command]:

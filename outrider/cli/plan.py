@@ -28,6 +28,7 @@ from outrider.cli.options import (
     connected,
     request_of,
     temperature_option,
+    timeout_option,
 )
 from outrider.cli.output import Failure, fails_in_one_line, write_json
 from outrider.client import Prompt
@@ -135,14 +136,7 @@ class Steps(click.ParamType[tuple[float, bool]]):
 @click.option(
     "--drafter", type=click.Choice(DRAFTERS), help="With --draft: source of proposed tokens. Default: the service's."
 )
-@click.option(
-    "--timeout",
-    metavar="SECONDS",
-    type=float,
-    default=300.0,
-    show_default=True,
-    help="With --draft: time after which a call fails.",
-)
+@timeout_option("With --draft: time after which a call fails.")
 @calling_options
 @click.option(
     "--picture",

@@ -16,13 +16,15 @@ from rich.table import Table
 
 from outrider.cli.demo import warn_of_busy_processors
 from outrider.cli.options import (
+    POSITIVE,
     RETRY_TIMEOUT_S,
-    Address,
     calling_options,
     connected,
+    draft_option,
     request_of,
     sampling_options,
     temperature_option,
+    timeout_option,
 )
 from outrider.cli.output import Failure, completion_document, fails_in_one_line, warn_of_loss, write_json
 from outrider.client import AcceptanceRule
@@ -36,9 +38,7 @@ _FILE = click.Path(dir_okay=False, path_type=Path)
 
 @click.command("trace", short_help="The timeline of one request, with speculation and without.")
 @click.argument("prompt")
-@click.option(
-    "--draft", type=Address(), default="127.0.0.1:50051", show_default=True, help="Address of the draft service."
-)
+@draft_option(several=False)
 @click.option(
     "--output",
     metavar="FILE",
@@ -51,14 +51,7 @@ _FILE = click.Path(dir_okay=False, path_type=Path)
 @click.option(
     "--max-new-tokens", type=click.IntRange(min=1), default=64, show_default=True, help="Maximum tokens of the text."
 )
-@click.option(
-    "--timeout",
-    metavar="SECONDS",
-    type=click.FloatRange(min=0, min_open=True),
-    default=300.0,
-    show_default=True,
-    help="Time after which a text fails.",
-)
+@timeout_option("Time after which a text fails.", kind=POSITIVE)
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object in place of the table.")
 @calling_options
 @temperature_option("0")

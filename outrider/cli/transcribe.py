@@ -13,20 +13,22 @@ import click
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeElapsedColumn
 
-from outrider.cli.options import Address, calling_options, connected, request_of, sampling_options, temperature_option
+from outrider.cli.options import (
+    calling_options,
+    connected,
+    draft_option,
+    request_of,
+    sampling_options,
+    temperature_option,
+    timeout_option,
+)
 from outrider.cli.output import Failure, fails_in_one_line, warn_of_loss, write_json
 from outrider.client import Segment, Transcription
 
 
 @click.command("transcribe", short_help="The text of speech, from a file.")
 @click.argument("file", type=click.Path(exists=True, dir_okay=False, allow_dash=True))
-@click.option(
-    "--draft",
-    type=Address(several=True),
-    default="127.0.0.1:50051",
-    show_default=True,
-    help="Address of the draft service; with several, the text continues at another one if one fails.",
-)
+@draft_option("the text continues")
 @click.option("--language", metavar="NAME", help="Language of the speech, for example en. Default: the model's.")
 @click.option("--task", metavar="NAME", help="transcribe, or translate (into English). Default: transcribe.")
 @click.option("--timestamps", is_flag=True, help="Print the times of each segment.")
@@ -35,14 +37,7 @@ from outrider.client import Segment, Transcription
     type=int,
     help="Maximum tokens to generate for each window of audio. Default: as many as the model can.",
 )
-@click.option(
-    "--timeout",
-    metavar="SECONDS",
-    type=float,
-    default=300.0,
-    show_default=True,
-    help="Time after which a window of audio fails.",
-)
+@timeout_option("Time after which a window of audio fails.")
 @click.option(
     "--retry-timeout",
     metavar="SECONDS",
