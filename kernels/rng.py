@@ -63,23 +63,6 @@ def _round_keys(k0: int, k1: int) -> tuple[tuple[int, int], ...]:
     return tuple(((k0 + i * _WEYL_0) & _MASK32, (k1 + i * _WEYL_1) & _MASK32) for i in range(_ROUNDS))
 
 
-def philox4x32_torch(counter: Tensor, key: Tensor) -> Tensor:
-    """Return Philox4x32-10 of `counter` `[..., 4]` and `key` `[..., 2]` as `[..., 4]`.
-
-    All tensors are int64 holding 32-bit words; the leading shapes broadcast. Equal to `philox4x32` word for word.
-    """
-    # int64 products wrap at 2^64, which leaves the low 32 bits and, after masking the shift, the high 32 bits intact.
-    shape = torch.broadcast_shapes(counter.shape[:-1], key.shape[:-1])
-    multipliers = torch.tensor([_MULTIPLIER_0, _MULTIPLIER_1], dtype=torch.int64, device=counter.device)
-    weyl = torch.tensor([_WEYL_0, _WEYL_1], dtype=torch.int64, device=counter.device)
-    even, odd = counter[..., 0::2], counter[..., 1::2]  # (c0, c2), (c1, c3): [..., 2]
-    for _ in range(_ROUNDS):
-        product = even * multipliers
-        even, odd = ((product >> 32) & _MASK32).flip(-1) ^ odd ^ key, (product & _MASK32).flip(-1)
-        key = (key + weyl) & _MASK32
-    return torch.stack((even, odd), dim=-1).expand(*shape, 2, 2).reshape(*shape, 4)
-
-
 def uniform(seed: int, base_length: int, index: int, domain: Domain, draw: int = 0) -> float:
     """Return a uniform in [0, 1) with 53 bits.
 
@@ -93,47 +76,12 @@ def uniform(seed: int, base_length: int, index: int, domain: Domain, draw: int =
     Raises:
         ValueError: an argument is outside its range.
     """
-    if not (
-        0 <= seed <= MAX_SEED and 0 <= base_length <= MAX_WORD and 0 <= index <= MAX_WORD and 0 <= draw <= MAX_WORD
-    ):
-        _refuse(seed=seed, base_length=base_length, index=index, draw=draw)
+    _refuse_outside("seed", seed, MAX_SEED)
+    _refuse_outside("base_length", base_length, MAX_WORD)
+    _refuse_outside("index", index, MAX_WORD)
+    _refuse_outside("draw", draw, MAX_WORD)
     high, low, _, _ = philox4x32((base_length, index, int(domain), draw), (seed & _MASK32, seed >> 32))
     return (((high << 32) | low) >> 11) * _UNIT_53
-
-
-def uniforms(
-    seed: int | Tensor, base_length: int | Tensor, index: int | Tensor, domain: Domain, draw: int = 0
-) -> Tensor:
-    """Return `uniform` of every element, float64, in the broadcast shape of the three arguments.
-
-    Tensors are int64; a seed tensor holds the 64 bits of each seed (as two's complement above 2^63). One call, for up
-    to a few thousand elements, takes about as long as thirty calls of `uniform`.
-
-    Raises:
-        ValueError: an argument given as a number is outside its range.
-    """
-    if isinstance(seed, int):
-        _refuse_outside("seed", seed, MAX_SEED)
-        seed = torch.tensor(seed - 2**64 if seed >= 2**63 else seed, dtype=torch.int64)
-    _refuse_outside("draw", draw, MAX_WORD)
-    words = []
-    for name, value in (("base_length", base_length), ("index", index)):
-        if isinstance(value, int):
-            _refuse_outside(name, value, MAX_WORD)
-        words.append(torch.as_tensor(value, dtype=torch.int64))
-    lengths, indices, seeds = torch.broadcast_tensors(*words, seed)
-    counter = torch.stack(
-        (lengths, indices, torch.full_like(lengths, int(domain)), torch.full_like(lengths, draw)), dim=-1
-    )
-    key = torch.stack((seeds & _MASK32, (seeds >> 32) & _MASK32), dim=-1)
-    out = philox4x32_torch(counter, key)
-    bits = (out[..., 0] << 21) | (out[..., 1] >> 11)  # the upper 53 of 64 bits
-    return bits.to(torch.float64) * _UNIT_53
-
-
-def _refuse(**words: int) -> None:
-    for name, value in words.items():
-        _refuse_outside(name, value, MAX_SEED if name == "seed" else MAX_WORD)
 
 
 def _refuse_outside(name: str, value: int, largest: int) -> None:
@@ -168,10 +116,10 @@ def row_key(seed: int, position: int) -> tuple[int, int, int]:
     return philox4x32((position, 0, int(Domain.COUPLED), 0), (seed & _MASK32, seed >> 32))[:3]
 
 
-def words(keys: Sequence[tuple[int, int, int]], V: int, device: torch.device | None = None) -> Tensor:
+def words(keys: Sequence[tuple[int, int, int]], V: int) -> Tensor:
     """Return one 32-bit word a token for each of `keys` `[R]`, as int64 `[R, V]`. No word occurs twice in a row."""
-    key = torch.tensor(keys, dtype=torch.int64, device=device).view(-1, 3, 1)
-    x = torch.arange(V, dtype=torch.int64, device=device).mul_(SPREAD) + key[:, 0]
+    key = torch.tensor(keys, dtype=torch.int64).view(-1, 3, 1)
+    x = torch.arange(V, dtype=torch.int64).mul_(SPREAD) + key[:, 0]
     # In place: for a large vocabulary, allocating new memory would take most of the time.
     x.bitwise_and_(_MASK32)
     x.bitwise_xor_(x >> 16).mul_(FIRST_MULTIPLIER).bitwise_and_(_MASK32)

@@ -19,12 +19,11 @@ from kernels.rng import (
     gumbel,
     noise_rows,
     philox4x32,
-    philox4x32_torch,
     row_key,
     uniform,
-    uniforms,
     words,
 )
+from tests.kernels.uniforms import philox4x32_torch, uniforms
 
 LEVEL = 1e-6
 V = 1 << 16

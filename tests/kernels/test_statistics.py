@@ -14,13 +14,14 @@ import torch
 
 from kernels import rng
 from kernels import verify as verification
-from kernels.rng import Domain, uniforms
+from kernels.rng import Domain
 from kernels.sampling import SamplingParams, probabilities
 from kernels.sparse import SparseConfig, SparseDistribution, sparsify
 from kernels.verify import Proposed, Rule
 from outrider.evaluation.chisquare import goodness_of_fit
 from tests.kernels.cases import gaussian
 from tests.kernels.paths import C, verify
+from tests.kernels.uniforms import uniforms
 
 V = 16
 LEVEL = 1e-6  # seeds are fixed: a failure is a defect and no bad luck
