@@ -6,7 +6,6 @@ logits to float32 first.
 """
 
 import gc
-import importlib
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -156,9 +155,6 @@ def outrider(path: str) -> Contender:
     """`kernels.verify` by the named path; of `triton` the launches are timed apart from packing and copying."""
 
     def start(case: Case) -> Ready:
-        implementation: Any = importlib.import_module(f"kernels.verify_{path}")
-        if case.shape.acceptance not in implementation.RULES:
-            raise Unavailable(f"{path} does not know the rule {case.shape.rule}")
         logits = case.logits.flatten(0, 1)
 
         def whole() -> Any:
@@ -169,7 +165,9 @@ def outrider(path: str) -> Contender:
 
         if path != "triton":
             return Ready(whole, accepted, graphable=False)
-        return Ready(implementation.prepare(logits, case.proposals).run, accepted, graphable=True, whole=whole)
+        from kernels.verify_triton import prepare  # triton is optional
+
+        return Ready(prepare(logits, case.proposals).run, accepted, graphable=True, whole=whole)
 
     return start
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Collection
 from dataclasses import dataclass, replace
 from importlib.util import find_spec
 
@@ -13,7 +12,7 @@ import torch
 from kernels.adjustments import RowAdjustment
 from kernels.dense import DraftLogits, SigmoidScales
 from kernels.sampling import SamplingParams
-from kernels.verify import Proposed, Rule, implementation_for, implementations, verify
+from kernels.verify import Proposed, Rule, implementation_for, verify
 from kernels.verify_c import is_available
 
 AUTO = "auto"
@@ -45,7 +44,7 @@ def choose(requested: str, device: torch.device) -> VerifyPath:
     """
     if requested == AUTO:
         return VerifyPath(implementation_for(device), f"the fastest on {device.type}")
-    why = obstacle(requested, device, implementations())
+    why = _obstacle(requested, device)
     if why is not None:
         raise PathUnavailable(f"{requested} cannot verify on {device}: {why}")
     return VerifyPath(requested, "requested")
@@ -93,8 +92,8 @@ def warm_up(name: str, device: torch.device, dtype: torch.dtype, V: int, width: 
             verify(logits[: 2 * len(batch)], proposals, name)
 
 
-def obstacle(name: str, device: torch.device, built: Collection[str]) -> str | None:
-    """Return why the implementation `name` cannot run on `device`, or None. `built` lists the implementations."""
+def _obstacle(name: str, device: torch.device) -> str | None:
+    """Return why the implementation `name` cannot run on `device`, or None."""
     if name == "triton":
         if device.type not in ("cpu", "cuda"):
             return "it needs a CUDA device"
@@ -104,6 +103,4 @@ def obstacle(name: str, device: torch.device, built: Collection[str]) -> str | N
             return "triton is not installed"
     if name == "c" and not is_available():
         return "it needs x86-64 with AVX2, Linux, and the library that a C compiler builds with the package"
-    if name not in built:
-        return f"this build has only {', '.join(built)}"
     return None

@@ -1,18 +1,16 @@
 """Verification: types, input checks, and `verify`, which picks the implementation by device.
 
-An implementation is a module with `verify(logits, proposals)` and `RULES`, the acceptance rules it supports; `_MODULES`
-lists them.
+An implementation is a module with `verify(logits, proposals)`; `_MODULES` lists them.
 """
 
 from __future__ import annotations
 
 import enum
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cache
 from importlib import import_module
 from importlib.util import find_spec
-from typing import Protocol, cast
 
 import torch
 from torch import Tensor
@@ -24,7 +22,6 @@ from kernels.sampling import SamplingParams
 from kernels.sparse import SparseDistribution
 
 __all__ = [
-    "SUPPORTED_RULES",
     "DenseDistribution",
     "DraftDistribution",
     "DraftLogits",
@@ -34,11 +31,9 @@ __all__ = [
     "Status",
     "TokenLogprobs",
     "Uniforms",
-    "UnsupportedRule",
     "VerifyResult",
     "adjustments_of",
     "implementation_for",
-    "implementations",
     "verify",
 ]
 
@@ -61,10 +56,6 @@ class Status(enum.Enum):
     OK = "ok"
     ZERO_RESIDUAL = "zero_residual"  # p = q̂ up to rounding at the rejected token: the next one was drawn from p
     BAD_LOGITS = "bad_logits"  # a needed row has NaN, +inf, or only -inf: no tokens
-
-
-class UnsupportedRule(ValueError):
-    """The implementation does not support the rule of a proposal."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -180,20 +171,13 @@ BAD_LOGITS = VerifyResult(status=Status.BAD_LOGITS, accepted=0, next_token=-1)
 """The result of a sequence with a bad row of logits (`sampling.bad_rows`)."""
 
 
-class _Implementation(Protocol):
-    RULES: frozenset[Rule]
-
-    def verify(self, logits: Tensor, proposals: Sequence[Proposed]) -> list[VerifyResult]: ...
-
+_Verify = Callable[[Tensor, Sequence[Proposed]], list[VerifyResult]]
 
 _MODULES = {
     "torch": "kernels.verify_torch",
     "c": "kernels.verify_c",  # on processors with AVX2
     "triton": "kernels.verify_triton",  # imported on use: triton is optional
 }
-
-SUPPORTED_RULES: frozenset[Rule] = frozenset(Rule)
-"""The rules that every implementation supports."""
 
 
 def implementation_for(device: torch.device) -> str:
@@ -203,11 +187,6 @@ def implementation_for(device: torch.device) -> str:
     from kernels import verify_c  # which imports this module
 
     return "c" if device.type == "cpu" and verify_c.is_available() else "torch"
-
-
-def implementations() -> tuple[str, ...]:
-    """Return the names of all implementations."""
-    return tuple(_MODULES)
 
 
 def verify(logits: Tensor, proposals: Sequence[Proposed], implementation: str | None = None) -> list[VerifyResult]:
@@ -223,28 +202,25 @@ def verify(logits: Tensor, proposals: Sequence[Proposed], implementation: str | 
 
     Raises:
         ValueError: shapes do not fit together, or a field is out of range.
-        UnsupportedRule: the implementation does not support the rule of a proposal.
     """
     name = implementation or implementation_for(logits.device)
     if name not in _MODULES:
         raise ValueError(f"implementation is {name!r}; it must be one of {', '.join(_MODULES)}")
-    chosen = _load(name)
+    verify_all = _load(name)
     for number, proposal in enumerate(proposals):
         _check_counts(number, proposal)
-        if proposal.rule not in chosen.RULES:
-            offered = ", ".join(sorted(rule.value for rule in chosen.RULES))
-            raise UnsupportedRule(f"rule of proposal {number} is {proposal.rule.value}; {name} has {offered}")
     R = sum(len(proposal.tokens) + 1 for proposal in proposals)
     if logits.ndim != 2 or logits.shape[0] != R or (R and logits.shape[1] == 0):
         raise ValueError(f"logits have the shape {list(logits.shape)}; for these proposals it must be [{R}, V]")
     for number, proposal in enumerate(proposals):
         _check_distributions(number, proposal, logits.shape[1])
-    return chosen.verify(logits, proposals) if proposals else []
+    return verify_all(logits, proposals) if proposals else []
 
 
 @cache
-def _load(name: str) -> _Implementation:
-    return cast(_Implementation, import_module(_MODULES[name]))
+def _load(name: str) -> _Verify:
+    found: _Verify = import_module(_MODULES[name]).verify
+    return found
 
 
 def _check_counts(number: int, proposal: Proposed) -> None:

@@ -28,9 +28,6 @@ from kernels.sampling import probabilities
 from kernels.sparse import SparseDistribution
 from kernels.verify import BAD_LOGITS, Proposed, Rule, Status, VerifyResult, adjustments_of
 
-RULES = verify_torch.RULES
-"""The rules that this implementation supports."""
-
 _RULE_NUMBERS = {Rule.TOKENWISE: 0, Rule.BLOCK: 1, Rule.COUPLED: 2}
 _STATUSES = (Status.OK, Status.ZERO_RESIDUAL, Status.BAD_LOGITS)
 _SLACK = 32  # values behind each row of the scratch memory

@@ -25,9 +25,6 @@ from kernels.sigmoid import Scores
 from kernels.sparse import SparseDistribution
 from kernels.verify import BAD_LOGITS, DraftDistribution, Proposed, Rule, Status, VerifyResult, adjustments_of
 
-RULES = frozenset({Rule.TOKENWISE, Rule.BLOCK, Rule.COUPLED, Rule.SIGMOID})
-"""The rules that this implementation supports."""
-
 _ROUNDING = 1e-6
 """A residual with less than this share of the mass is float32 rounding of p = q̂."""
 

@@ -55,9 +55,6 @@ from kernels.triton_walk import (
 from kernels.verify import BAD_LOGITS, Proposed, Rule, Status, VerifyResult, adjustments_of
 from kernels.verify_pack import GREEDY_NUMBER, RULE_NUMBERS, Batch, pack
 
-RULES = frozenset(Rule)
-"""The rules that this implementation supports."""
-
 FILTER_OPTIONS = {"num_warps": 1}
 """Compile options: a warp reduces a tile without barriers."""
 

@@ -268,9 +268,6 @@ _RULES: dict[Rule, Callable[[_Rows], VerifyResult]] = {
     Rule.SIGMOID: _sigmoid,
 }
 
-RULES = frozenset(_RULES)
-"""Part of an implementation for `kernels.verify`."""
-
 
 def _greedy_choices(z: np.ndarray, lenience: float) -> np.ndarray:
     """Return which tokens stand at temperature 0, bool `[V]`: the argmax, and p(x) ≥ l · max p where l < 1 [L A.5]."""
