@@ -6,8 +6,7 @@ a sequence to drop or to share. Everything above sees logits, as from torch.
 """
 
 import ctypes
-import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from types import ModuleType
 from typing import Any
 
@@ -22,7 +21,7 @@ from outrider.runtime.batch import Chunk
 from outrider.runtime.block_pool import MemoryShape, PoolCorrupted, PoolExhausted
 from outrider.runtime.errors import CheckpointError
 from outrider.runtime.kv_cache import BLOCK_TOKENS, KVPool
-from outrider.runtime.llama_loader import Handle, LlamaModel, Owned, errors, library
+from outrider.runtime.llama_loader import Handle, LlamaModel, errors, library
 from outrider.runtime.model_runner import ModelRunner, Steps
 from outrider.runtime.paged_attention import ORDINARY
 
@@ -323,7 +322,7 @@ class _LlamaSteps(Steps):
 
 def _context(
     llama_cpp: ModuleType, loaded: LlamaModel, cells: int, sequences: int, rows: int, threads: int | None
-) -> Any:
+) -> Handle:
     parameters = llama_cpp.llama_context_default_params()
     types = {torch.float32: llama_cpp.GGML_TYPE_F32, torch.float16: llama_cpp.GGML_TYPE_F16}
     assert loaded.kv_dtype is not None
@@ -344,14 +343,7 @@ def _context(
             f"llama.cpp cannot allocate a context of {parameters.n_ctx} positions for '{loaded.name}': {errors()}; "
             "lower --kv-cache-mb or --max-sequences"
         )
-    owner = Owned(handle)
-    model = loaded.handle  # freed later than its context
-    weakref.finalize(owner, _free_context, llama_cpp.llama_free, handle, model).atexit = False
-    return Handle(owner)
-
-
-def _free_context(free: Callable[[Any], None], handle: Any, _model: Any) -> None:
-    free(handle)
+    return Handle(handle, llama_cpp.llama_free, needed=loaded.handle)
 
 
 class _Batch:

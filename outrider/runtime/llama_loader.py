@@ -2,6 +2,7 @@
 
 import ctypes
 import weakref
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
@@ -198,24 +199,25 @@ def _load(llama_cpp: ModuleType, path: Path, architecture: str, *, vocab_only: b
             f"llama.cpp of llama-cpp-python {llama_cpp.__version__} cannot load '{path}', architecture "
             f"'{architecture}': {errors()}"
         )
-    owner = Owned(handle)
-    weakref.finalize(owner, llama_cpp.llama_model_free, handle).atexit = False
-    return Handle(owner)
-
-
-class Owned:
-    """Frees a handle of the library with its last reference."""
-
-    def __init__(self, handle: Any) -> None:
-        self.handle = handle
+    return Handle(handle, llama_cpp.llama_model_free)
 
 
 class Handle:
-    """A handle as an argument of the library's functions, by ctypes' `_as_parameter_`."""
+    """A handle of the library, and as such an argument of its functions (ctypes); freed with its last reference.
 
-    def __init__(self, owner: Owned) -> None:
-        self._owner = owner
-        self._as_parameter_ = owner.handle
+    Args:
+        handle: of the library.
+        free: frees it.
+        needed: another handle, to be freed later.
+    """
+
+    def __init__(self, handle: Any, free: Callable[[Any], None], needed: "Handle | None" = None) -> None:
+        self._as_parameter_ = handle
+        weakref.finalize(self, _free, free, handle, needed).atexit = False
+
+
+def _free(free: Callable[[Any], None], handle: Any, _needed: Handle | None) -> None:
+    free(handle)
 
 
 def _gpu_layers(llama_cpp: ModuleType, device: str) -> int:
