@@ -3,7 +3,6 @@
 import re
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
@@ -104,33 +103,11 @@ def memory_of(device: torch.device) -> DeviceMemory:
     return CudaMemory(device) if device.type == "cuda" else HostMemory()
 
 
-@dataclass(frozen=True, slots=True)
-class MemoryUse:
-    """Bytes that one model takes on a device.
-
-    Attributes:
-        weights: of the model.
-        keys_and_values: the KV pool.
-        graphs: CUDA graphs, their workspaces included.
-        workspace: of the largest batch; 0 if it is not measured.
-    """
-
-    weights: int
-    keys_and_values: int
-    graphs: int
-    workspace: int
-
-    def log_fields(self, memory: DeviceMemory) -> dict[str, Any]:
-        """The fields of the log event, in MiB, with the device's total and free memory."""
-        parts = {
-            "weights_mib": self.weights,
-            "kv_mib": self.keys_and_values,
-            "graphs_mib": self.graphs,
-            "workspace_mib": self.workspace,
-        }
-        if memory.total:
-            parts |= {"free_mib": memory.free(), "total_mib": memory.total}
-        return {"device": memory.name, **{name: round(size / MIB) for name, size in parts.items()}}
+def memory_fields(memory: DeviceMemory, **sizes: int) -> dict[str, Any]:
+    """The fields of the log event `memory`, in MiB: `sizes`, given in bytes, and the device's total and free memory."""
+    if memory.total:
+        sizes |= {"free": memory.free(), "total": memory.total}
+    return {"device": memory.name, **{f"{name}_mib": round(size / MIB) for name, size in sizes.items()}}
 
 
 @contextmanager

@@ -24,11 +24,11 @@ from outrider.runtime.loader import LoadedModel, ModelSource, load_model
 from outrider.runtime.memory import (
     MIB,
     DeviceMemory,
-    MemoryUse,
     block_bytes,
     blocks_for,
     explain_out_of_memory,
     kv_dtype,
+    memory_fields,
     memory_of,
     sequence_blocks,
 )
@@ -216,11 +216,11 @@ class Built:
 
     def log_memory(self, graphs: int) -> None:
         """Logs the use of memory. `graphs` is bytes of CUDA graphs."""
-        use = MemoryUse(
-            self.model_runner.loaded.weight_bytes, self.model_runner.pool.memory_bytes, graphs, self.workspace
+        pool, weights = self.model_runner.pool, self.model_runner.loaded.weight_bytes
+        fields = memory_fields(
+            self.memory, weights=weights, kv=pool.memory_bytes, graphs=graphs, workspace=self.workspace
         )
-        pool = self.model_runner.pool
-        _log.info("memory", **use.log_fields(self.memory), kv_tokens=pool.blocks.count * pool.block_tokens)
+        _log.info("memory", **fields, kv_tokens=pool.blocks.count * pool.block_tokens)
 
 
 def build_model_runner(
