@@ -61,11 +61,7 @@ class LogitRules:
         if len(set(biased)) < len(biased):
             twice = next(token for token in biased if biased.count(token) > 1)
             raise ValueError(f"logit_bias has the token {twice} {biased.count(twice)} times; give each token once")
-        for name, ids in (
-            ("logit_bias", biased),
-            ("banned_tokens", self.banned_tokens),
-            ("stop_token_ids", self.stop_token_ids),
-        ):
+        for name, ids in self._named_ids():
             if ids and min(ids) < 0:
                 raise ValueError(f"{name} has the token {min(ids)}; ids must be at least 0")
 

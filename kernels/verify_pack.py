@@ -81,7 +81,7 @@ class Batch:
 
 def pack(proposals: Sequence[Proposed], V: int, tile: int, device: torch.device) -> Batch:
     """Return the proposals as arrays on `device`, for rows of `V` logits in tiles of `tile`."""
-    arrays = {**arrays_of(proposals, V), **_changes(proposals, V, tile)}
+    arrays = {**_sequences(proposals), **_rows(proposals), **_supports(proposals, V), **_changes(proposals, V, tile)}
     filters = [each.params for each in proposals if is_filtered(each)]
     return Batch(
         **_upload(arrays, device),
@@ -106,11 +106,6 @@ def numbers_of_draw(draw: Draw, row: int, given: int) -> tuple[tuple[int, ...], 
         (seed, position), rule = draw.noise, RULE_NUMBERS[Rule.COUPLED]
     ints = (row, 0, GREEDY_NUMBER if draw.params.is_greedy else rule, _signed(seed), position, given)
     return ints, (_scale(draw.params), 1.0, 0.0, 1.0, 0, 1.0, -math.inf)
-
-
-def arrays_of(proposals: Sequence[Proposed], V: int) -> dict[str, np.ndarray]:
-    """Return the arrays of `Batch` by name, without adjustments and dense distributions."""
-    return {**_sequences(proposals), **_rows(proposals), **_supports(proposals, V)}
 
 
 def is_filtered(proposal: Proposed) -> bool:

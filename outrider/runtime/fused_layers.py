@@ -160,7 +160,9 @@ class FusedLayers(nn.Module):
         rotation = rotations.index_select(0, positions)
         held = [[held_in_place(memory, group) for group in own] for own in groups]
         for i, layer in enumerate(memory.unbind(0)):
-            qkv = self.queries_keys_values(i, x, rotation).to(memory.dtype)
+            normed = rms_norm(x.unsqueeze(1), self.attention_norm[i], self.signs, self.eps, self.small).squeeze(1)
+            qkv = linear(normed, self.qkv[i], self.qkv_bias[i], self.packed)
+            qkv = self.rotated(i, qkv, rotation).to(memory.dtype)
             kv = qkv.as_strided([2, kv_heads, T, head_dim], [kv_heads * head_dim, head_dim, width, 1], heads * head_dim)
             layer.index_copy_(2, slots, kv)
             query = qkv.as_strided([T, heads, head_dim], [width, head_dim, 1])
@@ -175,14 +177,6 @@ class FusedLayers(nn.Module):
         elif last < T:
             x = x.narrow(0, T - last, last)
         return self.logits(x.unsqueeze(1)).float()
-
-    def queries_keys_values(self, i: int, x: Tensor, rotation: Tensor) -> Tensor:
-        """Queries, keys and values of layer i, `[T, width]`, from the residual stream `[T, E]`.
-
-        Rotation and head norms are computed in float32, and the result is float32.
-        """
-        normed = rms_norm(x.unsqueeze(1), self.attention_norm[i], self.signs, self.eps, self.small).squeeze(1)
-        return self.rotated(i, linear(normed, self.qkv[i], self.qkv_bias[i], self.packed), rotation)
 
     def rotated(self, i: int, qkv: Tensor, rotation: Tensor) -> Tensor:
         """Norms and rotates queries and keys of layer i; `qkv` is `[T, …, width]`, and so is the result, in float32.

@@ -9,21 +9,18 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from outrider.runtime.attention import NAME, AttentionLayer
+from outrider.runtime.attention import NAME, AttentionLayer, Batch, Program
 from outrider.runtime.batch import Chunk, HostBatch, PagedAttention, build_batch, pack, to_device
 from outrider.runtime.block_pool import PagedMemory
 from outrider.runtime.encoder_decoder import EncoderDecoder, encoder_length
 from outrider.runtime.errors import CheckpointError
 from outrider.runtime.kv_cache import BLOCK_TOKENS, KVPool
 from outrider.runtime.sdpa import CausalMasks
-
-if TYPE_CHECKING:
-    from outrider.runtime.attention import Batch, Program
 
 # Tolerances, relative to the size of the compared values: of one operation, and of a model's logits. A step of bfloat16
 # is 2^-8; in a whole model, kernels that round differently differ by about a hundredth.
