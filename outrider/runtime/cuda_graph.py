@@ -206,11 +206,6 @@ class GraphRunner:
         self._captured: list[_Captured] = []  # the smallest first
         self._copied: torch.cuda.Event | None = None  # the last copy to the device
 
-    @property
-    def sizes(self) -> list[int]:
-        """The captured sizes in rows, ascending."""
-        return [each.rows for each in self._captured]
-
     @torch.inference_mode()
     def run(self, host_batch: HostBatch) -> Tensor:
         """See `outrider.runtime.cuda_graph.Runner`."""

@@ -155,11 +155,6 @@ class ModelRunner:
         )
         return cls(loaded, pool, fuse=fuse, attention=attention)
 
-    @property
-    def fused(self) -> bool:
-        """Whether the fused equivalent runs."""
-        return self.program is self.loaded.fused
-
     @torch.inference_mode()
     def forward(self, chunks: Sequence[Chunk]) -> Tensor:
         """Runs one forward pass; afterwards each slot holds `start + len(tokens)` positions.
