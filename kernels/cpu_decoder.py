@@ -33,6 +33,10 @@ _VECTOR = 16  # sizes must be multiples of it
 KEYS_TOGETHER = 16
 """Positions whose keys lie element by element (`place_of_key`); a block of the KV cache has a multiple of them."""
 _LIBRARIES = ("kernels._cpu_avx512", "kernels._cpu_avx2")
+_FUNCTIONS = (
+    "decoder_supported", "decoder_sizes", "decoder_scratch", "decoder_run", "decoder_loop_sizes", "decoder_loop",
+    "decoder_loop_llama", "verify_sizes", "verify_proposals", "valid_supports",
+)  # fmt: skip
 _DTYPES = (torch.float32, torch.bfloat16)
 _F32, _BF16, _BF16_DOT = range(3)  # kinds of weights; a processor supports the first `decoder_supported`
 
@@ -85,7 +89,7 @@ def _loaded(name: str) -> Any:
         loaded = None if found is None or found.origin is None else ctypes.CDLL(found.origin)
     except OSError:
         return None
-    if loaded is None or not loaded.decoder_supported():
+    if loaded is None or not all(hasattr(loaded, each) for each in _FUNCTIONS) or not loaded.decoder_supported():
         return None
     sizes = (ctypes.c_int32 * 8)()
     loaded.decoder_sizes(sizes)

@@ -1,8 +1,10 @@
 """The decoder in C computes what transformers computes, and a row's result depends on its own sequence alone."""
 
+import ctypes
 import os
 import random
 import shutil
+import subprocess
 import sys
 from collections.abc import Callable, Sequence
 from importlib.machinery import ModuleSpec
@@ -308,3 +310,23 @@ def test_torch_runs_what_it_cannot(folders: dict[str, Path], tmp_path: Path, mon
             by_torch(folders["llama"])
         finally:
             decoder.library.cache_clear()
+
+
+@pytest.mark.skipif(not (HAS_LIBRARY and shutil.which("gcc")), reason="no library, or no compiler")
+@pytest.mark.parametrize("missing", [None, "decoder_supported", "decoder_loop_sizes", "verify_sizes", "valid_supports"])
+def test_a_library_that_lacks_a_function_is_ignored(
+    missing: str | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As an old one does; its structures have the right sizes here."""
+    source, built = tmp_path / "old.c", tmp_path / "old.so"
+    bodies = dict.fromkeys(decoder._FUNCTIONS, "return 1;")
+    for name in ("decoder_sizes", "decoder_loop_sizes"):
+        sizes = (ctypes.c_int32 * 4)()
+        getattr(decoder.library(), name)(sizes)
+        bodies[name] = "".join(f"sizes[{i}] = {size};" for i, size in enumerate(sizes)) + "return 0;"
+    if missing is not None:
+        del bodies[missing]
+    source.write_text("".join(f"int {name}(int *sizes) {{ {body} }}\n" for name, body in bodies.items()))
+    subprocess.run(["gcc", "-shared", "-fPIC", "-o", built, source], check=True)
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: ModuleSpec(name, None, origin=str(built)))
+    assert (decoder._loaded("kernels._cpu_avx2") is None) is (missing is not None)
