@@ -158,7 +158,6 @@ def load_gguf(source: ModelSource) -> tuple[LlamaModel, Tokenizer]:
     eos_token_ids = tuple(metadata.get("outrider.eos_token_ids") or _end_tokens(llama_cpp, vocab))
     return LlamaModel(
         model=None,
-        config=None,
         device=torch.device("cpu"),
         dtype=torch.float32,
         dtype_reason=f"logits of llama.cpp are float32; the weights: {_description(llama_cpp, handle)}",

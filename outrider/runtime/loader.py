@@ -78,7 +78,6 @@ class LoadedModel:
     Attributes:
         model: the transformers model, in eval mode, with our attention: it runs packed batches only. Fusing moves the
             weights out of it.
-        config: its configuration.
         device: of its weights.
         dtype: of its weights and activations.
         dtype_reason: why this dtype, for the log.
@@ -99,7 +98,6 @@ class LoadedModel:
     """
 
     model: Any
-    config: Any
     device: torch.device
     dtype: torch.dtype
     dtype_reason: str
@@ -203,7 +201,6 @@ def _ready(
     rules = generation_rules.read(model.generation_config, model.config)
     return LoadedModel(
         model=model,
-        config=model.config,
         device=device,
         dtype=dtype,
         dtype_reason=dtype_reason,

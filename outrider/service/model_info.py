@@ -49,7 +49,7 @@ def describe(
 
 def _check_vocabularies(loaded: LoadedModel) -> None:
     """The services have one tokenizer for the input of the encoder and for the text."""
-    own, target = loaded.config.vocab_size, loaded.vocab_size
+    own, target = loaded.model.config.vocab_size, loaded.vocab_size
     if loaded.encoder is not None and loaded.encoder.info.kind == TEXT and own != target:
         raise CheckpointError(
             f"'{loaded.name}' has two vocabularies, of {own} tokens in the encoder and {target} in the decoder; the "

@@ -50,7 +50,7 @@ def test_a_loaded_model_has_the_values_of_its_configuration(load: Load, checkpoi
     assert (loaded.dtype, loaded.device) == (torch.float32, torch.device("cpu"))
     assert loaded.name == str(checkpoint("llama"))
     assert loaded.weights_fingerprint == model_fingerprint(weights, [2], None)
-    assert loaded.config.model_type == "llama"
+    assert loaded.model.config.model_type == "llama"
     assert not loaded.model.training
     assert [(layer.heads, layer.kv_heads, layer.head_dim, layer.window) for layer in loaded.layers] == [
         (4, 2, 8, None)

@@ -126,7 +126,7 @@ def test_two_ranks_give_the_logits_of_one(
     expected = history(ModelRunner.build(load(family), max_sequences=4, max_length=64, fuse=False))
     with as_rank_0(checkpoint(family)) as runner:
         found = history(runner)
-        parts, config = 1 if family in WHOLE else 2, runner.loaded.config
+        parts, config = 1 if family in WHOLE else 2, runner.loaded.model.config
         assert {layer.heads for layer in runner.loaded.layers} == {config.num_attention_heads // parts}
         assert {layer.kv_heads for layer in runner.loaded.layers} == {config.num_key_value_heads // parts}
         paged = runner.pool.paged
