@@ -75,7 +75,7 @@ def packed_attention(
         scaling = float(query.shape[-1]) ** -0.5
     if isinstance(batch, EncoderPass):
         return batch.attend(query, key, value, scaling, features.get("position_bias")), None
-    if batch.observer is not None:
+    if isinstance(batch, PackedBatch) and batch.observer is not None:
         arguments = {"softcap": softcap, "s_aux": s_aux, **features}
         return batch.observer.see(module, query, key, value, scaling, sliding_window, arguments), None
     layer: Any = module.layer_idx

@@ -417,7 +417,6 @@ class PagedBatch:
         attention: the implementation of attention.
         host_batch: the same batch on the host; None in a CUDA graph, whose tensors are overwritten before each replay.
         logits: `[T, V]`, where a program may write the logits of all rows; None is a new tensor.
-        observer: always None; see `PackedBatch`.
     """
 
     tokens: Tensor
@@ -434,7 +433,6 @@ class PagedBatch:
     attention: PagedAttention
     host_batch: HostBatch | None = None
     logits: Tensor | None = None
-    observer: Any = None
 
     @property
     def max_length(self) -> int:

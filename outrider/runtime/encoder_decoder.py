@@ -46,8 +46,6 @@ class EncoderInfo:
 class EncoderPass:
     """In place of a batch while an encoder runs."""
 
-    observer = None
-
     def attend(self, query: Tensor, key: Tensor, value: Tensor, scaling: float, bias: Tensor | None) -> Tensor:
         """Bidirectional attention. Shapes are those of `outrider.runtime.attention.packed_attention`."""
         return F.scaled_dot_product_attention(query, key, value, attn_mask=bias, scale=scaling).transpose(1, 2)
