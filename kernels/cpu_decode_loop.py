@@ -10,7 +10,7 @@ from collections.abc import Collection, Iterator, Sequence
 import numpy as np
 from torch import Tensor
 
-from kernels.sampling import Draw, Sample, SamplingParams
+from kernels.sampling import LEAST_TEMPERATURE, Draw, Sample, SamplingParams
 from kernels.sparse import SparseConfig, SparseDistribution
 
 _Pointer = ctypes.c_void_p
@@ -23,8 +23,7 @@ class ParamsStruct(ctypes.Structure):
 
     @classmethod
     def of(cls, params: SamplingParams) -> "ParamsStruct":
-        # A temperature that float32 would round to zero: as in `sampling`.
-        temperature = params.temperature if params.is_greedy else max(params.temperature, 1.2e-38)
+        temperature = params.temperature if params.is_greedy else max(params.temperature, LEAST_TEMPERATURE)
         return cls(params.top_k, temperature, params.top_p, params.min_p)
 
 

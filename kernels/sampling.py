@@ -21,6 +21,9 @@ from kernels.sparse import SparseConfig, SparseDistribution, truncate
 NO_LOGITS, UNSURE = -1, -2
 """Values of `Sample.token` without a token: the row is bad (`bad_rows`); or its entropy is above `max_entropy`."""
 
+LEAST_TEMPERATURE = 1.2e-38
+"""The least temperature above 0 in float32: about its smallest normal number. Lower ones count as this one."""
+
 
 @dataclass(frozen=True, slots=True)
 class SamplingParams:
@@ -108,10 +111,9 @@ def _scaled(z: Tensor, temperature: float) -> Tensor:
         return z
     if temperature > 1:
         return z / temperature
-    # Below 1 the quotient can overflow, unless the largest logit is zero first. A temperature that the dtype would
-    # round to zero counts as about its smallest normal number.
-    tiny = 2.3e-308 if z.dtype == torch.float64 else 1.2e-38
-    return (z - z.amax(dim=-1, keepdim=True)).div_(max(temperature, tiny))
+    # Below 1 the quotient can overflow, unless the largest logit is zero first.
+    least = 2.3e-308 if z.dtype == torch.float64 else LEAST_TEMPERATURE
+    return (z - z.amax(dim=-1, keepdim=True)).div_(max(temperature, least))
 
 
 def _nucleus_cuts(z: Tensor, p: Tensor, top_p: float) -> Tensor:

@@ -14,11 +14,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from kernels.sampling import NO_LOGITS, Draw, Sample
+from kernels.sampling import LEAST_TEMPERATURE, NO_LOGITS, Draw, Sample
 from kernels.sparse import SparseConfig, SparseDistribution
 
 _LARGEST = 65535  # the weight of the most probable token
-_TINY = 1.2e-38  # as in `sampling`: a temperature that float32 would round to zero
 
 
 class DeviceDraws(NamedTuple):
@@ -106,7 +105,7 @@ def _sparse(ids: np.ndarray, weights: np.ndarray) -> SparseDistribution | None:
 def _softmax(z: Tensor, temperatures: Tensor) -> Tensor:
     """Return the softmax of `z` `[B, V]`, float32, at these temperatures; at 0 it has no meaning."""
     # Below 1 the quotient can overflow, unless the largest logit is zero first; as `sampling` has it.
-    t = temperatures.clamp(min=_TINY).float().unsqueeze(1)
+    t = temperatures.clamp(min=LEAST_TEMPERATURE).float().unsqueeze(1)
     shifted = torch.where(t < 1, z - z.amax(dim=1, keepdim=True), z)
     return torch.softmax(shifted / t, dim=1)
 

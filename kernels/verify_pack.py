@@ -14,7 +14,7 @@ from torch import Tensor
 from kernels.adjustments import RowAdjustment
 from kernels.dense import DenseDistribution, DraftLogits
 from kernels.packed_arrays import Field, PackedArrays
-from kernels.sampling import Draw, SamplingParams
+from kernels.sampling import LEAST_TEMPERATURE, Draw, SamplingParams
 from kernels.sparse import SparseDistribution
 from kernels.verify import DraftDistribution, Proposed, Rule, adjustments_of
 
@@ -25,9 +25,6 @@ GREEDY_NUMBER = 4
 
 INTS, FLOATS, DRAFT_INTS = 6, 7, 4
 """The columns of `Batch.ints`, `Batch.floats` and `Batch.draft_ints`."""
-
-TINY = 1.2e-38
-"""The smallest temperature above 0, about the smallest normal number of float32."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -145,7 +142,7 @@ def _sequences(proposals: Sequence[Proposed]) -> dict[str, np.ndarray]:
 
 def _scale(params: SamplingParams) -> float:
     """Return log2(e) / temperature; at temperature 0 as at 1."""
-    return math.log2(math.e) / (1.0 if params.is_greedy else max(params.temperature, TINY))
+    return math.log2(math.e) / (1.0 if params.is_greedy else max(params.temperature, LEAST_TEMPERATURE))
 
 
 def _signed(seed: int) -> int:
