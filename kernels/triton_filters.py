@@ -14,7 +14,7 @@ import torch
 import triton
 import triton.language as tl
 
-from kernels.triton_rows import PART, load_tiles, store_stats, tile_stats
+from kernels.triton_rows import FLOAT_COLUMNS, PART, load_tiles, store_stats, tile_stats
 
 CANDIDATES = tl.constexpr(16)
 _BITS = tl.constexpr(4)  # log2 of the candidates
@@ -57,7 +57,7 @@ class Filters(NamedTuple):
 @triton.jit
 def load_filters(floats, b, V, peak):
     """Return the filters of proposal `b`, for a row with this best logit."""
-    f = floats + b * 7
+    f = floats + b * FLOAT_COLUMNS
     top_k = tl.load(f + 4).to(tl.int32)
     return Filters(tl.where(top_k < V, top_k, 0), tl.load(f + 5), tl.load(f + 6).to(tl.float32), peak)
 

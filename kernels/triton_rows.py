@@ -11,10 +11,16 @@ import triton
 import triton.language as tl
 
 from kernels.rng import FIRST_MULTIPLIER, SECOND_MULTIPLIER, SPREAD, Domain
+from kernels.verify import Rule
+from kernels.verify_pack import FLOATS, GREEDY_NUMBER, INTS, RULE_NUMBERS
 
 LOG2_E = tl.constexpr(1.4426950408889634)
 
-TOKENWISE, BLOCK, COUPLED, SIGMOID, GREEDY = (tl.constexpr(i) for i in range(5))
+TOKENWISE, BLOCK, COUPLED, SIGMOID = (
+    tl.constexpr(RULE_NUMBERS[rule]) for rule in (Rule.TOKENWISE, Rule.BLOCK, Rule.COUPLED, Rule.SIGMOID)
+)
+GREEDY = tl.constexpr(GREEDY_NUMBER)
+INT_COLUMNS, FLOAT_COLUMNS = tl.constexpr(INTS), tl.constexpr(FLOATS)
 
 _ACCEPT = tl.constexpr(int(Domain.ACCEPT))
 _RESAMPLE = tl.constexpr(int(Domain.RESAMPLE))
@@ -106,8 +112,8 @@ class Terms(NamedTuple):
 @triton.jit
 def load_terms(ints, floats, b):
     """Return the parameters of proposal `b`; `verify_pack.Batch` has the columns."""
-    i = ints + b * 6
-    f = floats + b * 7
+    i = ints + b * INT_COLUMNS
+    f = floats + b * FLOAT_COLUMNS
     first_row = tl.load(i).to(tl.int32)
     return Terms(
         tl.load(i + 2).to(tl.int32),

@@ -16,12 +16,11 @@ from torch import Tensor
 from kernels.sampling import NO_LOGITS
 from kernels.sampling_device import DeviceSamples
 from kernels.sparse import SparseConfig
-from kernels.verify_pack import FLOATS
+from kernels.triton_rows import FLOAT_COLUMNS
 from kernels.verify_triton import tile_statistics
 
 _LARGEST = tl.constexpr(65535)  # the weight of the most probable token
 _NO_LOGITS = tl.constexpr(NO_LOGITS)
-_FLOATS = tl.constexpr(FLOATS)
 OPTIONS = {"num_warps": 4}
 """The compile options."""
 
@@ -33,7 +32,7 @@ def truncate_kernel(
 ):  # fmt: skip
     """Truncate and sample one row; see `sample_truncated`. Grid: B."""
     row = tl.program_id(0)
-    scale = tl.load(floats + row * _FLOATS).to(tl.float32)
+    scale = tl.load(floats + row * FLOAT_COLUMNS).to(tl.float32)
     tile = tl.arange(0, TILES)
     at = row * n_tiles + tile
     peak = tl.load(peaks + at, mask=tile < n_tiles, other=-float("inf"))

@@ -24,10 +24,11 @@ from kernels.triton_rows import (
     load_at,
     load_tiles,
 )
+from kernels.verify_pack import DRAFT_INTS
 
 # Columns of `Drafts.ints`.
 TOKEN, SUPPORT, SUPPORT_SIZE, DENSE_ROW = (tl.constexpr(i) for i in range(4))
-DRAFT_INTS = tl.constexpr(4)
+DRAFT_COLUMNS = tl.constexpr(DRAFT_INTS)
 
 _MAX_SUPPORT = tl.constexpr(sparse.MAX_SUPPORT)
 _GROUP = tl.constexpr(8)
@@ -112,7 +113,7 @@ def _group(rows, stats, terms, drafts, start, RULE: tl.constexpr, TILES: tl.cons
     inside = i < terms.gamma
     row = terms.first_row + i
     draft = terms.first_draft + i
-    at = drafts.ints + draft * DRAFT_INTS
+    at = drafts.ints + draft * DRAFT_COLUMNS
     token = tl.load(at + TOKEN, mask=inside, other=-1)
     support = tl.load(at + SUPPORT, mask=inside, other=0)
     size = tl.load(at + SUPPORT_SIZE, mask=inside, other=0)

@@ -27,8 +27,8 @@ from kernels.logprobs import wants_reports, with_reports
 from kernels.sampling import probabilities
 from kernels.sparse import SparseDistribution
 from kernels.verify import BAD_LOGITS, Proposed, Rule, Status, VerifyResult, adjustments_of
+from kernels.verify_pack import RULE_NUMBERS
 
-_RULE_NUMBERS = {Rule.TOKENWISE: 0, Rule.BLOCK: 1, Rule.COUPLED: 2}
 _STATUSES = (Status.OK, Status.ZERO_RESIDUAL, Status.BAD_LOGITS)
 _SLACK = 32  # values behind each row of the scratch memory
 
@@ -122,7 +122,7 @@ def _verify(z: Tensor, starts: Sequence[int], proposals: Sequence[Proposed]) -> 
     betas: list[Any] = []
     for struct, start, proposal in zip(structs, starts, proposals, strict=True):
         gamma = len(proposal.tokens)
-        struct.rule, struct.gamma = _RULE_NUMBERS[proposal.rule], gamma
+        struct.rule, struct.gamma = RULE_NUMBERS[proposal.rule], gamma
         struct.params = ParamsStruct.of(proposal.params)
         struct.base_length, struct.seed, struct.lenience = proposal.base_length, proposal.seed, proposal.lenience
         struct.logits, struct.stride = z.data_ptr() + start * z.stride(0) * z.itemsize, z.stride(0)

@@ -19,7 +19,7 @@ from kernels.sparse import SparseDistribution
 from kernels.verify import DraftDistribution, Proposed, Rule, adjustments_of
 
 RULE_NUMBERS = {Rule.TOKENWISE: 0, Rule.BLOCK: 1, Rule.COUPLED: 2, Rule.SIGMOID: 3}
-"""The rules by number, in the kernels; temperature 0 is `GREEDY_NUMBER` under every rule."""
+"""The rules by number, in the kernels and in `cpu_verify.c`; temperature 0 is `GREEDY_NUMBER` under every rule."""
 
 GREEDY_NUMBER = 4
 

@@ -43,7 +43,7 @@ from kernels.triton_rows import (
 )
 from kernels.triton_walk import (
     DENSE_ROW,
-    DRAFT_INTS,
+    DRAFT_COLUMNS,
     SUPPORT,
     SUPPORT_SIZE,
     Drafts,
@@ -174,7 +174,7 @@ def verify_kernel(
         u = tl.max(resample_uniforms(terms.seed, terms.base_length, accepted + tl.arange(0, 1)), 0)
         if terms.given >= 0:
             u = tl.load(uniforms + terms.given + terms.gamma)
-        at = draft_ints + (terms.first_draft + accepted) * DRAFT_INTS
+        at = draft_ints + (terms.first_draft + accepted) * DRAFT_COLUMNS
         rejected = accepted < terms.gamma
         support = tl.load(at + SUPPORT, mask=rejected, other=0)
         size = tl.load(at + SUPPORT_SIZE, mask=rejected, other=0)
