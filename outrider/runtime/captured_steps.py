@@ -233,9 +233,8 @@ class _StepBuffers:
         draws: Sequence[Sequence[Draw]],
     ) -> None:
         """Writes the inputs of the first step."""
-        host = self._host
-        for array in host.values():
-            array[...] = 0
+        self._staged.zero_()
+        host = self._host  # its arrays are views of the staged buffer
         for s, (chunk, blocks, own) in enumerate(zip(chunks, block_tables, draws, strict=True)):
             count, first = len(own), own[0]
             host["positions"][s] = chunk.start + len(chunk.tokens)
