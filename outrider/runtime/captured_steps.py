@@ -51,11 +51,13 @@ class StepSizes:
     with_kernels: bool
     mask_token: int | None = None
 
-    def exclude_mask(self, logits: Tensor) -> Tensor:
-        """Sets the logit of the mask token, in `[…, V]`, to -inf. Returns the same tensor."""
-        if self.mask_token is not None and self.mask_token < logits.size(-1):
-            logits[..., self.mask_token] = -math.inf
-        return logits
+
+def without_mask(logits: Tensor, vocab_size: int, mask_token: int | None) -> Tensor:
+    """The logits `[…, V]` of tokens that may be sampled, in place. Those of the mask token become -inf."""
+    z = logits[..., :vocab_size]
+    if mask_token is not None and mask_token < vocab_size:
+        z[..., mask_token] = -math.inf
+    return z
 
 
 class CapturedSteps:
@@ -289,7 +291,8 @@ class _StepBuffers:
             (i + 1 for i, each in enumerate(samples) if each.token == NO_LOGITS), count
         )  # later samples have no meaning
         if draws[0].params.is_greedy and self._config is not None:
-            rows = self._size.exclude_mask(self._logits[:end, s, : self._size.vocab_size].clone()).unbind(0)
+            own = self._logits[:end, s, : self._size.vocab_size].clone()
+            rows = without_mask(own, self._size.vocab_size, self._size.mask_token).unbind(0)
             return [
                 each if each.token == NO_LOGITS else each._replace(scores=row)
                 for each, row in zip(samples[:end], rows, strict=True)
@@ -359,7 +362,7 @@ class _StepBuffers:
         """The logits of a step, `[S, V]`; of a draft a copy."""
         if len(self._logits) == 1:
             return self._logits[0, :, : self._size.vocab_size]
-        return self._size.exclude_mask(self._logits.index_select(0, step).squeeze(0))[:, : self._size.vocab_size]
+        return without_mask(self._logits.index_select(0, step).squeeze(0), self._size.vocab_size, self._size.mask_token)
 
     def _keep(self, step: Tensor, tokens: Tensor) -> None:
         self._outputs["tokens"].index_copy_(0, step, tokens.unsqueeze(0))

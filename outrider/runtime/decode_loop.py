@@ -6,7 +6,6 @@ draft's tokens are sampled between them by `kernels.sampling`; a target's are dr
 bit: by `kernels.verify`, without drafts, or in C if that verifies in C.
 """
 
-import math
 from collections.abc import Collection, Sequence
 
 import numpy as np
@@ -18,7 +17,7 @@ from kernels.sampling import Draw, Sample, sample
 from kernels.sparse import SparseConfig
 from kernels.verify import Proposed, Rule, Uniforms, implementation_for, verify
 from outrider.runtime.batch import Chunk
-from outrider.runtime.captured_steps import CapturedSteps, StepSizes
+from outrider.runtime.captured_steps import CapturedSteps, StepSizes, without_mask
 from outrider.runtime.cuda_graph import Capturer, PagedRunner
 from outrider.runtime.model_runner import ModelRunner
 
@@ -70,10 +69,7 @@ class DecodeLoop:
 
     def without_mask(self, logits: Tensor) -> Tensor:
         """The logits `[R, V]` of tokens that may be sampled, in place. Those of the mask token become -inf."""
-        z = logits[:, : self.vocab_size]
-        if self._mask_token is not None and self._mask_token < self.vocab_size:
-            z[:, self._mask_token] = -math.inf
-        return z
+        return without_mask(logits, self.vocab_size, self._mask_token)
 
     def obstacle(self, draws: Sequence[Sequence[Draw]]) -> str | None:
         """Why `decode` does not support these draws; None if it does."""
