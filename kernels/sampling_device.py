@@ -58,7 +58,7 @@ def sample(logits: Tensor, draws: DeviceDraws, config: SparseConfig | None) -> D
     """Sample one token from each row of `logits` `[B, V]`; all tensors, the result included, are on one device.
 
     No host sync; shapes do not depend on values; rows are independent. Without a `config` tokens are drawn from p
-    itself, as in `sampling.sample`, and K is 0.
+    itself, by `sampling.inverse_cdf`, and K is 0.
     """
     V = logits.shape[1]
     z = logits.float()

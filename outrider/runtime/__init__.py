@@ -1,1 +1,1 @@
-"""Runs Hugging Face models on batches of many sequences. Independent of gRPC, proposals, verdicts and sampling."""
+"""Runs models on batches of many sequences, and decode loops. Independent of gRPC and its messages."""

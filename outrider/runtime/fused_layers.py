@@ -30,7 +30,7 @@ class SharedWeights:
         packed: whether the weights of linear layers are packed, see `pack`.
         embedding: `[V, E]`.
         norm: the final norm, `[2, E]`, see `doubled`.
-        head: `[V, E]`, or packed.
+        head: `[V, E]`, in the form of the weights of `LayerWeights`.
         head_bias: `[V]`.
         vocab_size: V.
     """
@@ -49,7 +49,8 @@ class SharedWeights:
 
 @dataclass(frozen=True, slots=True)
 class LayerWeights:
-    """Weights and attention parameters of one layer. Linear weights are `[out, in]`, or packed.
+    """Weights and attention parameters of one layer. Linear weights are `[out, in]`, or packed (see `pack`), or for
+    the decoder in C `kernels.cpu_decoder.panels`.
 
     Attributes:
         attention_norm: `[2, E]`, see `doubled`; likewise `mlp_norm`.

@@ -1,9 +1,9 @@
 """The KV cache of many sequences: block tables and lengths.
 
 A slot is one sequence: a block table and a length. A sequence takes blocks as it grows, and releases them when it is
-rolled back. Sequences with a common prefix share blocks; a shared block is copied before a write. Paged attention reads
-a sequence by its block table; so does the fused decoder on a CPU if several sequences attend in one call. Other
-attention on a CPU needs contiguous memory: where the blocks follow one another (nearly always, see
+rolled back. Sequences with a common prefix share blocks; a shared block is copied before a write. Paged attention and
+the decoder in C read a sequence by its block table; so does the fused decoder in torch if several sequences attend in
+one call. Other attention on a CPU needs contiguous memory: where the blocks follow one another (nearly always, see
 `outrider.runtime.block_pool`) it gets views; otherwise they are gathered for the pass, and new values scattered back.
 
 A sequence of an encoder–decoder model has a second slot: that of its encoder, with the keys and values of
