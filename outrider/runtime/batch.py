@@ -6,7 +6,7 @@ device; a `HostBatch` is the same in numpy arrays, or as bytes between tensor-pa
 
 import operator
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field
 from itertools import accumulate
 from typing import Any, Protocol
 
@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from kernels.attention_work import ITEM, work_list
+from kernels.packed_arrays import Field, PackedArrays
 from outrider.runtime.block_pool import PagedMemory, SlotViews
 from outrider.runtime.kv_cache import KVPool
 from outrider.runtime.sdpa import GROUP_ROWS, CausalMasks, Group, Scoring, biased_mask
@@ -228,9 +229,7 @@ def pack(
     return batch
 
 
-_LONG = np.dtype(np.int64)
-_INT = np.dtype(np.int32)
-_TENSORS = {_LONG: torch.int64, _INT: torch.int32}
+_LONG, _INT = np.int64, np.int32
 
 Shape = tuple[int, int, int, int, int]
 """T, R, S, P and W of a `HostBatch`."""
@@ -280,40 +279,18 @@ class HostBatch:
             none, none, none, none, np.zeros(1, _INT), ints, np.zeros((0, 0), _INT), np.zeros((0, ITEM), _INT), ints
         )
 
-    def pack(self) -> bytes:
-        """All arrays as bytes; `unpack` reads them by `shape`."""
-        return b"".join(array.tobytes() for array in self._arrays())
-
-    def pack_into(self, buffer: np.ndarray) -> None:
-        """Writes the bytes of `pack` into a uint8 array `[size]`."""
-        at = 0
-        for array in self._arrays():
-            buffer[at : at + array.nbytes] = np.ascontiguousarray(array).reshape(-1).view(np.uint8)
-            at += array.nbytes
-
-    def _arrays(self) -> list[np.ndarray]:
-        return [getattr(self, each.name) for each in fields(self)]
-
-    @staticmethod
-    def size(shape: Shape) -> int:
-        """Bytes of a packed batch of this shape."""
-        return sum(kind.itemsize * int(np.prod(size)) for size, kind in _parts(shape))
-
-    @staticmethod
-    def unpack(shape: Shape, data: bytes) -> "HostBatch":
-        """The batch whose `pack` gave `data`.
-
-        Raises:
-            ValueError: the number of bytes is not that of the shape.
-        """
-        if len(data) != HostBatch.size(shape):
-            raise ValueError(f"data has {len(data)} bytes; a batch of shape {shape} has {HostBatch.size(shape)}")
-        return HostBatch.view(shape, torch.frombuffer(bytearray(data), dtype=torch.uint8))
+    def packed(self, *, pinned: bool = False) -> Tensor:
+        """All arrays in one buffer on the host, as `layout` has them."""
+        arrays = layout(self.shape)
+        buffer = arrays.buffer(torch.device("cpu"), pinned)
+        for name, staged in arrays.arrays(buffer).items():
+            staged[...] = getattr(self, name)
+        return buffer
 
     @staticmethod
     def view(shape: Shape, buffer: Tensor) -> "HostBatch":
-        """The arrays of a packed batch in a buffer, uint8 `[size]` on the host."""
-        return HostBatch(*(part.numpy() for part in _split(buffer, shape)))
+        """The arrays in a buffer on the host, see `layout`."""
+        return HostBatch(**layout(shape).arrays(buffer))
 
     def pad_into(self, padded: "HostBatch", *, null_position: int) -> None:
         """Writes the batch into a larger one of fixed size, as a CUDA graph reads it.
@@ -343,6 +320,15 @@ class HostBatch:
         ):
             whole[:count] = own
             whole[count:] = value
+
+
+def layout(shape: Shape) -> PackedArrays:
+    """The arrays of a `HostBatch` in one buffer."""
+    T, R, S, P, W = shape
+    longs = {"tokens": (T,), "positions": (T,), "slot_mapping": (T,), "rows": (R,)}
+    ints = {"row_starts": (S + 1,), "lengths": (S,), "block_tables": (S, P), "items": (W, ITEM), "row_slots": (T,)}
+    fields = {name: Field(_LONG, size) for name, size in longs.items()}
+    return PackedArrays(fields | {name: Field(_INT, size) for name, size in ints.items()})
 
 
 def build_batch(chunks: Sequence[Chunk], pool: KVPool) -> HostBatch:
@@ -453,44 +439,13 @@ def to_device(
     host_batch: HostBatch, memory: PagedMemory, attention: PagedAttention, device: torch.device
 ) -> PagedBatch:
     """The batch on its device, by one copy."""
-    buffer = torch.empty(HostBatch.size(host_batch.shape), dtype=torch.uint8, pin_memory=device.type == "cuda")
-    host_batch.pack_into(buffer.numpy())
+    buffer = host_batch.packed(pinned=device.type == "cuda")
     batch = on_device(buffer.to(device, non_blocking=True), host_batch.shape, host_batch.slots, memory, attention)
     batch.host_batch = host_batch
     return batch
 
 
 def on_device(buffer: Tensor, shape: Shape, slots: int, memory: PagedMemory, attention: PagedAttention) -> PagedBatch:
-    """The batch packed in `buffer`, uint8 on the device: views, no copies."""
-    tokens, positions, slot_mapping, rows, row_starts, lengths, block_tables, items, row_slots = _split(buffer, shape)
-    return PagedBatch(
-        tokens,
-        positions,
-        slot_mapping,
-        rows,
-        row_starts,
-        lengths,
-        block_tables,
-        items,
-        row_slots,
-        slots,
-        memory,
-        attention,
-    )
-
-
-def _parts(shape: Shape) -> list[tuple[tuple[int, ...], np.dtype[Any]]]:
-    """Size and dtype of each array of a `HostBatch`."""
-    T, R, S, P, W = shape
-    longs, ints = [(T,), (T,), (T,), (R,)], [(S + 1,), (S,), (S, P), (W, ITEM), (T,)]
-    return [(size, _LONG) for size in longs] + [(size, _INT) for size in ints]
-
-
-def _split(buffer: Tensor, shape: Shape) -> list[Tensor]:
-    """The arrays of a packed `HostBatch`, in the order of its fields."""
-    parts, at = [], 0
-    for size, kind in _parts(shape):
-        count = kind.itemsize * int(np.prod(size))
-        parts.append(buffer.narrow(0, at, count).view(_TENSORS[kind]).view(size))
-        at += count
-    return parts
+    """The batch packed in `buffer` on the device: views, no copies."""
+    tensors = layout(shape).tensors(buffer)
+    return PagedBatch(**tensors, slots=slots, memory=memory, attention=attention, host_batch=None)

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from kernels.attention_work import work_size
 from outrider.runtime.attention import Program
-from outrider.runtime.batch import HostBatch, PagedAttention, Shape, on_device, to_device
+from outrider.runtime.batch import HostBatch, PagedAttention, Shape, layout, on_device, to_device
 from outrider.runtime.block_pool import PagedMemory
 
 
@@ -278,7 +278,7 @@ class GraphRunner:
     def _capture(self, capturer: Capturer, rows: int, logits: Tensor) -> _Captured:
         eager, (items, slots) = self.eager, work_size(rows, self.eager.max_length)
         shape = (rows, rows, min(rows, self._max_sequences), self._max_blocks, items)
-        staging = torch.empty(HostBatch.size(shape), dtype=torch.uint8, pin_memory=eager.device.type == "cuda")
+        staging = layout(shape).buffer(torch.device("cpu"), pinned=eager.device.type == "cuda")
         padded = HostBatch.view(shape, staging.zero_())
         HostBatch.empty().pad_into(padded, null_position=eager.memory.null_position)
         buffer = staging.to(eager.device)

@@ -25,7 +25,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.rendezvous import rendezvous
 
-from outrider.runtime.batch import HostBatch
+from outrider.runtime.batch import HostBatch, layout
 from outrider.runtime.block_pool import PagedMemory
 from outrider.runtime.cuda_graph import Runner
 from outrider.runtime.device import work_on
@@ -370,9 +370,7 @@ class TensorParallel:
         Raises:
             ModelLost: a rank is lost.
         """
-        body = torch.empty(HostBatch.size(host_batch.shape), dtype=torch.uint8)
-        host_batch.pack_into(body.numpy())
-        self._send([_Kind.STEP, *host_batch.shape], body)
+        self._send([_Kind.STEP, *host_batch.shape], host_batch.packed())
 
     def send_copy(self, source: Sequence[int], target: Sequence[int]) -> None:
         """On rank 0: has the workers copy blocks, see `PagedMemory.on_copy`.
@@ -399,9 +397,9 @@ class TensorParallel:
             memory.copy(*blocks.tolist())
             return
         T, R, S, P, W = numbers
-        body = torch.empty(HostBatch.size((T, R, S, P, W)), dtype=torch.uint8)
+        body = layout((T, R, S, P, W)).buffer(torch.device("cpu"))
         dist.broadcast(body, 0, group=self._control)
-        runner.run(HostBatch.unpack((T, R, S, P, W), body.numpy().tobytes()))
+        runner.run(HostBatch.view((T, R, S, P, W), body))
 
     def _lose(self, reason: str) -> None:
         with suppress(InvalidStateError):  # the first reason counts: others follow from it
