@@ -100,22 +100,22 @@ static void draw_token(const Loop *loop, int sequence, int t, float *z) {
         sample->token = first_with(z, size, most);
     } else {
         float total = exponentials(z, e, size, most, draw->params.temperature);
-        if (draw->noise) {
-            float least = filter(&draw->params, e, size, ignored, &total, &tokens);
-            if (max_entropy < INFINITY) entropy = entropy_from(least, z, e, size, most, draw->params.temperature);
-            Philox key = noise_key(draw->noise[2 * t], (uint32_t)draw->noise[2 * t + 1]);
-            sample->token = best_with_noise(e, least, &key, size, z);
-        } else if (!loop->max_support) {
-            float least = filter(&draw->params, e, size, ignored, &total, &tokens);
-            if (max_entropy < INFINITY) entropy = entropy_from(least, z, e, size, most, draw->params.temperature);
-            double mass = keep_from(least, e, size);
-            sample->token = inverse_cdf(e, size, (double)draw->uniforms[t] / 9007199254740992.0 * mass);
-        } else {
+        if (loop->max_support && !draw->noise) {
             uint32_t *ids = loop->ids + first;
             uint16_t *weights = loop->weights + first;
             truncate(loop, draw, e, total, &tokens, ids, weights, sample);
             if (max_entropy < INFINITY) entropy = entropy_of_weights(sample, weights);
             sample->token = token_at(sample, ids, weights, draw->uniforms[t]);
+        } else {
+            float least = filter(&draw->params, e, size, ignored, &total, &tokens);
+            if (max_entropy < INFINITY) entropy = entropy_from(least, z, e, size, most, draw->params.temperature);
+            if (draw->noise) {
+                Philox key = noise_key(draw->noise[2 * t], (uint32_t)draw->noise[2 * t + 1]);
+                sample->token = best_with_noise(e, least, &key, size, z);
+            } else {
+                double mass = keep_from(least, e, size);
+                sample->token = inverse_cdf(e, size, (double)draw->uniforms[t] / 9007199254740992.0 * mass);
+            }
         }
     }
     if (sample->token >= 0 && entropy > max_entropy) sample->token = UNSURE;
