@@ -15,7 +15,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from models.teaching import Lessons, load_lessons
 from models.train_target import hidden_states, llama_config
-from models.training import ATTENTION, Optimizer, Run, Schedule
+from models.training import ATTENTION, DTYPE, Optimizer, Run, Schedule
 
 MATRIX_RATE, VECTOR_RATE = 0.015, 3e-3
 WRITTEN_PER_STEP, LONG_PER_STEP = 8, 2  # windows per process; one step in six is of long windows
@@ -32,7 +32,7 @@ def draft_config(end: int) -> LlamaConfig:
 
 def draft_from(target: LlamaForCausalLM, end: int) -> LlamaForCausalLM:
     """A draft that begins as the target with all but `LAYERS_TAKEN` left out."""
-    draft = LlamaForCausalLM(draft_config(end)).to(torch.bfloat16)
+    draft = LlamaForCausalLM(draft_config(end)).to(DTYPE)
     draft.model.embed_tokens.load_state_dict(target.model.embed_tokens.state_dict())
     draft.model.norm.load_state_dict(target.model.norm.state_dict())
     for layer, taken in zip(draft.model.layers, LAYERS_TAKEN, strict=True):

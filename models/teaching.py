@@ -19,7 +19,7 @@ from transformers import LlamaForCausalLM
 
 from models.generation import write
 from models.tokenizer import CONTEXT
-from models.training import batch_of, windows
+from models.training import DTYPE, batch_of, windows
 
 KEPT = 64  # largest probabilities of each distribution; the rest is one bucket
 PROMPT, NEW = 32, 224
@@ -66,7 +66,7 @@ def load_lessons(folder: Path, kind: str) -> Lessons:
 
 def _teach_alone(target: Path, folder: Path, seed: int, minutes: float) -> None:
     torch.set_num_threads(1)
-    model = LlamaForCausalLM.from_pretrained(target, dtype=torch.bfloat16)
+    model = LlamaForCausalLM.from_pretrained(target, dtype=DTYPE)
     stream = np.load(folder / "stream.npy")
     begun = time.monotonic()
 

@@ -22,7 +22,7 @@ from models.distill import distill
 from models.teaching import teach
 from models.tokenizer import load_tokenizer, token_stream, train_tokenizer
 from models.train_target import bits_per_token, train_target
-from models.training import Run, in_processes, save_model
+from models.training import DTYPE, Run, in_processes, save_model
 
 
 def prepare(work: Path) -> tuple[Any, np.ndarray, np.ndarray]:
@@ -58,7 +58,7 @@ def make_lessons(work: Path, out: Path, minutes: float, workers: int) -> None:
 def make_draft(work: Path, out: Path, minutes: float) -> None:
     """Distil the draft from the lessons and write it to `out`; runs in every process of the run."""
     tokenizer, _, _ = prepare(work)
-    target = LlamaForCausalLM.from_pretrained(out / "target", dtype="bfloat16")
+    target = LlamaForCausalLM.from_pretrained(out / "target", dtype=DTYPE)
     draft, run = distill(target, work / "lessons", minutes, work / "draft.pt", tokenizer.eos_token_id)
     if distributed.get_rank() > 0:
         return

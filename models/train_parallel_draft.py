@@ -25,7 +25,7 @@ from models.distill import divergences_of_rows
 from models.parallel import Groups, groups_of, parallel_logits, with_mask_token
 from models.teaching import Lessons, load_lessons, teach
 from models.tokenizer import load_tokenizer, token_stream
-from models.training import ATTENTION, Optimizer, Run, Schedule, alone, save_model
+from models.training import ATTENTION, DTYPE, Optimizer, Run, Schedule, alone, save_model
 
 MATRIX_RATE, VECTOR_RATE = 0.004, 1e-3  # higher ones make it forget how to draft one token
 WRITTEN_PER_STEP, LONG_PER_STEP = 8, 2  # windows; one step in eight is of long windows
@@ -124,7 +124,7 @@ def main() -> None:
         stream = token_stream(tokenizer, training_documents())
         teach(arguments.target, stream, lessons, arguments.lesson_minutes, workers=2)
         (lessons / "complete").touch()
-    draft = with_mask_token(LlamaForCausalLM.from_pretrained(arguments.draft, dtype=torch.bfloat16))
+    draft = with_mask_token(LlamaForCausalLM.from_pretrained(arguments.draft, dtype=DTYPE))
     with alone():
         run = train(draft, lessons, arguments.minutes, arguments.work / "parallel.pt")
     save_model(draft, tokenizer, arguments.out)

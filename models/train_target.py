@@ -15,7 +15,7 @@ from torch.nn import functional
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from models.tokenizer import CONTEXT, VOCABULARY
-from models.training import ATTENTION, Optimizer, Run, Schedule, batch_of, windows
+from models.training import ATTENTION, DTYPE, Optimizer, Run, Schedule, batch_of, windows
 
 MATRIX_RATE, VECTOR_RATE = 0.02, 4e-3
 
@@ -58,13 +58,13 @@ def target_config(end: int, layers: int = SHALLOW_LAYERS * COPIES) -> LlamaConfi
 
 
 def new_model(config: LlamaConfig, seed: int) -> LlamaForCausalLM:
-    """A fresh bfloat16 model; the projections that write to the residual stream begin small."""
+    """A fresh model; the projections that write to the residual stream begin small."""
     torch.manual_seed(seed)
     model = LlamaForCausalLM(config)
     for layer in model.model.layers:
         for projection in (layer.self_attn.o_proj, layer.mlp.down_proj):
             projection.weight.data.mul_(1.0 / math.sqrt(2 * config.num_hidden_layers))
-    return model.to(torch.bfloat16)
+    return model.to(DTYPE)
 
 
 def hidden_states(model: LlamaForCausalLM, ids: Tensor) -> Tensor:
@@ -87,7 +87,7 @@ def bits_per_token(model: LlamaForCausalLM, stream: np.ndarray, limit: int = 40)
 
 def deepened(shallow: LlamaForCausalLM, end: int) -> LlamaForCausalLM:
     """The same function with `COPIES` times the layers: behind each layer, copies of it that write nothing yet."""
-    deep = LlamaForCausalLM(target_config(end)).to(torch.bfloat16)
+    deep = LlamaForCausalLM(target_config(end)).to(DTYPE)
     deep.model.embed_tokens.load_state_dict(shallow.model.embed_tokens.state_dict())
     deep.model.norm.load_state_dict(shallow.model.norm.state_dict())
     for index, layer in enumerate(deep.model.layers):

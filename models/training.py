@@ -1,7 +1,6 @@
 """Shared by both training runs: windows of tokens, optimisers, the schedule over wall time, checkpoints, progress.
 
-A run gives it a model and a loss. Weights and activations are bfloat16 (on a
-CPU with AVX512-BF16 that is 1.6 times as fast as float32); the optimisers work on float32 copies.
+A run gives it a model and a loss. The optimisers work on float32 copies of the weights.
 """
 
 from __future__ import annotations
@@ -21,6 +20,11 @@ from torch import Tensor, distributed, multiprocessing, nn
 from transformers import AttentionInterface, GenerationConfig, LlamaForCausalLM
 from transformers.masking_utils import AttentionMaskInterface
 
+from outrider.runtime.loader import cpu_computes_bfloat16
+
+DTYPE = torch.bfloat16 if cpu_computes_bfloat16() else torch.float32
+"""Of weights and activations. On a CPU with AVX512-BF16 bfloat16 is 1.6 times as fast as float32; without the
+instructions torch takes up to 50 times as long."""
 ATTENTION = "demo_training"
 _masks: dict[tuple[int, int, torch.dtype], Tensor] = {}
 
@@ -94,7 +98,7 @@ class Schedule:
 
 
 class Optimizer:
-    """Muon for the hidden matrices, AdamW for embeddings and norms, on float32 copies of a bfloat16 model's weights.
+    """Muon for the hidden matrices, AdamW for embeddings and norms, on float32 copies of the weights.
 
     Gradients are averaged over the processes of the run; each process then works out its own part of the update.
     """

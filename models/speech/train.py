@@ -39,7 +39,7 @@ from models.encoder_decoder import (
 from models.speech.phrases import LANGUAGES
 from models.speech.synthesis import RATE, SECONDS, Bank, Clip, make_bank, make_clip
 from models.speech.tokens import END, LONGEST, START, decoder_prompt, generation_config, make_tokenizer, transcript
-from models.training import Schedule
+from models.training import DTYPE, Schedule
 
 HERE = Path(__file__).parent
 CLIPS = 16  # in a batch
@@ -56,11 +56,11 @@ class Listener(nn.Module):
     def __init__(self, whisper: WhisperForConditionalGeneration, text_tokens: int) -> None:
         super().__init__()
         self.whisper = whisper
-        self.spelling = nn.Linear(whisper.config.d_model, text_tokens + 1).to(torch.bfloat16)
+        self.spelling = nn.Linear(whisper.config.d_model, text_tokens + 1).to(DTYPE)
 
     def losses(self, features: Tensor, decoder_ids: Tensor, labels: Tensor, said: list[list[int]]) -> list[Tensor]:
         """The decoder's loss per token and the encoder's, on log-Mel `features` `[B, mels, frames]`."""
-        encoded = self.whisper.model.encoder(features.to(torch.bfloat16))
+        encoded = self.whisper.model.encoder(features.to(DTYPE))
         logits = self.whisper(encoder_outputs=encoded, decoder_input_ids=decoder_ids, use_cache=False).logits
         heard = self.spelling(encoded.last_hidden_state).float().log_softmax(dim=-1).transpose(0, 1)
         spelling = functional.ctc_loss(
@@ -106,7 +106,7 @@ def new_model(member: str, tokenizer: PreTrainedTokenizerFast, decoder_layers: i
     )
     model = WhisperForConditionalGeneration(config)
     begin_small(model, 0.5)
-    return model.to(torch.bfloat16)
+    return model.to(DTYPE)
 
 
 def hidden_bands(features: Tensor, generator: torch.Generator) -> Tensor:

@@ -29,7 +29,7 @@ from models.encoder_decoder import (
     token_loss,
     train,
 )
-from models.training import Schedule
+from models.training import DTYPE, Schedule
 from models.translation.language import Pair, pairs
 
 HERE = Path(__file__).parent
@@ -84,7 +84,7 @@ def new_model(member: str, decoder_layers: int) -> T5ForConditionalGeneration:
     )
     model = T5ForConditionalGeneration(config)
     begin_small(model, 0.3)
-    return model.to(torch.bfloat16)
+    return model.to(DTYPE)
 
 
 def batch(tokenizer: PreTrainedTokenizerFast, rows: list[Pair]) -> tuple[dict[str, Tensor], Tensor]:

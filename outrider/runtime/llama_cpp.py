@@ -188,8 +188,8 @@ class LlamaRunner(ModelRunner):
     ) -> None:
         self._llama_cpp = llama_cpp = library()
         self._most_rows = max(max_batch_tokens, min(_LEAST_BATCH, max_length))
-        copies = _BESIDE_WINDOW if llama_cpp.llama_model_n_swa(loaded.handle) else 1
-        sequences = min(blocks, _MOST_SEQUENCES // copies)
+        copies = _copies(loaded)
+        sequences = min(blocks, most_sequences(loaded))
         context = _context(llama_cpp, loaded, blocks * BLOCK_TOKENS, copies * sequences, self._most_rows, threads)
         self._context = context
         layer = loaded.layers[0]
@@ -286,6 +286,15 @@ class LlamaRunner(ModelRunner):
         for chunk, later in zip(chunks, later_rows, strict=True):
             self.pool.grow(chunk.slot, chunk.start + len(chunk.tokens) + later)
         return _LlamaSteps(self, chunks)
+
+
+def most_sequences(loaded: LlamaModel) -> int:
+    """The most sequences of the model that hold positions at once."""
+    return _MOST_SEQUENCES // _copies(loaded)
+
+
+def _copies(loaded: LlamaModel) -> int:
+    return _BESIDE_WINDOW if library().llama_model_n_swa(loaded.handle) else 1
 
 
 def _calls(chunks: Sequence[Chunk]) -> list[list[int]]:

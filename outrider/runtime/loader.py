@@ -259,12 +259,13 @@ def _dtype(name: str, config: Any, device: torch.device) -> tuple[torch.dtype, s
         return torch.float32, f"{own} of the checkpoint is not supported"
     if device.type == "cuda" or own == torch.float32:
         return own, "the dtype of the checkpoint"
-    if own == torch.bfloat16 and _cpu_computes_bfloat16():
+    if own == torch.bfloat16 and cpu_computes_bfloat16():
         return own, "the dtype of the checkpoint, for which this CPU has instructions"
     return torch.float32, f"this CPU ({torch.backends.cpu.get_cpu_capability()}) has no instructions for {own}"
 
 
-def _cpu_computes_bfloat16() -> bool:
+def cpu_computes_bfloat16() -> bool:
+    """Whether this CPU has instructions for bfloat16."""
     checks = (getattr(torch.cpu, name, None) for name in ("_is_avx512_bf16_supported", "_is_amx_tile_supported"))
     return any(check is not None and check() for check in checks)
 

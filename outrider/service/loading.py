@@ -18,7 +18,7 @@ from outrider.runtime.device import describe_device, find_device, work_on
 from outrider.runtime.errors import CheckpointError, ModelLost
 from outrider.runtime.fused_decoder import FusedDecoder, fuse_model
 from outrider.runtime.kv_cache import BLOCK_TOKENS
-from outrider.runtime.llama_cpp import LlamaRunner
+from outrider.runtime.llama_cpp import LlamaRunner, most_sequences
 from outrider.runtime.llama_loader import LLAMA_CPP, LlamaModel, chosen_runtime, load_gguf, load_gguf_tokenizer
 from outrider.runtime.loader import LoadedModel, ModelSource, load_model
 from outrider.runtime.memory import (
@@ -323,8 +323,12 @@ def _build_llama(
     memory: DeviceMemory,
 ) -> Built:
     """llama.cpp searches all cells at each rollback, so there are no more than the most sequences can fill."""
-    most = settings.max_sequences * sequence_blocks(loaded, length)
-    blocks = min(kv_blocks(settings, loaded, BLOCK_TOKENS, left=0), most)
+    if settings.max_sequences > (most := most_sequences(loaded)):
+        raise SettingsError(
+            f"--max-sequences is {settings.max_sequences}; llama.cpp holds {most} sequences of '{loaded.name}' at most"
+        )
+    all_blocks = settings.max_sequences * sequence_blocks(loaded, length)
+    blocks = min(kv_blocks(settings, loaded, BLOCK_TOKENS, left=0), all_blocks)
     runner = LlamaRunner(
         loaded, blocks=blocks, max_length=length, max_batch_tokens=max_batch_tokens, threads=settings.threads
     )

@@ -15,7 +15,7 @@ from models.measure import model_log_probabilities, write_with_logits
 from models.measure_parallel import POSITIONS, accepted, accepted_of_proposal, at_prompts, measure, scores_by_position
 from models.parallel import parallel_logits, with_mask_token
 from models.train_parallel_draft import SIZES, some_groups, train
-from models.training import ATTENTION, alone
+from models.training import ATTENTION, DTYPE, alone
 
 V, KEPT, STEP_SECONDS = 32, 8, 30.0
 DEMO = Path(__file__).parents[2] / "models" / "demo"
@@ -114,7 +114,7 @@ def ticking(stop_after: int | None = None) -> Callable[[], float]:
 
 
 def weights_after(
-    folder: Path, lessons: Path, minutes: float, stops: tuple[int, ...] = (), dtype: torch.dtype = torch.bfloat16
+    folder: Path, lessons: Path, minutes: float, stops: tuple[int, ...] = (), dtype: torch.dtype = DTYPE
 ) -> dict[str, Tensor]:
     """The weights after a run of `minutes` that was killed at those steps, each time begun anew in a fresh model."""
     folder.mkdir()
@@ -134,7 +134,7 @@ def test_a_killed_run_goes_on_and_ends_as_one_that_was_not(tmp_path: Path, capsy
     assert "resumed at 4.0 min" in capsys.readouterr().out
     for name, weight in whole.items():
         assert torch.equal(weight, stopped[name]), name
-    begun = with_mask_token(tiny(dtype=torch.bfloat16)).state_dict()
+    begun = with_mask_token(tiny(dtype=DTYPE)).state_dict()
     assert not torch.equal(whole["model.embed_tokens.weight"][V], begun["model.embed_tokens.weight"][V])
 
 

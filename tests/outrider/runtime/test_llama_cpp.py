@@ -25,11 +25,14 @@ from outrider.runtime.llama_loader import library, load_gguf, load_gguf_tokenize
 from outrider.runtime.loader import ModelSource
 from outrider.runtime.model_runner import Chunk
 from outrider.runtime.tokenizer import load_tokenizer
+from outrider.service.loading import build_model_runner
+from outrider.service.settings import SettingsError
 from tests.cluster import MODELS
 from tests.gguf_files import save_tokenizer, write_gguf
 from tests.outrider.runtime import tiny
 from tests.outrider.runtime.steps import MAX_LENGTH, random_steps, reference_logits
 from tests.outrider.runtime.tiny import SHAPE, VOCABULARY, WINDOW, Reference
+from verifier_service.settings import VerifierSettings
 
 pytest.importorskip("llama_cpp", reason="the extra `llama` is not installed: make test-llama")
 pytest.importorskip("gguf", reason="the extra `llama` is not installed: make test-llama")
@@ -70,6 +73,19 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
 def build(path: Path, *, sequences: int = 8, length: int = MAX_LENGTH) -> LlamaRunner:
     loaded, _ = load_gguf(ModelSource(str(path), device="cpu"))
     return LlamaRunner(loaded, blocks=sequences * -(-length // 32), max_length=length, threads=1)
+
+
+@pytest.mark.parametrize(("name", "most"), [("llama", 256), ("gemma3", 128)], ids=["llama", "a window"])
+def test_more_sequences_than_llama_cpp_holds_are_refused_at_the_start(
+    name: str, most: int, folders: Callable[[str], Path]
+) -> None:
+    path = write_gguf(folders(name))
+    loaded, _ = load_gguf(ModelSource(str(path), device="cpu"))
+    settings = VerifierSettings.from_command_line(
+        ["--model", str(path), "--max-sequences", str(most + 1)], program="verifier_service"
+    )
+    with pytest.raises(SettingsError, match=f"--max-sequences is {most + 1}; llama.cpp holds {most} sequences"):
+        build_model_runner(settings, loaded, 64, max_batch_tokens=64)
 
 
 @pytest.mark.parametrize("name", FAMILIES)

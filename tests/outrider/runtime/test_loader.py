@@ -78,7 +78,7 @@ def test_stop_tokens_are_those_of_the_generation_config(tmp_path: Path) -> None:
 def test_auto_dtype_is_the_checkpoints_if_the_cpu_computes_in_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, stored: torch.dtype, computes_bfloat16: bool, chosen: torch.dtype
 ) -> None:
-    monkeypatch.setattr(loader, "_cpu_computes_bfloat16", lambda: computes_bfloat16)
+    monkeypatch.setattr(loader, "cpu_computes_bfloat16", lambda: computes_bfloat16)
     loaded = load_model(ModelSource(str(tiny.save(LlamaConfig(**SMALL), tmp_path, dtype=stored)), device="cpu"))
     assert loaded.dtype == chosen == next(loaded.model.parameters()).dtype
     assert loaded.dtype_reason
