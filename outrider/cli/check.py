@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import traceback
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -126,6 +127,9 @@ def check_command(draft: str, timeout: float, as_json: bool, **values: Any) -> N
         raise CheckFailure(str(error)) from error
     except KeyboardInterrupt:
         raise CheckFailure("interrupted: nothing was decided") from None
+    except Exception as error:  # click would exit with 1, as for a biased deployment
+        traceback.print_exc()
+        raise CheckFailure(f"the check failed, so nothing was decided: {error!r}") from error
     if as_json:
         write_json(document(report))
     else:

@@ -160,7 +160,7 @@ def _print(out: Console, runs: tuple[Traced, ...], *, same: bool) -> None:
         table.add_row(f"{row} (ms)", *(f"{run.phases_us[row] / 1e3:.1f}" for run in runs))
     table.add_row("whole request (ms)", *(f"{run.seconds * 1e3:.1f}" for run in runs))
     table.add_row("tokens", *(str(run.completion.usage.completion_tokens) for run in runs))
-    table.add_row("target passes", *(str(run.completion.statistics.num_rounds) for run in runs))
+    table.add_row("target passes", *(str(run.target_passes) for run in runs))
     table.add_row("tokens/s", *(f"{run.tokens_per_second:.1f}" for run in runs))
     out.print(table)
     out.print()

@@ -235,9 +235,10 @@ def _cell(runs: Sequence[Run], alone: dict[int, float]) -> Json:
     gamma = drafted / rounds if rounds else 0.0
     times = round_seconds((each.statistics, each.timings) for each in (text.finished for text in texts) if each)
     tokens, predicted = sum(each.tokens for each in texts), None
-    if times is not None and drafted:
+    proposals = sum(each.num_drafts for each in statistics)
+    if times is not None and drafted and proposals >= rounds - len(texts):
         predicted = predicted_seconds(alpha or 0.0, gamma, sum(times.values()))
-    elif times is not None:  # a verdict of a `Decode` holds several tokens, but for the first one
+    elif times is not None and tokens > len(texts):  # a verdict of a `Decode` holds several tokens, but for the first
         predicted = sum(times.values()) * (rounds - len(texts)) / (tokens - len(texts))
     return {
         "drafter": statistics[0].drafter.value if drafted else Drafter.NONE.value,

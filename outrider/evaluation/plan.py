@@ -270,8 +270,10 @@ class _Sums:
         times, statistics = completion.timings, completion.statistics
         whole, first = phase_seconds(times), phase_seconds(times.first_round)
         later = {phase: whole[phase] - first[phase] for phase in whole}
-        rounds = statistics.num_rounds - 1
-        share = rounds / statistics.num_rounds
+        # Without drafts a verdict may hold several tokens, each of a step of its own; the first one holds one.
+        whole_rounds = statistics.num_rounds if statistics.num_drafts else completion.usage.completion_tokens
+        rounds = whole_rounds - 1
+        share = rounds / whole_rounds
         self.rounds += rounds
         self.tokens += share * completion.usage.completion_tokens
         self.drafted += share * statistics.num_draft_tokens

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from kernels.rng import gumbel
 from kernels.sampling import SamplingParams, probabilities
-from outrider.client import AsyncClient, Options
+from outrider.client import AsyncClient, Options, PositionLogprobs
 from outrider.evaluation.chisquare import Array
 from outrider.evaluation.clips import Source, request_of
 from outrider.evaluation.local_models import encoder_inputs
@@ -247,6 +247,24 @@ class DecodeReference:
         return dict(zip(prefixes, await for_each(prefixes, ask, self._at_once), strict=True))
 
     async def _ask(self, prefix: Prefix) -> Distribution:
+        params = prefix[2]
+        entry = await self._logprobs(prefix)
+        if self._longest is not None:  # rules may ban tokens of the highest log-probabilities
+            known = {each.token_id: each.adjusted for each in (entry.token, *entry.top) if each.adjusted > -math.inf}
+            order = sorted(known, key=lambda token: -known[token])
+            return Distribution(np.array(order, np.int64), np.exp([known[token] for token in order]))
+        top = entry.top
+        raw, adjusted = (np.array([getattr(each, name) for each in top]) for name in ("raw", "adjusted"))
+        ids = np.array([each.token_id for each in top])
+        scaled = raw / params.temperature
+        if params.top_p < 1 and not params.top_k and params.temperature != 1:
+            # top-p cuts by probabilities at this temperature, whose sum over all tokens `raw` does not give.
+            plain = await self._logprobs((*prefix[:2], SamplingParams(temperature=params.temperature)))
+            scaled += {each.token_id: each.adjusted for each in plain.top}[top[0].token_id] - scaled[0]
+        return distribution(ids, scaled, np.exp(adjusted), params, self._rounding)
+
+    async def _logprobs(self, prefix: Prefix) -> PositionLogprobs:
+        """Of the next token after a prefix."""
         prompt, tokens, params = prefix
         options = Options(
             committed_token_ids=tokens,
@@ -257,15 +275,7 @@ class DecodeReference:
         )
         source, speech = request_of(self._prompts[prompt])
         done = await self._client.complete(source, **(speech | options | sampling_options(params)))
-        entry = done.logprobs[0]
-        if self._longest is not None:  # rules may ban tokens of the highest log-probabilities
-            known = {each.token_id: each.adjusted for each in (entry.token, *entry.top) if each.adjusted > -math.inf}
-            order = sorted(known, key=lambda token: -known[token])
-            return Distribution(np.array(order, np.int64), np.exp([known[token] for token in order]))
-        top = entry.top
-        raw, adjusted = (np.array([getattr(each, name) for each in top]) for name in ("raw", "adjusted"))
-        ids = np.array([each.token_id for each in top])
-        return distribution(ids, raw / params.temperature, np.exp(adjusted), params, self._rounding)
+        return done.logprobs[0]
 
 
 def sampling_options(params: SamplingParams) -> Options:

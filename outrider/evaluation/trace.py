@@ -60,6 +60,13 @@ class Traced:
         return self.completion.usage.completion_tokens / self.seconds
 
     @property
+    def target_passes(self) -> int:
+        """Each writes one token beyond the accepted ones. A verdict on several tokens of a `Decode` is several."""
+        statistics = self.completion.statistics
+        tokens = self.completion.usage.completion_tokens - statistics.num_accepted_tokens
+        return max(tokens, statistics.num_drafts)  # the last proposal may have no token beyond
+
+    @property
     def phases_us(self) -> dict[str, int]:
         """Microseconds of each row, summed over all rounds, by the statistics of the response.
 
@@ -272,5 +279,5 @@ def _bars(span: Span, end: float) -> list[tuple[float, float]]:
 
 
 def _title(run: Traced) -> str:
-    tokens, rounds = run.completion.usage.completion_tokens, run.completion.statistics.num_rounds
-    return f"{run.name}: {tokens} tokens in {run.seconds * 1e3:.0f} ms, {rounds} target passes"
+    tokens = run.completion.usage.completion_tokens
+    return f"{run.name}: {tokens} tokens in {run.seconds * 1e3:.0f} ms, {run.target_passes} target passes"

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import sys
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -196,6 +197,16 @@ def test_a_biased_deployment_is_exit_code_1(pair: PairServices, tmp_path: Path) 
     assert done.exit_code == 1, done.output
     assert "Biased: the text of this deployment is not distributed as its target's." in done.stdout
     assert "Traceback" not in done.output
+
+
+def test_a_check_that_crashes_decides_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    def crash(*_: Any) -> None:
+        raise MemoryError("no memory")
+
+    monkeypatch.setattr(sys.modules["outrider.cli.check"], "_checked", crash)
+    done = CliRunner().invoke(main, ["check"])
+    assert done.exit_code == 2
+    assert "nothing was decided: MemoryError('no memory')" in done.stderr
 
 
 @pytest.mark.parametrize(

@@ -103,6 +103,13 @@ def test_sums_agree_with_the_statistics_of_the_response(runs: tuple[Traced, Trac
         assert _sum(found, REQUEST) == round(run.seconds * 1e6)
 
 
+def test_passes_of_the_target_are_counted_by_their_tokens(runs: tuple[Traced, Traced]) -> None:
+    """A verdict may hold several tokens of a `Decode`."""
+    drafted, alone = runs
+    assert alone.target_passes == alone.completion.usage.completion_tokens > alone.completion.statistics.num_rounds
+    assert drafted.target_passes == drafted.completion.statistics.num_rounds
+
+
 def test_the_trace_is_in_the_trace_event_format(runs: tuple[Traced, Traced]) -> None:
     trace = chrome_trace(runs, {"about": "a test"})
     assert (trace["displayTimeUnit"], trace["otherData"]) == ("ms", {"about": "a test"})
