@@ -256,7 +256,7 @@ def _captures(engine: DraftEngine, target: model_pb2.ModelInfo, settings: DraftS
         loop = engine.loop.capture(
             capturer,
             sequences=min(settings.max_sequences, MOST_STEPPED),
-            tokens=target.limits.max_gamma,
+            tokens=min(settings.max_gamma, target.limits.max_gamma),
             with_kernels=implementation_for(engine.model_runner.loaded.device) == "triton",
             seconds=seconds / 2,
             most_bytes=most_bytes,

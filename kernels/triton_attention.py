@@ -76,8 +76,7 @@ def _finish(peak, mass, found, sink, WITH_SINKS: tl.constexpr):
     return found / mass[:, None]
 
 
-# Arguments that vary between batches: the kernel is compiled once for all values. And arrays inside one buffer, aligned
-# to 4 or 8 bytes only.
+# Arguments that vary between batches: the kernel is compiled once for all values, and for arrays at any address.
 _ANY = ["window", "max_blocks"]
 _ANYWHERE = ["positions", "row_starts", "lengths", "block_tables", "items", "row_slots"]
 

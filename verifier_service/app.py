@@ -10,7 +10,7 @@ import grpc
 import structlog
 
 from kernels import paths
-from kernels.paths import PathUnavailable, VerifyPath, choose, try_out
+from kernels.paths import AUTO, PathUnavailable, VerifyPath, choose, try_out
 from kernels.verify import Rule
 from outrider.environment import served_name
 from outrider.rpc.errors import RequestError, internal
@@ -163,7 +163,8 @@ def find_path(settings: VerifierSettings) -> VerifyPath:
         with ThreadPoolExecutor(1) as thread:
             thread.submit(try_out, path.name, device).result()
     except PathUnavailable as error:
-        raise SettingsError(f"--verify-path {settings.verify_path}: {error}; use --verify-path auto") from error
+        other = "torch" if settings.verify_path == AUTO else AUTO
+        raise SettingsError(f"--verify-path {settings.verify_path}: {error}; use --verify-path {other}") from error
     return path
 
 

@@ -299,15 +299,13 @@ class OutcomeCache:
                 entry.tokens += 1
         if is_done or branch.drafted >= entry.wanted(branch):
             entry.open.remove(branch)
-            if branch is entry.end:
+            if branch is entry.end and branch.has_scores:
                 candidates = branch.candidates(CANDIDATES)[0]
                 entry.add(entry.predictor.followers(candidates, len(entry.drafted), entry.end_chance))
 
     def _enter(self, sequence: ModelSequence) -> None:
         """Predicts the verdicts on a proposal that has left."""
-        # Captured steps keep no scores.
-        has_scores = not sequence.chooses_by_scores or all(row is not None for row in sequence.scores)
-        if not sequence.opening.uses_outcome_cache or not has_scores or not self._trials[_kind(sequence)].choose():
+        if not (sequence.opening.uses_outcome_cache and sequence.has_scores and self._trials[_kind(sequence)].choose()):
             return
         assert sequence.slot is not None
         held = self._pool.length(sequence.slot)  # with the last token, where the draft was unsure of the next one

@@ -132,6 +132,11 @@ class ModelSequence:
         return self.params.is_greedy or self.opening.shares_noise
 
     @property
+    def has_scores(self) -> bool:
+        """Whether `candidates` has what it needs: captured steps keep no scores under noise."""
+        return not self.chooses_by_scores or all(row is not None for row in self.scores)
+
+    @property
     def may_be_decoded(self) -> bool:
         """Whether one call of the decode loop may draw several tokens: it neither adjusts nor returns logits."""
         return self.adjuster is None and not self.opening.needs_logits
@@ -184,7 +189,9 @@ class ModelSequence:
         """The `count` likeliest tokens at each position of the proposal."""
         if not self.chooses_by_scores:
             return [_likeliest(each, count) for each in self.distributions]
-        rows = torch.stack([row for row in self.scores if row is not None])  # [γ, V]
+        kept = [row for row in self.scores if row is not None]
+        # Steps of the decode loop leave them on the device, in the model's dtype; other steps on the host.
+        rows = torch.stack([row.to(kept[-1]) for row in kept])  # [γ, V]
         by_noise = self.opening.shares_noise  # the least score wins, and its -log is log p + g: `kernels.sampling`
         scores, tokens = rows.topk(min(count, rows.shape[-1]), largest=not by_noise)
         scores = scores.neg().log() if by_noise else scores

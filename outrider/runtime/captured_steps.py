@@ -360,7 +360,7 @@ class _StepBuffers:
 
     def _logits_of(self, step: Tensor) -> Tensor:
         """The logits of a step, `[S, V]`; of a draft a copy."""
-        if len(self._logits) == 1:
+        if self._config is None:
             return self._logits[0, :, : self._size.vocab_size]
         return without_mask(self._logits.index_select(0, step).squeeze(0), self._size.vocab_size, self._size.mask_token)
 

@@ -173,8 +173,10 @@ def reference(model: Any, vocab_size: int, context_length: int) -> Reference:
             arguments = {"input_ids": inputs.to(weight.device)}
         arguments["decoder_input_ids"] = tokens.to(weight.device)
     try:
+        # Versions of transformers accept sdpa for soft-capped scores, and then leave out the cap.
+        capped = getattr(model.config.get_text_config(), "attn_logit_softcapping", None) is not None
         try:
-            model.set_attn_implementation("sdpa")
+            model.set_attn_implementation("eager" if capped else "sdpa")
         except ValueError:
             model.set_attn_implementation("eager")
         with torch.inference_mode():

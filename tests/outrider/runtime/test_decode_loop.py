@@ -84,10 +84,10 @@ def eager_loop(loaded: LoadedModel, max_sequences: int = 8, *, fuse: bool = True
     return DecodeLoop(ModelRunner.build(loaded, max_sequences, 48, fuse=fuse), KNOWN, CONFIG)
 
 
-def captured_loop(loaded: LoadedModel, *, with_kernels: bool = True) -> DecodeLoop:
+def captured_loop(loaded: LoadedModel, *, with_kernels: bool = True, tokens: int = GAMMA) -> DecodeLoop:
     loop = DecodeLoop(ModelRunner.build(loaded, 8, 48, attention=PAGED, blocks=60), KNOWN, CONFIG)
     bounds = {"seconds": 1e3, "most_bytes": 1 << 30}
-    found = loop.capture(Repeating(), sequences=3, tokens=GAMMA, with_kernels=with_kernels, **bounds)  # type: ignore[arg-type]
+    found = loop.capture(Repeating(), sequences=3, tokens=tokens, with_kernels=with_kernels, **bounds)  # type: ignore[arg-type]
     assert found == "steps of up to 3 sequences"
     return loop
 
@@ -188,10 +188,12 @@ def test_decoding_ends_before_the_first_token_above_its_entropy_bound(load: Load
     assert {2, 6} < ended
 
 
-def test_only_a_draft_never_draws_the_mask_token(load: Load) -> None:
-    """A target draws from its own distribution."""
+@pytest.mark.parametrize("is_captured", [False, True])
+def test_only_a_draft_never_draws_the_mask_token(is_captured: bool, load: Load) -> None:
+    """A target draws from its own distribution. The captured draft draws one token in a row at most."""
     loaded = load("llama")
-    draft = eager_loop(loaded)
+    loaded.mask_token = None
+    draft = captured_loop(loaded, with_kernels=False, tokens=1) if is_captured else eager_loop(loaded)
     target = DecodeLoop(draft.model_runner, KNOWN, None)
     slot = draft.model_runner.pool.allocate()
 
@@ -201,7 +203,11 @@ def test_only_a_draft_never_draws_the_mask_token(load: Load) -> None:
 
     favourite = best(draft)
     loaded.mask_token = favourite
+    draft = captured_loop(loaded, with_kernels=False, tokens=1) if is_captured else draft
+    slot = draft.model_runner.pool.allocate()
     assert best(draft) != favourite
+    if is_captured:
+        return
     assert best(target) == favourite
 
 

@@ -5,8 +5,10 @@ from collections.abc import Callable
 import pytest
 import torch
 from torch import Tensor
+from transformers import AutoModelForCausalLM
 
-from outrider.runtime.selfcheck import check
+from outrider.runtime.selfcheck import check, reference
+from tests.outrider.runtime.tiny import FAMILIES, VOCABULARY
 
 WANTED = torch.tensor([[4.0, -2.0], [1.0, 0.5], [0.0, 3.0]])
 
@@ -32,6 +34,15 @@ def test_the_largest_difference_counts_as_a_share_of_the_largest_number(
     found = check(given(change), given(lambda rows: rows), 0.01)
     assert found == reason
     assert (found is not None and isinstance(found.cause, RuntimeError)) == (reason is not None and "Runtime" in reason)
+
+
+def test_soft_capped_scores_are_never_those_of_sdpa(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Some versions of transformers accept it, and leave out the cap."""
+    model = AutoModelForCausalLM.from_config(FAMILIES["gemma2"]())
+    chosen: list[str] = []
+    monkeypatch.setattr(model, "set_attn_implementation", chosen.append)
+    reference(model, VOCABULARY, 64)
+    assert chosen[0] == "eager"
 
 
 def test_a_typical_check_looks_at_the_median_row() -> None:
