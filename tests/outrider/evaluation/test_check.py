@@ -26,7 +26,7 @@ from outrider.cli import main
 from outrider.client import AsyncClient, Client, Options, PositionLogprobs, TokenLogprob
 from outrider.evaluation.check import ROUNDING, check, compared
 from outrider.evaluation.check_requests import Ask, Plan, Text
-from outrider.evaluation.reference import Copy, LocalTarget
+from outrider.evaluation.reference import Copy, DecodeReference, LocalTarget
 from outrider.evaluation.verdict import (
     ALONE,
     BY_ID,
@@ -147,6 +147,23 @@ def test_a_copy_in_another_dtype_differs_by_rounding_alone(pair: PairServices) -
     changed = [*texts[0].token_ids[:9], (texts[0].token_ids[9] + 1) % target.vocab_size]
     assert gaps["float32"] <= ROUNDING["float32"] < gaps["bfloat16"] <= ROUNDING["bfloat16"]
     assert local.gaps(0, changed, None)[9] > ROUNDING["bfloat16"]
+
+
+@pytest.mark.parametrize("temperature", [0.7, 1.5])
+async def test_both_references_leave_out_the_same_prefixes(temperature: float, pair: PairServices) -> None:
+    """Those where rounding may move the cut of top-p, by the sum of probabilities at this temperature."""
+    params, wide = SamplingParams(temperature=temperature, top_p=0.8), 0.1
+    async with AsyncClient(pair.draft().address) as client:
+        text = await client.complete("abc", max_new_tokens=60, temperature=1.0, seed=5, ignore_eos=True)
+        prompts = [text.started.prompt_token_ids]
+        wanted = [(0, tuple(text.token_ids[:length]), params) for length in range(60)]
+        remote = await DecodeReference(client, prompts, 4, wide).distributions(wanted, lambda _: None)
+        target = (await client.get_model()).target
+        copy = LocalTarget(Copy(str(pair.target), device="cpu"), target, prompts, 60, wide)
+        local = await copy.distributions(wanted, lambda _: None)
+    sure = [remote[prefix].is_sure for prefix in wanted]
+    assert sure == [local[prefix].is_sure for prefix in wanted]
+    assert 0 < sum(sure) < len(sure)
 
 
 def answer(*tokens: int, seed: int | None = None) -> Text:
