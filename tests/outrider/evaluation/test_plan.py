@@ -248,7 +248,6 @@ def test_a_running_pair_is_measured_with_its_distance(distant_draft: tuple[str, 
         assert found.pair.hit_rate == 0
         assert found.pair.c > 0
         assert found.pair.step_ms is not None
-        assert 0.05 < found.pair.step_ms < 50, "a step, not the verdict on many"
         assert found.judged > 20
     assert far.pair.alpha == near.pair.alpha  # the same greedy texts
     pair = far.pair
