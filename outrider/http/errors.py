@@ -10,7 +10,8 @@ import json
 import logging
 import math
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
+from difflib import get_close_matches
 from typing import Any
 
 import grpc
@@ -145,21 +146,38 @@ def _seconds(retry_after: float | None) -> str:
 # ----------------------------------------------------------------------------------------------- of pydantic's errors
 
 
-def of_validation(problems: Sequence[Mapping[str, Any]], near: Mapping[str, str]) -> ApiError:
-    """The first problem of a body. `near` has the nearest known field of each unknown one."""
-    problem = problems[0]
+# Characters of a value or of a field's name that a message shows.
+_MOST_SHOWN = 60
+
+
+def of_validation(problem: Mapping[str, Any], known: Collection[str]) -> ApiError:
+    """A problem of a body. An unknown field is shown with the nearest of the `known` ones."""
     param = _path(problem["loc"])
     match problem["type"]:
         case "missing":
             return ApiError(400, f"{param} is missing; it is required", param=param, code="missing_required_parameter")
         case "extra_forbidden":
-            hint = f"; did you mean {near[param]}?" if param in near else ""
+            near = get_close_matches(param, known, n=1) if len(problem["loc"]) == 1 else ()
+            hint = f"; did you mean {near[0]}?" if near else ""
             return unsupported(param, f"there is no field {param}{hint}")
         case "value_error":  # of our own, with the value
             return invalid(param, str(problem["msg"]).removeprefix("Value error, "))
     expected = str(problem["msg"]).removeprefix("Input should ")
-    value = json.dumps(problem["input"], default=str)
-    return invalid(param, f"{param} is {value if len(value) <= 60 else value[:59] + '…'}; it must {expected}")
+    return invalid(param, f"{param} is {_as_json(problem['input'])}; it must {expected}")
+
+
+def _as_json(value: Any) -> str:
+    """The beginning of a value's JSON; the rest is not encoded."""
+    text = ""
+    for piece in json.JSONEncoder(default=str).iterencode(value):
+        text += piece
+        if len(text) > _MOST_SHOWN:
+            return _cut(text)
+    return text
+
+
+def _cut(text: str) -> str:
+    return text if len(text) <= _MOST_SHOWN else text[: _MOST_SHOWN - 1] + "…"
 
 
 def _path(location: Sequence[int | str]) -> str:
@@ -169,7 +187,7 @@ def _path(location: Sequence[int | str]) -> str:
         if isinstance(part, int):
             path += f"[{part}]"
         elif not path:
-            path = part
+            path = _cut(part)
         elif part.isidentifier() and part not in ("str", "int", "float", "list", "bool", "dict"):
-            path += f".{part}"
+            path += f".{_cut(part)}"
     return path

@@ -7,17 +7,29 @@ carry out is refused by name, unless its value asks for nothing: `tools: []`, `r
 from __future__ import annotations
 
 import json
-from difflib import get_close_matches
 from reprlib import repr as short_repr
-from typing import Any, Literal, TypeAlias, TypeVar
+from typing import Annotated, Any, Literal, TypeAlias, TypeVar
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
+from pydantic import (
+    BaseModel,
+    ConfigDict,
+    Field,
+    ValidationError,
+    ValidatorFunctionWrapHandler,
+    field_validator,
+    model_validator,
+)
 
 from outrider.client import Message
 from outrider.http.errors import ApiError, invalid, of_validation, unsupported
 from outrider.seeds import derive_seed
 
 Prompt: TypeAlias = str | list[int]
+
+# Checked up to the first wrong element: an error of each would take minutes for a large body.
+_Texts: TypeAlias = Annotated[list[str], Field(fail_fast=True)]
+_TokenIds: TypeAlias = Annotated[list[int], Field(fail_fast=True)]
+_Parts: TypeAlias = Annotated[list[dict[str, Any]], Field(fail_fast=True)]
 
 MOST_TOP_LOGPROBS = 20
 
@@ -88,6 +100,16 @@ class Body(BaseModel):
         """The values that ask for nothing, of fields that this body does not have."""
         return {}
 
+    @model_validator(mode="before")
+    @classmethod
+    def _with_one_unknown(cls, value: Any) -> Any:
+        """Drops unknown fields but the first: pydantic makes an error of each, and only the first is shown."""
+        if not isinstance(value, dict):
+            return value
+        known = cls.model_fields.keys()
+        unknown = next((name for name in value if name not in known), None)
+        return {name: each for name, each in value.items() if name in known or name == unknown}
+
 
 class StreamOptions(Body):
     """`stream_options`."""
@@ -113,20 +135,23 @@ class _Generation(Body):
     presence_penalty: float | None = None
     frequency_penalty: float | None = None
     logit_bias: dict[str, float] | None = None
-    stop: str | list[str] | None = None
-    stop_token_ids: list[int] | None = None
+    stop: str | _Texts | None = None
+    stop_token_ids: _TokenIds | None = None
     min_tokens: int | None = Field(None, ge=0)
     ignore_eos: bool = False
     skip_special_tokens: bool = True
     cache_salt: str | None = None
 
-    @field_validator("logit_bias")
+    @field_validator("logit_bias", mode="wrap")
     @classmethod
-    def _token_ids(cls, value: dict[str, float] | None) -> dict[str, float] | None:
-        for key in value or ():
+    def _token_ids(cls, value: Any, check: ValidatorFunctionWrapHandler) -> Any:
+        """Checks up to the first wrong entry, as for lists."""
+        for key, bias in value.items() if isinstance(value, dict) else ():
+            if type(bias) not in (int, float) or not abs(bias) < 2**64:
+                check({key: bias})
             if not (key.isascii() and key.isdigit()):
                 raise ValueError(f"logit_bias has the key {short_repr(key)}; keys are token ids, as text")
-        return value
+        return check(value)
 
     @classmethod
     def neutral(cls) -> dict[str, tuple[Any, ...]]:
@@ -231,7 +256,7 @@ class ChatMessage(Body):
     """One message of a conversation."""
 
     role: str = Field(min_length=1)
-    content: str | list[dict[str, Any]]
+    content: str | _Parts
 
     @classmethod
     def neutral(cls) -> dict[str, tuple[Any, ...]]:
@@ -323,7 +348,7 @@ class DetokenizeRequest(Body):
     """Body of /detokenize."""
 
     model: str | None = None
-    tokens: list[int]
+    tokens: _TokenIds
 
 
 AnyBody = TypeVar("AnyBody", bound=Body)
@@ -362,9 +387,7 @@ def parse(kind: type[AnyBody], value: Any, prefix: str = "") -> AnyBody:
     try:
         return kind.model_validate(given)
     except ValidationError as error:
-        known = kind.model_fields.keys()
-        near = {name: found[0] for name in given.keys() - known if (found := get_close_matches(name, known, n=1))}
-        failure = of_validation(error.errors(include_url=False), near)
+        failure = of_validation(error.errors(include_url=False)[0], kind.model_fields.keys())
         if prefix:
             failure.message = failure.message.replace(failure.param or "", f"{prefix}{failure.param}", 1)
             failure.param = f"{prefix}{failure.param}"

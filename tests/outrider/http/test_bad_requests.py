@@ -5,10 +5,13 @@ from typing import Any
 import grpc
 import httpx
 import pytest
+from pydantic import ValidationError
 
 from outrider.client import InvalidRequest
 from outrider.environment import served_name
-from outrider.http.errors import of_service
+from outrider.http import errors
+from outrider.http.errors import ApiError, of_service
+from outrider.http.requests import Body, ChatMessage, CompletionRequest, DetokenizeRequest, parse
 
 COMPLETION, CHAT = "/v1/completions", "/v1/chat/completions"
 MESSAGES = [{"role": "user", "content": "x"}]
@@ -124,6 +127,52 @@ def test_a_body_that_is_no_object_of_json_is_refused(http: httpx.Client, data: b
     answer = http.post(COMPLETION, content=data)
     assert answer.status_code == 400
     assert answer.json()["error"]["type"] == "invalid_request_error"
+
+
+MANY = 100_000
+UNKNOWN = {f"tempreature{i}": 1 for i in range(MANY)}
+
+
+@pytest.mark.parametrize(
+    ("kind", "body", "param"),
+    [
+        (CompletionRequest, UNKNOWN | {"prompt": "x"}, "tempreature0"),
+        (CompletionRequest, {"prompt": "x", "stream_options": UNKNOWN}, "stream_options.tempreature0"),
+        (CompletionRequest, {"prompt": "x", "stop": [1] * MANY}, "stop"),
+        (CompletionRequest, {"prompt": "x", "stop_token_ids": ["x"] * MANY}, "stop_token_ids[0]"),
+        (CompletionRequest, {"prompt": "x", "logit_bias": {str(i): "x" for i in range(MANY)}}, "logit_bias"),
+        (CompletionRequest, {"prompt": "x", "logit_bias": {str(i): float("inf") for i in range(MANY)}}, "logit_bias"),
+        (ChatMessage, {"role": "user", "content": [1] * MANY}, "content"),
+        (DetokenizeRequest, {"tokens": ["x"] * MANY}, "tokens[0]"),
+    ],
+    ids=["fields", "nested", "stop", "stop_token_ids", "biases", "infinite", "content", "tokens"],
+)
+def test_a_large_wrong_body_costs_little(
+    monkeypatch: pytest.MonkeyPatch, kind: type[Body], body: dict[str, Any], param: str
+) -> None:
+    """It is checked up to its first problem: the event loop answers no one else meanwhile."""
+    with pytest.raises(ValidationError) as found:
+        kind.model_validate(body)
+    assert found.value.error_count() <= 2, "one of each branch of a union"
+    searched: list[str] = []
+
+    def search(word: str, *arguments: Any, **options: Any) -> list[str]:
+        searched.append(word)
+        return []
+
+    monkeypatch.setattr(errors, "get_close_matches", search)
+    with pytest.raises(ApiError) as refused:
+        parse(kind, body)
+    assert (refused.value.status, refused.value.param) == (400, param)
+    assert len(refused.value.message) < 200
+    assert len(searched) <= 1
+
+
+def test_a_message_shows_the_beginning_of_a_name(http: httpx.Client) -> None:
+    answer = http.post(COMPLETION, json={"prompt": "x", "x" * 10**6: 1})
+    error = answer.json()["error"]
+    assert (answer.status_code, error["param"]) == (400, "x" * 59 + "…")
+    assert error["message"] == f"there is no field {error['param']}"
 
 
 def test_values_that_ask_for_nothing_are_taken(http: httpx.Client) -> None:
