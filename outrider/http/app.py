@@ -58,7 +58,8 @@ def create_app(
             CORSMiddleware,
             allow_origins=settings.cors_origins,
             allow_methods=["GET", "POST"],
-            allow_headers=["authorization", "content-type"],
+            allow_headers=["*"],  # clients add their own, as x-stainless-lang of openai-js
+            expose_headers=["x-request-id", "retry-after"],
         )
         middleware.append(cors)  # before the keys: a preflight request carries none
     middleware.append(Middleware(Guard, settings=settings, keys=keys, limits=limits))

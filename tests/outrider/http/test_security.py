@@ -150,6 +150,19 @@ def test_no_page_of_another_origin_is_let_in(chat_draft: Service, guarded: str) 
     assert "access-control-allow-origin" not in evil.headers
 
 
+def test_a_page_of_an_allowed_origin_may_use_openais_client(chat_draft: Service) -> None:
+    origin = {"origin": "https://good.example"}
+    asked = "authorization,content-type,x-stainless-lang"
+    preflight = {"access-control-request-method": "POST", "access-control-request-headers": asked}
+    with running_front(chat_draft.address, cors_origins=["https://good.example"]) as url:
+        allowed = plain.options(f"{url}/v1/completions", headers=origin | preflight)
+        answer = plain.post(f"{url}/v1/completions", json=BODY, headers=origin | {"sec-fetch-site": "cross-site"})
+    assert allowed.status_code == 200, allowed.text
+    assert set(asked.split(",")) <= set(allowed.headers["access-control-allow-headers"].replace(" ", "").split(","))
+    assert answer.status_code == 200
+    assert {"x-request-id", "retry-after"} <= set(answer.headers["access-control-expose-headers"].split(", "))
+
+
 # ------------------------------------------------------------------------------------------------------------ bodies
 
 
