@@ -1,6 +1,7 @@
 """Who may call the front, and how much a request may hold: an ASGI middleware around all routes.
 
-In this order: the Host header, the key, the client's rate, the size of the body while it is read, and its time.
+In this order: the Host header, the origin, the key, the client's rate, the size of the body while it is read, and its
+time.
 """
 
 from __future__ import annotations
@@ -63,6 +64,7 @@ class Guard:
         with ExitStack() as inside:
             try:
                 self._check_host(_header(scope, b"host"))
+                self._check_origin(scope)
                 if path not in _PUBLIC:
                     client = self._client(scope)
                     if path in _GENERATING and self._limits is not None:
@@ -84,6 +86,14 @@ class Guard:
             if allowed in ("*", host) or (allowed.startswith("*.") and host.endswith(allowed[1:])):
                 return
         raise ApiError(421, "the Host header is not one of this server's names (--http-allowed-host)", code="host")
+
+    def _check_origin(self, scope: Scope) -> None:
+        """Browsers send simple POSTs of any page, without a preflight request, and only hide the answer from it."""
+        if scope["method"] != "POST" or _header(scope, b"sec-fetch-site") not in ("cross-site", "same-site"):
+            return
+        if not {"*", _header(scope, b"origin")} & set(self._settings.cors_origins):
+            text = "pages of this origin may not call this server (--http-cors-origin)"
+            raise ApiError(403, text, code="origin")
 
     def _client(self, scope: Scope) -> str:
         """The caller's name in the limits."""

@@ -14,6 +14,7 @@ import httpx
 import pytest
 
 from outrider.client import AsyncClient
+from outrider.http.playground import GENERATE
 from outrider.http.server import HttpServer
 from outrider.http.settings import ServerSettings
 from tests.certificates import Authority
@@ -161,6 +162,34 @@ def test_a_page_of_an_allowed_origin_may_use_openais_client(chat_draft: Service)
     assert set(asked.split(",")) <= set(allowed.headers["access-control-allow-headers"].replace(" ", "").split(","))
     assert answer.status_code == 200
     assert {"x-request-id", "retry-after"} <= set(answer.headers["access-control-expose-headers"].split(", "))
+
+
+@pytest.mark.parametrize(
+    ("origins", "headers", "status"),
+    [
+        ([], {"origin": "https://evil.example", "sec-fetch-site": "cross-site"}, 403),
+        ([], {"origin": "http://localhost:3000", "sec-fetch-site": "same-site"}, 403),
+        ([], {"origin": "null", "sec-fetch-site": "cross-site"}, 403),
+        ([], {"sec-fetch-site": "cross-site"}, 403),
+        (["https://good.example"], {"origin": "https://evil.example", "sec-fetch-site": "cross-site"}, 403),
+        (["https://good.example"], {"origin": "https://good.example", "sec-fetch-site": "cross-site"}, 200),
+        (["*"], {"origin": "https://evil.example", "sec-fetch-site": "cross-site"}, 200),
+        ([], {"origin": "http://127.0.0.1", "sec-fetch-site": "same-origin"}, 200),
+        ([], {"sec-fetch-site": "none"}, 200),
+        ([], {}, 200),
+    ],
+)
+def test_no_page_of_another_origin_starts_a_text(
+    chat_draft: Service, origins: list[str], headers: dict[str, str], status: int
+) -> None:
+    """For a POST of text/plain a browser sends no preflight request."""
+    with running_front(chat_draft.address, cors_origins=origins) as url:
+        content, headers = json.dumps(BODY), {"content-type": "text/plain;charset=UTF-8"} | headers
+        answers = [plain.post(url + path, content=content, headers=headers) for path in ("/v1/completions", GENERATE)]
+    assert [answer.status_code for answer in answers] == [status, status], answers[0].text
+    if status == 403:
+        error = answers[0].json()["error"]
+        assert (error["type"], error["code"]) == ("permission_error", "origin")
 
 
 # ------------------------------------------------------------------------------------------------------------ bodies
