@@ -9,16 +9,18 @@ import math
 from collections.abc import Awaitable, Callable, Sequence
 from typing import Any
 
+import grpc
 from starlette.datastructures import FormData, UploadFile
 from starlette.formparsers import MultiPartException, MultiPartParser
 from starlette.requests import Request
 from starlette.responses import Response
 
-from outrider.client import AsyncTranscription, OutriderError, Segment
+from outrider.client import AsyncTranscription, DeadlineExceeded, OutriderError, Segment
 from outrider.client.audio import package
 from outrider.http.errors import ApiError, invalid, of_service, unsupported
 from outrider.http.pair import Pair
 from outrider.http.security import AUDIO_BYTES
+from outrider.rpc.errors import UNSPECIFIED
 
 MOST_SECONDS = 7200
 """Of audio: a small file of silence may hold days of it, and all samples are in memory."""
@@ -42,7 +44,7 @@ async def transcribe(
     Args:
         request: with the form.
         pair: of speech models.
-        timeout: in seconds.
+        timeout: in seconds, of all windows together.
         check_model: refuses a model that is not served.
         unless_gone: awaits a result while the client listens.
 
@@ -70,12 +72,21 @@ async def transcribe(
             timeout=timeout,
             temperature=_number("temperature", text_fields.get("temperature") or "0"),
         )
-        await unless_gone(request.receive, transcription.wait())
+        await _within(timeout, unless_gone(request.receive, transcription.wait()))
     except ImportError as error:
         raise ApiError(501, "this server is installed without the extra `audio`") from error
     except OutriderError as error:
         raise of_service(error, names=_NAMES, models=pair.paths) from error
     return _answer(kind, transcription, text_fields.get("language"))
+
+
+async def _within(seconds: float, work: Awaitable[Any]) -> None:
+    try:
+        async with asyncio.timeout(seconds):
+            await work
+    except TimeoutError:
+        text = f"the transcription did not end within {seconds:g} s"
+        raise DeadlineExceeded(text, code=grpc.StatusCode.DEADLINE_EXCEEDED, reason=UNSPECIFIED) from None
 
 
 async def _form(request: Request) -> FormData:

@@ -1,15 +1,17 @@
 """/v1/audio/transcriptions of a pair of speech models, with OpenAI's own client too."""
 
+import asyncio
 import sys
 import tempfile
-from collections.abc import Iterator
+from collections.abc import AsyncGenerator, Iterator
 from pathlib import Path
 from typing import Any
 
 import openai
 import pytest
 
-from outrider.client import Client
+from outrider.client import Client, Event
+from outrider.http.pair import Pair
 from tests.cluster import Cluster, wait_healthy
 from tests.metrics import parse
 from tests.outrider.http.conftest import plain, running_front
@@ -21,14 +23,20 @@ PATH = "/v1/audio/transcriptions"
 
 
 @pytest.fixture(scope="module")
-def speech() -> Iterator[tuple[str, Client]]:
-    """The URL of a front, and our own client of its draft service."""
+def speech_draft() -> Iterator[str]:
+    """The address of a draft service."""
     with Cluster() as cluster:
         verifier = cluster.verifier(model=SPEECH / "target")
         draft = cluster.draft(verifier, model=SPEECH / "draft")
         wait_healthy(verifier, draft)
-        with running_front(draft.address) as url, Client(draft.address) as client:
-            yield url, client
+        yield draft.address
+
+
+@pytest.fixture(scope="module")
+def speech(speech_draft: str) -> Iterator[tuple[str, Client]]:
+    """The URL of a front, and our own client of its draft service."""
+    with running_front(speech_draft) as url, Client(speech_draft) as client:
+        yield url, client
 
 
 def test_the_text_is_that_of_our_own_client(speech: tuple[str, Client]) -> None:
@@ -70,6 +78,25 @@ def test_its_windows_count_as_texts(speech: tuple[str, Client]) -> None:
     assert grown("e2e_request_latency_seconds_count") == grown("time_to_first_token_seconds_count") == len(windows) > 1
     assert grown("generation_tokens_total") == sum(each.usage.completion_tokens for each in windows)
     assert grown("prompt_tokens_total") == sum(each.usage.prompt_tokens for each in windows)
+
+
+def test_the_time_limit_is_of_all_windows(
+    speech: tuple[str, Client], speech_draft: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    limit = 4.0
+    count = len(speech[1].transcribe(LONG, timestamps=True).wait().completions)
+    generate = Pair.generate
+
+    async def slow(pair: Pair, *arguments: Any, **options: Any) -> AsyncGenerator[Event, None]:
+        await asyncio.sleep(1.2 * limit / count)  # before its own time begins
+        async for event in generate(pair, *arguments, **options):
+            yield event
+
+    monkeypatch.setattr(Pair, "generate", slow)
+    with running_front(speech_draft, timeout=limit) as url:
+        answer = plain.post(url + PATH, files={"file": LONG.read_bytes()}, data={"response_format": "srt"}, timeout=60)
+    error = answer.json()["error"]
+    assert (answer.status_code, error["code"]) == (504, "deadline_exceeded"), error
 
 
 @pytest.mark.parametrize(
