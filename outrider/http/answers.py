@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from json.encoder import encode_basestring_ascii as quote
 from typing import Any, ClassVar
 
@@ -44,7 +44,9 @@ class Form(ABC):
     object_whole: ClassVar[str]
     object_part: ClassVar[str]
 
-    def __init__(self, request_id: str, model: str, fingerprint: str) -> None:
+    def __init__(self, request_id: str, model: str, fingerprint: str, stop_token_ids: Collection[int] = ()) -> None:
+        """`stop_token_ids` are those of the request."""
+        self._stop_token_ids = frozenset(stop_token_ids)
         self.id = f"{self.prefix}-{request_id}"
         self._about = {
             "id": self.id,
@@ -89,11 +91,19 @@ class Form(ABC):
             logprobs = self.logprobs(index, text, entries, texts) if has_logprobs else None
             finished = parts[-1].finished
             assert finished is not None
-            found.append(self.choice(index, text, logprobs) | _ending(finished))
+            found.append(self.choice(index, text, logprobs) | self._ending(finished))
         body = self._about | {"choices": found, "usage": tally.usage()}
         if (metrics := tally.metrics()) is not None:
             body["metrics"] = metrics
         return json.dumps(body).encode()
+
+    def _ending(self, finished: Finished) -> dict[str, Any]:
+        reason = _REASONS.get(finished.finish_reason, "stop")
+        # vLLM's name for the stop string or the stop token of the request that ended the text; null: the model's end.
+        stop: str | int | None = finished.stop
+        if stop is None and finished.stop_token_id in self._stop_token_ids:
+            stop = finished.stop_token_id
+        return {"finish_reason": reason, "stop_reason": stop}
 
     @abstractmethod
     def logprobs(self, index: int, text: str, entries: Sequence[Entry], texts: Texts) -> dict[str, Any]:
@@ -107,15 +117,15 @@ class CompletionForm(Form):
     object_whole = "text_completion"
     object_part = "text_completion"
 
-    def __init__(self, request_id: str, model: str, fingerprint: str) -> None:
-        super().__init__(request_id, model, fingerprint)
+    def __init__(self, request_id: str, model: str, fingerprint: str, stop_token_ids: Collection[int] = ()) -> None:
+        super().__init__(request_id, model, fingerprint, stop_token_ids)
         self._lengths: dict[int, int] = {}  # characters of each choice so far
 
     def part(self, index: int, text: str, logprobs: str) -> str:
         return f'{{"index":{index},"text":{quote(text)},"logprobs":{logprobs},"finish_reason":null}}'
 
     def end(self, index: int, finished: Finished) -> str:
-        ending = json.dumps(_ending(finished))
+        ending = json.dumps(self._ending(finished))
         return f'{{"index":{index},"text":"","logprobs":null,{ending[1:]}'
 
     def choice(self, index: int, text: str, logprobs: Any) -> dict[str, Any]:
@@ -153,7 +163,7 @@ class ChatForm(Form):
         return f'{{"index":{index},"delta":{delta},"logprobs":{logprobs},"finish_reason":null}}'
 
     def end(self, index: int, finished: Finished) -> str:
-        ending = json.dumps(_ending(finished))
+        ending = json.dumps(self._ending(finished))
         return f'{{"index":{index},"delta":{{}},"logprobs":null,{ending[1:]}'
 
     def choice(self, index: int, text: str, logprobs: Any) -> dict[str, Any]:
@@ -179,12 +189,6 @@ def tokens_of(entries: Iterable[Entry]) -> set[int]:
         if logprobs is not None:
             found.update(each.token_id for each in logprobs.top)
     return found
-
-
-def _ending(finished: Finished) -> dict[str, Any]:
-    reason = _REASONS.get(finished.finish_reason, "stop")
-    # vLLM's name for the stop string that ended the text.
-    return {"finish_reason": reason, "stop_reason": finished.stop}
 
 
 def _value(logprob: TokenLogprob) -> float:

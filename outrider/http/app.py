@@ -121,7 +121,8 @@ class Front:
                 text = "echo with logprobs is off: this server hides the sizes of its messages (--frame-bytes)"
                 raise unsupported("echo", text)
             options["prompt_logprobs"] = body.logprobs
-        form = CompletionForm(_new_id(), self._pair.name, self._pair.known.target.weights_fingerprint)
+        fingerprint = self._pair.known.target.weights_fingerprint
+        form = CompletionForm(_new_id(), self._pair.name, fingerprint, body.stop_token_ids or ())
         calls = [
             Call(prompt, options | seed, body.echo, not body.max_tokens, is_repeat=i > 0)
             for prompt in prompts
@@ -136,7 +137,8 @@ class Front:
         messages = conversation(body.messages)
         await self._check_model(body.model)
         self._check_samples(body.n, 1)
-        form = ChatForm(_new_id(), self._pair.name, self._pair.known.target.weights_fingerprint)
+        fingerprint = self._pair.known.target.weights_fingerprint
+        form = ChatForm(_new_id(), self._pair.name, fingerprint, body.stop_token_ids or ())
         options = body.options()
         prompt: Sequence[Message] | Sequence[int] = messages
         limit = "max_tokens" if body.max_completion_tokens is None else "max_completion_tokens"

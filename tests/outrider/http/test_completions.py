@@ -152,6 +152,20 @@ def test_a_stop_string_ends_the_text_before_it(http: httpx.Client, complete: Pos
     assert tokens == cut["logprobs"]["tokens"]
 
 
+@pytest.mark.parametrize("is_chat", [False, True], ids=["completion", "chat"])
+def test_a_stop_token_of_the_request_is_named(http: httpx.Client, ours: Client, *, is_chat: bool) -> None:
+    """The model's own end is not, as in vLLM."""
+    path = "/v1/chat/completions" if is_chat else "/v1/completions"
+    prompt: dict[str, Any] = {"messages": [{"role": "user", "content": PROMPT}]} if is_chat else {"prompt": PROMPT}
+    (token,), (end,) = ours.tokenize("\n").token_ids, ours.get_model().target.eos_token_ids
+    for forced, stops, named in ((token, [end, token], token), (end, [token], None)):
+        fields = {**prompt, **GREEDY, "logit_bias": {str(forced): 100}, "stop_token_ids": stops}
+        choice = http.post(path, json=fields).json()["choices"][0]
+        assert (choice["finish_reason"], choice["stop_reason"]) == ("stop", named)
+        last = stream(http, path, **fields)[-1]["choices"][0]
+        assert (last["finish_reason"], last["stop_reason"]) == ("stop", named)
+
+
 # ---------------------------------------------------------------------------------------------------- log-probabilities
 
 
