@@ -209,4 +209,6 @@ def _chat_entry(found: PositionLogprobs, texts: Texts) -> dict[str, Any]:
 
 def _chat_token(logprob: TokenLogprob, texts: Texts) -> dict[str, Any]:
     text = texts[logprob.token_id]
-    return {"token": text, "logprob": _value(logprob), "bytes": list(text.encode())}
+    # Part of a character has U+FFFD in its place; its bytes are not known here.
+    known = None if "\ufffd" in text else list(text.encode())
+    return {"token": text, "logprob": _value(logprob), "bytes": known}

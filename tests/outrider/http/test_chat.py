@@ -68,6 +68,16 @@ def test_logprobs_name_each_token_with_its_bytes(http: httpx.Client, chat: Post,
     assert [each["logprob"] for each in streamed] == near([each["logprob"] for each in found])
 
 
+def test_part_of_a_character_has_no_bytes(chat: Post, ours: Client) -> None:
+    """Its text is U+FFFD, whose bytes are others."""
+    part = next(i for i, text in enumerate(ours.detokenize(range(512)).token_texts) if text == "\ufffd")
+    fields = {"max_tokens": 1, "logprobs": True, "top_logprobs": 1, "logit_bias": {str(part): 100}, "temperature": 0}
+    (entry,) = chat(QUESTION, **fields)["choices"][0]["logprobs"]["content"]
+    assert (entry["token"], entry["bytes"]) == ("\ufffd", None)
+    (top,) = entry["top_logprobs"]
+    assert bytes(top["bytes"]).decode() == top["token"]
+
+
 def test_a_model_without_a_template_refuses_a_conversation(draft_address: str) -> None:
     from tests.outrider.http.conftest import running_front
 
