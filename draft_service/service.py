@@ -80,7 +80,7 @@ class Heartbeat:
         self._timer: asyncio.TimerHandle | None = None
 
     def __enter__(self) -> Self:
-        self._beat()
+        self._timer = self._loop.call_later(self._seconds, self._beat)
         return self
 
     def __exit__(

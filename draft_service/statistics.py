@@ -252,14 +252,14 @@ class CostModel:
         self._most_active = max(self._most_active, active)
         self._set_active(self._mean_active + weight * (active - self._mean_active))
         self._step = round_.step or CostLine(round_.at_verifier, 0.0)
-        if round_.gamma and not round_.drafted:
-            return  # an empty proposal costs more than a token of a `Decode`
         measured = self._now
         drafts = round_.drafted > 0
         kept = (1 - 1 / (4 * self.active)) ** round_.decoded
         self._drafting += (1 - kept) * (drafts - self._drafting)
         if (self._drafting if drafts else 1 - self._drafting) < PURE:
             return
+        if round_.gamma and not drafts:
+            return  # an empty proposal costs more than a token of a `Decode`
         cycles = measured.cycles[drafts]
         cycles.add_step(self._step, self.active)
         has_overhead = measured.overhead is not None

@@ -469,8 +469,7 @@ def grow_with_preemption(
 ) -> list[int] | None:
     """Grows a slot to `length` positions, and preempts `victims` in order if the pool is full.
 
-    `spare` free blocks remain, one less for each victim, which needs none to grow. With an `encoder_length`, the slot
-    also gets an encoder if it has none.
+    `spare` free blocks remain, one less for each victim. With an `encoder_length` a slot without encoder gets one.
 
     Returns:
         The preempted slots; None if all victims would not be enough, and then nothing is changed.
@@ -487,9 +486,8 @@ def grow_with_preemption(
                 spare, lacking = spare - 1, lacking - 1
             for block in pool.held_blocks(victim):
                 given[block] += 1
-                lacking -= given[block] == pool.blocks.ref_count(
-                    block
-                )  # it becomes free once all its holders are preempted
+                # It becomes free once all its holders are preempted.
+                lacking -= given[block] == pool.blocks.ref_count(block)
             if lacking <= 0:
                 break
         else:
