@@ -9,6 +9,7 @@ import torch
 
 from draft_service.drafters.base import DraftError, DraftSequence
 from draft_service.drafters.engine import DraftEngine
+from draft_service.drafters.model import ModelDrafter
 from draft_service.drafters.sequence import DraftWork
 from kernels.adjustments import LogitRules
 from kernels.dense import EXCLUDED, DraftLogits
@@ -281,6 +282,14 @@ def test_only_equal_salts_share_a_prefix(loaded: LoadedModel) -> None:
             drafted(engine, replace(sequence(), prompt=LONG, cache_salt=salt))
             assert engine.prefix_hits - before == found
         assert engine.prefix_queries == 4 * len(LONG)
+
+
+async def test_an_engine_that_has_ended_keeps_no_later_sequence(loaded: LoadedModel) -> None:
+    with running(engine_of(loaded)) as engine:
+        drafter = ModelDrafter(engine, vocab_size=VOCABULARY)
+    before = engine._inbox.qsize()
+    drafter.open(sequence()).close()
+    assert engine._inbox.qsize() == before
 
 
 def test_a_prompt_that_waits_is_looked_up_once(loaded: LoadedModel) -> None:

@@ -4,10 +4,25 @@ import asyncio
 from types import SimpleNamespace
 from typing import Any
 
+import pytest
+
 from outrider.rpc.health import PROBES, HealthState
 from outrider.rpc.server import create_server
-from outrider.service.lifecycle import _watch, export_health
+from outrider.service.lifecycle import _watch, export_health, in_thread
 from outrider.service.metrics import Metrics
+
+
+class Panic(BaseException):
+    """As of an extension in Rust."""
+
+
+async def test_what_ends_a_thread_is_raised_where_its_result_is_awaited() -> None:
+    def panic() -> None:
+        raise Panic
+
+    with pytest.raises(Panic):
+        async with asyncio.timeout(60):
+            await in_thread(panic)
 
 
 async def test_an_event_loop_that_does_not_run_is_neither_alive_nor_ready() -> None:
