@@ -366,7 +366,8 @@ class FailoverStream:
             new.cancel()
             self._verifiers.budget.give_back()
             kind = None if isinstance(error, TimeoutError) else kind_of(error)
-            if kind is None or kind is FailureKind.STEP_FAILED:  # nothing else keeps the next round from it
+            if kind is None or kind is FailureKind.STEP_FAILED:
+                # `_report` leaves it usable, and each round would try it again.
                 self._avoided[replica] = time.monotonic() + UNRESPONSIVE_SECONDS
             elif isinstance(error, RequestError):
                 _report(new, kind, error)

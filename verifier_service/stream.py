@@ -191,7 +191,7 @@ class VerifyStream:
                         f"sequence_id is {message.sequence_id!r}; it must be that of the stream's OpenSequence, "
                         f"{sequence.sequence_id!r}",
                     )
-                # During a step the engine takes no rounds. Read in this order, no round is counted twice.
+                # The engine takes no rounds during a step. `rounds` is read first: so no round is counted twice.
                 outstanding = len(sequence.rounds) + posted - sequence.received
                 if outstanding >= outstanding_limit:
                     raise overloaded(

@@ -80,7 +80,7 @@ class _ModelDrafting(Drafting):
         return future
 
     def close(self) -> None:
-        if self._engine.alive:  # else nobody would read it, and it holds the sequence
+        if self._engine.alive:  # an engine that has ended reads no messages, and a message holds the sequence
             self._engine.post(Close(self._sequence))
 
     def _count(self, tokens: Sequence[int]) -> None:

@@ -260,7 +260,7 @@ async def in_thread(function: Callable[[], Result]) -> Result:
         result, error = None, None
         try:
             result = function()
-        except BaseException as caught:  # else `settle` never runs, and nobody sees why
+        except BaseException as caught:  # without a result the caller would wait for ever
             error = caught
         if not loop.is_closed():
             loop.call_soon_threadsafe(settle, result, error)
