@@ -173,7 +173,7 @@ def reference(model: Any, vocab_size: int, context_length: int) -> Reference:
             arguments = {"input_ids": inputs.to(weight.device)}
         arguments["decoder_input_ids"] = tokens.to(weight.device)
     try:
-        # Versions of transformers accept sdpa for soft-capped scores, and then leave out the cap.
+        # Eager attention always caps soft-capped scores; sdpa has no such argument.
         capped = getattr(model.config.get_text_config(), "attn_logit_softcapping", None) is not None
         try:
             model.set_attn_implementation("eager" if capped else "sdpa")

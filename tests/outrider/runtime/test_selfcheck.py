@@ -37,7 +37,7 @@ def test_the_largest_difference_counts_as_a_share_of_the_largest_number(
 
 
 def test_soft_capped_scores_are_never_those_of_sdpa(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Some versions of transformers accept it, and leave out the cap."""
+    """Whether or not this version of transformers accepts sdpa for them."""
     model = AutoModelForCausalLM.from_config(FAMILIES["gemma2"]())
     chosen: list[str] = []
     monkeypatch.setattr(model, "set_attn_implementation", chosen.append)
