@@ -143,6 +143,7 @@ class Sample:
                 self._begin_round(drafted)
             await target.send()
             self._count_verdict()
+            self._gamma.prepare()
             if drafted is not None:
                 self._count_draft(drafted)
             await self._emit()  # while the target runs: earlier, it would delay the draft
@@ -228,18 +229,19 @@ class Sample:
         return verdict
 
     def _account(self, verdict: speculation_pb2.Verdict, *, pause: float) -> None:
-        """Updates γ. `pause` is the part of the wait without a verifier. Nothing here raises."""
+        """Notes a verdict. `pause` is the part of the wait without a verifier. Nothing here raises."""
         round_, now = self.sequence.round, time.perf_counter()
         round_.waited = waited = now - round_.sent - pause
         round_.sent = now  # the wait for the next verdict of a Decode starts here
-        self._gamma.judged(verdict)
         self._count_verdict()
+        self._gamma.judged(verdict)
         self._uncounted = round_, verdict, waited
 
     def _count_verdict(self) -> None:
-        """Updates counts and metrics with the last verdict. The next proposal does not wait for them."""
+        """Updates γ, counts and metrics with the last verdict. The next proposal does not wait for them."""
         if self._uncounted is None:
             return
+        self._gamma.learn()
         (round_, verdict, waited), self._uncounted = self._uncounted, None
         self._count(round_, verdict, waited)
         self._watch.judged(

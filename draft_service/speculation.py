@@ -58,9 +58,13 @@ class Policy(ABC):
 
     Attributes:
         pause: tokens to write with `Decode` after `next` chose 0, before it is called again.
+        wanted: γ as `next` chose it, before the text's length limit cut it.
+        is_prepared: whether `next` does without the last verdict.
     """
 
     pause: int = 0
+    wanted: int = 0
+    is_prepared: bool = False
 
     def begins(self, active: int) -> None:  # noqa: B027  # most need not know
         """The sequence begins, at a verifier that has `active` sequences."""
@@ -73,9 +77,14 @@ class Policy(ABC):
     def observe(self, round_: JudgedRound) -> None:
         """Record a verdict."""
 
+    def prepare(self) -> None:  # noqa: B027  # most choose at once
+        """Choose γ of the next round while the target runs, from the verdicts so far."""
+
 
 class Fixed(Policy):
     """The same γ in every round."""
+
+    is_prepared = True
 
     def __init__(self, gamma: int, costs: CostModel | None = None) -> None:
         """`costs` is updated: adaptive policies of other requests use the times of this one."""
@@ -124,31 +133,35 @@ class Adaptive(Policy):
         self._costs = costs
         self._accepted = Acceptance(statistics.accepted)
         self._gamma = min(gamma, ceiling)
-        self._wanted = self._gamma  # γ of the current round, if the text had not to end
+        self._choice = 0  # of `prepare`
         self._has_begun = False
         self._rounds = 0  # proposals
 
     def begins(self, active: int) -> None:
         self._costs.expect(active)
 
+    def prepare(self) -> None:
+        self._choice, self.is_prepared = self._choose(), True
+
     def next(self, most: int) -> int:
         most = min(most, self._ceiling)
-        self.pause = self._wanted = 0
+        self.pause = self.wanted = 0
         if most < 1:
             return 0
-        gamma = self._choose()
+        gamma = self._choice if self.is_prepared else self._choose()
+        self.is_prepared = False
         if gamma and (self._has_begun or self._statistics.rounds < KNOWN_ROUNDS):
             gamma = min(max(gamma, self._gamma - STEP), self._gamma + STEP)
         self._gamma, self._has_begun = gamma, True
         if gamma == 0:
             # All sequences end their `Decode` together, and draft together in the trial.
             self.pause = min(max(LEAST_DECODED, round(self._statistics.pause or MOST_DECODED)), MOST_DECODED)
-        self._wanted = gamma
+        self.wanted = gamma
         return min(gamma, most)
 
     def observe(self, round_: JudgedRound) -> None:
         self._costs.add(round_)
-        self._statistics.add(round_, self._wanted)
+        self._statistics.add(round_)
         if round_.drafted:
             if not self._rounds:
                 self._statistics.texts += 1
@@ -156,7 +169,7 @@ class Adaptive(Policy):
         chances = round_.beta or [float(position < round_.accepted) for position in range(round_.judged)]
         for position, chance in enumerate(chances):
             self._accepted.add(position, chance)
-        if round_.gamma and round_.accepted == round_.drafted < self._wanted:
+        if round_.gamma and round_.accepted == round_.drafted < round_.wanted:
             # The drafter or the text's length limit ended the proposal: count the next position as rejected.
             self._accepted.add(round_.drafted, 0.0)
 
@@ -271,6 +284,7 @@ class SequenceGamma:
         self._drafting = 0.0  # seconds, of the current proposal
         self._since: float | None = None  # the last verdict or the start; None if other work followed it
         self._last_gamma: int | None = None  # of the last verdict's round
+        self._unlearned: JudgedRound | None = None
 
     @property
     def pause(self) -> int:
@@ -286,6 +300,8 @@ class SequenceGamma:
         """See `Policy`."""
         if self._last_gamma is None:
             self._since = time.perf_counter()
+        if not self._policy.is_prepared:
+            self.learn()
         most = max(0, most)
         default = min(self._default, most)
         self.gamma = int(GAMMA.bounded(lambda: self._policy.next(most), default, low=0, high=most))
@@ -303,7 +319,8 @@ class SequenceGamma:
 
     @GAMMA.quiet
     def judged(self, verdict: speculation_pb2.Verdict) -> None:
-        """Record a verdict."""
+        """Note a verdict."""
+        self.learn()
         now, timings, load = time.perf_counter(), verdict.timings, verdict.load
         at_verifier = (timings.queue_us + timings.forward_us + timings.verify_us) / 1e6
         seconds = None if self._since is None else now - self._since
@@ -311,25 +328,38 @@ class SequenceGamma:
         if self._on_round is not None and seconds is not None and self._last_gamma is not None:
             self._on_round(tokens=len(verdict.token_ids), seconds=seconds, active=load.active)
         self._since, self._last_gamma = now, self.gamma
-        self._policy.observe(
-            JudgedRound(
-                gamma=self.gamma,
-                drafted=self._drafted,
-                judged=verdict.judged,
-                accepted=verdict.accepted,
-                beta=verdict.beta if self._has_beta else (),
-                seconds=seconds,
-                decoded=1 if self._drafted else len(verdict.token_ids),
-                overhead=seconds - at_verifier if seconds is not None and is_usual else None,
-                drafting=self._drafting,
-                at_verifier=at_verifier,
-                step=_step_cost(load),
-                active=load.active,
-                tokens=max(1, timings.pass_tokens),
-                sequences=max(1, timings.pass_sequences),
-            )
+        self._unlearned = JudgedRound(
+            gamma=self.gamma,
+            wanted=max(self.gamma, self._policy.wanted),
+            drafted=self._drafted,
+            judged=verdict.judged,
+            accepted=verdict.accepted,
+            beta=verdict.beta if self._has_beta else (),
+            seconds=seconds,
+            decoded=1 if self._drafted else len(verdict.token_ids),
+            overhead=seconds - at_verifier if seconds is not None and is_usual else None,
+            drafting=self._drafting,
+            at_verifier=at_verifier,
+            step=_step_cost(load),
+            active=load.active,
+            tokens=max(1, timings.pass_tokens),
+            sequences=max(1, timings.pass_sequences),
         )
-        self._histogram.observe(self.gamma)
+
+    @GAMMA.quiet
+    def learn(self) -> None:
+        """Update the policy with the last verdict. A prepared policy does not wait for it."""
+        round_, self._unlearned = self._unlearned, None
+        if round_ is not None:
+            self._histogram.observe(round_.gamma)
+            self._policy.observe(round_)
+
+    @GAMMA.quiet
+    def prepare(self) -> None:
+        """Choose γ of the next round while the target runs. After a `Decode` its verdicts decide whether to draft."""
+        if self.gamma:
+            self.learn()
+            self._policy.prepare()
 
     def disturbed(self) -> None:
         """Exclude the current cycle from the measurements: a client that does not read, for example, delays it."""

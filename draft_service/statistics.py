@@ -64,6 +64,7 @@ class JudgedRound:
         sequences: in the step of this verdict.
         seconds: from the previous verdict, or from the start of the sequence, to this one. None as for `overhead`.
         drafting: the part of `overhead` until the proposal was sent.
+        wanted: γ before the text's length limit cut it; not below `gamma`.
     """
 
     gamma: int
@@ -80,6 +81,7 @@ class JudgedRound:
     seconds: float | None = None
     drafting: float = 0.0
     decoded: int = 1
+    wanted: int = 0
 
 
 class Acceptance:
@@ -428,11 +430,11 @@ class AcceptanceStatistics:
         own.texts = FIRM_TEXTS  # it decides for one text
         return own
 
-    def add(self, round_: JudgedRound, wanted: int) -> None:
-        """Record a round, without its acceptance. `wanted` is its γ before the text's length limit cut it."""
+    def add(self, round_: JudgedRound) -> None:
+        """Record a round, without its acceptance."""
         if round_.gamma:
             self.rounds += 1
-            self.drafted_share += RECENT * (round_.drafted / max(wanted, round_.gamma) - self.drafted_share)
+            self.drafted_share += RECENT * (round_.drafted / max(round_.wanted, round_.gamma) - self.drafted_share)
         if (round_.gamma > 0) is self._choice.drafts:
             self._choice.left -= round_.decoded / max(1, round_.active)
 

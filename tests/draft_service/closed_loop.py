@@ -58,8 +58,15 @@ class Stream:
     overhead: float | None = None
     drafting: float = 0.0
     must_read: bool = False  # tokens of a Decode, before it drafts
+    unlearned: JudgedRound | None = None
     gammas: list[int] = field(default_factory=list)
     turnaround: Turnaround = field(default_factory=Turnaround)
+
+    def learn(self) -> None:
+        """As `SequenceGamma.learn`."""
+        round_, self.unlearned = self.unlearned, None
+        if round_ is not None:
+            self.policy.observe(round_)
 
 
 class ClosedLoop:
@@ -97,8 +104,13 @@ class ClosedLoop:
 
     def _begin_round(self, stream: Stream) -> None:
         draft, was_drafting = stream.draft, stream.gamma > 0
+        if not stream.policy.is_prepared:
+            stream.learn()
         stream.gamma = stream.policy.next(16)
         stream.gammas.append(stream.gamma)
+        stream.learn()
+        if stream.gamma:
+            stream.policy.prepare()
         hidden = self._random.random() < draft.hidden
         mean = draft.round_trip + (0.0 if hidden else -(-stream.gamma // draft.tokens_per_pass) * draft.step)
         seconds = self._random.gammavariate(SPREAD**-2, mean * SPREAD**2)
@@ -148,21 +160,20 @@ class ClosedLoop:
         accepted = 0
         while accepted < stream.gamma and self._random.random() < stream.draft.alpha_at(accepted):
             accepted += 1
-        stream.policy.observe(
-            JudgedRound(
-                gamma=stream.gamma,
-                drafted=stream.gamma,
-                judged=min(accepted + 1, stream.gamma),
-                accepted=accepted,
-                seconds=None if stream.must_read else self._now - stream.judged,
-                overhead=stream.overhead,
-                drafting=stream.drafting,
-                at_verifier=self._now - self._ready[stream],
-                step=self._cost.line,
-                active=len(self.streams),
-                tokens=tokens,
-                sequences=sequences,
-            )
+        stream.learn()
+        stream.unlearned = JudgedRound(
+            gamma=stream.gamma,
+            drafted=stream.gamma,
+            judged=min(accepted + 1, stream.gamma),
+            accepted=accepted,
+            seconds=None if stream.must_read else self._now - stream.judged,
+            overhead=stream.overhead,
+            drafting=stream.drafting,
+            at_verifier=self._now - self._ready[stream],
+            step=self._cost.line,
+            active=len(self.streams),
+            tokens=tokens,
+            sequences=sequences,
         )
         stream.judged = self._ready[stream] = self._now
         stream.decode -= 1

@@ -234,7 +234,7 @@ def test_the_end_of_a_text_counts_as_a_rejection() -> None:
     policy._gamma = 4
     assert policy.next(2) == 2
     before = policy._accepted.chances(3)
-    policy.observe(JudgedRound(2, 2, 2, 2))
+    policy.observe(JudgedRound(2, 2, 2, 2, wanted=policy.wanted))
     after = policy._accepted.chances(3)
     assert after[1] > before[1]
     assert after[2] < before[2]
@@ -338,6 +338,51 @@ def test_a_policy_that_fails_leaves_gamma_within_bounds(answer: Any, gamma: int)
     assert sequence.next(0) == sequence.next(-1) == 0
 
 
+def play(sequence: SequenceGamma, gammas: Sequence[int]) -> list[int]:
+    """Rounds whose whole proposals are accepted; 0 is a `Decode`. Return γ of each, as chosen."""
+    found = []
+    for drafted in gammas:
+        found.append(sequence.next(16))
+        sequence.sent(Proposal([7] * drafted, [], 0.005) if drafted else None)
+        sequence.prepare()
+        sequence.judged(speculation_pb2.Verdict(judged=drafted, accepted=drafted, token_ids=[7] * (drafted + 1)))
+    return found
+
+
+class Counting(Policy):
+    """γ is the number of verdicts that the choice could see."""
+
+    def __init__(self) -> None:
+        self._seen = self._choice = 0
+
+    def prepare(self) -> None:
+        self._choice, self.is_prepared = self._seen, True
+
+    def next(self, most: int) -> int:
+        gamma, self.is_prepared = self._choice if self.is_prepared else self._seen, False
+        return gamma
+
+    def observe(self, round_: JudgedRound) -> None:
+        self._seen += 1
+
+
+def test_gamma_is_chosen_while_the_target_runs_and_after_a_decode_from_all_verdicts() -> None:
+    assert play(sequence_gamma(Counting()), [0, 3, 3, 3, 0, 0, 3]) == [0, 1, 1, 2, 3, 5, 6]
+
+
+def test_the_heuristic_sees_the_last_verdict() -> None:
+    assert play(sequence_gamma(Heuristic(5, ceiling=16)), [5, 7, 9]) == [5, 7, 9]
+
+
+def test_the_adaptive_policy_uses_a_prepared_choice_once() -> None:
+    (policy,) = adaptive()
+    policy.prepare()
+    policy._gamma = 2  # the choice before the first measurement
+    assert policy.is_prepared
+    assert policy.next(CEILING) == 4, "the prepared 5, within the step of 2"
+    assert not policy.is_prepared
+
+
 class Recorder(Fixed):
     """Four tokens a round; keeps the rounds that it observes."""
 
@@ -380,6 +425,7 @@ def test_a_round_is_measured_without_the_time_of_other_work(monkeypatch: pytest.
         sequence.judged(
             speculation_pb2.Verdict(judged=judged, accepted=accepted, beta=[0.5] * judged, timings=timings, load=load)
         )
+    sequence.learn()
     for found, (drafted, accepted, overhead, seconds) in zip(policy.rounds, cases, strict=True):
         assert (found.gamma, found.drafted, found.accepted) == (4 if drafted else 0, drafted, accepted)
         assert found.overhead == (None if overhead is None else pytest.approx(overhead))

@@ -26,7 +26,7 @@ def test_trials_of_drafting_cost_less_than_a_percent_while_it_does_not_pay() -> 
             seconds += round_.seconds
             lost += round_.seconds - STEP_COST.seconds(1)
         costs.add(round_)
-        statistics.add(round_, gamma)
+        statistics.add(round_)
         if gamma:
             statistics.accepted.add(0, 0.0)
             statistics.texts += 1
@@ -153,7 +153,7 @@ def run(statistics: AcceptanceStatistics, costs: CostModel, *, active: int, roun
         gamma = statistics.choose(costs, CEILING) if costs.is_measured else 5
         round_ = judged(gamma, accepted=0, active=active)
         costs.add(round_)
-        statistics.add(round_, gamma)
+        statistics.add(round_)
         if gamma:
             statistics.accepted.add(0, 0.0)
             statistics.texts = proposals = proposals + 1
@@ -176,7 +176,7 @@ def test_a_verdict_of_several_decoded_tokens_counts_as_so_many(decoded: int) -> 
     for _ in range(512 // decoded):
         verdict = JudgedRound(0, step=CostLine(0.01, 0.0), seconds=0.012 * decoded, decoded=decoded)
         costs.add(verdict)
-        statistics.add(verdict, 0)
+        statistics.add(verdict)
         decoded_so_far = 512 - statistics._choice.left
         assert costs.has_decoded == (decoded_so_far >= 9)
     assert costs.cycle(0) == pytest.approx(0.012, rel=0.03)
@@ -198,7 +198,7 @@ def test_decode_is_measured_once_though_drafting_pays_by_the_formula(share: floa
             round_ = replace(round_, seconds=16 * share * STEP_COST.seconds(1), decoded=16)
             decoded += 16
         costs.add(round_)
-        statistics.add(round_, gamma)
+        statistics.add(round_)
     assert bool(gamma) is drafts
     assert decoded == 32 if drafts else decoded > 3000
 
