@@ -7,7 +7,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
 import click
-from rich import box
 from rich.console import Console
 from rich.table import Table
 
@@ -20,7 +19,7 @@ from outrider.cli.options import (
     speech_options,
     timestamps_option,
 )
-from outrider.cli.output import Failure, needs_extra, write_json
+from outrider.cli.output import Failure, needs_extra, table, write_json
 from outrider.cli.progress import progress
 from outrider.evaluation import EvaluationError
 from outrider.rpc.errors import counted
@@ -325,23 +324,19 @@ def draw(out: Console, options: Options, found: Measurement) -> None:
 
 def _table_of_drafters(options: Options, found: Measurement) -> Table:
     is_partial = any(each.drafted_share < 1 for each in found.estimates)
-    table = Table(box=box.SIMPLE_HEAD, pad_edge=False, show_edge=False)
-    table.add_column("drafter", no_wrap=True)
-    for lenience in options.leniences:
-        table.add_column("α" if options.leniences == (1.0,) else f"α, l = {lenience:g}", no_wrap=True)
-    if is_partial:
-        table.add_column("drafted", justify="right", no_wrap=True)
+    names = ["α"] if options.leniences == (1.0,) else [f"α, l = {lenience:g}" for lenience in options.leniences]
+    rows = table("drafter", *names, *(["drafted"] if is_partial else []), left=1 + len(names))
     for drafter in options.drafters:
         own = [each for each in found.estimates if each.drafter == drafter]
-        table.add_row(drafter, *map(_cell, own), *([f"{own[0].drafted_share:.0%}"] if is_partial else []))
-    return table
+        rows.add_row(drafter, *map(_cell, own), *([f"{own[0].drafted_share:.0%}"] if is_partial else []))
+    return rows
 
 
 def _table_of_steps(found: Measurement) -> Table:
-    table = Table("layers left out", "α", box=box.SIMPLE_HEAD, pad_edge=False, show_edge=False)
+    rows = table("layers left out", "α", left=2, no_wrap=False)
     for step in found.steps:
-        table.add_row(step.skip_layers, f"{step.alpha:.3f}")
-    return table
+        rows.add_row(step.skip_layers, f"{step.alpha:.3f}")
+    return rows
 
 
 def _cell(each: Estimate) -> str:

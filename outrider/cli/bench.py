@@ -9,7 +9,6 @@ import sys
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -30,7 +29,7 @@ from outrider.cli.options import (
     timeout_option,
     timestamps_option,
 )
-from outrider.cli.output import Failure, fails_in_one_line, write_json
+from outrider.cli.output import Failure, check_matplotlib, fails_in_one_line, write_json, writing
 from outrider.cli.progress import progress
 from outrider.client import AsyncClient, Drafter, OutriderError, Prompt
 from outrider.client.transcription import most_tokens
@@ -96,8 +95,7 @@ def bench_command(
     outrider bench --draft 127.0.0.1:50051 --streams 1,4,16,64 --prompts-file mine.jsonl --output report
     outrider bench --audio clips --language en
     """  # noqa: D301  # click reads the backspace: no rewrapping of the paragraph
-    if find_spec("matplotlib") is None:
-        raise Failure("matplotlib is not installed, and the report needs it: pip install '.[bench]'")
+    check_matplotlib("the report")
     prompts = PROMPTS if prompts_file is None else read_prompts(prompts_file)
     names = None if drafters is None else _drafters(drafters)
     check_speech_options(values, prompts_file)
@@ -106,10 +104,8 @@ def bench_command(
     settings = Settings(
         prompts, **{**(_QUICK if quick else {}), **{name: value for name, value in asked.items() if value}}
     )
-    try:
+    with writing("--output", output):
         output.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise Failure(f"--output {output}: {error.strerror or error}") from error
     document: Json = {
         "command": shlex.join(["outrider", *sys.argv[1:]]),
         "address": draft,

@@ -18,7 +18,7 @@ from outrider.cli.options import (
     temperature_option,
     timeout_option,
 )
-from outrider.cli.output import Failure, fails_in_one_line, note_queue, warn_of_loss
+from outrider.cli.output import Failure, fails_in_one_line, written
 from outrider.client import (
     Chunk,
     Client,
@@ -28,8 +28,6 @@ from outrider.client import (
     Message,
     Options,
     OutriderError,
-    Queued,
-    Started,
 )
 
 
@@ -93,18 +91,11 @@ def _read() -> str | None:
 def _answered(client: Client, messages: list[Message], options: Options) -> list[Message]:
     """Writes the answer, and returns the conversation with it; without the last message if the call fails."""
     answer: list[str] = []
-    is_cut = is_queued = False
+    is_cut = False
     try:
-        for event in client.generate(messages, **options):
-            if isinstance(event, Queued) and not is_queued:
-                is_queued = True
-                note_queue(event)
-            if isinstance(event, Started):
-                warn_of_loss(event)
+        for event in written(client.generate(messages, **options)):
             if isinstance(event, Chunk):
                 answer.append(event.text)
-                click.echo(event.text, nl=False)
-                sys.stdout.flush()
             if isinstance(event, Finished):
                 is_cut = event.finish_reason is FinishReason.LENGTH
     except KeyboardInterrupt:

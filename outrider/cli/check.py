@@ -11,7 +11,6 @@ from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
 import click
-from rich import box
 from rich.console import Console
 from rich.table import Table
 
@@ -30,7 +29,7 @@ from outrider.cli.options import (
     speech_options,
     timeout_option,
 )
-from outrider.cli.output import Failure, needs_extra, write_json
+from outrider.cli.output import Failure, needs_extra, table, write_json
 from outrider.cli.progress import progress
 from outrider.client import AsyncClient, OutriderError
 from outrider.evaluation import EvaluationError
@@ -228,25 +227,18 @@ def draw(out: Console, report: Report) -> None:
         out.print(sentence, style=style, soft_wrap=True)
 
 
-def _table(*columns: str, left: int) -> Table:
-    table = Table(box=box.SIMPLE_HEAD, pad_edge=False, show_edge=False)
-    for number, name in enumerate(columns):
-        table.add_column(name, justify="left" if number < left else "right", no_wrap=True)
-    return table
-
-
 def _equalities(report: Report) -> Table:
-    table = _table("text", "compared with", "where", "texts", "tokens", "near-ties", "differences", left=3)
+    rows = table("text", "compared with", "where", "texts", "tokens", "near-ties", "differences", left=3)
     for each in report.equalities:
         numbers = (each.texts, each.tokens, each.near_ties, each.differences)
         style = "bold red" if each.is_biased else ""
-        table.add_row(each.kind, each.reference, each.where, *(f"{number:,}" for number in numbers), style=style)
-    return table
+        rows.add_row(each.kind, each.reference, each.where, *(f"{number:,}" for number in numbers), style=style)
+    return rows
 
 
 def _tests(report: Report) -> Table:
     """One row for each rule and place, with the p-values of its tests."""
-    table = _table(
+    found = table(
         "sampled text",
         "where",
         "tokens",
@@ -262,8 +254,8 @@ def _tests(report: Report) -> Table:
     for (rule, where), tests in rows.items():
         values = [f"[bold red]{each.fit.p_value:.1g}[/]" if each.is_biased else _p(each) for each in tests]
         finds = [each.finds for each in tests if each.finds is not None]
-        table.add_row(rule, where, f"{tests[0].tokens:,}", *values, f"{min(finds):.2f}" if finds else "–")
-    return table
+        found.add_row(rule, where, f"{tests[0].tokens:,}", *values, f"{min(finds):.2f}" if finds else "–")
+    return found
 
 
 def _p(test: Any) -> str:

@@ -13,14 +13,12 @@ from pathlib import Path
 from typing import Any
 
 import click
-from rich import box
 from rich.console import Console
 from rich.style import Style
-from rich.table import Table
 from rich.text import Text
 
 from outrider.cli.options import flags_of_pair, model_options, request_of, sampling_options, temperature_option
-from outrider.cli.output import Failure, completion_document, fails_in_one_line, warn_of_loss, write_json
+from outrider.cli.output import Failure, completion_document, fails_in_one_line, table, warn_of_loss, write_json
 from outrider.cli.processes import Pair, busy_processors, processors, running_pair, terminated_as_interrupted
 from outrider.client import AcceptanceRule, Chunk, Client, Completion, Event, TokenOrigin, Unavailable
 from outrider.client.texts import parts_of_tokens
@@ -240,15 +238,12 @@ def _first_difference(texts: list[tuple[int, ...]]) -> int | None:
 
 def draw_comparison(out: Console, comparison: Comparison, *, promised: bool) -> None:
     """Draws both modes as a table of 76 columns, and whether their texts are equal, if `promised`."""
-    table = Table(box=box.SIMPLE_HEAD, pad_edge=False, show_edge=False)
-    table.add_column("", no_wrap=True)
-    for heading in ("tokens", "rounds", "α", "mean acceptance\nlength", "tokens/s", "ratio"):
-        table.add_column(heading, justify="right", no_wrap=True)
+    modes = table("", "tokens", "rounds", "α", "mean acceptance\nlength", "tokens/s", "ratio")
     for name, cost, ratio in (
         ("draft + target", comparison.pair, comparison.ratio),
         ("target alone", comparison.target_alone, 1.0),
     ):
-        table.add_row(
+        modes.add_row(
             name,
             str(cost.tokens),
             str(cost.rounds),
@@ -258,7 +253,7 @@ def draw_comparison(out: Console, comparison: Comparison, *, promised: bool) -> 
             f"{ratio:.2f}",
         )
     out.print()
-    out.print(table)
+    out.print(modes)
     out.print()
     if comparison.pair.mean_acceptance_length is None:
         out.print("The last timed run drafted nothing: drafting was slower, or --gamma or --drafter turns it off.")

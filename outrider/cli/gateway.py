@@ -127,26 +127,15 @@ def make_server(
         UsageError: they contradict each other, or a file has the wrong content.
         Failure: the address is taken, or the extra `http` is not installed.
     """
-    given = {name: values.pop(name) for name in list(values) if name.startswith("http_")}
+    given = {name.removeprefix("http_"): values.pop(name) for name in list(values) if name.startswith("http_")}
     with needs_extra("http"):
         from outrider.http.server import HttpServer
         from outrider.http.settings import ServerSettings
     settings = ServerSettings(
         address,
-        tls_cert=given["http_tls_cert"],
-        tls_key=given["http_tls_key"],
-        key_file=given["http_key_file"],
-        plaintext=given["http_plaintext"],
-        client_rate=given["http_client_rate"],
-        client_burst=given["http_client_burst"],
-        max_client_sequences=given["http_max_client_sequences"],
-        allowed_hosts=given["http_allowed_host"],
-        cors_origins=given["http_cors_origin"],
-        model=given["http_model"],
-        max_samples=given["http_max_samples"],
-        timeout=given["http_timeout"],
-        max_body_bytes=given["http_max_body_bytes"],
-        playground=given["http_playground"],
+        allowed_hosts=given.pop("allowed_host"),
+        cors_origins=given.pop("cors_origin"),
+        **given,
         framing=framing or {},
         vllm_metrics=vllm_metrics,
     )

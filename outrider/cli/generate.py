@@ -16,8 +16,8 @@ from outrider.cli.options import (
     temperature_option,
     timeout_option,
 )
-from outrider.cli.output import completion_document, fails_in_one_line, note_queue, warn_of_loss, write_json
-from outrider.client import Chunk, Client, Message, Options, Prompt, Queued, Started
+from outrider.cli.output import completion_document, fails_in_one_line, warn_of_loss, write_json, written
+from outrider.client import Client, Message, Options, Prompt
 
 
 @click.command("generate", short_help="Text from a draft service that runs already.")
@@ -72,7 +72,9 @@ def generate_command(
         elif options.get("n", 1) > 1:
             _print_samples(client, whole, options)
         else:
-            _stream(client, whole, options)
+            for _ in written(client.generate(whole, **options)):
+                pass
+            click.echo()
 
 
 def _prompt(text: str, chat: bool, system: str | None) -> Prompt:
@@ -80,20 +82,6 @@ def _prompt(text: str, chat: bool, system: str | None) -> Prompt:
         return text
     first = [Message("system", system)] if system is not None else []
     return [*first, Message("user", text)]
-
-
-def _stream(client: Client, prompt: Prompt, options: Options) -> None:
-    is_queued = False
-    for event in client.generate(prompt, **options):
-        if isinstance(event, Queued) and not is_queued:
-            is_queued = True
-            note_queue(event)
-        if isinstance(event, Started):
-            warn_of_loss(event)
-        if isinstance(event, Chunk) and event.text:
-            click.echo(event.text, nl=False)
-            sys.stdout.flush()
-    click.echo()
 
 
 def _print_samples(client: Client, prompt: Prompt, options: Options) -> None:

@@ -13,12 +13,10 @@ import click
 import grpc
 from google.protobuf import json_format
 from grpc_health.v1 import health_pb2, health_pb2_grpc
-from rich import box
 from rich.console import Console
-from rich.table import Table
 
 from outrider.cli.options import Address, calling_options, timeout_option, tls_of
-from outrider.cli.output import Failure, fails_in_one_line, write_json
+from outrider.cli.output import Failure, fails_in_one_line, table, write_json
 from outrider.client import TLS, AcceptanceRule, Drafter
 from outrider.client.errors import explained
 from outrider.rpc.auth import OwnToken
@@ -166,17 +164,16 @@ def _draw(out: Console, found: dict[str, Any]) -> None:
     if health["liveness"] != "SERVING":
         state += ", not alive"
     out.print(f"{found['service']} at {found['address']}: {state}", soft_wrap=True)
-    table = Table(box=box.SIMPLE_HEAD, pad_edge=False, show_edge=False)
+    rows = table("", no_wrap=False)
     models = {name: found[name] for name in ("model", "target") if name in found}
-    table.add_column("")
     for name in models:
-        table.add_column("draft" if "target" in found and name == "model" else "target", overflow="fold")
+        rows.add_column("draft" if "target" in found and name == "model" else "target", overflow="fold")
     for field in dict.fromkeys(field for model in models.values() for field in model if field not in _LEFT_OUT):
         length = _SHOWN_CHARACTERS if field.endswith("_fingerprint") else None
-        table.add_row(field, *(_text(model.get(field, "–"))[:length] for model in models.values()))
+        rows.add_row(field, *(_text(model.get(field, "–"))[:length] for model in models.values()))
     for field in dict.fromkeys(field for model in models.values() for field in model.get("limits", ())):
-        table.add_row(field, *(_text(model.get("limits", {}).get(field, "–")) for model in models.values()))
-    out.print(table)
+        rows.add_row(field, *(_text(model.get("limits", {}).get(field, "–")) for model in models.values()))
+    out.print(rows)
     if "drafters" in found:
         out.print(f"drafters: {', '.join(found['drafters'])}; default {found['default_drafter']}", soft_wrap=True)
     if "load" in found:

@@ -4,16 +4,21 @@ from __future__ import annotations
 
 import json
 import math
+import sys
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict
 from functools import wraps
+from importlib.util import find_spec
+from pathlib import Path
 from typing import Any, TypeVar, cast
 
 import click
+from rich import box
+from rich.table import Table
 
 from outrider.cli.processes import ServiceError
-from outrider.client import Completion, OutriderError, Queued, Sample, Started
+from outrider.client import Chunk, Completion, Event, OutriderError, Queued, Sample, Started
 from outrider.evaluation import EvaluationError
 
 Command = TypeVar("Command", bound=Callable[..., Any])
@@ -58,17 +63,76 @@ def needs_extra(extra: str) -> Iterator[None]:
         ) from error
 
 
+def check_folder(flag: str, path: Path) -> None:
+    """Refuses a file whose folder is missing, before the work whose result it gets.
+
+    Raises:
+        UsageError: as above.
+    """
+    if not path.absolute().parent.is_dir():
+        raise click.UsageError(f"{flag} is {path}: there is no folder {path.parent}; make it first")
+
+
+def check_picture(path: Path) -> None:
+    """Refuses a picture that cannot be drawn, as `check_folder` does.
+
+    Raises:
+        UsageError: of its name.
+        Failure: matplotlib is missing.
+    """
+    check_folder("--picture", path)
+    if path.suffix not in (".png", ".svg"):
+        raise click.UsageError(f"--picture is {path}: its name must end in .png or .svg")
+    check_matplotlib("--picture")
+
+
+def check_matplotlib(what: str) -> None:
+    """Raises `Failure` if matplotlib, which `what` needs, is missing."""
+    if find_spec("matplotlib") is None:
+        raise Failure(f"matplotlib is not installed, and {what} needs it: pip install '.[bench]'")
+
+
+@contextmanager
+def writing(flag: str, path: Path) -> Iterator[None]:
+    """Turns an error of the file or folder `path` into a `Failure` that names the flag."""
+    try:
+        yield
+    except OSError as error:
+        raise Failure(f"{flag} is {path}: {error.strerror or error}") from error
+
+
+def table(*columns: str, left: int = 1, no_wrap: bool = True) -> Table:
+    """A table without rows. Columns are aligned to the right, except the first `left`."""
+    found = Table(box=box.SIMPLE_HEAD, pad_edge=False, show_edge=False)
+    for number, name in enumerate(columns):
+        found.add_column(name, justify="left" if number < left else "right", no_wrap=no_wrap)
+    return found
+
+
+def written(events: Iterable[Event]) -> Iterator[Event]:
+    """Writes the text of one sample to stdout as it comes, and a line to stderr if it is lossy, or waits in the queue.
+
+    Yields each event.
+    """
+    is_queued = False
+    for event in events:
+        if isinstance(event, Queued) and not is_queued:
+            is_queued = True
+            click.echo(f"outrider: the request waits in the queue; calls ahead of it: {event.position}", err=True)
+        if isinstance(event, Started):
+            warn_of_loss(event)
+        if isinstance(event, Chunk) and event.text:
+            click.echo(event.text, nl=False)
+            sys.stdout.flush()
+        yield event
+
+
 def warn_of_loss(started: Started) -> None:
     """Writes a line to stderr if a text is lossy."""
     if started.lossy:
         click.echo(
             f"outrider: this text is lossy: its distribution is not the target's (rule {started.rule})", err=True
         )
-
-
-def note_queue(event: Queued) -> None:
-    """Writes a line to stderr: the request waits in the queue."""
-    click.echo(f"outrider: the request waits in the queue; calls ahead of it: {event.position}", err=True)
 
 
 def _repeats(message: str, line: str) -> bool:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, replace
 from functools import partial
 from itertools import accumulate
@@ -13,7 +13,6 @@ from typing import Any
 
 import click
 from click.core import ParameterSource
-from rich import box
 from rich.console import Console
 from rich.progress import Progress
 from rich.table import Table
@@ -30,7 +29,7 @@ from outrider.cli.options import (
     temperature_option,
     timeout_option,
 )
-from outrider.cli.output import Failure, fails_in_one_line, write_json
+from outrider.cli.output import Failure, check_picture, fails_in_one_line, table, write_json, writing
 from outrider.client import Prompt
 from outrider.evaluation.deployment import PROMPTS
 from outrider.evaluation.plan import (
@@ -158,7 +157,8 @@ def plan_command(draft: str | None, picture: Path | None, as_json: bool, **value
     outrider plan --draft 127.0.0.1:50051 --temperature 0 --picture plan.png
     """  # noqa: D301  # click reads the backspace: no rewrapping of the paragraph
     given = {name: values.pop(name) for name in _GIVEN}
-    draw = None if picture is None else _drawing(picture)
+    if picture is not None:
+        check_picture(picture)
     if draft is None:
         _refuse_options_of_a_measurement()
         measurement = None
@@ -169,11 +169,11 @@ def plan_command(draft: str | None, picture: Path | None, as_json: bool, **value
         write_json(_document(plan, measurement))
     else:
         _print(Console(highlight=False), plan, measurement)
-    if draw is not None:
-        try:
-            draw(plan)
-        except OSError as error:
-            raise Failure(f"--picture: {error}") from error
+    if picture is not None:
+        from outrider.evaluation.figures import draw_plan  # imports matplotlib
+
+        with writing("--picture", picture):
+            draw_plan(picture, plan)
 
 
 # -------------------------------------------------------------------------------------------------------------- pairs
@@ -265,24 +265,6 @@ def _measured(draft: str, max_gamma: int | None, values: dict[str, Any]) -> Meas
 # ------------------------------------------------------------------------------------------------------------- output
 
 
-def _drawing(path: Path) -> Callable[[Plan], None]:
-    """Draws a plan.
-
-    Raises:
-        UsageError: it cannot be drawn at this path.
-        Failure: matplotlib is missing.
-    """
-    if path.suffix not in (".png", ".svg"):
-        raise click.UsageError(f"--picture is {path.name!r}; its name must end in .png or .svg")
-    if not path.absolute().parent.is_dir():
-        raise click.UsageError(f"--picture: there is no folder {path.parent}")
-    try:
-        from outrider.evaluation.figures import draw_plan
-    except ImportError as error:
-        raise Failure(f"--picture needs {error.name}: pip install '.[bench]'") from error
-    return partial(draw_plan, path)
-
-
 def _document(plan: Plan, measurement: Measurement | None) -> dict[str, Any]:
     document = asdict(plan)
     document["fastest"] = asdict(plan.fastest)
@@ -302,40 +284,35 @@ def _print(out: Console, plan: Plan, measurement: Measurement | None) -> None:
     if measurement is not None:
         out.print(_lines(_of_measurement(measurement)))
         out.print()
-    table = _columns("γ", "tokens a round", "speed-up", "operations", *(["measured speed-up"] if speed_ups else []))
+    names = ("γ", "tokens a round", "speed-up", "operations", *(["measured speed-up"] if speed_ups else []))
+    rows = table(*names, left=0, no_wrap=False)
     for row in plan.rows:
         if row.gamma in (*_SHOWN_GAMMAS, plan.fastest.gamma, *speed_ups):
             cells = [str(row.gamma), *(f"{value:.2f}" for value in (row.tokens, row.speed_up, row.operations))]
             if row.gamma in speed_ups:
                 cells.append(f"{speed_ups[row.gamma]:.2f}")
-            table.add_row(*cells, style="bold" if row.gamma == plan.gamma else "")
-    out.print(table)
+            rows.add_row(*cells, style="bold" if row.gamma == plan.gamma else "")
+    out.print(rows)
     out.print()
     out.print(_lines(_of_plan(plan)))
     if plan.of_streams:
         out.print()
-        table = _columns("streams in each pass", "best γ", "speed-up over the target alone with as many")
+        names = ("streams in each pass", "best γ", "speed-up over the target alone with as many")
+        rows = table(*names, left=0, no_wrap=False)
         for each in plan.of_streams:
-            table.add_row(str(each.streams), str(each.gamma), f"{each.speed_up:.2f}")
+            rows.add_row(str(each.streams), str(each.gamma), f"{each.speed_up:.2f}")
             if not each.gamma:
                 break  # with more streams it pays less
-        out.print(table)
-
-
-def _columns(*names: str) -> Table:
-    table = Table(box=box.SIMPLE_HEAD, pad_edge=False, show_edge=False)
-    for name in names:
-        table.add_column(name, justify="right")
-    return table
+        out.print(rows)
 
 
 def _lines(lines: Iterable[tuple[str, str]]) -> Table:
-    table = Table.grid(padding=(0, 2))
-    table.add_column(no_wrap=True)
-    table.add_column()
+    grid = Table.grid(padding=(0, 2))
+    grid.add_column(no_wrap=True)
+    grid.add_column()
     for line in lines:
-        table.add_row(*line)
-    return table
+        grid.add_row(*line)
+    return grid
 
 
 def _of_measurement(measurement: Measurement) -> Iterator[tuple[str, str]]:

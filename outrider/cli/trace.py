@@ -5,14 +5,11 @@ from __future__ import annotations
 import json
 import shlex
 import sys
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 import click
-from rich import box
 from rich.console import Console
-from rich.table import Table
 
 from outrider.cli.demo import warn_of_busy_processors
 from outrider.cli.options import (
@@ -26,13 +23,21 @@ from outrider.cli.options import (
     temperature_option,
     timeout_option,
 )
-from outrider.cli.output import Failure, completion_document, fails_in_one_line, warn_of_loss, write_json
+from outrider.cli.output import (
+    check_folder,
+    check_picture,
+    completion_document,
+    fails_in_one_line,
+    table,
+    warn_of_loss,
+    write_json,
+    writing,
+)
 from outrider.client import AcceptanceRule
 from outrider.environment import installed_version
 from outrider.evaluation.trace import Traced, chrome_trace, draw, record
 from outrider.rpc.channel import is_local
 
-_PICTURES = (".png", ".svg")
 _FILE = click.Path(dir_okay=False, path_type=Path)
 
 
@@ -73,7 +78,9 @@ def trace_command(
     """  # noqa: D301  # click reads the backspace: no rewrapping of the paragraph
     if values["gamma"] == 0:
         raise click.UsageError("--gamma is 0: the target alone, which trace measures in any case; give at least 1")
-    _check_files(output, picture)
+    check_folder("--output", output)
+    if picture is not None:
+        check_picture(picture)
     text = sys.stdin.read() if prompt == "-" else prompt
     with connected(draft, timeout, RETRY_TIMEOUT_S, values) as client:
         options = request_of(values)
@@ -87,9 +94,11 @@ def trace_command(
         "outrider": installed_version(),
         "clock": "half of each round's time on the wire counts before the queue, half after verification",
     }
-    _write(output, json.dumps(chrome_trace(runs, about), ensure_ascii=False))
+    with writing("--output", output):
+        output.write_text(json.dumps(chrome_trace(runs, about), ensure_ascii=False) + "\n", encoding="utf-8")
     if picture is not None:
-        _draw(picture, runs)
+        with writing("--picture", picture):
+            draw(picture, runs)
     if as_json:
         write_json({"prompt": text, "runs": [_document(run) for run in runs]})
     else:
@@ -99,44 +108,6 @@ def trace_command(
         click.echo(f"Trace: {output}; open it at https://ui.perfetto.dev or in chrome://tracing")
         if picture is not None:
             click.echo(f"Picture: {picture}")
-
-
-# -------------------------------------------------------------------------------------------------------------- files
-
-
-def _check_files(output: Path, picture: Path | None) -> None:
-    """Refuses files that cannot be written, before any text is.
-
-    Raises:
-        UsageError: of a name.
-        Failure: matplotlib is missing.
-    """
-    for flag, path in (("--output", output), ("--picture", picture)):
-        if path is not None and not path.absolute().parent.is_dir():
-            raise click.UsageError(f"{flag} is {path}: there is no folder {path.parent}; make it first")
-    if picture is None:
-        return
-    if picture.suffix not in _PICTURES:
-        raise click.UsageError(f"--picture is {picture}: its name must end in {' or '.join(_PICTURES)}")
-    if find_spec("matplotlib") is None:
-        raise Failure("matplotlib is not installed, and --picture needs it: pip install '.[bench]'")
-
-
-def _write(path: Path, text: str) -> None:
-    try:
-        path.write_text(text + "\n", encoding="utf-8")
-    except OSError as error:
-        raise Failure(f"--output is {path}: {error.strerror or error}") from error
-
-
-def _draw(path: Path, runs: tuple[Traced, ...]) -> None:
-    try:
-        draw(path, runs)
-    except OSError as error:
-        raise Failure(f"--picture is {path}: {error.strerror or error}") from error
-
-
-# ------------------------------------------------------------------------------------------------------------- output
 
 
 def _document(run: Traced) -> dict[str, Any]:
@@ -152,17 +123,14 @@ def _document(run: Traced) -> dict[str, Any]:
 
 def _print(out: Console, runs: tuple[Traced, ...], *, same: bool) -> None:
     """Prints the sums of both runs. `same` is whether their texts are promised to be."""
-    table = Table(box=box.SIMPLE_HEAD, pad_edge=False, show_edge=False)
-    table.add_column("", no_wrap=True)
-    for run in runs:
-        table.add_column(run.name, justify="right", no_wrap=True)
+    times = table("", *(run.name for run in runs))
     for row in runs[0].phases_us:
-        table.add_row(f"{row} (ms)", *(f"{run.phases_us[row] / 1e3:.1f}" for run in runs))
-    table.add_row("whole request (ms)", *(f"{run.seconds * 1e3:.1f}" for run in runs))
-    table.add_row("tokens", *(str(run.completion.usage.completion_tokens) for run in runs))
-    table.add_row("target passes", *(str(run.target_passes) for run in runs))
-    table.add_row("tokens/s", *(f"{run.tokens_per_second:.1f}" for run in runs))
-    out.print(table)
+        times.add_row(f"{row} (ms)", *(f"{run.phases_us[row] / 1e3:.1f}" for run in runs))
+    times.add_row("whole request (ms)", *(f"{run.seconds * 1e3:.1f}" for run in runs))
+    times.add_row("tokens", *(str(run.completion.usage.completion_tokens) for run in runs))
+    times.add_row("target passes", *(str(run.target_passes) for run in runs))
+    times.add_row("tokens/s", *(f"{run.tokens_per_second:.1f}" for run in runs))
+    out.print(times)
     out.print()
     drafted, alone = (run.completion for run in runs)
     if not drafted.statistics.num_drafts:
