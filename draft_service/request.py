@@ -184,7 +184,7 @@ POLICY_TO_WIRE = {
 _POLICIES = {number: kind for kind, number in POLICY_TO_WIRE.items()}
 
 
-def check_policy(field: str, requested: draft_service_pb2.SpeculationParams, *, default: PolicyKind) -> PolicyKind:
+def check_policy(requested: draft_service_pb2.SpeculationParams, *, default: PolicyKind) -> PolicyKind:
     """The policy for γ: the named one; else `fixed` if the request gives γ; else the default.
 
     Raises:
@@ -195,15 +195,12 @@ def check_policy(field: str, requested: draft_service_pb2.SpeculationParams, *, 
     kind = _POLICIES.get(requested.policy)
     if kind is None:
         names = ", ".join(f"{name} ({number})" for number, name in _POLICIES.items())
-        raise invalid_field(
-            field, f"{field} is {requested.policy}; this service offers {names}", given=requested.policy, offered=names
-        )
+        text = f"speculation.policy is {requested.policy}; this service offers {names}"
+        raise invalid_field("speculation.policy", text, given=requested.policy, offered=names)
     return kind
 
 
-def check_max_entropy(
-    field: str, requested: draft_service_pb2.SpeculationParams, *, default: float | None
-) -> float | None:
+def check_max_entropy(requested: draft_service_pb2.SpeculationParams, *, default: float | None) -> float | None:
     """The bound on the entropy of q, in nats; None is no bound.
 
     Raises:
@@ -212,7 +209,6 @@ def check_max_entropy(
     if not requested.HasField("max_entropy"):
         return default
     if not requested.max_entropy >= 0:  # also refuses NaN
-        raise invalid_field(
-            field, f"{field} is {requested.max_entropy:g} nats; it must be at least 0", given=requested.max_entropy
-        )
+        text = f"speculation.max_entropy is {requested.max_entropy:g} nats; it must be at least 0"
+        raise invalid_field("speculation.max_entropy", text, given=requested.max_entropy)
     return None if math.isinf(requested.max_entropy) else requested.max_entropy

@@ -22,7 +22,7 @@ from draft_service.privacy import framed
 from draft_service.propose_call import ProposeCall
 from draft_service.request import KIND_TO_WIRE, POLICY_TO_WIRE, Generation
 from draft_service.settings import DraftSettings
-from draft_service.speculation import GammaController, PolicyKind
+from draft_service.speculation import GammaController
 from draft_service.tokenizer_calls import TokenizerThread, describe, detokenize, tokenize
 from draft_service.validation import check_generate
 from kernels.generation_rules import GenerationRules
@@ -178,24 +178,7 @@ class GenerateCall:
                     raise claim.idle("the client read no responses", "--slow-client-timeout", timer) from None
 
     async def _check(self, message: draft_service_pb2.GenerateRequest) -> Generation:
-        check = partial(
-            check_generate,
-            message,
-            tokenizer=self._pair.tokenizer,
-            draft=self._pair.draft,
-            target=self._pair.target,
-            default_gamma=self._settings.gamma,
-            drafters=self._pair.drafters.keys(),
-            default_drafter=self._pair.default,
-            default_draft_temperature=self._settings.draft_temperature,
-            default_tokens_per_pass=self._settings.tokens_per_pass,
-            default_outcome_cache=self._settings.outcome_cache,
-            default_policy=PolicyKind(self._settings.speculation),
-            default_max_entropy=self._settings.max_entropy,
-            max_prompt_tokens=self._settings.max_prompt_tokens,
-            prompts=self._pair.prompts,
-            generation=self._pair.generation,
-        )
+        check = partial(check_generate, message, self._pair, self._settings)
         chars = len(message.text) + sum(len(each.content) for each in message.chat.messages)
         if chars + len(message.audio.samples) + len(message.features.values) <= SHORT_PROMPT_CHARS:
             return check()

@@ -1,8 +1,11 @@
 """Checks a `GenerateRequest`. Every error names the field, its value and the limit."""
 
+from __future__ import annotations
+
 import secrets
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
+from typing import TYPE_CHECKING
 
 import structlog
 
@@ -18,11 +21,8 @@ from draft_service.request import (
     check_tokens_per_pass,
 )
 from draft_service.speculation import PolicyKind
-from kernels.generation_rules import GenerationRules
 from kernels.verify import Rule
 from outrider.rpc.errors import counted, invalid_field
-from outrider.runtime.tokenizer import Tokenizer
-from outrider.service.decoder_prompt import DecoderPrompts
 from outrider.service.encoder_input import misfit
 from outrider.service.model_info import check_features, check_fingerprint, check_name
 from outrider.service.sampling import (
@@ -38,38 +38,22 @@ from outrider.service.sampling import (
 from outrider.service.wire import bytes_with_logits, most_logits
 from protos.outrider.v1 import draft_service_pb2, model_pb2, sampling_pb2
 
+if TYPE_CHECKING:
+    from draft_service.service import Pair
+    from draft_service.settings import DraftSettings
+
 _log = structlog.get_logger()
 
 DEFAULT_NEW_TOKENS = 256
 
 
-def check_generate(
-    message: draft_service_pb2.GenerateRequest,
-    *,
-    tokenizer: Tokenizer,
-    draft: model_pb2.ModelInfo,
-    target: model_pb2.ModelInfo,
-    default_gamma: int,
-    drafters: Collection[Kind],
-    default_drafter: Kind,
-    default_draft_temperature: float | None = None,
-    default_tokens_per_pass: int = 1,
-    default_outcome_cache: bool = True,
-    default_policy: PolicyKind = PolicyKind.FIXED,
-    default_max_entropy: float | None = None,
-    max_prompt_tokens: int | None = None,
-    prompts: DecoderPrompts | None = None,
-    generation: GenerationRules | None = None,
-) -> Generation:
+def check_generate(message: draft_service_pb2.GenerateRequest, pair: Pair, settings: DraftSettings) -> Generation:
     """Checks a request against the pair and the limits. Tokenises the prompt, which may take seconds.
-
-    Args:
-        prompts: of the decoder, by the draft's generation config; None without an encoder.
-        generation: the draft model's own rules for logits.
 
     Raises:
         RequestError: INVALID_ARGUMENT or FAILED_PRECONDITION.
     """
+    draft, target, speculation = pair.draft, pair.target, message.speculation
     limits = draft.limits
     longest = limits.max_sequence_tokens
     check_features(message.required_features, draft.features)
@@ -82,20 +66,22 @@ def check_generate(
     if message.HasField("prompt_logprobs"):
         top_prompt_logprobs = check_prompt_logprobs(message.prompt_logprobs, target)
     samples = _check_samples(message, limits)
+    default_policy = PolicyKind(settings.speculation)
     if sampling.seed is not None and not (sampling.params.is_greedy or sampling.rule is Rule.COUPLED):
-        default_policy = (
-            PolicyKind.FIXED
-        )  # if draws decide the text, a seed repeats it only with the same γ in each round
-    policy = check_policy("speculation.policy", message.speculation, default=default_policy)
+        default_policy = PolicyKind.FIXED  # draws decide the text: a seed repeats it only with the same γ in each round
+    policy = check_policy(speculation, default=default_policy)
     most = limits.max_gamma
     if sampling.needs_logits:
         most = min(most, max(1, most_logits(message_limit(draft, target), target.vocab_size)))
-    first_gamma = min(default_gamma, most)
-    gamma = _check_gamma(message.speculation, limits, first_gamma if policy is PolicyKind.FIXED else most)
+    first_gamma = min(settings.gamma, most)
+    gamma = first_gamma if policy is PolicyKind.FIXED else most
+    if speculation.HasField("gamma"):
+        gamma = check_gamma("speculation.gamma", speculation.gamma, limits)
     drafter = Kind.NONE
     if gamma:
-        named = message.speculation.drafter
-        drafter = check_drafter("speculation.drafter", named, sampling, offered=drafters, default=default_drafter)
+        drafter = check_drafter(
+            "speculation.drafter", speculation.drafter, sampling, offered=pair.drafters, default=pair.default
+        )
     if drafter is Kind.NONE:
         gamma = 0
     if sampling.needs_logits:
@@ -107,11 +93,11 @@ def check_generate(
     held = _check_held(message)
     prompt, encoder_input = check_prompt(
         message,
-        tokenizer,
+        pair.tokenizer,
         draft=draft,
         target=target,
-        prompts=prompts,
-        max_prompt_tokens=max_prompt_tokens,
+        prompts=pair.prompts,
+        max_prompt_tokens=settings.max_prompt_tokens,
     )
     new = check_lengths(message, len(prompt), len(committed), longest)
     request_id = message.request_id or secrets.token_hex(8)
@@ -136,7 +122,7 @@ def check_generate(
                 sampling.logit_rules,
                 stop_token_ids=tuple(sorted(set(stops))),
                 min_new_tokens=message.min_new_tokens,
-                generation=generation,
+                generation=pair.generation,
                 max_new_tokens=new,
             ),
         ),
@@ -154,33 +140,27 @@ def check_generate(
         policy=policy,
         gamma=gamma,
         first_gamma=min(first_gamma, gamma),
-        max_entropy=check_max_entropy("speculation.max_entropy", message.speculation, default=default_max_entropy),
+        max_entropy=check_max_entropy(speculation, default=settings.max_entropy),
         drafter=drafter,
         draft_temperature=check_draft_temperature(
             "speculation.draft_temperature",
-            message.speculation.draft_temperature if message.speculation.HasField("draft_temperature") else None,
+            speculation.draft_temperature if speculation.HasField("draft_temperature") else None,
             sampling,
-            default=default_draft_temperature,
+            default=settings.draft_temperature,
         ),
         tokens_per_pass=check_tokens_per_pass(
             "speculation.tokens_per_pass",
-            message.speculation.tokens_per_pass if message.speculation.HasField("tokens_per_pass") else None,
+            speculation.tokens_per_pass if speculation.HasField("tokens_per_pass") else None,
             drafter,
-            default=default_tokens_per_pass,
+            default=settings.tokens_per_pass,
         ),
         chooses_tokens_per_pass=(
-            policy is PolicyKind.ADAPTIVE
-            and drafter is Kind.PARALLEL
-            and not message.speculation.HasField("tokens_per_pass")
+            policy is PolicyKind.ADAPTIVE and drafter is Kind.PARALLEL and not speculation.HasField("tokens_per_pass")
         ),
-        outcome_cache=(
-            message.speculation.outcome_cache
-            if message.speculation.HasField("outcome_cache")
-            else default_outcome_cache
-        ),
+        outcome_cache=(speculation.outcome_cache if speculation.HasField("outcome_cache") else settings.outcome_cache),
         seed_is_fresh=sampling.seed is None,
-        report_rounds=message.speculation.report_rounds or message.speculation.report_probabilities,
-        report_probabilities=message.speculation.report_probabilities,
+        report_rounds=speculation.report_rounds or speculation.report_probabilities,
+        report_probabilities=speculation.report_probabilities,
         keep_special_tokens=message.keep_special_tokens,
         weights_fingerprint=message.weights_fingerprint,
         cache_salt=message.cache_salt,
@@ -329,12 +309,6 @@ def _check_samples(message: draft_service_pb2.GenerateRequest, limits: model_pb2
             n=samples,
         )
     return samples
-
-
-def _check_gamma(speculation: draft_service_pb2.SpeculationParams, limits: model_pb2.Limits, default: int) -> int:
-    if not speculation.HasField("gamma"):
-        return default
-    return check_gamma("speculation.gamma", speculation.gamma, limits)
 
 
 def _check_time_limit(message: draft_service_pb2.GenerateRequest) -> float | None:

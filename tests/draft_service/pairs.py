@@ -1,4 +1,4 @@
-"""Variants of the demo draft, as checkpoints on disk.
+"""Variants of the demo draft, as checkpoints on disk; and pairs without models.
 
 The awkward draft has a short context, a chat template, and one token with a NaN embedding: the draft fails on
 every prompt that has it.
@@ -12,6 +12,10 @@ from typing import Any
 import torch
 from safetensors.torch import load_file, save_file
 
+from draft_service.drafters.base import Kind
+from draft_service.service import Pair
+from outrider.runtime.tokenizer import Tokenizer
+from protos.outrider.v1 import model_pb2
 from tests.project.tree import ROOT
 
 DEMO = ROOT / "models" / "demo"
@@ -48,6 +52,14 @@ def write_foreign_draft(folder: Path) -> Path:
     vocabulary[first], vocabulary[second] = vocabulary[second], vocabulary[first]
     _write(folder / "tokenizer.json", tokenizer)
     return folder
+
+
+def unserved_pair(tokenizer: Tokenizer, draft: model_pb2.ModelInfo, target: model_pb2.ModelInfo, **fields: Any) -> Pair:
+    """A pair for checks of requests, which open no sequence."""
+    none: Any = None
+    drafters = dict.fromkeys((Kind.MODEL, Kind.LOOKUP, Kind.NONE), none)
+    served = {"drafters": drafters, "default": Kind.MODEL, "gamma": none, "verifiers": none}
+    return Pair(**served | fields, tokenizer=tokenizer, draft=draft, target=target)
 
 
 def _read(path: Path) -> dict[str, Any]:

@@ -12,6 +12,7 @@ from transformers import GenerationConfig
 from draft_service.drafters.base import Kind
 from draft_service.request import Generation
 from draft_service.sequence import Sequence
+from draft_service.settings import DraftSettings
 from draft_service.validation import check_generate
 from outrider.rpc.errors import RequestError
 from outrider.runtime.loader import ModelSource
@@ -20,7 +21,7 @@ from outrider.service.decoder_prompt import DecoderPrompts
 from outrider.service.model_info import check_pair
 from protos.outrider.v1 import draft_service_pb2, input_pb2, model_pb2
 from tests.draft_service.calls import TOKENWISE, request, sampling
-from tests.draft_service.pairs import DEMO
+from tests.draft_service.pairs import DEMO, unserved_pair
 
 V, RATE, MELS, FRAMES = 2048, 16_000, 20, 100
 START, EN, DE, SILENT = 7, 1990, 1991, 1993
@@ -77,20 +78,18 @@ def check(
     encoder: model_pb2.EncoderInfo | None,
     draft: model_pb2.EncoderInfo | None = None,
     max_message_bytes: int = 1 << 22,
+    default: Kind = Kind.MODEL,
     **options: Any,
 ) -> Generation:
-    """Checks a request for a target with this encoder; without `draft` the draft has the same."""
-    how: dict[str, Any] = {"drafters": (Kind.MODEL, Kind.LOOKUP, Kind.NONE), "default_drafter": Kind.MODEL, **options}
-    target = info(encoder, max_message_bytes=max_message_bytes)
-    return check_generate(
-        given,
-        tokenizer=tokenizer,
-        draft=info(encoder if draft is None else draft),
-        target=target,
-        default_gamma=5,
+    """Checks a request for a target with this encoder; without `draft` the draft has the same. Options are settings."""
+    pair = unserved_pair(
+        tokenizer,
+        info(encoder if draft is None else draft),
+        info(encoder, max_message_bytes=max_message_bytes),
+        default=default,
         prompts=None if encoder is None else PROMPTS,
-        **how,
     )
+    return check_generate(given, pair, DraftSettings(model="demo", gamma=5, **options))
 
 
 def test_text_and_token_ids_are_the_encoders_input(tokenizer: Tokenizer) -> None:
@@ -203,7 +202,7 @@ def test_the_target_writes_alone_what_is_too_long_for_the_draft(
 ) -> None:
     checked = check(tokenizer, message(**fields), target, draft)
     assert (checked.drafter, checked.gamma) == (Kind.NONE, 0)
-    checked = check(tokenizer, message(**fields), target, draft, default_drafter=Kind.LOOKUP)
+    checked = check(tokenizer, message(**fields), target, draft, default=Kind.LOOKUP)
     assert (checked.drafter, checked.gamma) == (Kind.LOOKUP, 5)
 
 

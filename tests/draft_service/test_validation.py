@@ -5,9 +5,9 @@ from typing import Any
 import grpc
 import pytest
 
-from draft_service.drafters.base import Kind
 from draft_service.request import Generation
 from draft_service.sequence import Sequence
+from draft_service.settings import DraftSettings
 from draft_service.speculation import PolicyKind
 from draft_service.validation import check_generate
 from outrider.rpc.errors import RequestError
@@ -16,10 +16,9 @@ from outrider.runtime.tokenizer import Tokenizer, load_tokenizer
 from outrider.service.sampling import RULE_TO_WIRE
 from protos.outrider.v1 import draft_service_pb2, model_pb2, sampling_pb2
 from tests.draft_service.calls import BLOCK, COUPLED, TOKENWISE, request, sampling
-from tests.draft_service.pairs import DEMO
+from tests.draft_service.pairs import DEMO, unserved_pair
 
 LIMITS = model_pb2.Limits(max_gamma=8, max_sequence_tokens=300, max_samples=4, max_stop_token_ids=3)
-DRAFTERS: dict[str, Any] = {"drafters": (Kind.MODEL, Kind.LOOKUP, Kind.NONE), "default_drafter": Kind.MODEL}
 RULES: dict[str, Any] = {"rules": [TOKENWISE, BLOCK, COUPLED], "default_rule": TOKENWISE}
 DRAFT = model_pb2.ModelInfo(limits=LIMITS, features=["chat"], **RULES)
 TARGET: dict[str, Any] = {"vocab_size": 2048, "eos_token_ids": [0, 9], "weights_fingerprint": "f" * 64, **RULES}
@@ -36,10 +35,11 @@ def check(
     target: dict[str, Any] | None = None,
     **options: Any,
 ) -> Generation:
-    """Check a request. `target` replaces fields of `TARGET`."""
-    info = model_pb2.ModelInfo(**TARGET | (target or {}))
-    options = {"default_gamma": 5, **DRAFTERS, **options}
-    return check_generate(message, tokenizer=tokenizer, draft=DRAFT, target=info, **options)
+    """Check a request. `target` replaces fields of `TARGET`; `options` are settings."""
+    pair = unserved_pair(tokenizer, DRAFT, model_pb2.ModelInfo(**TARGET | (target or {})))
+    return check_generate(
+        message, pair, DraftSettings(**{"model": "demo", "gamma": 5, "speculation": "fixed", **options})
+    )
 
 
 def test_defaults_of_an_empty_request(tokenizer: Tokenizer) -> None:
@@ -52,7 +52,7 @@ def test_defaults_of_an_empty_request(tokenizer: Tokenizer) -> None:
     assert checked.seed != check(tokenizer, draft_service_pb2.GenerateRequest(text="x = 1")).seed
     assert Sequence(checked).opening().sampling.rule == TOKENWISE, "named, because verifiers may have other defaults"
     assert check(tokenizer, request([1] * 100)).max_new_tokens == 200, "the rest of the context"
-    assert check(tokenizer, request(), default_gamma=12).gamma == 8, "the verifier's limit"
+    assert check(tokenizer, request(), gamma=12).gamma == 8, "the verifier's limit"
 
 
 def test_prompt_length_limit_of_the_settings(tokenizer: Tokenizer) -> None:
@@ -111,7 +111,7 @@ def test_gamma_is_fixed_if_it_is_named_or_decides_the_text_of_a_seed(
     tokenizer: Tokenizer, params: sampling_pb2.SamplingParams, speculation: dict[str, Any], policy: PolicyKind
 ) -> None:
     message = request(sampling=params, speculation=draft_service_pb2.SpeculationParams(**speculation))
-    assert check(tokenizer, message, default_policy=PolicyKind.ADAPTIVE).policy is policy
+    assert check(tokenizer, message, speculation="adaptive").policy is policy
 
 
 def test_stop_ids_that_min_new_tokens_bans(tokenizer: Tokenizer) -> None:
