@@ -9,29 +9,22 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from kernels.sampling import bad_rows
+from kernels.adjustments import apply
+from kernels.sampling import bad_rows, probabilities
 from kernels.verify import Proposed, Status, TokenLogprobs, VerifyResult
 
 SCORED_ROWS = 64
 """Rows of a prompt that `prompt_logprobs` handles at once; it bounds the memory of its temporaries."""
 
 
-def wants_reports(proposal: Proposed) -> bool:
-    """Return whether a proposal requests log-probabilities, or p of its drafted tokens."""
-    return proposal.top_logprobs >= 0 or proposal.reports_probabilities
-
-
-def with_reports(result: VerifyResult, proposal: Proposed, raw: Tensor, p: Tensor) -> VerifyResult:
+def with_reports(result: VerifyResult, proposal: Proposed, raw: Tensor) -> VerifyResult:
     """Return the result with the log-probabilities and probabilities that its proposal requests.
 
-    Args:
-        result: of `proposal`.
-        proposal: perhaps with requests.
-        raw: the target's untouched logits from the proposal's first row on, `[γ+1 or more, V]`.
-        p: the distributions of the same rows.
+    `raw` `[γ+1, V]` are the target's untouched logits of the proposal's rows.
     """
     if result.status is Status.BAD_LOGITS:
         return result
+    p = probabilities(apply(raw, proposal.adjustments), proposal.params)
     if proposal.top_logprobs >= 0:
         emitted = (*proposal.tokens[: result.accepted], result.next_token)
         rows = slice(0, len(emitted))

@@ -1,6 +1,7 @@
 """Verification: types, input checks, and `verify`, which picks the implementation by device.
 
-An implementation is a module with `verify(logits, proposals)`; `_MODULES` lists them.
+An implementation is a module with `verify(logits, proposals)`; `_MODULES` lists them. Its results have no reports: few
+requests need those, and they are the same for all.
 """
 
 from __future__ import annotations
@@ -214,7 +215,16 @@ def verify(logits: Tensor, proposals: Sequence[Proposed], implementation: str | 
         raise ValueError(f"logits have the shape {list(logits.shape)}; for these proposals it must be [{R}, V]")
     for number, proposal in enumerate(proposals):
         _check_distributions(number, proposal, logits.shape[1])
-    return verify_all(logits, proposals) if proposals else []
+    results = verify_all(logits, proposals) if proposals else []
+    first = 0
+    for b, proposal in enumerate(proposals):
+        end = first + len(proposal.tokens) + 1
+        if proposal.top_logprobs >= 0 or proposal.reports_probabilities:
+            from kernels.logprobs import with_reports  # which imports this module
+
+            results[b] = with_reports(results[b], proposal, logits[first:end])
+        first = end
+    return results
 
 
 @cache

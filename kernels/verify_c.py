@@ -23,8 +23,6 @@ from kernels.adjustments import apply
 from kernels.cpu_decode_loop import ParamsStruct
 from kernels.cpu_decoder import library
 from kernels.dense import DenseDistribution
-from kernels.logprobs import wants_reports, with_reports
-from kernels.sampling import probabilities
 from kernels.sparse import SparseDistribution
 from kernels.verify import BAD_LOGITS, Proposed, Rule, Status, VerifyResult, adjustments_of
 from kernels.verify_pack import RULE_NUMBERS
@@ -74,9 +72,6 @@ def verify(logits: Tensor, proposals: Sequence[Proposed]) -> list[VerifyResult]:
     z = z if z.stride(1) == 1 else z.contiguous()
     results: list[VerifyResult | None] = [None] * len(proposals)
     for b, result in zip(in_c, _verify(z, [starts[b] for b in in_c], [proposals[b] for b in in_c]), strict=True):
-        if wants_reports(proposals[b]):
-            rows = slice(starts[b], starts[b + 1])
-            result = with_reports(result, proposals[b], raw[rows], probabilities(z[rows], proposals[b].params))
         results[b] = result
     others = [b for b, result in enumerate(results) if result is None]
     if others:

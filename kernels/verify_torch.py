@@ -18,7 +18,6 @@ from torch import Tensor
 
 from kernels.adjustments import apply
 from kernels.dense import DenseDistribution, DraftLogits
-from kernels.logprobs import wants_reports, with_reports
 from kernels.rng import noise_rows
 from kernels.sampling import bad_rows, gumbel_max, inverse_cdf, probabilities
 from kernels.sigmoid import Scores
@@ -31,18 +30,17 @@ _ROUNDING = 1e-6
 
 def verify(logits: Tensor, proposals: Sequence[Proposed]) -> list[VerifyResult]:
     """See `kernels.verify.verify`."""
-    raw = logits.cpu()
-    z = apply(raw, adjustments_of(proposals))
+    z = apply(logits.cpu(), adjustments_of(proposals))
     kinds = [(proposal.params, proposal.rule is Rule.SIGMOID) for proposal in proposals]
     if len(set(kinds)) == 1:
-        return _verify_group(raw, z, proposals)
+        return _verify_group(z, proposals)
 
     starts = np.cumsum([0, *(len(proposal.tokens) + 1 for proposal in proposals)]).tolist()
     results: list[VerifyResult | None] = [None] * len(proposals)
     for kind in dict.fromkeys(kinds):
         members = [b for b, each in enumerate(kinds) if each == kind]
         rows = [row for b in members for row in range(starts[b], starts[b + 1])]
-        for b, result in zip(members, _verify_group(raw[rows], z[rows], [proposals[b] for b in members]), strict=True):
+        for b, result in zip(members, _verify_group(z[rows], [proposals[b] for b in members]), strict=True):
             results[b] = result
     return [result for result in results if result is not None]
 
@@ -63,22 +61,18 @@ def residual(p: np.ndarray, ids: np.ndarray | slice, q: np.ndarray) -> np.ndarra
     return rest
 
 
-def _verify_group(raw: Tensor, z: Tensor, proposals: Sequence[Proposed]) -> list[VerifyResult]:
-    """Verify proposals with equal sampling parameters, all or none `sigmoid`; `raw` and adjusted `z` are `[n, V]`."""
+def _verify_group(z: Tensor, proposals: Sequence[Proposed]) -> list[VerifyResult]:
+    """Verify proposals with equal sampling parameters, all or none `sigmoid`; adjusted logits `z` are `[n, V]`."""
     if proposals[0].params.is_greedy:
-        return _verify_greedy(raw, z, proposals)
+        return _verify_greedy(z, proposals)
     if proposals[0].rule is Rule.SIGMOID:
-        return _verify_sigmoid(raw, z, proposals)
-    p = probabilities(z, proposals[0].params)
-    rows = p.numpy()
+        return _verify_sigmoid(z, proposals)
+    rows = probabilities(z, proposals[0].params).numpy()
     drafts = gather(rows, proposals)
     results: list[VerifyResult] = []
     start = 0
     for proposal in proposals:
-        result = _walk(rows, drafts, start, len(results), proposal)
-        if wants_reports(proposal):
-            result = with_reports(result, proposal, raw[start:], p[start:])
-        results.append(result)
+        results.append(_walk(rows, drafts, start, len(results), proposal))
         start += len(proposal.tokens) + 1
     return results
 
@@ -173,17 +167,14 @@ def _resampled(
     return VerifyResult(Status.ZERO_RESIDUAL, accepted, inverse_cdf(row, u), beta)
 
 
-def _verify_sigmoid(raw: Tensor, z: Tensor, proposals: Sequence[Proposed]) -> list[VerifyResult]:
+def _verify_sigmoid(z: Tensor, proposals: Sequence[Proposed]) -> list[VerifyResult]:
     """Verify by σ of scaled logits, above temperature 0 [W 3.2.2]. Lossy."""
     bad = bad_rows(z).tolist()
     results: list[VerifyResult] = []
     start = 0
     for proposal in proposals:
         end = start + len(proposal.tokens) + 1
-        result = _walk_sigmoid(z[start:end], bad[start:end], proposal)
-        if wants_reports(proposal):
-            result = with_reports(result, proposal, raw[start:], probabilities(z[start:end], proposal.params))
-        results.append(result)
+        results.append(_walk_sigmoid(z[start:end], bad[start:end], proposal))
         start = end
     return results
 
@@ -218,7 +209,7 @@ def _walk_sigmoid(z: Tensor, bad: Sequence[bool], proposal: Proposed) -> VerifyR
     return VerifyResult(Status.OK, gamma, inverse_cdf(p_next, proposal.resample_uniform(gamma)))
 
 
-def _verify_greedy(raw: Tensor, z: Tensor, proposals: Sequence[Proposed]) -> list[VerifyResult]:
+def _verify_greedy(z: Tensor, proposals: Sequence[Proposed]) -> list[VerifyResult]:
     """Verify at temperature 0: accept the argmax, or with lenience tokens close to it [L A.5]."""
     # z: [n, V]
     rows = z.to(torch.float32).numpy()
@@ -228,12 +219,9 @@ def _verify_greedy(raw: Tensor, z: Tensor, proposals: Sequence[Proposed]) -> lis
     results: list[VerifyResult] = []
     start = 0
     for proposal in proposals:
-        end = start + len(proposal.tokens)
-        result = _walk_greedily(rows[start : end + 1], best_ids[start : end + 1], top[start : end + 1], proposal)
-        if wants_reports(proposal):
-            result = with_reports(result, proposal, raw[start:], probabilities(z[start : end + 1], proposal.params))
-        results.append(result)
-        start = end + 1
+        end = start + len(proposal.tokens) + 1
+        results.append(_walk_greedily(rows[start:end], best_ids[start:end], top[start:end], proposal))
+        start = end
     return results
 
 

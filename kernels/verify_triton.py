@@ -22,9 +22,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from kernels.adjustments import apply, apply_many_bans
-from kernels.logprobs import wants_reports, with_reports
-from kernels.sampling import NO_LOGITS, probabilities
+from kernels.adjustments import apply_many_bans
+from kernels.sampling import NO_LOGITS
 from kernels.triton_draw import DENSE, SPARSE, TARGET, Draft, RowDistribution, draw
 from kernels.triton_draw import SIGMOID as SIGMOID_REST
 from kernels.triton_filters import CANDIDATES, Search, filter_tile, load_filters, search_tile, steps_of
@@ -201,9 +200,8 @@ class Launch:
     """A batch with its buffers on the device, ready to run.
 
     Attributes:
-        raw: the target's logits, `[R, V]`.
-        logits: read by the kernels, `[R, V]`, columns contiguous: a copy where rows ban many ids, else `raw`. Each
-            run reads them, so they may be overwritten in between.
+        logits: `[R, V]`, columns contiguous: a copy where rows ban many ids, else the target's. Each run reads them, so
+            they may be overwritten in between.
         proposals: the B proposals.
         batch: the proposals as arrays.
         stats: buffers of the tile statistics: peaks, masses, bests and leads, `[R, n_tiles]` each.
@@ -213,7 +211,6 @@ class Launch:
             and next token of each proposal.
     """
 
-    raw: Tensor
     logits: Tensor
     proposals: Sequence[Proposed]
     batch: Batch
@@ -272,10 +269,7 @@ class Launch:
             )  # fmt: skip
 
     def results(self) -> list[VerifyResult]:
-        """Wait for the last run and return its results, by one copy from the device.
-
-        Requested log-probabilities and probabilities are computed from the current content of `raw`.
-        """
+        """Wait for the last run and return its results, by one copy from the device."""
         out, N = self.out.cpu(), len(self.batch.draft_q)
         beta = out[:N].view(torch.float32).numpy()
         outcomes = _outcomes(out, N).tolist()
@@ -287,9 +281,6 @@ class Launch:
                 result = VerifyResult(
                     STATUSES[status], accepted, token, _beta_of(proposal, accepted, beta[first_row - b :])
                 )
-                if wants_reports(proposal):
-                    rows = slice(first_row, first_row + len(proposal.tokens) + 1)
-                    result = _with_reports(result, proposal, self.raw[rows])
             results.append(result)
             first_row += len(proposal.tokens) + 1
         return results
@@ -301,7 +292,7 @@ def prepare(logits: Tensor, proposals: Sequence[Proposed]) -> Launch:
         logits = logits.float()
     if logits.stride(1) != 1:
         logits = logits.contiguous()
-    raw, logits = logits, apply_many_bans(logits, adjustments_of(proposals))
+    logits = apply_many_bans(logits, adjustments_of(proposals))
     R, V = logits.shape
     batch = pack(proposals, V, tile_size(V), logits.device)
     stats = _stats_buffers((R, -(-V // tile_size(V))), logits.device)
@@ -314,7 +305,7 @@ def prepare(logits: Tensor, proposals: Sequence[Proposed]) -> Launch:
     )
     words = _beta_words(len(batch.draft_q)) + 3 * len(batch.ints)
     out = torch.empty(words, dtype=torch.int32, device=logits.device)
-    return Launch(raw, logits, proposals, batch, stats, cuts, search, out)
+    return Launch(logits, proposals, batch, stats, cuts, search, out)
 
 
 def _stats_buffers(shape: tuple[int, int], device: torch.device) -> tuple[Tensor, Tensor, Tensor, Tensor]:
@@ -330,12 +321,6 @@ def _stats_buffers(shape: tuple[int, int], device: torch.device) -> tuple[Tensor
 def _outcomes(out: Tensor, N: int) -> Tensor:
     """Return the part `[B, 3]` of `Launch.out`: index in `STATUSES`, accepted, next token."""
     return out[_beta_words(N) :].view(-1, 3)
-
-
-def _with_reports(result: VerifyResult, proposal: Proposed, raw: Tensor) -> VerifyResult:
-    """Add log-probabilities and probabilities: few requests need them, so the kernels do not compute them."""
-    z = apply(raw, proposal.adjustments)
-    return with_reports(result, proposal, raw, probabilities(z, proposal.params))
 
 
 def verify(logits: Tensor, proposals: Sequence[Proposed]) -> list[VerifyResult]:
@@ -397,7 +382,7 @@ def _without_drafts(logits: Tensor, ints: Tensor, floats: Tensor, uniforms: Tens
     stats = _stats_buffers((B, -(-V // tile_size(V))), device)
     cuts = torch.empty(B, dtype=torch.float32, device=device)
     out = torch.empty(3 * B, dtype=torch.int32, device=device)
-    return Launch(logits, logits, (), batch, stats, cuts, (nothing, reals, reals), out)
+    return Launch(logits, (), batch, stats, cuts, (nothing, reals, reals), out)
 
 
 def _beta_words(N: int) -> int:
