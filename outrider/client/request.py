@@ -6,6 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from difflib import get_close_matches
+from functools import partial
 from reprlib import repr as short_repr
 from typing import Any, TypeAlias, TypedDict, cast
 
@@ -122,10 +123,10 @@ def build(prompt: Prompt | None, options: Mapping[str, Any]) -> draft_service_pb
         found = f"{' and '.join(given)} are given" if given else "none is given"
         raise typed(invalid_field("prompt", f"{found}; give exactly one of prompt, audio and features"))
     if prompt is not None:
-        _carry("prompt", _set_prompt, request, prompt)
+        _carry(request, "prompt", prompt)
     for name, value in options.items():
         if value is not None:
-            _carry(name, _SETTERS.get(name, _set_field(name)), request, value)
+            _carry(request, name, value)
     return request
 
 
@@ -138,7 +139,7 @@ def build_tokenize(
         InvalidRequest: a value that protobuf cannot hold.
     """
     options = draft_service_pb2.GenerateRequest()
-    _carry("prompt", _set_prompt, options, prompt)
+    _carry(options, "prompt", prompt)
     if options.HasField("token_ids"):
         raise typed(invalid_field("prompt", f"prompt is {short_repr(prompt)}; it must be text or a list of messages"))
     request = draft_service_pb2.TokenizeRequest(add_special_tokens=add_special_tokens)
@@ -162,43 +163,42 @@ def build_detokenize(token_ids: Sequence[int], keep_special_tokens: bool) -> dra
         raise typed(invalid_field("token_ids", text)) from error
 
 
-def _carry(name: str, setter: Setter, request: draft_service_pb2.GenerateRequest, value: Any) -> None:
+def _carry(request: draft_service_pb2.GenerateRequest, name: str, value: Any) -> None:
+    setter, expected = _SETTERS.get(name, (partial(_set_field, name), ""))
     try:
         setter(request, value)
     except (TypeError, ValueError, AttributeError, OverflowError) as error:
-        expected = _EXPECTED_OF_OPTION.get(name)
-        text = str(error) if expected is None else f"{name} is {short_repr(value)}; it must be {expected}"
+        text = f"{name} is {short_repr(value)}; it must be {expected}" if expected else str(error)
         raise typed(invalid_field(name, text)) from error
 
 
 _TOKEN_IDS = f"integers from 0 to {2**32 - 1}"
+_UINT32, _BOOL, _STRING = f"an integer from 0 to {2**32 - 1}", "True or False", "text that UTF-8 can encode"
 _EXPECTED = {
-    FieldDescriptor.CPPTYPE_UINT32: f"an integer from 0 to {2**32 - 1}",
+    FieldDescriptor.CPPTYPE_UINT32: _UINT32,
     FieldDescriptor.CPPTYPE_UINT64: f"an integer from 0 to {2**64 - 1}",
     FieldDescriptor.CPPTYPE_FLOAT: "a number",
     FieldDescriptor.CPPTYPE_DOUBLE: "a number",
-    FieldDescriptor.CPPTYPE_BOOL: "True or False",
-    FieldDescriptor.CPPTYPE_STRING: "text that UTF-8 can encode",
+    FieldDescriptor.CPPTYPE_BOOL: _BOOL,
+    FieldDescriptor.CPPTYPE_STRING: _STRING,
 }
 
 
-def _set_field(name: str) -> Setter:
-    """Returns a setter of the field of this name, in the request, its `sampling` or its `speculation`."""
-
-    def set_field(request: draft_service_pb2.GenerateRequest, value: Any) -> None:
-        parts = (request, request.sampling, request.speculation)
-        message, field = next((part, found) for part in parts if (found := part.DESCRIPTOR.fields_by_name.get(name)))
-        try:
-            if field.is_repeated:
-                getattr(message, name).extend(value)
-            else:
-                setattr(message, name, value)
-        except (TypeError, ValueError) as error:
-            expected = _EXPECTED[field.cpp_type]
-            expected = f"a list, each element {expected}" if field.is_repeated else expected
-            raise ValueError(f"{name} is {short_repr(value)}; it must be {expected}") from error
-
-    return set_field
+def _set_field(name: str, request: draft_service_pb2.GenerateRequest, value: Any) -> None:
+    """Sets the field of this name, in the request, its `sampling` or its `speculation`."""
+    parts = (request, request.sampling, request.speculation)
+    message, field = next((part, found) for part in parts if (found := part.DESCRIPTOR.fields_by_name.get(name)))
+    try:
+        if field.is_repeated:
+            getattr(message, name).extend(value)
+        else:
+            setattr(message, name, value)
+    except (TypeError, ValueError) as error:
+        expected = _EXPECTED[field.cpp_type]
+        expected = f"a list, each element {expected}" if field.is_repeated else expected
+        raise ValueError(f"{name} is {short_repr(value)}; it must be {expected}") from error
+    if name in ("held_tokens", "report_probabilities") and value:
+        require(request, name)
 
 
 def _set_prompt(request: draft_service_pb2.GenerateRequest, prompt: Prompt) -> None:
@@ -246,13 +246,10 @@ def _set_decoder_prompt(request: draft_service_pb2.GenerateRequest, value: Seque
     require(request, "encoder")
 
 
-def _set_transcription(name: str) -> Setter:
-    def set_field(request: draft_service_pb2.GenerateRequest, value: str | bool) -> None:
-        if value is not False:  # a model without timestamps writes none
-            setattr(request.transcription, name, value)
-            require(request, "encoder")
-
-    return set_field
+def _set_transcription(name: str, request: draft_service_pb2.GenerateRequest, value: str | bool) -> None:
+    if value is not False:  # a model without timestamps writes none
+        setattr(request.transcription, name, value)
+        require(request, "encoder")
 
 
 def _set_stop(request: draft_service_pb2.GenerateRequest, value: str | Sequence[str]) -> None:
@@ -281,12 +278,6 @@ def _set_prompt_logprobs(request: draft_service_pb2.GenerateRequest, value: int)
     request.prompt_logprobs.SetInParent()
     request.prompt_logprobs.top_n = value
     require(request, "prompt_logprobs")
-
-
-def _set_report_probabilities(request: draft_service_pb2.GenerateRequest, value: bool) -> None:
-    request.speculation.report_probabilities = value
-    if value:
-        require(request, "report_probabilities")
 
 
 def _set_speculation(request: draft_service_pb2.GenerateRequest, value: SpeculationPolicy | str) -> None:
@@ -319,12 +310,6 @@ def require(request: draft_service_pb2.GenerateRequest, feature: str) -> None:
         request.required_features.append(feature)
 
 
-def _set_held_tokens(request: draft_service_pb2.GenerateRequest, value: int) -> None:
-    request.held_tokens = value
-    if value:
-        require(request, "held_tokens")
-
-
 def _set_time_limit(request: draft_service_pb2.GenerateRequest, value: float) -> None:
     request.time_limit.FromTimedelta(timedelta(seconds=value))
 
@@ -333,49 +318,26 @@ def _one_of(kind: type[AcceptanceRule | SpeculationPolicy | Drafter]) -> str:
     return f"one of {', '.join(each.value for each in kind if each.value != 'unspecified')}"
 
 
-# Of options without a field of the same name and type.
-_EXPECTED_OF_OPTION = {
-    "time_limit": "a number of seconds",
-    "logit_bias": f"a mapping of token ids ({_TOKEN_IDS}) to numbers",
-    "rule": _one_of(AcceptanceRule),
-    "sigmoid_scales": "a pair of numbers, alpha and beta",
-    "stop": "text or a list of texts",
-    "speculation": _one_of(SpeculationPolicy),
-    "drafter": _one_of(Drafter),
-    "logprobs": _EXPECTED[FieldDescriptor.CPPTYPE_UINT32],
-    "prompt_logprobs": _EXPECTED[FieldDescriptor.CPPTYPE_UINT32],
-    "report_probabilities": _EXPECTED[FieldDescriptor.CPPTYPE_BOOL],
-    "held_tokens": _EXPECTED[FieldDescriptor.CPPTYPE_UINT32],
-    "frame_bytes": _EXPECTED[FieldDescriptor.CPPTYPE_UINT32],
-    "frame_pace": "a number of seconds",
-    "fixed_size_rounds": _EXPECTED[FieldDescriptor.CPPTYPE_BOOL],
-    "decoder_prompt_token_ids": f"a list of token ids ({_TOKEN_IDS})",
-    "language": _EXPECTED[FieldDescriptor.CPPTYPE_STRING],
-    "task": _EXPECTED[FieldDescriptor.CPPTYPE_STRING],
-    "timestamps": _EXPECTED[FieldDescriptor.CPPTYPE_BOOL],
-}
-
-# Setters of these options.
-_SETTERS: dict[str, Setter] = {
-    "time_limit": _set_time_limit,
-    "logit_bias": _set_logit_bias,
-    "rule": _set_rule,
-    "sigmoid_scales": _set_sigmoid,
-    "stop": _set_stop,
-    "speculation": _set_speculation,
-    "drafter": _set_drafter,
-    "logprobs": _set_logprobs,
-    "prompt_logprobs": _set_prompt_logprobs,
-    "report_probabilities": _set_report_probabilities,
-    "held_tokens": _set_held_tokens,
-    "frame_bytes": _set_frame_bytes,
-    "frame_pace": _set_frame_pace,
-    "fixed_size_rounds": _set_fixed_size_rounds,
-    "audio": _set_audio,
-    "sample_rate": _set_sample_rate,
-    "features": _set_features,
-    "decoder_prompt_token_ids": _set_decoder_prompt,
-    "language": _set_transcription("language"),
-    "task": _set_transcription("task"),
-    "timestamps": _set_transcription("timestamps"),
+# Of options without a field of the same name and type: the setter, and the expected value, for errors without a text.
+_SETTERS: dict[str, tuple[Setter, str]] = {
+    "prompt": (_set_prompt, ""),
+    "time_limit": (_set_time_limit, "a number of seconds"),
+    "logit_bias": (_set_logit_bias, f"a mapping of token ids ({_TOKEN_IDS}) to numbers"),
+    "rule": (_set_rule, _one_of(AcceptanceRule)),
+    "sigmoid_scales": (_set_sigmoid, "a pair of numbers, alpha and beta"),
+    "stop": (_set_stop, "text or a list of texts"),
+    "speculation": (_set_speculation, _one_of(SpeculationPolicy)),
+    "drafter": (_set_drafter, _one_of(Drafter)),
+    "logprobs": (_set_logprobs, _UINT32),
+    "prompt_logprobs": (_set_prompt_logprobs, _UINT32),
+    "frame_bytes": (_set_frame_bytes, _UINT32),
+    "frame_pace": (_set_frame_pace, "a number of seconds"),
+    "fixed_size_rounds": (_set_fixed_size_rounds, _BOOL),
+    "audio": (_set_audio, ""),
+    "sample_rate": (_set_sample_rate, ""),
+    "features": (_set_features, ""),
+    "decoder_prompt_token_ids": (_set_decoder_prompt, f"a list of token ids ({_TOKEN_IDS})"),
+    "language": (partial(_set_transcription, "language"), _STRING),
+    "task": (partial(_set_transcription, "task"), _STRING),
+    "timestamps": (partial(_set_transcription, "timestamps"), _BOOL),
 }
