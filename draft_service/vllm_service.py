@@ -10,7 +10,7 @@ import io
 import time
 import zipfile
 from collections import defaultdict
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Iterator, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
@@ -366,14 +366,16 @@ class VllmEngine(vllm_engine_pb2_grpc.VllmEngineServicer):
         )
 
     @guarded
-    async def GetTokenizer(self, request: Any, context: Any) -> AsyncIterator[Any]:
+    async def GetTokenizer(self, request: Any, context: Any) -> None:
         if self._bundle is None or (self._bundle.done() and self._bundle.exception() is not None):
             self._bundle = asyncio.ensure_future(asyncio.to_thread(self._read_tokenizer))
         bundle = await asyncio.shield(self._bundle)  # others may wait for it, too
         digest = hashlib.sha256(bundle).hexdigest()
         for begin in range(0, len(bundle), _BUNDLE_CHUNK_BYTES):
             end = begin + _BUNDLE_CHUNK_BYTES
-            yield common_pb2.GetTokenizerChunk(data=bundle[begin:end], sha256=digest if end >= len(bundle) else "")
+            is_last = end >= len(bundle)
+            chunk = common_pb2.GetTokenizerChunk(data=bundle[begin:end], sha256=digest if is_last else "")
+            await write(context, chunk)
 
     def _read_tokenizer(self) -> bytes:
         return tokenizer_bundle(resolve_folder(self._settings.model, self._settings.revision, weights=False))

@@ -4,11 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import functools
-import inspect
 import logging
 import re
-from collections.abc import AsyncIterator, Callable, Sequence
-from contextlib import aclosing
+from collections.abc import Awaitable, Callable, Sequence
 from datetime import timedelta
 from enum import Enum
 from typing import Any, NoReturn, TypeVar, cast
@@ -34,7 +32,7 @@ _REASONS = frozenset(value.name.removeprefix(_PREFIX) for value in model_pb2.Err
 
 _logger = logging.getLogger(__name__)
 
-Servicer = TypeVar("Servicer", bound=Callable[..., Any])
+Servicer = TypeVar("Servicer", bound=Callable[..., Awaitable[Any]])
 Detail = TypeVar("Detail", bound=Message)
 
 
@@ -283,39 +281,21 @@ def _find(details: Sequence[any_pb2.Any], kind: type[Detail]) -> Detail | None:
 
 
 def guarded(method: Servicer) -> Servicer:
-    """Wraps a servicer method, which is `async def` and returns, yields or writes its responses. Exceptions become
-    statuses here, and nowhere else.
+    """Wraps a servicer method, which returns its response or writes its responses. Exceptions become statuses here, and
+    nowhere else.
 
     `RequestError` ends the call with its own code. A cancelled call passes through, and so does an abort under way.
     Anything else is logged with its trace; the client gets INTERNAL without its text.
-
-    Raises:
-        TypeError: the method is neither a coroutine function nor an async generator function.
     """
-    if inspect.isasyncgenfunction(method):
 
-        @functools.wraps(method)
-        async def stream(self: Any, request: Any, context: grpc.aio.ServicerContext[Any, Any]) -> AsyncIterator[Any]:
-            try:
-                # Closed at once: the servicer has freed its resources before the client receives the end.
-                async with aclosing(method(self, request, context)) as responses:
-                    async for response in responses:
-                        yield response
-            except Exception as error:
-                await _end(context, method, error)
+    @functools.wraps(method)
+    async def call(self: Any, request: Any, context: grpc.aio.ServicerContext[Any, Any]) -> Any:
+        try:
+            return await method(self, request, context)
+        except Exception as error:
+            await _end(context, method, error)
 
-        return cast("Servicer", stream)
-    if inspect.iscoroutinefunction(method):
-
-        @functools.wraps(method)
-        async def unary(self: Any, request: Any, context: grpc.aio.ServicerContext[Any, Any]) -> Any:
-            try:
-                return await method(self, request, context)
-            except Exception as error:
-                await _end(context, method, error)
-
-        return cast("Servicer", unary)
-    raise TypeError(f"{method.__qualname__} must be a coroutine function or an async generator function")
+    return cast("Servicer", call)
 
 
 async def _end(context: grpc.aio.ServicerContext[Any, Any], method: Callable[..., Any], error: Exception) -> NoReturn:

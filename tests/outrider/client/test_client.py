@@ -61,13 +61,13 @@ class Refusing:
         self._error, self._times, self._after = error, times, after
 
     @errors.guarded
-    async def Generate(self, request: pb.GenerateRequest, context: Any) -> AsyncIterator[pb.GenerateResponse]:
+    async def Generate(self, request: pb.GenerateRequest, context: Any) -> None:
         self.calls += 1
         started = pb.GenerateStarted(request_id=f"call {self.calls}", max_new_tokens=9)
         responses = [pb.GenerateResponse(started=started), pb.GenerateResponse(finished=pb.GenerateFinished())]
         is_refused = self.calls <= self._times
         for response in responses[: self._after] if is_refused else responses:
-            yield response
+            await errors.write(context, response)
         if is_refused:
             raise self._error
 

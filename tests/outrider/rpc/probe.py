@@ -44,19 +44,19 @@ class Probe:
         return request
 
     @errors.guarded
-    async def Many(self, request: bytes, context: Any) -> AsyncIterator[bytes]:
+    async def Many(self, request: bytes, context: Any) -> None:
         """Two responses, the second after as many seconds as the request names."""
         self.started += 1
-        yield b"first"
+        await errors.write(context, b"first")
         self._maybe_fail()
         await asyncio.sleep(float(request))
-        yield b"last"
+        await errors.write(context, b"last")
 
     @errors.guarded
-    async def Both(self, requests: AsyncIterator[bytes], context: Any) -> AsyncIterator[bytes]:
+    async def Both(self, requests: AsyncIterator[bytes], context: Any) -> None:
         async for request in requests:
             self._maybe_fail()
-            yield request
+            await errors.write(context, request)
 
     def register(self, server: grpc.aio.Server) -> None:
         handlers: dict[str, Any] = {
