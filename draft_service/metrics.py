@@ -31,7 +31,7 @@ class RequestMetrics:
     """Metrics of requests. Used on the event loop only."""
 
     def __init__(self, metrics: Metrics) -> None:
-        self._texts = TextMetrics(metrics.registry, "outrider_", "Generate calls")
+        self.texts = TextMetrics(metrics.registry, "outrider_", "Generate calls")
         self._requests = Counter(
             "outrider_requests",
             "Generate calls that ended, by gRPC status.",
@@ -67,17 +67,9 @@ class RequestMetrics:
     def ended(self, status: str, seconds: float, *, prompt: int, generated: int) -> None:
         """Records a request that ended `seconds` after its arrival."""
         self._requests.labels(status).inc()
-        self._texts.ended(prompt=prompt, generated=generated)
+        self.texts.ended(prompt=prompt, generated=generated)
         if status == "OK":
-            self._texts.whole(seconds)
-
-    def first_token(self, seconds: float) -> None:
-        """See `TokenWatch`."""
-        self._texts.first_token(seconds)
-
-    def next_tokens(self, seconds: float, count: int) -> None:
-        """See `TokenWatch`."""
-        self._texts.next_tokens(seconds, count)
+            self.texts.whole(seconds)
 
     def waits(self, change: int) -> None:
         """Changes the number of samples that wait for their first verdict."""
@@ -86,12 +78,12 @@ class RequestMetrics:
     def show_vllm(self, shown: VllmMetrics) -> None:
         """Shows them, and from now on the counters of verdicts, under vLLM's names too."""
         self._counts_speculation = True
-        self._texts.show_vllm(shown)
+        self.texts.show_vllm(shown)
 
     def speculated(self, drafted: int, accepted: int) -> None:
         """Records a judged proposal of `drafted` tokens."""
         if drafted and self._counts_speculation:
-            self._texts.judged(1, drafted, [1] * accepted)
+            self.texts.judged(1, drafted, [1] * accepted)
 
     def judged(self, draft: float | None, *others: float) -> None:
         """Records the seconds of a round in each of `PHASES`; `draft` is None for a `Decode`."""
@@ -126,13 +118,13 @@ class SampleWatch:
 
     @REQUEST_METRICS.quiet
     def first_token(self, seconds: float) -> None:
-        """See `TokenWatch`."""
-        self._metrics.first_token(seconds)
+        """The first token was sent, `seconds` after the request arrived."""
+        self._metrics.texts.first_token(seconds)
 
     @REQUEST_METRICS.quiet
     def next_tokens(self, seconds: float, count: int) -> None:
-        """See `TokenWatch`."""
-        self._metrics.next_tokens(seconds, count)
+        """`count` tokens were sent together, `seconds` after the previous ones."""
+        self._metrics.texts.next_tokens(seconds, count)
 
     @REQUEST_METRICS.quiet
     def judged(

@@ -3,7 +3,7 @@
 import time
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field, replace
-from typing import Protocol
+from typing import TYPE_CHECKING
 
 from draft_service.drafters.base import CacheUse
 from draft_service.request import KIND_TO_WIRE, POLICY_TO_WIRE, Generation
@@ -14,6 +14,9 @@ from outrider.service.model_info import MAX_NAME_CHARS
 from outrider.service.sampling import RULE_TO_WIRE
 from outrider.service.wire import PrefixHash, draft_probability
 from protos.outrider.v1 import draft_service_pb2, sampling_pb2, speculation_pb2, verifier_service_pb2
+
+if TYPE_CHECKING:
+    from draft_service.metrics import SampleWatch
 
 STATISTICS = Component("speculation_statistics")
 
@@ -133,22 +136,12 @@ class SpeculationCounts:
         )
 
 
-class TokenWatch(Protocol):
-    """Called when tokens are sent to the client."""
-
-    def first_token(self, seconds: float) -> None:
-        """The first token was sent, `seconds` after the request arrived."""
-
-    def next_tokens(self, seconds: float, count: int) -> None:
-        """`count` tokens were sent together, `seconds` after the previous ones."""
-
-
 @dataclass(slots=True)
 class Timings:
     """Times of one sample, in seconds. `arrived` is the arrival of the request, by `time.perf_counter()`."""
 
     arrived: float
-    watch: TokenWatch | None = None
+    watch: "SampleWatch | None" = None
     first_token: float | None = None
     draft: float = 0.0
     verdict: float = 0.0
@@ -251,7 +244,7 @@ class Sequence:
     """
 
     def __init__(
-        self, request: Generation, index: int = 0, *, arrived: float = 0.0, watch: TokenWatch | None = None
+        self, request: Generation, index: int = 0, *, arrived: float = 0.0, watch: "SampleWatch | None" = None
     ) -> None:
         """`arrived` is the arrival of the request, by `time.perf_counter()`. `watch` is called when tokens are sent."""
         self.request = request
