@@ -3,7 +3,7 @@
 For an encoder–decoder model it is the input of the encoder, and the request has a second prompt, of the decoder.
 """
 
-from outrider.rpc.errors import RequestError, counted, failed_precondition, invalid_field
+from outrider.rpc.errors import RequestError, above_limit, counted, failed_precondition, invalid_field
 from outrider.runtime.tokenizer import Tokenizer
 from outrider.service.decoder_prompt import DecoderPrompts
 from outrider.service.encoder_input import check_features, check_kind, check_length, check_size, check_values
@@ -40,13 +40,8 @@ def check_prompt(
     check_values(encoder_input)
     decoder_prompt = _decoder_prompt(message, target, prompts)
     if len(decoder_prompt) >= (longest := draft.limits.max_sequence_tokens):
-        raise invalid_field(
-            "decoder_prompt_token_ids",
-            f"decoder_prompt_token_ids has {counted(len(decoder_prompt), 'token')}; at most {longest - 1}, so that it "
-            f"and the output have at most {longest} (--max-sequence-tokens): shorten it",
-            given=len(decoder_prompt),
-            maximum=longest - 1,
-        )
+        why = f", so that it and the output have at most {longest} (--max-sequence-tokens): shorten it"
+        raise above_limit("decoder_prompt_token_ids", len(decoder_prompt), longest - 1, why, noun="token")
     return decoder_prompt, encoder_input
 
 
@@ -145,13 +140,8 @@ def check_prompt_length(field: str, tokens: int, most: int | None) -> None:
         RequestError: INVALID_ARGUMENT: it is longer.
     """
     if most is not None and tokens > most:
-        raise invalid_field(
-            field,
-            f"{field} has {counted(tokens, 'token')}; at most {most}: shorten it, or raise --max-prompt-tokens of the "
-            "draft service",
-            given=tokens,
-            maximum=most,
-        )
+        advice = ": shorten it, or raise --max-prompt-tokens of the draft service"
+        raise above_limit(field, tokens, most, advice, noun="token")
 
 
 def check_prompt_bytes(

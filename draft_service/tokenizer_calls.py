@@ -6,7 +6,7 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import TypeVar
 
 from draft_service.prompt import apply_template, check_prompt_bytes, check_prompt_length, refuse_chat
-from outrider.rpc.errors import counted, invalid_field, overloaded
+from outrider.rpc.errors import above_limit, counted, invalid_field, overloaded
 from outrider.runtime.tokenizer import Tokenizer
 from outrider.service.sampling import check_token_ids
 from protos.outrider.v1 import draft_service_pb2, model_pb2
@@ -90,12 +90,7 @@ def tokenize(
     check_prompt_length(field, len(ids), max_prompt_tokens)
     if len(ids) > most:
         limit = "the model's encoder takes no more" if is_text_encoder else "--max-sequence-tokens, less 1"
-        raise invalid_field(
-            field,
-            f"{field} has {counted(len(ids), 'token')}; at most {most} ({limit}): shorten it",
-            given=len(ids),
-            maximum=most,
-        )
+        raise above_limit(field, len(ids), most, f" ({limit}): shorten it", noun="token")
     return draft_service_pb2.TokenizeResponse(token_ids=ids, token_texts=_texts(ids, tokenizer))
 
 
@@ -109,12 +104,7 @@ def detokenize(
     """
     given = len(message.token_ids)
     if given > longest:
-        raise invalid_field(
-            "token_ids",
-            f"token_ids has {counted(given, 'token')}; at most {longest} (--max-sequence-tokens): send fewer at once",
-            given=given,
-            maximum=longest,
-        )
+        raise above_limit("token_ids", given, longest, " (--max-sequence-tokens): send fewer at once", noun="token")
     ids = check_token_ids("token_ids", message.token_ids, vocab_size)
     return draft_service_pb2.DetokenizeResponse(
         text=tokenizer.decode(ids, skip_special=not message.keep_special_tokens), token_texts=_texts(ids, tokenizer)

@@ -22,7 +22,7 @@ from draft_service.request import (
 )
 from draft_service.speculation import PolicyKind
 from kernels.verify import Rule
-from outrider.rpc.errors import counted, invalid_field
+from outrider.rpc.errors import above_limit, counted, invalid_field
 from outrider.service.encoder_input import misfit
 from outrider.service.model_info import check_features, check_fingerprint, check_name
 from outrider.service.sampling import (
@@ -204,13 +204,8 @@ def check_gamma(field: str, gamma: int, limits: model_pb2.Limits) -> int:
         RequestError: INVALID_ARGUMENT: it is above the limit.
     """
     if gamma > limits.max_gamma:
-        raise invalid_field(
-            field,
-            f"{field} is {gamma}; at most {limits.max_gamma}: give less, or raise --max-gamma of the draft service and "
-            "of the verifier",
-            given=gamma,
-            maximum=limits.max_gamma,
-        )
+        advice = ": give less, or raise --max-gamma of the draft service and of the verifier"
+        raise above_limit(field, gamma, limits.max_gamma, advice)
     return gamma
 
 
@@ -271,24 +266,14 @@ def check_lengths(message: draft_service_pb2.GenerateRequest, prompt: int, commi
             committed=committed,
         )
     if message.min_new_tokens > new:
-        raise invalid_field(
-            "min_new_tokens",
-            f"min_new_tokens is {message.min_new_tokens}; at most {new}, which is max_new_tokens",
-            given=message.min_new_tokens,
-            maximum=new,
-        )
+        raise above_limit("min_new_tokens", message.min_new_tokens, new, ", which is max_new_tokens")
     return new
 
 
 def _check_held(message: draft_service_pb2.GenerateRequest) -> int:
     held, committed = message.held_tokens, len(message.committed_token_ids)
     if held > committed:
-        raise invalid_field(
-            "held_tokens",
-            f"held_tokens is {held}; at most {committed}, the number of committed_token_ids",
-            given=held,
-            maximum=committed,
-        )
+        raise above_limit("held_tokens", held, committed, ", the number of committed_token_ids")
     return held
 
 
@@ -325,21 +310,14 @@ def _check_stop_token_ids(
 ) -> list[int]:
     given, most = len(message.stop_token_ids), limits.max_stop_token_ids
     if given > most:
-        raise invalid_field(
-            "stop_token_ids", f"stop_token_ids has {given} ids; at most {most}: give fewer", given=given, maximum=most
-        )
+        raise above_limit("stop_token_ids", given, most, ": give fewer", noun="id")
     return check_token_ids("stop_token_ids", message.stop_token_ids, vocab_size)
 
 
 def _check_stop(stop: Sequence[str], limits: model_pb2.Limits) -> tuple[str, ...]:
     if len(stop) > limits.max_stop_strings:
-        raise invalid_field(
-            "stop",
-            f"stop has {counted(len(stop), 'string')}; at most {limits.max_stop_strings}: give fewer, or raise "
-            "--max-stop-strings of the draft service",
-            given=len(stop),
-            maximum=limits.max_stop_strings,
-        )
+        advice = ": give fewer, or raise --max-stop-strings of the draft service"
+        raise above_limit("stop", len(stop), limits.max_stop_strings, advice, noun="string")
     for i, string in enumerate(stop):
         if not 1 <= len(string) <= limits.max_stop_string_chars:
             raise invalid_field(

@@ -16,7 +16,7 @@ from kernels.generation_rules import GenerationRules
 from kernels.sparse import SparseDistribution, validate
 from kernels.verify import Rule
 from kernels.verify_c import valid_supports
-from outrider.rpc.errors import counted, invalid_field
+from outrider.rpc.errors import above_limit, counted, invalid_field
 from outrider.service.encoder_input import check_opening_input
 from outrider.service.model_info import check_features, check_fingerprint, check_name
 from outrider.service.sampling import (
@@ -174,8 +174,7 @@ def check_proposal(
     _check_round("proposal", message)
     gamma, limit = len(message.token_ids), model.limits.max_gamma
     if gamma > limit:
-        text = f"{counted(gamma, 'token')}; at most {limit} (--max-gamma)"
-        raise invalid_field("proposal.token_ids", f"proposal.token_ids has {text}", given=gamma, maximum=limit)
+        raise above_limit("proposal.token_ids", gamma, limit, " (--max-gamma)", noun="token")
     tokens = tuple(check_token_ids("proposal.token_ids", message.token_ids, model.vocab_size))
     expected = 0 if rule is Rule.COUPLED else gamma
     if len(message.distributions) != expected:
@@ -252,12 +251,7 @@ def _check_lengths(
             committed=committed,
         )
     if least > new:
-        raise invalid_field(
-            "min_new_tokens",
-            f"min_new_tokens is {least}; at most {new}, which is max_new_tokens",
-            given=least,
-            maximum=new,
-        )
+        raise above_limit("min_new_tokens", least, new, ", which is max_new_tokens")
     if prompt + new > max_sequence_tokens:
         raise invalid_field(
             "max_new_tokens",
@@ -272,8 +266,7 @@ def _check_lengths(
 def _check_stops(message: verifier_service_pb2.OpenSequence, model: model_pb2.ModelInfo) -> frozenset[int]:
     limit = model.limits.max_stop_token_ids
     if (count := len(message.stop_token_ids)) > limit:
-        text = f"stop_token_ids has {count} ids; at most {limit}"
-        raise invalid_field("stop_token_ids", text, given=count, maximum=limit)
+        raise above_limit("stop_token_ids", count, limit, noun="id")
     own = check_token_ids("stop_token_ids", message.stop_token_ids, model.vocab_size)
     return frozenset(own if message.ignore_eos else (*own, *model.eos_token_ids))
 

@@ -21,7 +21,7 @@ from typing import Any
 import grpc
 
 from outrider.rpc import errors
-from outrider.rpc.errors import RequestError, counted, invalid_field, overloaded, permission_denied, unauthenticated
+from outrider.rpc.errors import RequestError, above_limit, counted, overloaded, permission_denied, unauthenticated
 from outrider.rpc.interceptor import Context, Handler, Interceptor, wrapped
 from outrider.rpc.tls import FileProblem, Watched
 
@@ -209,12 +209,8 @@ class ClientLimits:
         """See `count_sequences`."""
         most = self._max_sequences
         if most is not None and count > most:
-            raise invalid_field(
-                field,
-                f"{field} is {count}; at most {most}, the sequences of one client at once (--max-client-sequences)",
-                given=count,
-                maximum=most,
-            )
+            advice = ", the sequences of one client at once (--max-client-sequences)"
+            raise above_limit(field, count, most, advice)
         more = max(0, count - call.sequences)
         self._check_limit(call.client, more)
         if self._rate is not None:

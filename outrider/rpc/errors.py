@@ -95,6 +95,12 @@ def invalid_field(field: str, message: str, **numbers: object) -> RequestError:
     return RequestError(grpc.StatusCode.INVALID_ARGUMENT, "INVALID_FIELD", text, metadata)
 
 
+def above_limit(field: str, given: int, most: int, advice: str = "", *, noun: str = "") -> RequestError:
+    """A number is too large, or with `noun` a count of these: INVALID_ARGUMENT. `advice` ends the message."""
+    text = f"has {counted(given, noun)}" if noun else f"is {given}"
+    return invalid_field(field, f"{field} {text}; at most {most}{advice}", given=given, maximum=most)
+
+
 def out_of_order(message: str) -> RequestError:
     """A message in the wrong order: INVALID_ARGUMENT."""
     return RequestError(grpc.StatusCode.INVALID_ARGUMENT, "OUT_OF_ORDER", message)

@@ -11,7 +11,7 @@ import numpy as np
 from kernels.adjustments import LogitRules
 from kernels.sampling import SamplingParams
 from kernels.verify import Rule, SigmoidScales
-from outrider.rpc.errors import invalid_field
+from outrider.rpc.errors import above_limit, invalid_field
 from protos.outrider.v1 import model_pb2, sampling_pb2
 
 OFFERED_RULES = frozenset({Rule.TOKENWISE, Rule.BLOCK, Rule.COUPLED, Rule.SIGMOID})
@@ -144,12 +144,7 @@ def check_logprobs(params: sampling_pb2.LogprobsParams, field: str = "logprobs")
         RequestError: INVALID_ARGUMENT: it is above the limit.
     """
     if params.top_n > MAX_TOP_LOGPROBS:
-        raise invalid_field(
-            f"{field}.top_n",
-            f"{field}.top_n is {params.top_n}; at most {MAX_TOP_LOGPROBS}",
-            given=params.top_n,
-            maximum=MAX_TOP_LOGPROBS,
-        )
+        raise above_limit(f"{field}.top_n", params.top_n, MAX_TOP_LOGPROBS)
     return params.top_n
 
 
@@ -271,6 +266,4 @@ def _check_banned(params: sampling_pb2.SamplingParams, vocab_size: int) -> tuple
 
 def _check_count(field: str, count: int) -> None:
     if count > MAX_TOKEN_LIST:
-        raise invalid_field(
-            field, f"{field} has {count} elements; at most {MAX_TOKEN_LIST}", given=count, maximum=MAX_TOKEN_LIST
-        )
+        raise above_limit(field, count, MAX_TOKEN_LIST, noun="element")
