@@ -40,7 +40,7 @@ from outrider.runtime.loader import LoadedModel
 from outrider.runtime.memory import MIB, kv_dtype
 from outrider.runtime.model_runner import Chunk, ModelRunner
 from outrider.runtime.paged_attention import AUTO, EAGER, TRITON, AttentionChoice, check_attention, choose_attention
-from verifier_service.target_runner import TargetRunner
+from verifier_service.target_runner import MOST_IN_A_ROW, TargetRunner
 
 if TYPE_CHECKING:
     from benchmarks.gpu import GpuBench
@@ -211,7 +211,8 @@ def _rounds(device: torch.device, dtype: torch.dtype) -> str:
         return f"layers: {refusal}"
     target = TargetRunner(model_runner, vocab_size=TINY_TARGET.vocab, verify_path="triton")
     capture = {"seconds": 1000, "most_bytes": 1024 * MIB}
-    target.capture(Repeating(), max_sequences=1, max_gamma=1, max_batch_tokens=64, **capture)
+    target.loop.capture(Repeating(), sequences=1, tokens=MOST_IN_A_ROW, with_kernels=True, **capture)
+    model_runner.capture(Repeating(), max_sequences=1, widest=2, max_batch_tokens=64, **capture)
     loop = DecodeLoop(model_runner, TINY_TARGET.vocab, SparseConfig(keep_mass=0.97, max_support=40))
     loop.capture(Repeating(), sequences=2, tokens=3, with_kernels=True, **capture)
     slots = [model_runner.pool.allocate() for _ in range(2)]

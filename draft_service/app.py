@@ -1,7 +1,6 @@
 """The draft service: loads the draft, connects to the verifiers, and builds the parts."""
 
 import asyncio
-from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -33,7 +32,6 @@ from outrider.environment import served_name
 from outrider.rpc.errors import internal
 from outrider.rpc.tls import TLS, ChannelTLS
 from outrider.runtime.checkpoint import vocabulary_size
-from outrider.runtime.cuda_graph import Capturer
 from outrider.runtime.loader import LoadedModel
 from outrider.runtime.tokenizer import Tokenizer
 from outrider.service.decoder_prompt import DecoderPrompts
@@ -59,9 +57,6 @@ from protos.outrider.v1 import model_pb2
 from protos.outrider.v1.draft_service_pb2_grpc import add_DraftServiceServicer_to_server
 
 _log = structlog.get_logger()
-
-# Most sequences in one captured decode loop: it keeps the logits of each step.
-MOST_STEPPED = 64
 
 FEATURES = (
     "chat",
@@ -241,36 +236,16 @@ def build_engine(
         threads=settings.threads,
         prefix_cache=settings.prefix_cache,
     )
-    built.log_memory(built.capture(settings, _captures(engine, target, settings)))
+    graphs = built.capture(
+        settings,
+        engine.loop,
+        tokens=min(settings.max_gamma, target.limits.max_gamma),
+        with_kernels=implementation_for(model_runner.loaded.device) == "triton",
+        # A step that begins a round has one or two tokens; in parallel drafting up to s + 1, and s - 1 masks.
+        widest=2 * (settings.tokens_per_pass if engine.mask_token is not None else 1),
+    )
+    built.log_memory(graphs)
     return engine
-
-
-def _captures(engine: DraftEngine, target: model_pb2.ModelInfo, settings: DraftSettings) -> Callable[..., str]:
-    """Captures the steps that begin a round, with one or two tokens a sequence, and the decode loop.
-
-    In parallel drafting such steps have up to s + 1 tokens, and s - 1 masks.
-    """
-    tokens = settings.tokens_per_pass if engine.mask_token is not None else 1
-
-    def capture(capturer: Capturer, *, seconds: float, most_bytes: int) -> str:
-        loop = engine.loop.capture(
-            capturer,
-            sequences=min(settings.max_sequences, MOST_STEPPED),
-            tokens=min(settings.max_gamma, target.limits.max_gamma),
-            with_kernels=implementation_for(engine.model_runner.loaded.device) == "triton",
-            seconds=seconds / 2,
-            most_bytes=most_bytes,
-        )
-        steps = engine.model_runner.capture(
-            capturer,
-            max_sequences=settings.max_sequences,
-            widest=2 * tokens,
-            seconds=seconds / 2,
-            most_bytes=most_bytes,
-        )
-        return f"decode loop: {loop}; steps: {steps}"
-
-    return capture
 
 
 def model_info(loaded: LoadedModel | None, tokenizer: Tokenizer, settings: DraftSettings) -> model_pb2.ModelInfo:

@@ -43,7 +43,7 @@ from verifier_service.request import FEATURES, check_decode, check_open, check_p
 from verifier_service.sequence import Reply, TargetSequence, encoded
 from verifier_service.service import SERVICE_NAME, VerifierService
 from verifier_service.settings import VerifierSettings
-from verifier_service.target_runner import verify_rows
+from verifier_service.target_runner import MOST_IN_A_ROW, verify_rows
 
 _log = structlog.get_logger()
 
@@ -225,13 +225,17 @@ def build_engine(
         verify_path=path.name,
         prefix_cache=settings.prefix_cache,
     )
-    capture = partial(
-        engine.runner.capture,
-        max_sequences=settings.max_sequences,
-        max_gamma=settings.max_gamma,
-        max_batch_tokens=settings.max_batch_tokens,
-    )
-    built.log_memory(0 if parallel is not None else built.capture(settings, capture))
+    graphs = 0
+    if parallel is None:
+        graphs = built.capture(
+            settings,
+            engine.runner.loop,
+            tokens=MOST_IN_A_ROW,
+            with_kernels=path.name == "triton",
+            widest=settings.max_gamma + 1,
+            max_batch_tokens=max_batch_tokens,
+        )
+    built.log_memory(graphs)
     built.model_runner.warm_up([1, settings.max_gamma + 1, SHORT_PROMPT])
     paths.warm_up(path.name, loaded.device, loaded.dtype, model.vocab_size, loaded.vocab_size)
     return engine, model

@@ -15,15 +15,12 @@ from kernels.logprobs import SCORED_ROWS, prompt_logprobs
 from kernels.rng import Domain, uniform
 from kernels.sampling import Draw, SamplingParams
 from kernels.verify import BAD_LOGITS, Proposed, Rule, Status, TokenLogprobs, VerifyResult, verify
-from outrider.runtime.cuda_graph import Capturer
 from outrider.runtime.decode_loop import DecodeLoop
 from outrider.runtime.model_runner import Chunk, ModelRunner
 from outrider.service.sampling import MAX_TOP_LOGPROBS
 
 # The most tokens of each sequence that are drawn in a row. A new request ends a row.
 MOST_IN_A_ROW = 64
-# The most sequences of a captured loop.
-SEQUENCES_CAPTURED = 64
 
 
 @dataclass(frozen=True, slots=True)
@@ -170,35 +167,6 @@ class TargetRunner:
             results.append(VerifyResult(Status.OK, 0, last) if last >= 0 else BAD_LOGITS)
             earlier.append(before)
         return StepResult(proposals, results, [], seconds, 0.0, earlier, passes=max(map(len, drawn)))
-
-    def capture(
-        self,
-        capturer: Capturer,
-        *,
-        max_sequences: int,
-        max_gamma: int,
-        max_batch_tokens: int,
-        seconds: float,
-        most_bytes: int,
-    ) -> str:
-        """Captures the decode loop and steps of rounds; see `DecodeLoop.capture` and `ModelRunner.capture`."""
-        loop = self.loop.capture(
-            capturer,
-            sequences=min(max_sequences, SEQUENCES_CAPTURED),
-            tokens=MOST_IN_A_ROW,
-            with_kernels=self._verify_path == "triton",
-            seconds=seconds / 2,
-            most_bytes=most_bytes,
-        )
-        steps = self._model_runner.capture(
-            capturer,
-            max_sequences=max_sequences,
-            widest=max_gamma + 1,
-            max_batch_tokens=max(max_batch_tokens, max_gamma + 1),
-            seconds=seconds / 2,
-            most_bytes=most_bytes,
-        )
-        return f"decode loop: {loop}; steps: {steps}"
 
 
 def _draws(proposal: Proposed, count: int) -> list[Draw]:

@@ -14,6 +14,7 @@ from outrider.rpc.errors import counted
 from outrider.runtime.batch import Chunk
 from outrider.runtime.checkpoint import resolve_folder
 from outrider.runtime.cuda_graph import capturer_for
+from outrider.runtime.decode_loop import DecodeLoop
 from outrider.runtime.device import describe_device, find_device, work_on
 from outrider.runtime.errors import CheckpointError, ModelLost
 from outrider.runtime.fused_decoder import FusedDecoder, fuse_model
@@ -43,6 +44,7 @@ _log = structlog.get_logger()
 
 DEFAULT_SEQUENCE_TOKENS = 8192  # unless the settings or the context length are below
 DEFAULT_CPU_KV_MB = 1024
+MOST_STEPPED = 64  # sequences in one captured decode loop: it keeps the logits of each step
 
 Loader = Callable[[ServiceSettings], tuple[LoadedModel, Tokenizer]]
 """Loads the model of a service: `load`, or a replacement in tests."""
@@ -190,12 +192,24 @@ class Built:
     memory: DeviceMemory
     workspace: int
 
-    def capture(self, settings: ServiceSettings, capture: Callable[..., str]) -> int:
-        """Captures steps as CUDA graphs, if possible and within the limits of the settings, and logs which.
+    def capture(
+        self,
+        settings: ServiceSettings,
+        loop: DecodeLoop,
+        *,
+        tokens: int,
+        with_kernels: bool,
+        widest: int,
+        max_batch_tokens: int | None = None,
+    ) -> int:
+        """Captures a decode loop and steps as CUDA graphs, if possible and within the limits of the settings, and logs
+        which.
 
         Args:
             settings: of the service.
-            capture: takes a capturer, and `seconds` and `most_bytes`, see `GraphRunner.capture`.
+            loop: of the model.
+            tokens, with_kernels: of the loop, see `StepSizes`.
+            widest, max_batch_tokens: of the steps, see `ModelRunner.capture`.
 
         Returns:
             Bytes of the graphs.
@@ -208,9 +222,17 @@ class Built:
         if not settings.graphs or not self.model_runner.attention.can_be_captured(device):
             return 0
         capturer, began, before = capturer_for(device), time.perf_counter(), self.memory.free()
-        most = settings.graph_memory_mb * MIB
+        seconds, most_bytes = settings.graph_seconds / 2, settings.graph_memory_mb * MIB
         with explain_out_of_memory(self.memory, f"CUDA graphs: lower --graph-memory-mb {settings.graph_memory_mb}"):
-            summary = capture(capturer, seconds=settings.graph_seconds, most_bytes=most)
+            in_loop = loop.capture(
+                capturer, sequences=min(settings.max_sequences, MOST_STEPPED), tokens=tokens,
+                with_kernels=with_kernels, seconds=seconds, most_bytes=most_bytes,
+            )  # fmt: skip
+            steps = self.model_runner.capture(
+                capturer, max_sequences=settings.max_sequences, widest=widest, max_batch_tokens=max_batch_tokens,
+                seconds=seconds, most_bytes=most_bytes,
+            )  # fmt: skip
+        summary = f"decode loop: {in_loop}; steps: {steps}"
         _log.info("CUDA graphs captured", steps=summary, seconds=round(time.perf_counter() - began, 1))
         return max(capturer.bytes, before - self.memory.free())
 

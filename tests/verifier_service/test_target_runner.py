@@ -10,6 +10,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from importlib.util import find_spec
+from typing import Any
 
 import pytest
 import torch
@@ -26,7 +27,7 @@ from tests.cluster import MODELS, Cluster
 from tests.kernels.interpreter import patch_once_a_launch
 from tests.kernels.paths import IS_INTERPRETED
 from verifier_service import target_runner as target_runner_module
-from verifier_service.target_runner import Scoring, TargetRunner, verify_rows
+from verifier_service.target_runner import MOST_IN_A_ROW, Scoring, TargetRunner, verify_rows
 
 if IS_INTERPRETED:
     patch_once_a_launch()
@@ -52,8 +53,10 @@ def target_runner(packed: ModelRunner, path: str, *, graphs: bool) -> TargetRunn
         packed.paged_runner = getattr(runner, "eager", runner)
     found = TargetRunner(packed, vocab_size=min(V, packed.loaded.vocab_size), verify_path=path)
     if graphs:
-        limits = {"max_sequences": SEQUENCES, "max_gamma": GAMMA, "max_batch_tokens": 64}
-        summary = found.capture(Repeating(), seconds=1e3, most_bytes=1 << 30, **limits)
+        bounds: dict[str, Any] = {"seconds": 1e3, "most_bytes": 1 << 30}
+        with_kernels = path == "triton"
+        found.loop.capture(Repeating(), sequences=SEQUENCES, tokens=MOST_IN_A_ROW, with_kernels=with_kernels, **bounds)
+        summary = packed.capture(Repeating(), max_sequences=SEQUENCES, widest=GAMMA + 1, max_batch_tokens=64, **bounds)
         assert "sizes" in summary
     return found
 
