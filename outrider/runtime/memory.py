@@ -21,10 +21,10 @@ def kv_dtype(loaded: LoadedModel) -> torch.dtype:
     return torch.float32 if loaded.device.type == "cpu" else loaded.dtype
 
 
-def block_bytes(loaded: LoadedModel, block_tokens: int = BLOCK_TOKENS) -> int:
+def block_bytes(loaded: LoadedModel) -> int:
     """Bytes of one block, keys and values of all layers."""
     numbers = sum(2 * layer.kv_heads * layer.head_dim for layer in loaded.layers)
-    return numbers * block_tokens * kv_dtype(loaded).itemsize
+    return numbers * BLOCK_TOKENS * kv_dtype(loaded).itemsize
 
 
 def blocks_for(positions: int, block_tokens: int = BLOCK_TOKENS) -> int:

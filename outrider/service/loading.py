@@ -18,7 +18,6 @@ from outrider.runtime.decode_loop import DecodeLoop
 from outrider.runtime.device import describe_device, find_device, work_on
 from outrider.runtime.errors import CheckpointError, ModelLost
 from outrider.runtime.fused_decoder import FusedDecoder, fuse_model
-from outrider.runtime.kv_cache import BLOCK_TOKENS
 from outrider.runtime.llama_cpp import LlamaRunner, most_sequences
 from outrider.runtime.llama_loader import LLAMA_CPP, LlamaModel, chosen_runtime, load_gguf, load_gguf_tokenizer
 from outrider.runtime.loader import LoadedModel, ModelSource, load_model
@@ -158,9 +157,7 @@ def model_source(settings: ServiceSettings, *, device: torch.device | None = Non
     """The source of the model, and how to run it.
 
     Args:
-        settings: of the service.
         device: of this rank, for tensor parallelism.
-        ranks: number of ranks.
     """
     return ModelSource(
         name=settings.model,
@@ -206,8 +203,6 @@ class Built:
         which.
 
         Args:
-            settings: of the service.
-            loop: of the model.
             tokens, with_kernels: of the loop, see `StepSizes`.
             widest, max_batch_tokens: of the steps, see `ModelRunner.capture`.
 
@@ -262,8 +257,6 @@ def build_model_runner(
     model that does not fit fails here.
 
     Args:
-        settings: of the service.
-        loaded: the model.
         length: largest number of tokens of a sequence.
         max_batch_tokens: largest number of tokens of a batch.
         behind: called with the logits `[R, V]` of the largest batch, to include the memory it needs.
@@ -306,27 +299,26 @@ def build_model_runner(
         if behind is not None:
             behind(logits)
 
-    enough = profiling_blocks(max_batch_tokens, length, choice.block_tokens)
-    enough += -(-max_batch_tokens // length) * sequence_blocks(loaded, 0, choice.block_tokens)  # of encoders
+    enough = profiling_blocks(max_batch_tokens, length)
+    enough += -(-max_batch_tokens // length) * sequence_blocks(loaded, 0)  # of encoders
     batch = f"the largest batch, {max_batch_tokens} tokens"
     advice = "lower --max-batch-tokens (verifier) or --prefill-tokens (draft service)"
     with explain_out_of_memory(memory, f"{batch}: {advice}"):
-        workspace = memory.peak(lambda: largest(build(enough))) - enough * block_bytes(loaded, choice.block_tokens)
+        workspace = memory.peak(lambda: largest(build(enough))) - enough * block_bytes(loaded)
     captures = settings.graphs and choice.can_be_captured(loaded.device) and not is_shared
     graphs = settings.graph_memory_mb * MIB if captures else 0
-    blocks = kv_blocks(settings, loaded, choice.block_tokens, left=memory.free() - max(0, workspace) - graphs)
+    blocks = kv_blocks(settings, loaded, left=memory.free() - max(0, workspace) - graphs)
     if most_sequences is not None:
-        blocks = min(blocks, most_sequences * sequence_blocks(loaded, length, choice.block_tokens))
+        blocks = min(blocks, most_sequences * sequence_blocks(loaded, length))
     if parallel is not None:
         facts = {
             "weights": loaded.weights_fingerprint,
             "dtype": str(loaded.dtype).removeprefix("torch."),
             "attention": choice.name,
-            "tokens of a block": choice.block_tokens,
             "tokens of a sequence": length,
         }
         blocks = parallel.agree(blocks, facts)
-    size = blocks * block_bytes(loaded, choice.block_tokens)
+    size = blocks * block_bytes(loaded)
     with explain_out_of_memory(memory, f"the KV cache, {size / MIB:.0f} MiB: lower --kv-cache-mb"):
         model_runner = build(blocks)
     if model_runner.layer_choice is not None:
@@ -350,20 +342,17 @@ def _build_llama(
             f"--max-sequences is {settings.max_sequences}; llama.cpp holds {most} sequences of '{loaded.name}' at most"
         )
     all_blocks = settings.max_sequences * sequence_blocks(loaded, length)
-    blocks = min(kv_blocks(settings, loaded, BLOCK_TOKENS, left=0), all_blocks)
+    blocks = min(kv_blocks(settings, loaded, left=0), all_blocks)
     runner = LlamaRunner(
         loaded, blocks=blocks, max_length=length, max_batch_tokens=max_batch_tokens, threads=settings.threads
     )
     return Built(runner, memory, 0)
 
 
-def kv_blocks(settings: ServiceSettings, loaded: LoadedModel, block_tokens: int, *, left: int) -> int:
-    """The number of KV blocks, of `block_tokens` tokens each, that fit.
+def kv_blocks(settings: ServiceSettings, loaded: LoadedModel, *, left: int) -> int:
+    """The number of KV blocks that fit.
 
     Args:
-        settings: of the service.
-        loaded: the model.
-        block_tokens: tokens of a block.
         left: free bytes of a GPU, without those that the model needs.
 
     Raises:
@@ -377,8 +366,8 @@ def kv_blocks(settings: ServiceSettings, loaded: LoadedModel, block_tokens: int,
         capacity = int(settings.kv_memory_fraction * left)
     else:
         flag, capacity = "--kv-cache-mb", DEFAULT_CPU_KV_MB * MIB
-    size, tokens = block_bytes(loaded, block_tokens), sequence_tokens(settings, loaded)
-    blocks, least = capacity // size, sequence_blocks(loaded, tokens, block_tokens)
+    size, tokens = block_bytes(loaded), sequence_tokens(settings, loaded)
+    blocks, least = capacity // size, sequence_blocks(loaded, tokens)
     if blocks < least:
         raise SettingsError(
             f"{flag}: the KV cache of {capacity / MIB:.0f} MiB has {counted(blocks, 'block')}; one sequence of "
@@ -391,10 +380,10 @@ def kv_blocks(settings: ServiceSettings, loaded: LoadedModel, block_tokens: int,
 # --------------------------------------------------------------------------------------------------- profiling run
 
 
-def profiling_blocks(tokens: int, length: int, block_tokens: int) -> int:
+def profiling_blocks(tokens: int, length: int) -> int:
     """Blocks that `profiling_run` needs for all its tokens."""
     whole, rest = divmod(tokens, length)
-    return whole * blocks_for(length, block_tokens) + blocks_for(rest, block_tokens)
+    return whole * blocks_for(length) + blocks_for(rest)
 
 
 def profiling_run(model_runner: ModelRunner, tokens: int) -> Tensor:

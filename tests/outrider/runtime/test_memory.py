@@ -8,7 +8,6 @@ from typing import Any
 import pytest
 import torch
 
-from outrider.runtime.kv_cache import BLOCK_TOKENS
 from outrider.runtime.loader import LoadedModel, ModelSource, load_model
 from outrider.runtime.memory import MIB, HostMemory, OutOfMemory, block_bytes, explain_out_of_memory, memory_of
 from outrider.runtime.model_runner import ModelRunner
@@ -73,34 +72,34 @@ def test_the_profiling_run_has_its_size_and_leaves_no_block(attention: str, load
     packed.pool.check_integrity()
     small = ModelRunner.build(load("llama"), 1, 20, blocks=2)
     assert len(profiling_run(small, 500)) == 40, "no step is larger than the pool"
-    assert profiling_blocks(50, 20, 8) == 3 + 3 + 2
+    assert profiling_blocks(150, 40) == 2 + 2 + 2 + 1
 
 
 @pytest.mark.parametrize(("flags", "size"), [((), DEFAULT_CPU_KV_MB), (("--kv-cache-mb", "4"), 4)])
 def test_on_a_cpu_the_kv_cache_has_the_size_of_its_setting(load: Load, flags: tuple[str, ...], size: int) -> None:
     loaded = load("llama")
-    count, block = kv_blocks(settings(*flags), loaded, BLOCK_TOKENS, left=0), block_bytes(loaded)
+    count, block = kv_blocks(settings(*flags), loaded, left=0), block_bytes(loaded)
     assert count * block <= size * MIB < (count + 1) * block
 
 
 def test_one_sequence_at_its_longest_must_fit() -> None:
     target = load_model(ModelSource(str(MODELS / "target"), dtype="bfloat16", device="cpu"))
     with pytest.raises(SettingsError, match=r"the KV cache of 1 MiB has \d+ blocks; .* --max-sequence-tokens 1024"):
-        kv_blocks(settings("--kv-cache-mb", "1"), target, BLOCK_TOKENS, left=0)
+        kv_blocks(settings("--kv-cache-mb", "1"), target, left=0)
 
 
 def test_on_a_gpu_the_kv_cache_gets_its_fraction_of_the_free_memory(load: Load) -> None:
     """Less than one sequence needs is refused with the numbers."""
     loaded = load("llama")
     loaded.device = torch.device("cuda:7")
-    size = block_bytes(loaded, 32)
-    assert kv_blocks(settings("--kv-memory-fraction", "0.5"), loaded, 32, left=60 * MIB) == 30 * MIB // size
+    size = block_bytes(loaded)
+    assert kv_blocks(settings("--kv-memory-fraction", "0.5"), loaded, left=60 * MIB) == 30 * MIB // size
     with pytest.raises(
         SettingsError,
         match=r"^--kv-memory-fraction 0.5 of 0 MiB: the KV cache of 0 MiB has 0 blocks; one sequence of "
         r"--max-sequence-tokens 64 takes 2, or 0.0 MiB: give it more memory, or lower --max-sequence-tokens$",
     ):
-        kv_blocks(settings("--kv-memory-fraction", "0.5"), loaded, 32, left=-5)
+        kv_blocks(settings("--kv-memory-fraction", "0.5"), loaded, left=-5)
 
 
 def test_the_profiling_run_happens_before_and_after_the_pool(load: Load) -> None:
@@ -116,7 +115,7 @@ def test_the_profiling_run_happens_before_and_after_the_pool(load: Load) -> None
     )
     assert memory.runs == 2
     assert seen == [(40, built.model_runner.loaded.vocab_size)] * 2
-    tried = 2 * block_bytes(built.model_runner.loaded, 32)
+    tried = 2 * block_bytes(built.model_runner.loaded)
     assert built.workspace == 10 * MIB - tried
 
 
