@@ -2,10 +2,10 @@
 
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from functools import partial
 
 from prometheus_client import Counter, Gauge, Histogram
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
-from prometheus_client.registry import Collector
 
 from draft_service.concurrency import ConcurrencyLimit
 from draft_service.drafters.base import RUN_A_MODEL, Kind
@@ -15,7 +15,7 @@ from draft_service.drafters.staged import StagedCounts
 from draft_service.replicas import LOAD_SECONDS, STATUSES, Replica, Replicas, State
 from outrider.runtime.kv_cache import KVPool
 from outrider.service.best_effort import Component
-from outrider.service.metrics import FIRST_TOKEN_S, SHORT_S, Metrics, TextMetrics, VllmMetrics
+from outrider.service.metrics import FIRST_TOKEN_S, SHORT_S, Collected, Metrics, TextMetrics, VllmMetrics
 from outrider.service.tracing import CallTrace
 from protos.outrider.v1 import speculation_pb2
 
@@ -133,9 +133,7 @@ class SampleWatch:
         """Records a verdict.
 
         Args:
-            verdict: the verdict.
             gamma: the chosen γ; 0 for a `Decode`.
-            drafted: proposed tokens.
             draft: seconds of drafting; None for a `Decode`.
             waited: seconds from the proposal to the verdict, without time of failover.
         """
@@ -173,19 +171,13 @@ FAILOVER_METRICS = Component("failover_metrics")
 
 def show_held(metrics: Metrics, limit: ConcurrencyLimit, pool: KVPool | None) -> None:
     """Registers gauges of sequences and KV blocks, by the names that the verifier uses. None: no draft model."""
-
-    def gauge(name: str, text: str, value: Callable[[], int]) -> None:
-        Gauge(f"outrider_{name}", text, registry=metrics.registry).set_function(value)
-
-    gauge("num_requests_running", "Samples and Propose streams in progress.", lambda: limit.running)
-    gauge("num_requests_queued", "Samples and Propose streams in the queue of this service.", lambda: limit.waiting)
+    metrics.gauge("num_requests_running", "Samples and Propose streams in progress.", lambda: limit.running)
+    queued = "Samples and Propose streams in the queue of this service."
+    metrics.gauge("num_requests_queued", queued, lambda: limit.waiting)
     if pool is not None:
-        gauge("kv_blocks", "Blocks of the KV cache.", lambda: pool.blocks.count)
-        gauge(
-            "kv_blocks_used",
-            "Blocks of the KV cache that sequences hold; the others are free.",
-            lambda: pool.used_blocks,
-        )
+        metrics.gauge("kv_blocks", "Blocks of the KV cache.", lambda: pool.blocks.count)
+        used = "Blocks of the KV cache that sequences hold; the others are free."
+        metrics.gauge("kv_blocks_used", used, lambda: pool.used_blocks)
 
 
 def verifiers_load(replicas: Replicas) -> speculation_pb2.VerifierLoad:
@@ -219,135 +211,117 @@ def show_vllm(shown: VllmMetrics, requests: RequestMetrics, limit: ConcurrencyLi
         "Share of the verifiers' KV cache that sequences hold, as last reported; 0 if unknown, 1 is all of it.",
         lambda: verifiers_load(replicas).kv_usage,
     )
-    shown.add("cache_config_info", CacheConfig(replicas.all), "block_size", "num_gpu_blocks")
+    source = Collected(lambda: cache_config(replicas.all()))
+    shown.add("cache_config_info", source, "block_size", "num_gpu_blocks")
 
 
-class CacheConfig(Collector):
-    """Sizes of the KV caches of all ready verifiers together, whose usage the draft service shows as its own."""
+def cache_config(replicas: Iterable[Replica]) -> Iterator[Metric]:
+    """Sizes of the KV caches of all ready verifiers together, whose usage the draft service shows as its own.
 
-    def __init__(self, replicas: Callable[[], Iterable[Replica]]) -> None:
-        self._replicas = replicas
-
-    def collect(self) -> Iterator[Metric]:
-        """One series, or none while no verifier has told its size."""
-        family = GaugeMetricFamily(
-            "cache_config_info",
-            "Always 1; the labels are those of the verifiers' KV caches together.",
-            labels=("block_size", "num_gpu_blocks"),
-        )
-        ready = [replica.model for replica in self._replicas() if replica.status == "ready"]
-        limits = [model.limits for model in ready if model is not None and model.limits.kv_blocks]
-        if limits:
-            sizes = limits[0].kv_block_tokens, sum(each.kv_blocks for each in limits)
-            family.add_metric([str(size) for size in sizes], 1.0)
-        yield family
+    One series, or none while no verifier has told its size.
+    """
+    family = GaugeMetricFamily(
+        "cache_config_info",
+        "Always 1; the labels are those of the verifiers' KV caches together.",
+        labels=("block_size", "num_gpu_blocks"),
+    )
+    ready = [replica.model for replica in replicas if replica.status == "ready"]
+    limits = [model.limits for model in ready if model is not None and model.limits.kv_blocks]
+    if limits:
+        sizes = limits[0].kv_block_tokens, sum(each.kv_blocks for each in limits)
+        family.add_metric([str(size) for size in sizes], 1.0)
+    yield family
 
 
 def show_drafters(metrics: Metrics, drafters: Mapping[Kind, GuardedDrafter], engine: DraftEngine | None) -> None:
     """Registers the totals of each drafter, of the outcome cache, and of a draft model if there is one."""
-    metrics.registry.register(_Drafters(drafters))
+    sources = [partial(_of_drafters, drafters)]
     if costs := [drafter.cost for kind, drafter in drafters.items() if kind in RUN_A_MODEL]:
-        metrics.registry.register(_OutcomeCache(costs))
+        sources.append(partial(_of_outcome_cache, costs))
     if engine is not None:
-        metrics.registry.register(_PrefixCache(engine))
+        sources.append(partial(_of_prefix_cache, engine))
         if engine.staging is not None:
-            metrics.registry.register(_Staged(engine.staging.counts))
+            sources.append(partial(_of_staging, engine.staging.counts))
+    for source in sources:
+        metrics.registry.register(Collected(source))
 
 
 _Family = type[CounterMetricFamily] | type[GaugeMetricFamily]
 
 
-class _Drafters(Collector):
-    def __init__(self, drafters: Mapping[Kind, GuardedDrafter]) -> None:
-        self._drafters = drafters
-
-    def collect(self) -> Iterator[Metric]:
-        """One family a metric, one series a drafter."""
-        families: tuple[tuple[_Family, str, str, Callable[[GuardedDrafter], float]], ...] = (
-            (CounterMetricFamily, "draft_proposals", "Proposals that the drafter gave.", lambda it: it.cost.proposals),
-            (CounterMetricFamily, "spec_decode_num_draft_tokens", "Drafted tokens.", lambda it: it.cost.tokens),
-            (
-                CounterMetricFamily,
-                "draft_seconds",
-                "Seconds of drafting, summed over proposals.",
-                lambda it: it.cost.seconds,
-            ),
-            (
-                CounterMetricFamily,
-                "draft_failures",
-                "Proposals that the drafter failed to give: it raised an error, was late, or gave an invalid one.",
-                lambda it: it.cost.failures,
-            ),
-            (
-                GaugeMetricFamily,
-                "drafter_up",
-                "1 while the drafter is in use; 0 while it is off after failures and only probed.",
-                lambda it: it.is_up,
-            ),
-        )
-        for make, name, text, value in families:
-            family = make(f"outrider_{name}", text, labels=("drafter",))
-            for kind, drafter in self._drafters.items():
-                family.add_metric([kind.value], float(value(drafter)))
-            yield family
+def _of_drafters(drafters: Mapping[Kind, GuardedDrafter]) -> Iterator[Metric]:
+    families: tuple[tuple[_Family, str, str, Callable[[GuardedDrafter], float]], ...] = (
+        (CounterMetricFamily, "draft_proposals", "Proposals that the drafter gave.", lambda it: it.cost.proposals),
+        (CounterMetricFamily, "spec_decode_num_draft_tokens", "Drafted tokens.", lambda it: it.cost.tokens),
+        (
+            CounterMetricFamily,
+            "draft_seconds",
+            "Seconds of drafting, summed over proposals.",
+            lambda it: it.cost.seconds,
+        ),
+        (
+            CounterMetricFamily,
+            "draft_failures",
+            "Proposals that the drafter failed to give: it raised an error, was late, or gave an invalid one.",
+            lambda it: it.cost.failures,
+        ),
+        (
+            GaugeMetricFamily,
+            "drafter_up",
+            "1 while the drafter is in use; 0 while it is off after failures and only probed.",
+            lambda it: it.is_up,
+        ),
+    )
+    for make, name, text, value in families:
+        family = make(f"outrider_{name}", text, labels=("drafter",))
+        for kind, drafter in drafters.items():
+            family.add_metric([kind.value], float(value(drafter)))
+        yield family
 
 
-class _PrefixCache(Collector):
-    def __init__(self, engine: DraftEngine) -> None:
-        self._engine = engine
-
-    def collect(self) -> Iterator[Metric]:
-        """Its verifiers' caches have metrics of their own."""
-        yield CounterMetricFamily(
-            "outrider_draft_prefix_cache_queries",
-            "Prompt and committed tokens looked up in the prefix cache of the draft model.",
-            value=self._engine.prefix_queries,
-        )
-        yield CounterMetricFamily(
-            "outrider_draft_prefix_cache_hits",
-            "Looked-up tokens that were found, so that the draft model did not run them again.",
-            value=self._engine.prefix_hits,
-        )
+def _of_prefix_cache(engine: DraftEngine) -> Iterator[Metric]:
+    """Its verifiers' caches have metrics of their own."""
+    yield CounterMetricFamily(
+        "outrider_draft_prefix_cache_queries",
+        "Prompt and committed tokens looked up in the prefix cache of the draft model.",
+        value=engine.prefix_queries,
+    )
+    yield CounterMetricFamily(
+        "outrider_draft_prefix_cache_hits",
+        "Looked-up tokens that were found, so that the draft model did not run them again.",
+        value=engine.prefix_hits,
+    )
 
 
-class _Staged(Collector):
-    def __init__(self, counts: StagedCounts) -> None:
-        self._counts = counts
-
-    def collect(self) -> Iterator[Metric]:
-        """Guesses have metrics of their own: they never reach a verifier."""
-        counts = self._counts
-        yield CounterMetricFamily(
-            "outrider_staged_steps",
-            "Steps of the draft model that judged guessed tokens; each counts once for each sequence.",
-            value=counts.steps,
-        )
-        yield CounterMetricFamily("outrider_staged_guessed_tokens", "Guessed tokens.", value=counts.guessed)
-        yield CounterMetricFamily(
-            "outrider_staged_accepted_tokens", "Guessed tokens that the draft model accepted.", value=counts.accepted
-        )
-        yield CounterMetricFamily(
-            "outrider_staged_failures",
-            "Sequences for which guessing failed, so that the draft model drafts without guesses.",
-            value=counts.failures,
-        )
+def _of_staging(counts: StagedCounts) -> Iterator[Metric]:
+    """Guesses have metrics of their own: they never reach a verifier."""
+    yield CounterMetricFamily(
+        "outrider_staged_steps",
+        "Steps of the draft model that judged guessed tokens; each counts once for each sequence.",
+        value=counts.steps,
+    )
+    yield CounterMetricFamily("outrider_staged_guessed_tokens", "Guessed tokens.", value=counts.guessed)
+    yield CounterMetricFamily(
+        "outrider_staged_accepted_tokens", "Guessed tokens that the draft model accepted.", value=counts.accepted
+    )
+    yield CounterMetricFamily(
+        "outrider_staged_failures",
+        "Sequences for which guessing failed, so that the draft model drafts without guesses.",
+        value=counts.failures,
+    )
 
 
-class _OutcomeCache(Collector):
-    def __init__(self, costs: Sequence[Cost]) -> None:
-        self._costs = costs
-
-    def collect(self) -> Iterator[Metric]:
-        """Sums over the drafters that run the draft model."""
-        for name, text, field in (
-            ("queries", "Verdicts before which tokens were drafted for likely outcomes.", "cache_queries"),
-            ("hits", "Verdicts whose outcome was among those drafted for.", "cache_hits"),
-            ("drafted_tokens", "Tokens drafted for likely outcomes.", "cache_drafted"),
-            ("used_tokens", "Tokens drafted for likely outcomes that became part of a proposal.", "cache_used"),
-            ("saved_seconds", "Seconds that drafting the used tokens would have taken.", "cache_saved_seconds"),
-        ):
-            value = sum(getattr(cost, field) for cost in self._costs)
-            yield CounterMetricFamily(f"outrider_outcome_cache_{name}", text, value)
+def _of_outcome_cache(costs: Sequence[Cost]) -> Iterator[Metric]:
+    """Sums over the drafters that run the draft model."""
+    for name, text, field in (
+        ("queries", "Verdicts before which tokens were drafted for likely outcomes.", "cache_queries"),
+        ("hits", "Verdicts whose outcome was among those drafted for.", "cache_hits"),
+        ("drafted_tokens", "Tokens drafted for likely outcomes.", "cache_drafted"),
+        ("used_tokens", "Tokens drafted for likely outcomes that became part of a proposal.", "cache_used"),
+        ("saved_seconds", "Seconds that drafting the used tokens would have taken.", "cache_saved_seconds"),
+    ):
+        value = sum(getattr(cost, field) for cost in costs)
+        yield CounterMetricFamily(f"outrider_outcome_cache_{name}", text, value)
 
 
 class FailoverMetrics:
@@ -380,35 +354,27 @@ class FailoverMetrics:
 
 def show_verifiers(metrics: Metrics, replicas: Replicas, budget: Callable[[], float]) -> None:
     """Registers the status of all verifiers, and the failover budget."""
-    metrics.registry.register(_Verifiers(replicas))
-    Gauge(
-        "outrider_failover_budget", "Sequences that may be opened again now.", registry=metrics.registry
-    ).set_function(budget)
+    metrics.registry.register(Collected(lambda: _of_verifiers(replicas.all())))
+    metrics.gauge("failover_budget", "Sequences that may be opened again now.", budget)
 
 
-class _Verifiers(Collector):
-    def __init__(self, replicas: Replicas) -> None:
-        self._replicas = replicas
-
-    def collect(self) -> Iterator[GaugeMetricFamily]:
-        """The verifiers at the addresses of now."""
-        replicas = self._replicas.all()
-        counts = GaugeMetricFamily(
-            "outrider_verifiers",
-            "Verifiers by status: unknown, mismatched (another model), ready, recovering (on trial) or failing.",
-            labels=["status"],
-        )
-        for status in STATUSES:
-            counts.add_metric([status], sum(replica.status == status for replica in replicas))
-        breakers = GaugeMetricFamily(
-            "outrider_verifier_breaker_state",
-            "Circuit breaker of each verifier: 0 closed (ready), 1 half-open (recovering), 2 open (failing).",
-            labels=["verifier"],
-        )
-        sequences = GaugeMetricFamily(
-            "outrider_verifier_sequences", "Sequences of this service at the verifier.", labels=["verifier"]
-        )
-        for replica in replicas:
-            breakers.add_metric([replica.address], list(State).index(replica.breaker.state))
-            sequences.add_metric([replica.address], replica.num_open)
-        yield from (counts, breakers, sequences)
+def _of_verifiers(replicas: Sequence[Replica]) -> Iterator[Metric]:
+    counts = GaugeMetricFamily(
+        "outrider_verifiers",
+        "Verifiers by status: unknown, mismatched (another model), ready, recovering (on trial) or failing.",
+        labels=["status"],
+    )
+    for status in STATUSES:
+        counts.add_metric([status], sum(replica.status == status for replica in replicas))
+    breakers = GaugeMetricFamily(
+        "outrider_verifier_breaker_state",
+        "Circuit breaker of each verifier: 0 closed (ready), 1 half-open (recovering), 2 open (failing).",
+        labels=["verifier"],
+    )
+    sequences = GaugeMetricFamily(
+        "outrider_verifier_sequences", "Sequences of this service at the verifier.", labels=["verifier"]
+    )
+    for replica in replicas:
+        breakers.add_metric([replica.address], list(State).index(replica.breaker.state))
+        sequences.add_metric([replica.address], replica.num_open)
+    yield from (counts, breakers, sequences)

@@ -3,7 +3,7 @@
 The engine updates them (`accounting.Observer`). Gauges read pool and queue when Prometheus scrapes.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 
 from prometheus_client import Counter, Gauge, Histogram
@@ -84,7 +84,7 @@ class SpeculationMetrics:
         )
         for outcome in ("intact", "corrupted"):
             self._checks.labels(outcome)
-        self._registry = metrics.registry
+        self._metrics = metrics
         self._seconds = Histogram(
             "outrider_verify_seconds",
             "Time of one verification, for all sequences of a step.",
@@ -114,16 +114,10 @@ class SpeculationMetrics:
 
     def watch(self, pool: KVPool, scheduler: Scheduler) -> None:
         """Registers gauges of pool and queue."""
-
-        def gauge(name: str, text: str, value: Callable[[], int]) -> None:
-            Gauge(f"outrider_{name}", text, registry=self._registry).set_function(value)
-
+        gauge = self._metrics.gauge
         gauge("kv_blocks", "Blocks of the KV cache.", lambda: pool.blocks.count)
-        gauge(
-            "kv_blocks_used",
-            "Blocks of the KV cache that sequences hold; the others are free.",
-            lambda: pool.used_blocks,
-        )
+        used = "Blocks of the KV cache that sequences hold; the others are free."
+        gauge("kv_blocks_used", used, lambda: pool.used_blocks)
         gauge("num_requests_running", "Sequences in progress.", lambda: len(scheduler.running))
         gauge("num_requests_waiting", "Sequences in the queue.", lambda: len(scheduler.waiting))
 
@@ -146,14 +140,12 @@ class SpeculationMetrics:
         shown.add("cache_config_info", info, *sizes)
 
     def planned(self, plan: Plan) -> None:
-        """See `Observer`."""
         for sequence, cached in plan.begun:
             self._queried.inc(len(sequence.tokens))
             self._hit.inc(cached)
         self._preemptions.inc(len(plan.preempted))
 
     def stepped(self, step: Step) -> None:
-        """See `Observer`."""
         self._forward.observe(step.forward_seconds)
         self._step_tokens.inc(step.tokens)
         self._step_sequences.inc(step.sequences)
@@ -172,5 +164,4 @@ class SpeculationMetrics:
             self._accepted_at.labels(rule, str(position)).inc()
 
     def checked(self, intact: bool) -> None:
-        """See `Observer`."""
         self._checks.labels("intact" if intact else "corrupted").inc()

@@ -10,7 +10,7 @@ from prometheus_client import CollectorRegistry, Counter, Gauge, ProcessCollecto
 
 from outrider.client import Chunk, Event, Finished, Queued, Started
 from outrider.service.best_effort import Component
-from outrider.service.metrics import InternalErrors, TextMetrics, VllmMetrics
+from outrider.service.metrics import Collected, TextMetrics, VllmMetrics, internal_errors
 
 HTTP_METRICS = Component("http_metrics")
 
@@ -30,7 +30,7 @@ class FrontMetrics:
         self._paths = frozenset(paths)
         self._registry = CollectorRegistry()
         ProcessCollector(registry=self._registry)
-        self._registry.register(InternalErrors())
+        self._registry.register(Collected(internal_errors))
         self._running = Gauge("outrider_http_requests_running", "HTTP requests in progress.", registry=self._registry)
         self._ended = Counter(
             "outrider_http_requests",
@@ -44,12 +44,10 @@ class FrontMetrics:
 
     @HTTP_METRICS.quiet
     def request_began(self) -> None:
-        """Counts an HTTP request in progress."""
         self._running.inc()
 
     @HTTP_METRICS.quiet
     def request_ended(self, path: str, status: int) -> None:
-        """Counts the end of a request in progress."""
         self._running.dec()
         self._ended.labels(path if path in self._paths else "other", str(status)).inc()
 
@@ -95,7 +93,6 @@ class TextWatch:
 
     @HTTP_METRICS.quiet
     def take(self, event: Event) -> None:
-        """Records an event of the text."""
         if isinstance(event, Chunk):  # most events are chunks
             if event.token_ids:
                 self._become("running")

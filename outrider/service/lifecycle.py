@@ -73,11 +73,8 @@ def export_health(
         running = engine()
         return 0.0 if running is None else running.heartbeat.step_seconds()
 
-    Gauge(
-        "outrider_engine_step_seconds",
-        "Time that the engine's current step has lasted; 0 while the engine waits for work or is not loaded.",
-        registry=metrics.registry,
-    ).set_function(step_seconds)
+    text = "Time that the engine's current step has lasted; 0 while the engine waits for work or is not loaded."
+    metrics.gauge("engine_step_seconds", text, step_seconds)
 
 
 _log = structlog.get_logger()

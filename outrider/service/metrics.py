@@ -57,8 +57,8 @@ class Metrics:
     def __init__(self) -> None:
         self.registry = CollectorRegistry()
         ProcessCollector(registry=self.registry)
-        self.registry.register(InternalErrors())
-        self.registry.register(_DroppedLines())
+        self.registry.register(Collected(internal_errors))
+        self.registry.register(Collected(_dropped_lines))
         self._info = Info(
             "outrider_service",
             "Always 1; the labels name the service, its version, model and device.",
@@ -69,30 +69,39 @@ class Metrics:
         """Sets the labels of `outrider_service_info`."""
         self._info.info(labels)
 
+    def gauge(self, name: str, text: str, value: Callable[[], float]) -> None:
+        """Adds the gauge `outrider_name`, whose value is read at each scrape."""
+        Gauge(f"outrider_{name}", text, registry=self.registry).set_function(value)
 
-class InternalErrors(Collector):
+
+class Collected(Collector):
+    """Metrics that `read` makes at each scrape."""
+
+    def __init__(self, read: Callable[[], Iterator[Metric]]) -> None:
+        self._read = read
+
+    def collect(self) -> Iterator[Metric]:
+        return self._read()
+
+
+def internal_errors() -> Iterator[Metric]:
     """Failed calls of each `Component` of the process."""
-
-    def collect(self) -> Iterator[CounterMetricFamily]:
-        family = CounterMetricFamily(
-            "outrider_internal_errors",
-            "Errors caught in components that only speed up or observe a text; the text went on without them.",
-            labels=["component"],
-        )
-        for component in list(COMPONENTS.values()):
-            family.add_metric([component.name], component.errors)
-        yield family
+    family = CounterMetricFamily(
+        "outrider_internal_errors",
+        "Errors caught in components that only speed up or observe a text; the text went on without them.",
+        labels=["component"],
+    )
+    for component in list(COMPONENTS.values()):
+        family.add_metric([component.name], component.errors)
+    yield family
 
 
-class _DroppedLines(Collector):
-    """Log lines that the process could not write."""
-
-    def collect(self) -> Iterator[CounterMetricFamily]:
-        yield CounterMetricFamily(
-            "outrider_log_lines_dropped",
-            "Lines for standard output and standard error that were dropped because they could not be written in time.",
-            value=dropped_lines(),
-        )
+def _dropped_lines() -> Iterator[Metric]:
+    yield CounterMetricFamily(
+        "outrider_log_lines_dropped",
+        "Lines for standard output and standard error that were dropped because they could not be written in time.",
+        value=dropped_lines(),
+    )
 
 
 class VllmMetrics(Collector):
@@ -202,7 +211,6 @@ class TextMetrics:
         )
 
     def show_vllm(self, shown: VllmMetrics) -> None:
-        """Shows them under vLLM's names too."""
         shown.add("prompt_tokens", self._prompt)
         shown.add("generation_tokens", self._generated)
         shown.add("time_to_first_token_seconds", self._first)
@@ -214,7 +222,6 @@ class TextMetrics:
         shown.add("spec_decode_num_accepted_tokens_per_pos", self._accepted_at, "position")
 
     def ended(self, *, prompt: int, generated: int) -> None:
-        """Counts the tokens of a request that ended."""
         self._prompt.inc(prompt)
         self._generated.inc(generated)
 

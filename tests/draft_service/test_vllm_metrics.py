@@ -9,7 +9,7 @@ import pytest
 from prometheus_client import Counter, Gauge, Histogram, generate_latest
 from smg_grpc_proto import vllm_engine_pb2 as vllm
 
-from draft_service.metrics import CacheConfig
+from draft_service.metrics import cache_config
 from draft_service.replicas import Replica
 from outrider.cli.processes import Pair
 from outrider.service.metrics import Metrics, VllmMetrics
@@ -61,12 +61,11 @@ def test_names_are_there(services: tuple[Service, Service]) -> None:
 def test_kv_caches_of_ready_verifiers_add_up() -> None:
     async def sizes() -> list[dict[str, str]]:
         verifiers = [Replica(f"127.0.0.1:{port}", max_message_bytes=1, timeout=1.0) for port in range(1, 5)]
-        shown = CacheConfig(verifiers.copy)
-        assert [each.samples for each in shown.collect()] == [[]], "none has answered"
+        assert [each.samples for each in cache_config(verifiers)] == [[]], "none has answered"
         for replica, blocks in zip(verifiers, (100, 20, 3, 0), strict=True):  # the last one is older
             replica.model = model_pb2.ModelInfo(limits=model_pb2.Limits(kv_blocks=blocks, kv_block_tokens=32))
         verifiers[2].mismatch = "another vocabulary"
-        (family,) = shown.collect()
+        (family,) = cache_config(verifiers)
         return [sample.labels for sample in family.samples]
 
     assert asyncio.run(sizes()) == [{"block_size": "32", "num_gpu_blocks": "120"}]
