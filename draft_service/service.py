@@ -6,7 +6,6 @@ from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from functools import partial
-from types import TracebackType
 from typing import Any, Self
 
 import grpc
@@ -71,36 +70,35 @@ HEARTBEAT = Component("heartbeat")
 
 
 class Heartbeat:
-    """Sends an empty response after `seconds` without another one, if all before were read. Used on the event loop."""
+    """Sends an empty response after `HEARTBEAT_SECONDS` without another one, if all before were read. Used on the event
+    loop.
+    """
 
-    def __init__(self, responses: Responses, seconds: float = HEARTBEAT_SECONDS) -> None:
+    def __init__(self, responses: Responses) -> None:
         self._responses = responses
-        self._seconds = seconds
         self._loop = asyncio.get_running_loop()
         self._timer: asyncio.TimerHandle | None = None
 
     def __enter__(self) -> Self:
-        self._timer = self._loop.call_later(self._seconds, self._beat)
+        self._timer = self._loop.call_later(HEARTBEAT_SECONDS, self._beat)
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         if self._timer is not None:
             self._timer.cancel()
 
     def _beat(self) -> None:
-        pause = HEARTBEAT.run(self._send, self._seconds)
+        pause = HEARTBEAT.run(self._send, HEARTBEAT_SECONDS)
         self._timer = self._loop.call_later(pause, self._beat)
 
     def _send(self) -> float:
         """Returns the seconds until the next one may be due."""
-        left = self._responses.sent_at + self._seconds - self._loop.time()
+        left = self._responses.sent_at + HEARTBEAT_SECONDS - self._loop.time()
         if left > 0:
             return left
         if self._responses.are_read:
             self._responses.send(GenerateResponse())
-        return self._seconds
+        return HEARTBEAT_SECONDS
 
 
 _log = structlog.get_logger()
@@ -288,7 +286,6 @@ class GenerateCall:
 
     @REQUEST_LOG.quiet
     def _record(self, message: draft_service_pb2.GenerateRequest, request: Generation | None, outcome: str) -> None:
-        """Records the ended call in metrics, trace and log."""
         sequences = [sample.sequence for sample in self._samples]
         counts = [sequence.counts for sequence in sequences]
         timings = [sequence.timings for sequence in sequences]
@@ -356,7 +353,6 @@ class DraftService(draft_service_pb2_grpc.DraftServiceServicer):
         self._pair: Pair | None = None
 
     def attach(self, pair: Pair) -> None:
-        """Starts to serve this pair."""
         self._pair = pair
 
     @guarded
@@ -369,7 +365,6 @@ class DraftService(draft_service_pb2_grpc.DraftServiceServicer):
         """Serves a call of `Generate`, of this contract or of another one in front of it.
 
         Args:
-            request: the request.
             context: has `write`, `time_remaining` and `invocation_metadata` as a gRPC context.
 
         Raises:

@@ -19,7 +19,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
-from types import FrameType, TracebackType
+from types import FrameType
 from typing import Self
 
 from outrider.rpc.channel import wait_for_health
@@ -193,9 +193,7 @@ class ServiceProcess:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         self.stop()
 
     @property
@@ -205,7 +203,6 @@ class ServiceProcess:
 
     @property
     def returncode(self) -> int | None:
-        """The exit code, or None while it runs."""
         return self.process.poll()
 
     def log_lines(self) -> list[str]:
