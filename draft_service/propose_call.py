@@ -217,7 +217,6 @@ class _Progress:
         self._hash.extend(committed)
 
     def proposal(self, draft: Draft) -> speculation_pb2.Proposal:
-        """The proposal message of the current round."""
         message = speculation_pb2.Proposal(
             round=self._round, base_length=self._length, prefix_hash=self._hash.digest(), seen_round=self._seen
         )
@@ -253,12 +252,6 @@ def check_open(
             given=len(prompt) + len(committed),
             maximum=most,
         )
-    temperature = check_draft_temperature(
-        "draft_temperature",
-        message.draft_temperature if message.HasField("draft_temperature") else None,
-        sampling,
-        default=settings.draft_temperature,
-    )
     sequence = DraftSequence(
         prompt=prompt,
         committed=committed,
@@ -266,13 +259,10 @@ def check_open(
         logit_rules=replace(sampling.logit_rules, generation=pair.generation),
         seed=sampling.seed,
         rule=sampling.rule,
-        draft_temperature=temperature,
-        uses_outcome_cache=settings.outcome_cache,
-        tokens_per_pass=check_tokens_per_pass(
-            "tokens_per_pass",
-            message.tokens_per_pass if message.HasField("tokens_per_pass") else None,
-            drafter,
-            default=settings.tokens_per_pass,
+        draft_temperature=check_draft_temperature(
+            "draft_temperature", message, sampling, default=settings.draft_temperature
         ),
+        uses_outcome_cache=settings.outcome_cache,
+        tokens_per_pass=check_tokens_per_pass("tokens_per_pass", message, drafter, default=settings.tokens_per_pass),
     )
     return sequence, drafter

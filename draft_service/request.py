@@ -3,6 +3,7 @@
 import math
 from collections.abc import Collection
 from dataclasses import dataclass, field
+from typing import TypeAlias
 
 from torch import Tensor
 
@@ -89,7 +90,6 @@ class Generation:
         return len(self.prompt) + (len(self.encoder_input.token_ids.ids) if self.encoder_input is not None else 0)
 
     def seed_of(self, sample: int) -> int:
-        """The seed of a sample."""
         return derive_seed(self.seed, sample)
 
 
@@ -103,6 +103,9 @@ KIND_TO_WIRE = {
     Kind.PARALLEL: draft_service_pb2.DRAFTER_PARALLEL,
 }
 _DRAFTERS = {number: kind for kind, number in KIND_TO_WIRE.items()}
+
+Drafted: TypeAlias = draft_service_pb2.SpeculationParams | draft_service_pb2.OpenDraft
+"""A message that says how to draft."""
 
 
 def check_drafter(
@@ -133,16 +136,15 @@ def _check_rule(kind: Kind, sampling: Sampling) -> None:
         )
 
 
-def check_draft_temperature(
-    field: str, requested: float | None, sampling: Sampling, *, default: float | None
-) -> float | None:
+def check_draft_temperature(field: str, message: Drafted, sampling: Sampling, *, default: float | None) -> float | None:
     """The draft's temperature; None is the target's. A default that the rule does not allow is ignored.
 
     Raises:
         RequestError: INVALID_ARGUMENT: it is out of range, or 0 under the rule `sigmoid`.
     """
-    if requested is None:
+    if not message.HasField("draft_temperature"):
         return None if default == 0 and sampling.needs_logits else default
+    requested = message.draft_temperature
     check_temperature(field, requested)
     if requested == 0 and sampling.needs_logits:
         raise invalid_field(field, f"{field} is 0; under the rule sigmoid it must be above 0", given=requested)
@@ -152,13 +154,14 @@ def check_draft_temperature(
 MAX_TOKENS_PER_PASS = 256
 
 
-def check_tokens_per_pass(field: str, requested: int | None, drafter: Kind, *, default: int) -> int:
+def check_tokens_per_pass(field: str, message: Drafted, drafter: Kind, *, default: int) -> int:
     """The tokens that one pass of the draft model drafts; 1 with another drafter than `PARALLEL`.
 
     Raises:
         RequestError: INVALID_ARGUMENT: it is out of range.
     """
-    if requested is not None and not 1 <= requested <= MAX_TOKENS_PER_PASS:
+    requested = message.tokens_per_pass if message.HasField("tokens_per_pass") else default
+    if not 1 <= requested <= MAX_TOKENS_PER_PASS:
         raise invalid_field(
             field,
             f"{field} is {requested}; it must be 1 to {MAX_TOKENS_PER_PASS}",
@@ -166,9 +169,7 @@ def check_tokens_per_pass(field: str, requested: int | None, drafter: Kind, *, d
             minimum=1,
             maximum=MAX_TOKENS_PER_PASS,
         )
-    if drafter is not Kind.PARALLEL:
-        return 1
-    return default if requested is None else requested
+    return requested if drafter is Kind.PARALLEL else 1
 
 
 def supports_rule_by_logits(offered: Collection[Kind]) -> bool:

@@ -143,16 +143,10 @@ def check_generate(message: draft_service_pb2.GenerateRequest, pair: Pair, setti
         max_entropy=check_max_entropy(speculation, default=settings.max_entropy),
         drafter=drafter,
         draft_temperature=check_draft_temperature(
-            "speculation.draft_temperature",
-            speculation.draft_temperature if speculation.HasField("draft_temperature") else None,
-            sampling,
-            default=settings.draft_temperature,
+            "speculation.draft_temperature", speculation, sampling, default=settings.draft_temperature
         ),
         tokens_per_pass=check_tokens_per_pass(
-            "speculation.tokens_per_pass",
-            speculation.tokens_per_pass if speculation.HasField("tokens_per_pass") else None,
-            drafter,
-            default=settings.tokens_per_pass,
+            "speculation.tokens_per_pass", speculation, drafter, default=settings.tokens_per_pass
         ),
         chooses_tokens_per_pass=(
             policy is PolicyKind.ADAPTIVE and drafter is Kind.PARALLEL and not speculation.HasField("tokens_per_pass")

@@ -29,6 +29,7 @@ from outrider.runtime.errors import CheckpointError
 from outrider.runtime.kv_cache import KVPool
 from outrider.runtime.loader import LoadedModel, ModelSource, adopt, load_model
 from outrider.service.settings import SettingsError
+from protos.outrider.v1.draft_service_pb2 import SpeculationParams
 from tests.draft_service.engines import CONFIG, PLAIN, Driver, engine_of, running
 from tests.exactness.pairs import VOCABULARY, write_parallel_draft, write_target
 
@@ -247,8 +248,9 @@ def test_a_draft_with_a_mask_token_drafts_in_parallel_unless_told_otherwise(
 
 @pytest.mark.parametrize("requested", [0, 257])
 def test_tokens_of_a_pass_are_checked(requested: int) -> None:
+    wrong, eight, none = (SpeculationParams(tokens_per_pass=number) for number in (requested, 8, None))
     with pytest.raises(RequestError, match=f"speculation.tokens_per_pass is {requested}; it must be 1 to 256"):
-        check_tokens_per_pass("speculation.tokens_per_pass", requested, Kind.PARALLEL, default=2)
-    assert check_tokens_per_pass("", 8, Kind.PARALLEL, default=2) == 8
-    assert check_tokens_per_pass("", None, Kind.PARALLEL, default=2) == 2
-    assert check_tokens_per_pass("", 8, Kind.MODEL, default=2) == 1
+        check_tokens_per_pass("speculation.tokens_per_pass", wrong, Kind.PARALLEL, default=2)
+    assert check_tokens_per_pass("", eight, Kind.PARALLEL, default=2) == 8
+    assert check_tokens_per_pass("", none, Kind.PARALLEL, default=2) == 2
+    assert check_tokens_per_pass("", eight, Kind.MODEL, default=2) == 1
