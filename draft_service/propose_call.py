@@ -15,7 +15,8 @@ from draft_service.prompt import check_prompt_length
 from draft_service.request import KIND_TO_WIRE, check_draft_temperature, check_drafter, check_tokens_per_pass
 from draft_service.settings import DraftSettings
 from draft_service.validation import check_gamma, check_message_size, check_target_sampling
-from outrider.rpc.errors import RequestError, idle, internal, invalid_field, out_of_order, overloaded, write, wrong_base
+from outrider.rpc.errors import RequestError, internal, invalid_field, out_of_order, overloaded, write, wrong_base
+from outrider.rpc.timeouts import first_message
 from outrider.service.encoder_input import check_opening_input
 from outrider.service.model_info import check_features, check_name
 from outrider.service.sampling import RULE_TO_WIRE, check_token_ids
@@ -71,17 +72,7 @@ class ProposeCall:
         )
 
     async def _serve(self) -> None:
-        seconds = self._settings.idle_timeout
-        try:
-            async with asyncio.timeout(seconds):
-                message = await self._next()
-        except TimeoutError:
-            text = f"the client sent no message for {seconds:g} s (--idle-timeout); the first one must be OpenDraft"
-            raise idle(text, seconds=seconds) from None
-        if message is None:
-            raise out_of_order("the stream ended without a message; the first one must be OpenDraft")
-        if message.WhichOneof("kind") != "open":
-            raise out_of_order(f"the first message is {message.WhichOneof('kind') or 'empty'}; it must be OpenDraft")
+        message = await first_message(self._next, "OpenDraft", self._settings.idle_timeout)
         check_name("sequence_id", message.sequence_id, required=True)
         self._sequence_id = message.sequence_id
         sequence, drafter = check_open(message.open, self._pair, self._settings)

@@ -21,7 +21,7 @@ from outrider.rpc.errors import (
     write,
     yielded,
 )
-from outrider.rpc.timeouts import InactivityTimer
+from outrider.rpc.timeouts import InactivityTimer, first_message
 from outrider.service.best_effort import Component
 from outrider.service.encoder_input import EncoderInputs
 from outrider.service.model_info import check_name
@@ -104,7 +104,8 @@ class VerifyStream:
         Raises:
             RequestError: the status of a call that fails.
         """
-        message = await self._opening()
+        message = await first_message(self._next, "OpenSequence", self._settings.idle_timeout)
+        check_name("sequence_id", message.sequence_id, required=True)
         generation = self._engine.model_runner.loaded.generation_rules
         opening, name = check_open(message.open, self._model, generation), message.sequence_id
         with self._limit.enter(resumed=opening.resumed):
@@ -157,24 +158,6 @@ class VerifyStream:
                     "outrider.tokens": self._tally.tokens,
                 }
             )
-
-    # ------------------------------------------------------------------------------------------------------- opening
-
-    async def _opening(self) -> verifier_service_pb2.VerifyRequest:
-        """The first message, with OpenSequence and the sequence's id."""
-        limit = self._settings.idle_timeout
-        try:
-            async with asyncio.timeout(limit):
-                message = await self._next()
-        except TimeoutError:
-            text = f"the client sent no message for {limit:g} s (--idle-timeout); the first one must be OpenSequence"
-            raise idle(text, seconds=limit) from None
-        if message is None:
-            raise out_of_order("the stream ended without a message; the first one must be OpenSequence")
-        if message.WhichOneof("kind") != "open":
-            raise out_of_order(f"the first message is {message.WhichOneof('kind') or 'empty'}; it must be OpenSequence")
-        check_name("sequence_id", message.sequence_id, required=True)
-        return message
 
     # ------------------------------------------------------------------------------------------------------- reading
 

@@ -1,4 +1,6 @@
-"""Timeouts for many awaits in a row, the status of a call that has ended, and when to retry a full service."""
+"""Timeouts of a stream's first message and of many awaits in a row, the status of a call that has ended, and when to
+retry a full service.
+"""
 
 from __future__ import annotations
 
@@ -9,10 +11,32 @@ from typing import Any, Self, TypeVar
 
 import grpc
 
+from outrider.rpc.errors import idle, out_of_order
+
 Result = TypeVar("Result")
+Message = TypeVar("Message", bound=Any)
 
 # Checks of a step within the shorter timeout.
 CHECKS = 4
+
+
+async def first_message(read: Callable[[], Awaitable[Message | None]], name: str, limit: float) -> Message:
+    """The first message of a stream, which opens its sequence; `name` is the type of such a message.
+
+    Raises:
+        RequestError: another message came, or none in `limit` seconds.
+    """
+    try:
+        async with asyncio.timeout(limit):
+            message = await read()
+    except TimeoutError:
+        text = f"the client sent no message for {limit:g} s (--idle-timeout); the first one must be {name}"
+        raise idle(text, seconds=limit) from None
+    if message is None:
+        raise out_of_order(f"the stream ended without a message; the first one must be {name}")
+    if message.WhichOneof("kind") != "open":
+        raise out_of_order(f"the first message is {message.WhichOneof('kind') or 'empty'}; it must be {name}")
+    return message
 
 
 class InactivityTimer:
