@@ -114,7 +114,6 @@ class ConcurrencyLimit:
 
     @property
     def waiting(self) -> int:
-        """Sequences in the queue."""
         return sum(claim.count for claim in list(self._queue))
 
     def ahead_of(self, claim: Claim) -> int:

@@ -207,7 +207,6 @@ class Responses:
         self._fewer = asyncio.Event()
 
     def send(self, response: GenerateResponse) -> None:
-        """Puts a response at the end."""
         self.sent += 1
         self.sent_at = self._loop.time()
         self._queue.append(response)
@@ -234,7 +233,6 @@ class Responses:
 
     @property
     def are_read(self) -> bool:
-        """Whether the queue is empty."""
         return not self._queue
 
     @property
@@ -349,11 +347,9 @@ class Emitter:
         return self._text.stopped_by is not None
 
     def send_prompt_logprobs(self, part: sampling_pb2.PromptLogprobs) -> None:
-        """Sends log-probabilities of the prompt."""
         self._responses.send(draft_service_pb2.GenerateResponse(prompt_logprobs=part))
 
     async def wait_for_client(self) -> bool:
-        """See `Responses`."""
         return await self._responses.wait_for_client()
 
     def finish(

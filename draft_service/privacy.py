@@ -232,7 +232,6 @@ class Frames:
 
     @property
     def are_empty(self) -> bool:
-        """Whether no response waits."""
         return not self._waiting
 
     @property

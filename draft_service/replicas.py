@@ -229,7 +229,6 @@ class Replica:
         return Lease(self, stream)
 
     async def close(self) -> None:
-        """Closes the channel, and every call on it."""
         await self._channel.close()
 
 

@@ -83,7 +83,6 @@ class SpeculationCounts:
             self._beta_count += verdict.judged
 
     def add_cache_use(self, use: CacheUse) -> None:
-        """Records the use of the outcome cache in a round."""
         self.num_outcome_cache_queries += 1
         self.num_outcome_cache_hits += use.hit
         self.num_predrafted_tokens += use.drafted
@@ -108,7 +107,6 @@ class SpeculationCounts:
         return self._gamma_sum / self.num_rounds if self.num_rounds else 0.0
 
     def to_message(self) -> draft_service_pb2.SpeculationStatistics:
-        """The counts as a message."""
         drafted, accepted = self.num_draft_tokens, self.num_accepted_tokens
         return draft_service_pb2.SpeculationStatistics(
             num_drafts=self.num_drafts,
@@ -175,7 +173,6 @@ class Timings:
         self._last_token = now
 
     def to_message(self) -> draft_service_pb2.GenerateTimings:
-        """The times so far as a message."""
         return draft_service_pb2.GenerateTimings(
             time_to_first_token_us=_micros(self.first_token or 0.0),
             total_us=_micros(time.perf_counter() - self.arrived),
@@ -288,7 +285,6 @@ class Sequence:
         draft_seconds: float = 0.0,
         draft_start: float | None = None,
     ) -> None:
-        """Begins a round with a proposal."""
         number = self.round.number + 1
         self.round = Round(number, 1, False, draft_tokens, distributions, gamma, draft_seconds, draft_start)
 

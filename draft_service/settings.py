@@ -175,5 +175,4 @@ class DraftSettings(ServiceSettings):
 
     @property
     def layers_to_skip(self) -> str | None:
-        """Of the model."""
         return self.skip_layers

@@ -288,7 +288,6 @@ class SequenceGamma:
 
     @property
     def pause(self) -> int:
-        """See `Policy`."""
         return int(GAMMA.bounded(lambda: self._policy.pause, 0, low=0, high=MOST_DECODED))
 
     @GAMMA.quiet
@@ -297,7 +296,6 @@ class SequenceGamma:
         self._policy.begins(load())
 
     def next(self, most: int) -> int:
-        """See `Policy`."""
         if self._last_gamma is None:
             self._since = time.perf_counter()
         if not self._policy.is_prepared:

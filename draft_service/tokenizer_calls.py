@@ -60,11 +60,7 @@ def tokenize(
     """The tokens of a prompt.
 
     Args:
-        message: the request.
-        tokenizer: of the pair.
-        target: of the pair.
         longest: the most tokens of prompt and output.
-        max_prompt_tokens: `--max-prompt-tokens`.
 
     Raises:
         RequestError: INVALID_ARGUMENT or FAILED_PRECONDITION, as `check_prompt`.

@@ -49,7 +49,6 @@ class VerifyStream:
 
     @property
     def is_open(self) -> bool:
-        """Whether the verifier has opened the sequence."""
         return self._opened is not None
 
     @property
@@ -113,7 +112,6 @@ class VerifyStream:
         self._sent = round_
 
     def _describe(self, content: verifier_service_pb2.Decode | speculation_pb2.Proposal) -> None:
-        """Fills the message of the sequence's round."""
         sequence, round_ = self._sequence, self._sequence.round
         content.round = round_.number
         content.base_length = len(sequence.tokens)

@@ -92,7 +92,6 @@ class Call:
                     await self._send(self._complete(index, finish_reason="abort"))
 
     def abort(self) -> None:
-        """Ends the call soon."""
         self._is_aborted = True
         if self._work is not None and not self._is_writing:  # a write that is cancelled would block the next one
             self._work.cancel()
@@ -276,7 +275,6 @@ class VllmEngine(vllm_engine_pb2_grpc.VllmEngineServicer):
                 setattr(self, method.name, partial(_refuse, method.name))
 
     def register(self, server: grpc.aio.Server) -> None:
-        """Adds it to a server that has not started."""
         vllm_engine_pb2_grpc.add_VllmEngineServicer_to_server(self, server)
 
     @guarded

@@ -174,7 +174,6 @@ class Adjuster:
         self._bias = np.array([self._bias_of(int(token)) for token in self._ids], dtype=np.float32)
 
     def copy(self) -> Adjuster:
-        """Return an independent adjuster with the same tokens."""
         copy = Adjuster.__new__(Adjuster)
         copy.__dict__.update(self.__dict__)
         copy._generated, copy._counts = list(self._generated), dict(self._counts)

@@ -120,7 +120,6 @@ class DecoderState:
             self.push(token)
 
     def copy(self) -> DecoderState:
-        """Return an independent state with the same tokens."""
         copy = DecoderState.__new__(DecoderState)
         copy.__dict__.update(self.__dict__)
         copy._tokens, copy._stamps = list(self._tokens), list(self._stamps)
@@ -128,7 +127,6 @@ class DecoderState:
         return copy
 
     def push(self, token: int) -> None:
-        """Record a token."""
         n = self._rules.no_repeat_ngram_size
         is_generated = len(self._tokens) >= self._prompt_length
         self._tokens.append(token)

@@ -25,12 +25,10 @@ class Field:
 
     @property
     def size(self) -> int:
-        """The number of its elements."""
         return math.prod(self.shape)
 
     @property
     def itemsize(self) -> int:
-        """The size of an element in bytes."""
         return np.dtype(self.type).itemsize
 
 

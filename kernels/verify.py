@@ -236,10 +236,6 @@ def _load(name: str) -> _Verify:
 def _check_counts(number: int, proposal: Proposed) -> None:
     """Check that counts agree and fields are in range.
 
-    Args:
-        number: index of the proposal, for the message.
-        proposal: to check.
-
     Raises:
         ValueError: names the field and the numbers.
     """
@@ -273,9 +269,7 @@ def _check_distributions(number: int, proposal: Proposed, V: int) -> None:
     """Check type and length of draft distributions, and that scales are given for `sigmoid` only.
 
     Args:
-        number: index of the proposal, for the message.
         proposal: checked by `_check_counts` before.
-        V: tokens in the target's vocabulary.
 
     Raises:
         ValueError: names the field and the given value.

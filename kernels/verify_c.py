@@ -90,7 +90,6 @@ def valid_supports(
         ids, weights: of all, one after the other: S numbers of 32 and of 16 bits.
         sizes: of each, S in all.
         drafted: the token drawn from each, 0 to `vocab_size` - 1.
-        vocab_size: tokens in the vocabulary.
 
     Returns:
         The totals; None if one is invalid, which `validate` explains, or if the C code does not run here.

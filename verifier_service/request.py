@@ -104,8 +104,6 @@ def check_open(
     """Checks an opening against the model and the server's limits, except the values of the encoder's input.
 
     Args:
-        message: the opening.
-        model: of this verifier.
         generation: the model's own rules for logits.
 
     Raises:

@@ -389,13 +389,11 @@ class TargetSequence:
         return tokens, sampling_pb2.FINISH_REASON_UNSPECIFIED
 
     def end(self, error: RequestError) -> None:
-        """Ends the sequence with an error."""
         self.finished = self.failed = True
         self.send()
         self.deliver(error)
 
     def notify(self, notice: verifier_service_pb2.Notice) -> None:
-        """Sends a notice."""
         self.deliver(verifier_service_pb2.VerifyResponse(sequence_id=self.sequence_id, notice=notice))
 
     def _reply(self, **kind: Any) -> None:

@@ -147,13 +147,11 @@ class GuardedDrafter(Drafter):
         return self.is_up
 
     def proposed(self, draft: Draft) -> None:
-        """Records a valid proposal of a sequence."""
         self._failures = 0
         self._turn(is_up=True)
         self.cost.add(draft)
 
     def failed(self) -> None:
-        """Records a failed proposal of a sequence."""
         self._failures += 1
         self.cost.failures += 1
         if self._failures >= FAILURES_IN_A_ROW:

@@ -122,7 +122,6 @@ class SpareTime:
         self._cost.add(width, seconds / steps)
 
     def requested(self, sequence: Hashable, now: float) -> None:
-        """Records a request for a proposal."""
         if (since := self.sent.pop(sequence, None)) is not None:
             self._waits.append(now - since)
 

@@ -123,7 +123,6 @@ class ModelSequence:
 
     @property
     def params(self) -> SamplingParams:
-        """How the draft's logits become q."""
         return self.opening.draft_params
 
     @property
@@ -143,7 +142,6 @@ class ModelSequence:
 
     @property
     def drafted(self) -> int:
-        """Tokens drafted in this round."""
         return len(self.tokens) - self.base
 
     @property
@@ -172,7 +170,6 @@ class ModelSequence:
         return kept
 
     def add(self, token: int, distribution: DraftDistribution, scores: torch.Tensor | None) -> None:
-        """Appends a drafted token."""
         self.tokens.append(token)
         self.distributions.append(distribution)
         self.scores.append(scores)

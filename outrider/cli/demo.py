@@ -292,7 +292,6 @@ class TokenWriter:
         self._rejected: dict[int, str] = {}
 
     def legend(self) -> None:
-        """Writes the meaning of the marks."""
         line = Text()
         for part in (
             self._accepted("accepted draft tokens"),
@@ -305,11 +304,9 @@ class TokenWriter:
         self._console.print(line, soft_wrap=True)
 
     def prompt(self, text: str) -> None:
-        """Writes the prompt; the tokens follow on the same line."""
         self._write(Text(text, _PROMPT if self._colour else ""))
 
     def chunk(self, chunk: Chunk) -> None:
-        """Writes more of the sample."""
         for report in chunk.rounds:
             if report.accepted < len(report.drafted_texts):
                 self._rejected[report.output_length + report.accepted] = report.drafted_texts[report.accepted]
@@ -325,7 +322,6 @@ class TokenWriter:
         self._write(line)
 
     def end(self) -> None:
-        """Ends the line."""
         self._console.print()
 
     def _write(self, line: Text) -> None:

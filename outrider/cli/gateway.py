@@ -117,11 +117,8 @@ def make_server(
     """The front, bound to its address; takes the values of `http_options` out of `values`.
 
     Args:
-        address: of the front.
         values: of the command line.
         connect: makes its client.
-        framing: see `ServerSettings`.
-        vllm_metrics: see `ServerSettings`.
 
     Raises:
         UsageError: they contradict each other, or a file has the wrong content.

@@ -61,7 +61,6 @@ class Lines:
         self._next = 0.0
 
     def __call__(self, stage: str, done: int, total: int, detail: str = "") -> None:
-        """See `Update`."""
         now, is_done = self._now(), 0 < total <= done
         is_due = stage != self._stage or now >= self._next
         if not is_due and not (is_done and self._next < math.inf):

@@ -128,7 +128,6 @@ class Endpoints:
         )
 
     async def close(self) -> None:
-        """Closes every channel."""
         await asyncio.gather(*(channel.close() for channel in self._channels.values()))
 
     def _avoided(self, address: str) -> float:

@@ -286,7 +286,6 @@ class Generation(Call):
         return self.delivered > 0 and (self._has_encoder is None or self._needs_eos)
 
     def learn(self, target: model_pb2.ModelInfo) -> None:
-        """Takes in the target's description."""
         self._eos_token_ids = frozenset(target.eos_token_ids)
         if self._has_encoder is None:
             self._has_encoder = target.HasField("encoder")

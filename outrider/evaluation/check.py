@@ -56,7 +56,6 @@ async def check(
     """Check the deployment behind a client.
 
     Args:
-        client: of a draft service.
         plan: what to ask for.
         copy: a local copy of the target; None: the deployment without a draft is the reference.
         step: progress.

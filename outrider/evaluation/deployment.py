@@ -145,8 +145,6 @@ async def measure(
     """Measure all cells.
 
     Args:
-        client: of the draft service.
-        settings: of the measurement.
         runs: takes each run when it is complete: what an error or a cancellation leaves.
         report: called with the names of the current repeat and of the current cell, and the number of texts that were
             written since the last call.

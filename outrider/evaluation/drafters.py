@@ -37,7 +37,6 @@ class ModelDrafter:
     sparse: SparseConfig
 
     def read(self, text: Text, rows: int) -> Iterator[Sequence[SparseDistribution | None]]:
-        """See `Drafter`."""
         for z in read_logits(
             self.runner, text.for_draft(), rows, "the draft", lambda z: _of_target(z, self.vocab_size, self.runner)
         ):
@@ -55,7 +54,6 @@ class ParallelDrafter:
     tokens_per_pass: int
 
     def read(self, text: Text, rows: int) -> Iterator[Sequence[SparseDistribution | None]]:
-        """See `Drafter`."""
         drafted = self._drafted(text)
         for block in blocks(text, rows):
             yield list(islice(drafted, block.end - block.start - block.first))
@@ -89,7 +87,6 @@ class NGramDrafter:
     sparse: SparseConfig
 
     def read(self, text: Text, rows: int) -> Iterator[Sequence[SparseDistribution | None]]:
-        """See `Drafter`."""
         own = NGramCounts(self.corpus.order, len(self.corpus.singles), self.corpus.bound)
         rules = Rules(None, text.prompt.tokens, len(own.singles), penalties=text.prompt.penalties)
         for block in blocks(text, rows):
@@ -132,7 +129,6 @@ class LookupDrafter:
     min_match: int
 
     def read(self, text: Text, rows: int) -> Iterator[Sequence[SparseDistribution | None]]:
-        """See `Drafter`."""
         index = TextIndex(self.min_match)
         for block in blocks(text, rows):
             drafted: list[SparseDistribution | None] = []

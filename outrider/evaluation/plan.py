@@ -227,7 +227,6 @@ def measure(
 
     Args:
         complete: asks the draft service for a text; it takes a prompt and `gamma`.
-        prompts: texts to continue.
         max_gamma: the largest γ of a proposal.
         report: called with the number of texts done, and of all.
 

@@ -18,12 +18,10 @@ class Table:
     keys: int = 1
 
     def markdown(self) -> str:
-        """Return it as Markdown."""
         dashes = ["---"] * self.keys + ["---:"] * (len(self.head) - self.keys)
         return "\n".join(f"| {' | '.join(line)} |" for line in (self.head, dashes, *self.rows))
 
     def html(self) -> str:
-        """Return it as HTML."""
         body = "\n".join(self._row(row, "td") for row in self.rows)
         return (
             f'<div class="wide"><table>\n<thead>\n{self._row(self.head, "th")}\n</thead>\n'
@@ -54,7 +52,6 @@ class Points:
     items: Sequence[str]
 
     def html(self) -> str:
-        """Return it as HTML."""
         return f"<ul>{''.join(f'<li>{_inline(item)}</li>' for item in self.items)}</ul>"
 
 

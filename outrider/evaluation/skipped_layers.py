@@ -43,7 +43,6 @@ def find_layers(
 
     Args:
         loaded: a copy of the target, not fused; its model is changed.
-        count: how many layers.
         length: tokens of the longest text.
         alpha_of: measures α of a draft.
         report: called with the models that have been tried, and the most that may be.

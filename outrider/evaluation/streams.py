@@ -122,7 +122,6 @@ async def serve(
     """Write all texts, so many at once, and return them in the order of the requests.
 
     Args:
-        client: of the draft service.
         requests: one for each text.
         streams: of the closed loop; for an open loop, as many as there are requests.
         due: seconds from the start, in ascending order, before which a request is not sent.

@@ -71,7 +71,6 @@ class Text:
 
     @property
     def written(self) -> int:
-        """Tokens that the target wrote."""
         return len(self.tokens) - self.begin
 
     def for_draft(self) -> Text:
@@ -108,7 +107,6 @@ class Rules:
         return None if self._adjuster is None else self._adjuster.row()
 
     def push(self, token: int) -> None:
-        """Go on after a token."""
         if self._adjuster is not None:
             self._adjuster.push(token)
 
@@ -278,8 +276,6 @@ def read_logits(
     """Yields the logits `[n, V]` after the tokens of each block, from `first` on, in float32, by the model's rules.
 
     Args:
-        runner: the model.
-        text: to read.
         rows: of a block.
         name: of the model, for the error.
         change: to the logits, before the rules.

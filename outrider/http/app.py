@@ -84,7 +84,6 @@ class Front:
         self._pair = Pair(client, self.metrics, name=settings.model, framing=settings.framing)
 
     def routes(self) -> list[Route]:
-        """All routes."""
         routes = [
             Route("/metrics", self.show_metrics),
             Route("/health", self.health),
@@ -108,7 +107,6 @@ class Front:
     # -------------------------------------------------------------------------------------------------------- text
 
     async def completions(self, request: Request) -> Response:
-        """POST /v1/completions."""
         body = parse(CompletionRequest, read_json(await request.body()))
         body.check()
         await self._check_model(body.model)
@@ -131,7 +129,6 @@ class Front:
         return await self._answer(request, body, form, calls, {"max_new_tokens": "max_tokens", "text": "prompt"})
 
     async def chat(self, request: Request) -> Response:
-        """POST /v1/chat/completions."""
         body = parse(ChatRequest, read_json(await request.body()))
         body.check()
         messages = conversation(body.messages)
@@ -213,7 +210,6 @@ class Front:
         return await self._pair.texts_of(tokens_of([entry for part in parts for entry in part.entries]))
 
     async def transcriptions(self, request: Request) -> Response:
-        """POST /v1/audio/transcriptions."""
         await self._check_model(None)
         return await transcribe(request, self._pair, self._settings.timeout, self._check_model, _unless_gone)
 
@@ -278,12 +274,10 @@ class Front:
     # ------------------------------------------------------------------------------------------------ the front itself
 
     async def models(self, request: Request) -> Response:
-        """GET /v1/models."""
         await self._pair.describe()
         return _json({"object": "list", "data": [self._card()]})
 
     async def model(self, request: Request) -> Response:
-        """GET /v1/models/MODEL."""
         await self._check_model(request.path_params["model"])
         return _json(self._card())
 
@@ -301,7 +295,6 @@ class Front:
         return Response(shown, headers={"content-type": TEXT_TYPE})
 
     async def version(self, request: Request) -> Response:
-        """GET /version."""
         return _json({"version": installed_version()})
 
     def _card(self) -> dict[str, Any]:

@@ -54,9 +54,7 @@ class Pair:
         """`AsyncClient.generate` with the framing, and with metrics.
 
         Args:
-            prompt: of the text.
             began: see `FrontMetrics.text`.
-            timeout: seconds.
             is_repeat: see `FrontMetrics.text`.
             options: of the client.
         """

@@ -42,7 +42,6 @@ async def transcribe(
     """POST /v1/audio/transcriptions.
 
     Args:
-        request: with the form.
         pair: of speech models.
         timeout: in seconds, of all windows together.
         check_model: refuses a model that is not served.

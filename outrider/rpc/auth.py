@@ -81,7 +81,6 @@ class OwnToken:
         self._watched = Watched([file], lambda: _read(file)[0][1])
 
     def metadata(self) -> tuple[tuple[str, str], ...]:
-        """The metadata of a call."""
         return ((METADATA_KEY, f"Bearer {self._watched.look()[1]}"),)
 
 
@@ -206,7 +205,6 @@ class ClientLimits:
             client.sequences -= call.sequences
 
     def add(self, call: _Call, field: str, count: int) -> None:
-        """See `count_sequences`."""
         most = self._max_sequences
         if most is not None and count > most:
             advice = ", the sequences of one client at once (--max-client-sequences)"

@@ -268,7 +268,6 @@ class RenewedChannel(Generic[Stub]):
 
     @property
     def is_idle(self) -> bool:
-        """Whether no call is in progress."""
         return not any(each.calls for each in self._open)
 
     async def close(self) -> None:

@@ -56,7 +56,6 @@ def packed_attention(
         sliding_window: how many positions a row sees, its own included.
         softcap: bound of the scores (`outrider.runtime.sdpa`).
         s_aux: `[heads]`: attention sinks (`outrider.runtime.sdpa`).
-        packed_batch: the batch.
         features: other arguments of the model; checked once, by `probe_attention`.
 
     Returns:

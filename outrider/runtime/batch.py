@@ -131,7 +131,6 @@ class PackedBatch:
 
     @property
     def block_tokens(self) -> int:
-        """Positions of a block."""
         assert self.pool is not None
         return self.pool.block_tokens
 
@@ -273,7 +272,6 @@ class HostBatch:
 
     @staticmethod
     def empty() -> "HostBatch":
-        """A batch without rows."""
         none, ints = np.zeros(0, _LONG), np.zeros(0, _INT)
         return HostBatch(
             none, none, none, none, np.zeros(1, _INT), ints, np.zeros((0, 0), _INT), np.zeros((0, ITEM), _INT), ints

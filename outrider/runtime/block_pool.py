@@ -50,11 +50,9 @@ class BlockPool:
 
     @property
     def num_free(self) -> int:
-        """The number of free blocks."""
         return len(self._free) + len(self._reserved)
 
     def ref_count(self, block: int) -> int:
-        """The number of sequences that hold a block."""
         return self._ref_counts[block]
 
     # -------------------------------------------------------------------------------------------------------- holding
@@ -109,7 +107,6 @@ class BlockPool:
             self._key_of_block[block] = key
 
     def forget(self, block: int) -> None:
-        """Removes the key of a block."""
         key = self._key_of_block.pop(block, None)
         if key is not None:
             del self._block_of_key[key]

@@ -279,7 +279,6 @@ class _StepBuffers:
         return most
 
     def fetch(self, draws: Sequence[Sequence[Draw]]) -> list[list[Sample]]:
-        """Waits for the results and returns the samples."""
         self._host_buffer.copy_(self._results)
         return [self._samples(s, own) for s, own in enumerate(draws)]
 

@@ -59,7 +59,6 @@ class PagedRunner:
 
     @torch.inference_mode()
     def run(self, host_batch: HostBatch) -> Tensor:
-        """See `Runner`."""
         batch = to_device(host_batch, self.memory, self.attention, self.device)
         return self.program(batch.tokens, batch, None if len(host_batch.rows) == len(host_batch.tokens) else batch.rows)
 
@@ -97,7 +96,6 @@ class Repeating:
     bytes = 0
 
     def capture(self, run: Callable[[], None]) -> Callable[[], None]:
-        """See `Capturer`."""
         run()
         return run
 
@@ -121,7 +119,6 @@ class CudaCapturer:
         return self._bytes
 
     def capture(self, run: Callable[[], None]) -> Callable[[], None]:
-        """See `Capturer`."""
         graph = torch.cuda.CUDAGraph()
         before = torch.cuda.memory_reserved(self._device)
         mode = torch.cuda.get_sync_debug_mode()
@@ -160,7 +157,6 @@ def buckets_for(max_sequences: int, widest: int, *, max_batch_tokens: int | None
     """Padded batch sizes to capture, in rows: 1, 2, 3, 4, 6, 8, 12 and so on. Padding adds at most half of a batch.
 
     Args:
-        max_sequences: of a batch.
         widest: the most rows of one sequence.
         max_batch_tokens: the most rows of a batch; None is no limit.
     """
@@ -208,7 +204,6 @@ class GraphRunner:
 
     @torch.inference_mode()
     def run(self, host_batch: HostBatch) -> Tensor:
-        """See `outrider.runtime.cuda_graph.Runner`."""
         captured = self._find(host_batch)
         if captured is None:
             return self.eager.run(host_batch)
@@ -239,7 +234,6 @@ class GraphRunner:
         If the time is too short for all, the smallest sizes follow: few streams gain the most.
 
         Args:
-            capturer: of the device.
             buckets: sizes in rows.
             seconds: the time limit; the duration of the first capture is taken for the others.
             most_bytes: the memory limit of all graphs; capturing stops at the first graph beyond it.

@@ -165,7 +165,6 @@ class DecodeLoop:
         """Captures the steps, if the pool is paged.
 
         Args:
-            capturer: of the model's device.
             sequences, tokens, with_kernels: see `StepSizes`.
             seconds, most_bytes: see `GraphRunner.capture`.
 

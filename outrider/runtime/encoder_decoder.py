@@ -170,7 +170,6 @@ class EncoderDecoder:
         pool.extend(slot, len(encoded))
 
     def __call__(self, token_ids: Tensor, batch: Any, rows: Tensor | int | None) -> Tensor:
-        """See `outrider.runtime.attention.Program`."""
         if self.decoder is not None:
             return self.decoder(token_ids, batch, rows)
         if self._positions is not None:

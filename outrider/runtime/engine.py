@@ -97,7 +97,6 @@ class Engine(ABC, Generic[Message, Work, Output]):
         self.forward_seconds = 0.0  # how long its forward took
 
     def start(self) -> None:
-        """Starts the thread."""
         self._thread.start()
 
     def stop(self) -> None:
@@ -109,7 +108,6 @@ class Engine(ABC, Generic[Message, Work, Output]):
 
     @property
     def alive(self) -> bool:
-        """Whether the thread runs."""
         return self._thread.is_alive()
 
     def failure(self, bound: float) -> str:

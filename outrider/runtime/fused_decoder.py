@@ -54,7 +54,6 @@ def fuse_model(loaded: LoadedModel, *, paged: bool = False) -> Program:
     The weights move into it, so the model's own forward no longer works. Quantised layers are not changed.
 
     Args:
-        loaded: the model.
         paged: whether it must run over a paged KV cache.
 
     Raises:

@@ -293,7 +293,6 @@ class FusedCrossDecoder:
         self._no_positions = torch.empty(0, dtype=torch.int64, device=self._device)
 
     def __call__(self, token_ids: Tensor, batch: Any, rows: Tensor | int | None) -> Tensor:
-        """See `outrider.runtime.attention.Program`."""
         assert isinstance(batch, PackedBatch)
         masks = batch.masks_for(1, 0) if self._bias is None else batch.biased_masks(self._bias)
         last, chosen = (batch.rows, rows) if rows is None or isinstance(rows, Tensor) else (rows, None)

@@ -59,8 +59,6 @@ def convert(name: str, output: Path, kind: str, *, revision: str | None = None) 
     """Writes the GGUF file of a folder or hub id; returns its size in bytes. An existing file is replaced.
 
     Args:
-        name: of the checkpoint.
-        output: the file.
         kind: of the matrices, `f32`, `f16`, `bf16` or `q8_0`; vectors stay float32.
         revision: of a hub id.
 

@@ -202,7 +202,6 @@ class KVPool:
         return not self._of(slot).block_table
 
     def blocks_for(self, length: int) -> int:
-        """Blocks for `length` positions."""
         return -(-length // self.block_tokens)
 
     def blocks_needed(self, slot: int, length: int) -> int:
@@ -373,7 +372,6 @@ class KVPool:
 
     @property
     def used_blocks(self) -> int:
-        """The number of blocks held by sequences."""
         return self.blocks.count - self.blocks.num_free
 
     def check_integrity(self) -> None:

@@ -155,7 +155,6 @@ def run_paged(ops: LayerOps, batch: PagedBatch, rotations: Tensor, rows: Tensor 
 
     Args:
         ops: of the decoder.
-        batch: the batch.
         rotations: see `LayerOps.queries`.
         rows: indices of the rows that need logits, `[R]`; None is all rows.
 

@@ -25,7 +25,6 @@ class TextIndex:
         self._before: list[int] = []  # for each end of a run: where that hash ended before; 0: nowhere
 
     def read(self, tokens: Sequence[int]) -> None:
-        """Appends tokens."""
         text, size, before = self._tokens, self._min_match, self._before
         text.extend(tokens)
         # A run is entered once a token follows it.

@@ -74,7 +74,6 @@ class CudaMemory:
         return int(torch.cuda.mem_get_info(self._device)[0]) + idle
 
     def peak(self, run: Callable[[], Any]) -> int:
-        """See `DeviceMemory`."""
         torch.cuda.synchronize(self._device)
         before = torch.cuda.memory_allocated(self._device)
         torch.cuda.reset_peak_memory_stats(self._device)

@@ -285,8 +285,6 @@ class ModelRunner:
         """Captures CUDA graphs of frequent batch sizes, if the pool is paged.
 
         Args:
-            capturer: of the model's device.
-            max_sequences: of a captured batch.
             widest: the most rows of one sequence.
             seconds: see `GraphRunner.capture`.
             most_bytes: see `GraphRunner.capture`.

@@ -75,7 +75,6 @@ def choose_attention(
 
     Args:
         requested: `auto`, `sdpa`, `eager` or `triton`.
-        layers: of the model.
         dtype: of keys and values.
         device: of keys and values.
         paged: whether the pool must be paged.
@@ -175,7 +174,6 @@ def check_attention(
     """Checks an attention against `attend_eager` on random batches of several kinds.
 
     Args:
-        choice: the attention.
         layers: of a model; equal ones are checked once.
         dtype: of keys and values.
         device: of keys and values.

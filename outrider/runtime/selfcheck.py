@@ -105,11 +105,8 @@ def random_batch(
 
     Args:
         spans: (positions before, rows) of each sequence.
-        kv_heads: of the layer.
-        head_dim: of the layer.
         dtype: of keys and values.
         device: of keys and values.
-        block_tokens: positions of a block.
     """
     pool = KVPool(
         1, kv_heads, head_dim,
@@ -231,9 +228,7 @@ def check_program(
     Two batches each hold a part of both sequences, in different order; only some rows need logits.
 
     Args:
-        program: under check.
         layers: the attention layers of the model.
-        expected: the reference.
         dtype: of keys and values.
         device: of the model.
         tolerance: see `check`.

@@ -128,7 +128,6 @@ class Tokenizer:
 
     @cached_property
     def fingerprint(self) -> str:
-        """See `tokenizer_fingerprint`."""
         return tokenizer_fingerprint(self.vocabulary())
 
     @property

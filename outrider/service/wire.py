@@ -37,7 +37,6 @@ class PrefixHash:
         self.extend(tokens)
 
     def extend(self, tokens: Iterable[int]) -> None:
-        """Appends tokens."""
         ids = array("I", tokens)
         if sys.byteorder == "big":
             ids.byteswap()
