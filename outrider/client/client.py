@@ -469,7 +469,9 @@ class Client:
             while (item := self._run(step())) is not None:
                 yield item
         finally:
-            if not self._loop.is_closed():
+            if threading.current_thread() is self._thread:  # the garbage collector runs in any thread
+                asyncio.run_coroutine_threadsafe(close(), self._loop)
+            elif not self._loop.is_closed():
                 self._run(close())
 
     def _stop(self) -> None:

@@ -2,6 +2,7 @@
 
 import asyncio
 import doctest
+import gc
 import json
 import re
 import socket
@@ -306,6 +307,24 @@ async def test_closing_the_iterator_cancels_the_call(draft_process: ServiceProce
         await stream.aclose()
         assert await _status(draft_process, "closed async iterator") == "CANCELLED"
         assert (await client.complete(PROMPT, **GREEDY)).finish_reason is FinishReason.LENGTH
+
+
+async def test_the_garbage_collector_may_drop_an_iterator_in_the_thread_of_the_loop(
+    draft_process: ServiceProcess,
+) -> None:
+    blocking = Client(draft_process.address, timeout=90)
+    events = blocking.generate(PROMPT, **LONG | {"request_id": "dropped iterator"})
+    assert isinstance(next(events), Started)
+    cycle: list[Any] = [events]
+    cycle.append(cycle)
+    del events, cycle
+
+    async def collect() -> None:
+        gc.collect()
+
+    asyncio.run_coroutine_threadsafe(collect(), blocking._loop).result(timeout=20)
+    assert await _status(draft_process, "dropped iterator") == "CANCELLED"
+    blocking.close()
 
 
 async def test_a_deadline_is_an_error_with_its_length(draft_address: str) -> None:
