@@ -144,7 +144,7 @@ class VerifierEngine(Engine[Message, TargetWork, StepResult]):
             max_batch_tokens=max_batch_tokens,
             max_sequences=model.limits.max_sequences,
         )
-        self._load = speculation_pb2.VerifierLoad()  # at the end of the last step, or when idle
+        self._load = speculation_pb2.VerifierLoad(active=1)  # at the end of the last step, or when idle
         self._unaccounted: Step | None = None  # the last step
         self._unsent_since: float | None = None  # start of the first step with tokens that are not sent
         self._draining = False
@@ -389,7 +389,7 @@ class VerifierEngine(Engine[Message, TargetWork, StepResult]):
     def _measure_load(self) -> speculation_pb2.VerifierLoad:
         now = time.perf_counter()
         return speculation_pb2.VerifierLoad(
-            active=sum(sequence.takes_part(now) for sequence in self.scheduler.running),
+            active=max(1, sum(sequence.takes_part(now) for sequence in self.scheduler.running)),
             running=len(self.scheduler.running),
             waiting=len(self.scheduler.waiting),
             kv_usage=self.model_runner.pool.used_blocks / self.model_runner.pool.blocks.count,

@@ -127,7 +127,7 @@ def test_the_load_in_a_verdict_is_that_after_the_previous_step(engine: VerifierE
             client.submit(())
         engine.turn()
     assert [verdict.load.running for verdict in first.verdicts] == [0, 3, 3]
-    assert first.verdicts[-1].load.active == 2
+    assert [verdict.load.active for verdict in first.verdicts] == [1, 2, 2]
     second.sequence.judged_at -= 10.0
     for _ in range(2):
         first.submit(())
