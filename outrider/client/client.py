@@ -6,6 +6,7 @@ import asyncio
 import threading
 import time
 from collections.abc import AsyncGenerator, Coroutine, Generator, Mapping, Sequence
+from concurrent.futures import Future
 from pathlib import Path
 from typing import Any, Self, TypeVar, Unpack, cast
 
@@ -347,20 +348,16 @@ class Client:
     ):
         """As `AsyncClient`."""
         self._loop = asyncio.new_event_loop()
+        self._is_closed = False
+        self._lock = threading.RLock()  # no work begins after `close` has; the garbage collector may come in between
         self._thread = threading.Thread(target=self._loop.run_forever, name="outrider-client", daemon=True)
         self._thread.start()
 
         async def make() -> AsyncClient:  # in that thread: grpc.aio binds a channel to the running loop
             return AsyncClient(
-                address,
-                timeout=timeout,
-                retry_timeout=retry_timeout,
-                retry=retry,
-                silence=silence,
-                tls=tls,
-                token_file=token_file,
-                plaintext=plaintext,
-            )
+                address, timeout=timeout, retry_timeout=retry_timeout, retry=retry, silence=silence,
+                tls=tls, token_file=token_file, plaintext=plaintext,
+            )  # fmt: skip
 
         try:
             self._client = self._run(make())
@@ -380,10 +377,12 @@ class Client:
 
     def close(self) -> None:
         """Closes every channel and ends the thread; calls in progress are cancelled. May be called twice."""
-        if self._loop.is_closed():
-            return
-        self._run(self._end())
-        self._stop()
+        with self._lock:
+            end = self._begin(self._end())
+            self._is_closed = True
+        if end is not None:
+            end.result()
+            self._stop()
 
     async def _end(self) -> None:
         calls = asyncio.all_tasks() - {asyncio.current_task()}
@@ -418,14 +417,9 @@ class Client:
     ) -> Transcription:
         """As `AsyncClient.transcribe`. Closing or dropping the iterator cancels the call."""
         transcription = self._client.transcribe(
-            audio,
-            language=language,
-            task=task,
-            timestamps=timestamps,
-            sample_rate=sample_rate,
-            timeout=timeout,
-            **options,
-        )
+            audio, language=language, task=task, timestamps=timestamps, sample_rate=sample_rate,
+            timeout=timeout, **options,
+        )  # fmt: skip
         return Transcription(transcription, self._each(transcription.stream))
 
     def get_model(self, *, timeout: float | None = None) -> pb.DraftServiceGetModelResponse:
@@ -469,21 +463,28 @@ class Client:
             while (item := self._run(step())) is not None:
                 yield item
         finally:
-            if threading.current_thread() is self._thread:  # the garbage collector runs in any thread
-                asyncio.run_coroutine_threadsafe(close(), self._loop)
-            elif not self._loop.is_closed():
-                self._run(close())
+            closing = self._begin(close())
+            # The garbage collector runs in any thread, and the loop must not wait for itself
+            if closing is not None and threading.current_thread() is not self._thread:
+                closing.result()
 
     def _stop(self) -> None:
         self._loop.call_soon_threadsafe(self._loop.stop)
         self._thread.join()
         self._loop.close()
 
+    def _begin(self, work: Coroutine[Any, Any, T]) -> Future[T] | None:
+        """Begins work in the thread of the loop; None if the client is closed."""
+        with self._lock:
+            if not self._is_closed:
+                return asyncio.run_coroutine_threadsafe(work, self._loop)
+        work.close()
+        return None
+
     def _run(self, work: Coroutine[Any, Any, T]) -> T:
-        if self._loop.is_closed():
-            work.close()
+        future = self._begin(work)
+        if future is None:
             raise RuntimeError("the client is closed; make a new one")
-        future = asyncio.run_coroutine_threadsafe(work, self._loop)
         try:
             return future.result()
         finally:

@@ -6,6 +6,7 @@ import gc
 import json
 import re
 import socket
+import threading
 from collections.abc import AsyncIterator
 from concurrent.futures import CancelledError
 from contextlib import AsyncExitStack, asynccontextmanager
@@ -205,6 +206,27 @@ async def test_closing_the_client_ends_a_call_that_waits_to_try_again() -> None:
         await asyncio.to_thread(client.close)
         async with asyncio.timeout(30):
             assert await ended is CancelledError
+
+
+async def test_a_client_that_is_being_closed_begins_no_call(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The loop would stop before the call has ended, and its thread wait for ever."""
+    client = await asyncio.to_thread(Client, "127.0.0.1:9")
+    closing, goes_on, close = threading.Event(), threading.Event(), client._client.close
+
+    async def slow_close() -> None:
+        closing.set()
+        await asyncio.to_thread(goes_on.wait)
+        await close()
+
+    monkeypatch.setattr(client._client, "close", slow_close)
+    closed = asyncio.create_task(asyncio.to_thread(client.close))
+    try:
+        await asyncio.to_thread(closing.wait)
+        with pytest.raises(RuntimeError, match="the client is closed"):
+            await asyncio.to_thread(client.get_model, timeout=0.1)
+    finally:
+        goes_on.set()
+        await closed
 
 
 # ------------------------------------------------------------------------------------------- TLS on one side only
