@@ -32,6 +32,7 @@ _TokenIds: TypeAlias = Annotated[list[int], Field(fail_fast=True)]
 _Parts: TypeAlias = Annotated[list[dict[str, Any]], Field(fail_fast=True)]
 
 MOST_TOP_LOGPROBS = 20
+_MOST_DIGITS = 20  # of a token id; Python refuses to read thousands
 
 _ANY = object()
 # The values of each field that ask for nothing; null is always one. `_ANY`: whatever it is, the text stays the same.
@@ -149,7 +150,7 @@ class _Generation(Body):
         for key, bias in value.items() if isinstance(value, dict) else ():
             if type(bias) not in (int, float) or not abs(bias) < 2**64:
                 check({key: bias})
-            if not (key.isascii() and key.isdigit()):
+            if not (key.isascii() and key.isdigit() and len(key) <= _MOST_DIGITS):
                 raise ValueError(f"logit_bias has the key {short_repr(key)}; keys are token ids, as text")
         return check(value)
 

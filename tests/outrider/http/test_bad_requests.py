@@ -50,6 +50,7 @@ BASE: dict[str, dict[str, Any]] = {COMPLETION: {"prompt": "x"}, CHAT: {"messages
         (COMPLETION, {"seed": 1.5}, "seed", "1.5"),
         (COMPLETION, {"logit_bias": {"a": 1}}, "logit_bias", "token ids"),
         (COMPLETION, {"logit_bias": {"999999": 1}}, "logit_bias", "999999"),
+        (COMPLETION, {"logit_bias": {"1" * 5000: 1}}, "logit_bias", "token ids"),
         (COMPLETION, {"logit_bias": {"5": 101}}, "logit_bias", "101"),
         (COMPLETION, {"stop": ["x"] * 100}, "stop", "100"),
         (COMPLETION, {"stop": ""}, "stop", "0"),
