@@ -429,7 +429,9 @@ async def _client_gone(request: Request, error: Exception) -> Response:
 
 
 async def _unexpected_error(request: Request, error: Exception) -> Response:
-    return await _api_error(request, ApiError(500, "internal error; the server's log has the cause"))
+    # Starlette raises the error again, and uvicorn then closes the connection.
+    headers = {"connection": "close"}
+    return await _api_error(request, ApiError(500, "internal error; the server's log has the cause", headers=headers))
 
 
 def _json(value: Any) -> Response:

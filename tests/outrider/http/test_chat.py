@@ -129,3 +129,15 @@ def test_wrong_routes_answer_in_openais_form(http: httpx.Client, method: str, pa
     answer = http.request(method, path)
     assert answer.status_code == status
     assert set(answer.json()["error"]) == {"message", "type", "param", "code"}
+
+
+def test_after_an_internal_error_the_connection_ends(http: httpx.Client, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Which the answer says, so that a client sends no further request there."""
+
+    def broken() -> str:
+        raise ZeroDivisionError
+
+    monkeypatch.setattr("outrider.http.app.installed_version", broken)
+    answer = http.get("/version")
+    assert (answer.status_code, answer.json()["error"]["type"]) == (500, "server_error")
+    assert answer.headers["connection"] == "close"
