@@ -162,7 +162,7 @@ def of_validation(problem: Mapping[str, Any], known: Collection[str]) -> ApiErro
             return unsupported(param, f"there is no field {param}{hint}")
         case "value_error":  # of our own, with the value
             return invalid(param, str(problem["msg"]).removeprefix("Value error, "))
-    expected = str(problem["msg"]).removeprefix("Input should ")
+    expected = re.sub(r"^\w+ should ", "", str(problem["msg"]))  # "Input should", "List should"
     return invalid(param, f"{param} is {_as_json(problem['input'])}; it must {expected}")
 
 
