@@ -43,9 +43,11 @@ _NEUTRAL: dict[str, tuple[Any, ...]] = {
     "functions": ([],),
     "metadata": (_ANY,),
     "modalities": (["text"],),
+    "moderation": (),
     "parallel_tool_calls": (_ANY,),
     "prediction": (),
     "prompt_cache_key": (_ANY,),
+    "prompt_cache_options": (_ANY,),
     "prompt_cache_retention": (_ANY,),
     "reasoning_effort": ("none",),
     "response_format": ({"type": "text"},),
@@ -104,12 +106,15 @@ class Body(BaseModel):
     @model_validator(mode="before")
     @classmethod
     def _with_one_unknown(cls, value: Any) -> Any:
-        """Drops unknown fields but the first: pydantic makes an error of each, and only the first is shown."""
+        """Drops unknown fields but the first, of which alone an error is shown: pydantic makes one of each. Drops null,
+        which stands for a missing field.
+        """
         if not isinstance(value, dict):
             return value
         known = cls.model_fields.keys()
-        unknown = next((name for name in value if name not in known), None)
-        return {name: each for name, each in value.items() if name in known or name == unknown}
+        given = {name: each for name, each in value.items() if each is not None}
+        unknown = next((name for name in given if name not in known), None)
+        return {name: each for name, each in given.items() if name in known or name == unknown}
 
 
 class StreamOptions(Body):
@@ -288,7 +293,8 @@ class ChatMessage(Body):
             if part.get("type") != "text":
                 kind = short_repr(part.get("type"))
                 raise unsupported(param, f"{param} is of the type {kind}; this server takes text only")
-            if not isinstance(part.get("text"), str) or part.keys() - {"type", "text"}:
+            more = [name for name in part.keys() - {"type", "text"} if part[name] is not None]
+            if more or not isinstance(part.get("text"), str):
                 raise invalid(param, f"{param} must have a text, and nothing beside type and text")
             texts.append(part["text"])
         return Message(self.role, "\n".join(texts))
@@ -381,9 +387,9 @@ def parse(kind: type[AnyBody], value: Any, prefix: str = "") -> AnyBody:
     if not isinstance(value, dict):
         name = prefix.removesuffix(".") or "the body"
         raise invalid(name if prefix else None, f"{name} is {short_repr(value)}; it must be an object")
-    given = {name: each for name, each in value.items() if each is not None}
+    given = dict(value)
     for name, neutral in kind.neutral().items():
-        if name in given:
+        if given.get(name) is not None:
             _check_neutral(prefix + name, name, given.pop(name), neutral)
     try:
         return kind.model_validate(given)

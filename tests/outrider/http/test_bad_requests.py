@@ -176,6 +176,12 @@ def test_a_message_shows_the_beginning_of_a_name(http: httpx.Client) -> None:
     assert error["message"] == f"there is no field {error['param']}"
 
 
+def test_null_in_a_part_of_a_message_is_no_value(http: httpx.Client) -> None:
+    part = {"type": "text", "text": "x", "prompt_cache_breakpoint": None}
+    answer = http.post(CHAT, json={"messages": [{"role": "user", "content": [part]}], "max_tokens": 1})
+    assert answer.status_code == 200, answer.text
+
+
 def test_values_that_ask_for_nothing_are_taken(http: httpx.Client) -> None:
     neutral = {
         "user": "me",
@@ -193,6 +199,10 @@ def test_values_that_ask_for_nothing_are_taken(http: httpx.Client) -> None:
         "use_beam_search": False,
         "top_k": -1,
         "reasoning_effort": "none",
+        "moderation": None,
+        "prompt_cache_options": {"mode": "explicit"},
+        "stream": True,
+        "stream_options": {"include_usage": None, "anything": None},
     }
     for path, base in BASE.items():
         body = base | {name: value for name, value in neutral.items() if path == COMPLETION or name != "best_of"}
