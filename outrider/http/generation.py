@@ -213,6 +213,7 @@ class _Choice:
         self._ids: Sequence[int] = ()  # of the prompt
         self._prompt: list[Entry] = []
         self._waiting: list[Entry] = []  # of tokens that a stop string may still cut
+        self._held = 0  # tokens so far that it may still cut
 
     def take(self, event: Event) -> Part | None:
         """The text and the entries that the event completes; None: there is nothing to show."""
@@ -243,7 +244,8 @@ class _Choice:
         if self.call.without_output:
             text = ""
         else:
-            self._tally.completion_tokens += len(chunk.token_ids)
+            self._tally.completion_tokens += len(chunk.token_ids) + self._held - chunk.held_tokens
+            self._held = chunk.held_tokens
             if self.call.wants_logprobs:
                 self._waiting += zip(chunk.token_ids, chunk.logprobs, strict=False)
                 entries = self._release(chunk.held_tokens)
@@ -257,7 +259,7 @@ class _Choice:
             tally.prompt_tokens += end.usage.prompt_tokens - len(self._ids)
             tally.cached_tokens += end.usage.cached_tokens
         if not self.call.without_output:
-            tally.completion_tokens -= end.cut_tokens
+            tally.completion_tokens += self._held - end.cut_tokens
         return self._release(end.cut_tokens)
 
     def _release(self, kept: int) -> Sequence[Entry]:

@@ -152,6 +152,15 @@ def test_a_stop_string_ends_the_text_before_it(http: httpx.Client, complete: Pos
     assert tokens == cut["logprobs"]["tokens"]
 
 
+def test_usage_never_counts_a_token_that_a_stop_string_cuts(http: httpx.Client, complete: Post) -> None:
+    whole = complete(PROMPT, **GREEDY)["choices"][0]["text"]
+    options = {"include_usage": True, "continuous_usage_stats": True}
+    found = stream(http, "/v1/completions", prompt=PROMPT, stop=whole[10:40], stream_options=options, **GREEDY)
+    counts = [event["usage"]["completion_tokens"] for event in found]
+    assert found[-2]["choices"][0]["finish_reason"] == "stop"
+    assert counts == sorted(counts)
+
+
 @pytest.mark.parametrize("is_chat", [False, True], ids=["completion", "chat"])
 def test_a_stop_token_of_the_request_is_named(http: httpx.Client, ours: Client, *, is_chat: bool) -> None:
     """The model's own end is not, as in vLLM."""
