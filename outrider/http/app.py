@@ -165,6 +165,12 @@ class Front:
         generation = Generation(self._pair, calls, self._settings.timeout)
         has_logprobs = body.top_logprobs_asked is not None
         headers = {"x-request-id": form.id}
+
+        def explain(error: OutriderError) -> ApiError:
+            failure = of_service(error, names=names, models=self._pair.paths)
+            failure.headers |= headers
+            return failure
+
         try:
             if not body.stream:
                 choices = await _unless_gone(request.receive, generation.whole())
@@ -175,8 +181,8 @@ class Front:
             # The status is known once the first text is there.
             first = await _unless_gone(request.receive, anext(events, b""))
         except OutriderError as error:
-            raise of_service(error, names=names, models=self._pair.paths) from error
-        return _Stream(first, events, headers, lambda error: of_service(error, names=names, models=self._pair.paths))
+            raise explain(error) from error
+        return _Stream(first, events, headers, explain)
 
     async def _events(
         self, body: CompletionRequest | ChatRequest, form: Form, generation: Generation, *, has_logprobs: bool

@@ -108,6 +108,7 @@ def test_a_full_service_is_429_and_a_slow_one_504(demo_pair: Pair, chat_folder: 
             wait_until(lambda: draft.count("outrider_num_requests_running") == 0, 10.0, "the late text is cancelled")
             answer = http.post("/v1/completions", json=LONG)
             assert answer.status_code == 504
+            assert answer.headers["x-request-id"].startswith("cmpl-")
             assert answer.json()["error"]["type"] == "server_error"
             wait_until(lambda: draft.count("outrider_num_requests_running") == 0, 10.0, "the late text is cancelled")
             assert stream(http, "/v1/completions", prompt="x", max_tokens=1)
