@@ -22,7 +22,7 @@ from outrider.client import AsyncClient, Message, OutriderError
 from outrider.environment import installed_version
 from outrider.http import playground
 from outrider.http.answers import DONE, ChatForm, CompletionForm, Form, tokens_of, usage_field
-from outrider.http.errors import ApiError, of_service, unsupported
+from outrider.http.errors import ApiError, of_limits, of_service, unsupported
 from outrider.http.generation import Call, Generation, Part
 from outrider.http.metrics import TEXT_TYPE, FrontMetrics
 from outrider.http.pair import Pair
@@ -416,10 +416,8 @@ async def _api_error(request: Request, error: Exception) -> Response:
 
 async def _request_error(request: Request, error: Exception) -> Response:
     """An error of this process: of the limits of a client."""
-    from outrider.client.errors import typed
-
     assert isinstance(error, RequestError)
-    return await _api_error(request, of_service(typed(error)))
+    return await _api_error(request, of_limits(error))
 
 
 async def _http_error(request: Request, error: Exception) -> Response:

@@ -106,6 +106,7 @@ def test_each_key_has_limits_of_its_own(guarded: str) -> None:
             answer = client.post("/v1/completions", json=BODY)
             assert (answer.status_code, answer.json()["error"]["type"]) == (429, "rate_limit_error")
             assert int(answer.headers["retry-after"]) >= 1
+            assert "(--http-max-client-sequences)" in answer.json()["error"]["message"]
             assert client.get("/v1/models").status_code == 200
             assert plain.post(f"{guarded}/v1/completions", json=BODY, headers=key(1)).status_code == 200
     wait_until(lambda: plain.post(f"{guarded}/v1/completions", json=BODY, headers=key()).status_code == 200)
