@@ -93,13 +93,14 @@ class AsyncTranscription:
         if samples.frames > encoder.frames:
             _check_timestamps(encoder, samples)
             options["timestamps"] = True
-        first = (encoder.first_timestamp_token_id or None) if options["timestamps"] else None
+        first = encoder.first_timestamp_token_id or None
         options.setdefault("temperature", 0.0)
         options.setdefault("max_new_tokens", most_tokens(pair))
         options["report_rounds"] = True  # with the text of each token
         seed, seek = options.pop("seed", None), 0
         while seek < samples.frames:
-            window = Window(seek, min(encoder.frames, samples.frames - seek), first)
+            frames = min(encoder.frames, samples.frames - seek)
+            window = Window(seek, frames, first, has_times=options["timestamps"])
             options["audio"] = samples.part(seek, window.frames)
             # Texts of one seed share their random numbers: each window has a seed of its own.
             options["seed"] = None if seed is None else (seed + len(self.completions)) % 2**64
@@ -234,19 +235,21 @@ class Window:
     Args:
         seek: frames before the window.
         frames: frames of its audio.
-        first_timestamp: the token of the timestamp 0.00; None: no timestamps are asked for.
+        first_timestamp: the token of the timestamp 0.00; None: the model writes none.
+        has_times: whether timestamps are asked for. A model may write some all the same; they are no text.
 
     Attributes:
         events: all events so far.
         advance: how many frames after this window's begin the next one begins. Known at the end.
     """
 
-    def __init__(self, seek: int, frames: int, first_timestamp: int | None) -> None:
+    def __init__(self, seek: int, frames: int, first_timestamp: int | None, *, has_times: bool = True) -> None:
         self.events: list[Event] = []
         self.frames = frames
         self.advance = frames
         self._seek = seek
         self._first = first_timestamp
+        self._first_cut = first_timestamp if has_times else None
         self._tokens: list[int] = []
         self._texts: list[str] = []
         self._text = ""
@@ -268,14 +271,14 @@ class Window:
 
     def _complete(self, count: int) -> list[Segment]:
         """The new segments that a pair of timestamps ends. Later tokens do not change them."""
-        spans, _ = find_spans(self._tokens[:count], self._first, self.frames)
+        spans, _ = find_spans(self._tokens[:count], self._first_cut, self.frames)
         return self._segments([span for span in spans if span.end < count], count)
 
     def _end(self, finished: Finished) -> list[Segment]:
         count = len(self._tokens) - finished.cut_tokens
         if finished.finish_reason is FinishReason.STOP_TOKEN:
             count -= 1
-        spans, advance = find_spans(self._tokens[:count], self._first, self.frames)
+        spans, advance = find_spans(self._tokens[:count], self._first_cut, self.frames)
         self.advance = advance or self.frames  # a pair of 0.00 would repeat the window for ever
         return self._segments(spans, count)
 

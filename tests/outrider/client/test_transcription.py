@@ -115,6 +115,15 @@ def test_segments_come_as_soon_as_they_are_whole_and_do_not_change(held: int) ->
     assert early > 50
 
 
+def test_timestamps_that_are_not_asked_for_are_no_text() -> None:
+    window = Window(0, 600, FIRST, has_times=False)
+    texts = [" 1", "<|0.08|>", "<|0.10|>", " 2"]
+    chunk = pb.GenerateChunk(text="".join(texts), token_ids=[1, FIRST + 4, FIRST + 5, 2], token_texts=texts)
+    finished = Finished.of(pb.GenerateFinished(finish_reason=sampling_pb2.FINISH_REASON_LENGTH))
+    (segment,) = flat(segments_of(window, [Chunk.of(chunk), finished]))
+    assert (segment.text, segment.start, segment.end, window.advance) == (" 1 2", 0.0, 6.0, 600)
+
+
 def test_a_pair_at_zero_does_not_repeat_the_window() -> None:
     window = Window(0, 3000, FIRST)
     segments_of(window, written([FIRST, FIRST, 7, EOS], [4]))
