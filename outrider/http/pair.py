@@ -17,8 +17,8 @@ from protos.outrider.v1 import draft_service_pb2 as pb
 KNOWN_FOR_S = 30.0
 # Probes may come often.
 _AVAILABLE_FOR_S = 0.5
-# Texts are fetched in pieces: services limit the tokens of a call.
-_PIECE = 1024
+# Texts are fetched in pieces: services limit the tokens of a call to those of a sequence.
+_LARGEST_PIECE = 1024
 
 
 class Pair:
@@ -157,8 +157,9 @@ class Pair:
             OutriderError: the service refuses a token, or does not answer.
         """
         missing = sorted({token for token in ids if token not in self._texts})
-        for start in range(0, len(missing), _PIECE):
-            piece = missing[start : start + _PIECE]
+        size = min(_LARGEST_PIECE, self.most_tokens)
+        for start in range(0, len(missing), size):
+            piece = missing[start : start + size]
             found = await self.client.detokenize(piece)
             self._texts.update(zip(piece, found.token_texts, strict=True))
         return self._texts

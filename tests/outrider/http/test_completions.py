@@ -8,7 +8,8 @@ import pytest
 
 from outrider.client import Client
 from outrider.http.generation import Tally
-from tests.outrider.http.conftest import Post, near, stream
+from tests.cluster import Cluster, wait_healthy
+from tests.outrider.http.conftest import Post, near, plain, running_front, stream
 
 PROMPT = "def area(radius):\n"
 GREEDY: dict[str, Any] = {"temperature": 0, "max_tokens": 24}
@@ -197,6 +198,19 @@ def test_logprobs_are_those_of_our_own_client(http: httpx.Client, complete: Post
     assert streamed["token_logprobs"] == near(found["token_logprobs"])
     for one, other in zip(streamed["top_logprobs"], found["top_logprobs"], strict=True):
         assert one == near(other)
+
+
+def test_texts_are_fetched_of_more_tokens_than_one_call_takes() -> None:
+    with Cluster() as cluster:
+        verifier = cluster.verifier(flags="--max-sequence-tokens 32")
+        draft = cluster.draft(verifier)
+        wait_healthy(verifier, draft)
+        body = {"prompt": PROMPT, "logprobs": 20, "max_tokens": 8, "temperature": 0}
+        with running_front(draft.address) as url:
+            answer = plain.post(f"{url}/v1/completions", json=body)
+    assert answer.status_code == 200, answer.text
+    (choice,) = answer.json()["choices"]
+    assert len(set().union(*choice["logprobs"]["top_logprobs"])) > 32
 
 
 def test_echo_begins_with_null_then_the_prompt_then_one_token(complete: Post, ours: Client) -> None:
