@@ -341,7 +341,7 @@ class TokenizeRequest(Body):
 
     model: str | None = None
     prompt: str | None = None
-    messages: list[Any] | None = None
+    messages: list[Any] | None = Field(None, min_length=1)
     add_special_tokens: bool | None = None
     return_token_strs: bool = False
 

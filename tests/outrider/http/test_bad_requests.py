@@ -215,6 +215,7 @@ def test_values_that_ask_for_nothing_are_taken(http: httpx.Client) -> None:
     [
         ("/tokenize", {}, "prompt"),
         ("/tokenize", {"prompt": "x", "messages": MESSAGES}, "prompt"),
+        ("/tokenize", {"messages": []}, "messages"),
         ("/tokenize", {"prompt": "x", "chat_template": "x"}, "chat_template"),
         ("/tokenize", {"prompt": "x", "model": "other"}, "model"),
         ("/detokenize", {"tokens": [-1]}, "tokens"),
