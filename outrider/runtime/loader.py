@@ -280,18 +280,21 @@ def _load_weights(folder: Path, source: ModelSource, config: Any, dtype: torch.d
             attn_implementation=NAME,
             trust_remote_code=source.trust_remote_code,
             output_loading_info=True,
+            ignore_mismatched_sizes=True,  # they are refused below, by name
             **options,
         )
     except KeyError as error:
         if NAME not in str(error):
-            raise CheckpointError(f"cannot load '{source.name}': its configuration lacks {error}") from error
+            raise CheckpointError(
+                f"cannot load '{source.name}': its configuration lacks {error}, or transformers does not know it"
+            ) from error
         kind = ", ".join(getattr(config, "architectures", None) or [config.model_type])
         raise UnsupportedModel(f"the attention of {kind} {ELSEWHERE}") from error
     except Exception as error:
         raise CheckpointError(f"cannot load '{source.name}': {type(error).__name__}: {error}") from error
-    for problem in ("missing_keys", "mismatched_keys"):
-        keys = sorted(str(key) for key in report.get(problem) or ())
-        if keys:
+    wrong_sizes = (f"{key} {list(found)}, not {list(size)}" for key, found, size in report["mismatched_keys"])
+    for problem, named in (("missing_keys", report["missing_keys"]), ("wrong sizes", wrong_sizes)):
+        if keys := sorted(named):
             raise CheckpointError(
                 f"the weights of '{source.name}' do not match its config.json: {problem} {', '.join(keys[:3])}"
                 + (f" and {len(keys) - 3} more" if len(keys) > 3 else "")

@@ -114,9 +114,15 @@ def test_an_invalid_checkpoint_is_refused(checkpoint: Checkpoint, tmp_path: Path
     assert "cannot read the configuration" in refusal(tmp_path)
     folder = Path(shutil.copytree(checkpoint("llama"), tmp_path / "incomplete"))
     tensors = load_file(folder / "model.safetensors")
-    del tensors["model.layers.1.mlp.up_proj.weight"]
+    weight = tensors.pop("model.layers.1.mlp.up_proj.weight")
     save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
     assert "missing_keys model.layers.1.mlp.up_proj.weight" in refusal(folder)
+    tensors["model.layers.1.mlp.up_proj.weight"] = weight[:7]
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    assert "wrong sizes model.layers.1.mlp.up_proj.weight [7, 32], not [48, 32]" in refusal(folder)
+    tensors["model.layers.1.mlp.up_proj.weight"] = weight * torch.nan
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    assert "are NaN or infinite in transformers itself" in refusal(folder)
 
 
 @pytest.mark.parametrize(
