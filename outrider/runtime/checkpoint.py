@@ -79,6 +79,33 @@ def vocabulary_size(name: str, revision: str | None = None) -> int | None:
     return next((size for size in sizes if isinstance(size, int) and size > 0), None)
 
 
+def read_json(path: Path) -> dict[str, Any]:
+    """The object in a JSON file.
+
+    Raises:
+        CheckpointError: it cannot be read, or is no object.
+    """
+    try:
+        found = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise CheckpointError(f"cannot read '{path}': {error}") from error
+    if not isinstance(found, dict):
+        raise CheckpointError(f"'{path}' is not a JSON object")
+    return found
+
+
+def token_ids(name: str, value: Any) -> tuple[int, ...]:
+    """The token ids of an entry `name` of a configuration: one id or a list; none for None.
+
+    Raises:
+        CheckpointError: it is something else.
+    """
+    ids = () if value is None else value if isinstance(value, list | tuple) else (value,)
+    if any(type(each) is not int for each in ids):
+        raise CheckpointError(f"{name} is {value!r}; it must be a token id, or a list of them")
+    return tuple(dict.fromkeys(ids))
+
+
 def weights_fingerprint(folder: str | os.PathLike[str]) -> str:
     """SHA-256, in hex, of the configuration, the safetensors headers and samples of the weight files.
 
@@ -124,11 +151,7 @@ def model_fingerprint(weights: str, eos_token_ids: Iterable[int], rules: Generat
 
 
 def _normalised(config: Path) -> bytes:
-    try:
-        values = json.loads(config.read_text(encoding="utf-8"))
-    except ValueError as error:
-        raise CheckpointError(f"'{config}' is not JSON: {error}") from error
-    kept: dict[str, Any] = {key: value for key, value in values.items() if key not in _PROVENANCE}
+    kept = {key: value for key, value in read_json(config).items() if key not in _PROVENANCE}
     return json.dumps(kept, sort_keys=True, separators=(",", ":")).encode()
 
 

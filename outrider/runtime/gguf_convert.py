@@ -15,7 +15,7 @@ import numpy as np
 from safetensors import safe_open
 from torch import Tensor
 
-from outrider.runtime.checkpoint import resolve_folder
+from outrider.runtime.checkpoint import read_json, resolve_folder, token_ids
 from outrider.runtime.errors import CheckpointError, UnsupportedModel
 
 _WORDS = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|"
@@ -67,7 +67,7 @@ def convert(name: str, output: Path, kind: str, *, revision: str | None = None) 
     """
     gguf = _gguf()
     folder = resolve_folder(name, revision)
-    config = _read(folder / "config.json")
+    config = read_json(folder / "config.json")
     found = _ARCHITECTURES.get(config.get("model_type", ""))
     if found is None:
         raise UnsupportedModel(
@@ -99,16 +99,6 @@ def _gguf() -> Any:
     except ImportError as error:
         raise CheckpointError("outrider convert needs the package gguf: pip install 'outrider[llama]'") from error
     return gguf
-
-
-def _read(path: Path) -> dict[str, Any]:
-    try:
-        found = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise CheckpointError(f"cannot read '{path}': {error}") from error
-    if not isinstance(found, dict):
-        raise CheckpointError(f"'{path}' is not a JSON object")
-    return found
 
 
 def _check_plain(config: dict[str, Any], name: str) -> None:
@@ -249,7 +239,7 @@ def _write_tokenizer(writer: Any, gguf: Any, folder: Path, config: dict[str, Any
         raise CheckpointError(f"'{folder}' has no tokenizer.json; save its tokenizer with save_pretrained first")
     whole = path.read_text(encoding="utf-8")
     found = json.loads(whole)
-    options = _read(folder / "tokenizer_config.json") if (folder / "tokenizer_config.json").is_file() else {}
+    options = read_json(folder / "tokenizer_config.json") if (folder / "tokenizer_config.json").is_file() else {}
     ids: dict[str, int] = {each["content"]: each["id"] for each in found.get("added_tokens", ())}
     special = {each["content"] for each in found.get("added_tokens", ()) if each["special"]}
     added = set(ids)
@@ -302,7 +292,7 @@ def _write_special(
 ) -> None:
     """Special tokens, the end-of-sequence tokens of the generation config, and the chat template."""
     path = folder / "generation_config.json"
-    generation = _read(path) if path.is_file() else {}
+    generation = read_json(path) if path.is_file() else {}
     roles: dict[str, Callable[[int], None]] = {
         "bos_token": writer.add_bos_token_id,
         "eos_token": writer.add_eos_token_id,
@@ -317,7 +307,7 @@ def _write_special(
     writer.add_add_bos_token(bool(options.get("add_bos_token", False)))
     ends = generation.get("eos_token_id", config.get("eos_token_id"))
     if ends is not None:
-        writer.add_array("outrider.eos_token_ids", [ends] if isinstance(ends, int) else list(ends))
+        writer.add_array("outrider.eos_token_ids", list(token_ids("eos_token_id", ends)))
     writer.add_string("outrider.tokenizer_config", json.dumps(options))
     template = folder / "chat_template.jinja"
     text = template.read_text(encoding="utf-8") if template.is_file() else options.get("chat_template")

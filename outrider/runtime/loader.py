@@ -24,7 +24,13 @@ from transformers.utils import logging as transformers_logging
 from kernels.generation_rules import GenerationRules
 from outrider.runtime import generation_rules
 from outrider.runtime.attention import ELSEWHERE, NAME, AttentionLayer, Program, TransformersProgram, probe_attention
-from outrider.runtime.checkpoint import model_fingerprint, resolve_folder, weights_fingerprint
+from outrider.runtime.checkpoint import (
+    model_fingerprint,
+    read_json,
+    resolve_folder,
+    token_ids,
+    weights_fingerprint,
+)
 from outrider.runtime.device import find_device
 from outrider.runtime.encoder_decoder import LONGEST, EncoderDecoder, prepare
 from outrider.runtime.errors import CheckpointError, UnsupportedModel
@@ -226,6 +232,8 @@ def _config(folder: Path, source: ModelSource) -> Any:
         config = AutoConfig.from_pretrained(folder, trust_remote_code=source.trust_remote_code)
     except Exception as error:
         raise CheckpointError(f"cannot read the configuration of '{source.name}': {error}") from error
+    if (generation := folder / "generation_config.json").is_file():
+        read_json(generation)  # transformers ignores a damaged one, and with it the end-of-sequence tokens
     if getattr(config, "is_encoder_decoder", False):
         if config.model_type not in _ENCODER_DECODERS:
             raise UnsupportedModel(
@@ -442,7 +450,7 @@ def _eos_token_ids(model: Any) -> tuple[int, ...]:
     for config in (getattr(model, "generation_config", None), model.config.get_text_config()):
         found = getattr(config, "eos_token_id", None)
         if found is not None:
-            return (found,) if isinstance(found, int) else tuple(dict.fromkeys(found))
+            return token_ids("eos_token_id", found)
     return ()
 
 

@@ -186,8 +186,8 @@ def reference(model: Any, vocab_size: int, context_length: int) -> Reference:
         model.set_attn_implementation(NAME)
     if not logits.isfinite().all():
         raise CheckpointError(
-            f"the logits of {type(model).__name__} are NaN or infinite in transformers itself: its weights are damaged, "
-            f"its configuration is wrong, or {logits.dtype} is too narrow for it (--dtype)"
+            f"the logits of {type(model).__name__} are NaN or infinite in transformers itself: its weights are "
+            f"damaged, its configuration is wrong, or {logits.dtype} is too narrow for it (--dtype)"
         )
     return Reference(tokens, logits.float().cpu(), inputs)
 

@@ -67,6 +67,20 @@ def test_stop_tokens_are_those_of_the_generation_config(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ('{"eos_token_id": [2, "7"]}', "eos_token_id is [2, '7']; it must be a token id, or a list of them"),
+        ('{"eos_token_id": 2.0}', "eos_token_id is 2.0; it must be a token id, or a list of them"),
+        ('{"eos_token_id": [2, 7', "generation_config.json': Expecting ',' delimiter"),
+        ("[]", "generation_config.json' is not a JSON object"),
+    ],
+)
+def test_a_damaged_generation_config_is_refused(text: str, message: str, folder: Path) -> None:
+    (folder / "generation_config.json").write_text(text)
+    assert message in refusal(folder)
+
+
+@pytest.mark.parametrize(
     ("stored", "computes_bfloat16", "chosen"),
     [
         (torch.bfloat16, True, torch.bfloat16),
