@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from safetensors import safe_open
+from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from outrider.runtime.checkpoint import read_json, resolve_folder, token_ids
@@ -52,6 +52,17 @@ _ARCHITECTURES = {
     "qwen3": _Architecture("qwen3"),
     "gemma3_text": _Architecture("gemma3", norm_offset=1.0),
     "gpt2": _Architecture("gpt2", transposed=("c_attn.weight", "c_proj.weight", "c_fc.weight")),
+}
+
+
+# Values of entries that llama.cpp does not read, but computes with.
+_DONE: dict[str, tuple[object, ...]] = {
+    "hidden_act": ("silu", "swish"),
+    "hidden_activation": ("gelu_pytorch_tanh",),
+    "activation_function": ("gelu_new", "gelu_pytorch_tanh"),
+    "scale_attn_weights": (True,),
+    "scale_attn_by_inverse_layer_idx": (False,),
+    "use_bidirectional_attention": (False, None),
 }
 
 
@@ -105,9 +116,10 @@ def _check_plain(config: dict[str, Any], name: str) -> None:
     """Refuses what this converter would drop in silence."""
     rope = config.get("rope_parameters") or config.get("rope_scaling") or {}
     for each in (rope, *(kind for kind in rope.values() if isinstance(kind, dict))):
-        if each.get("rope_type", "default") != "default":
+        kind = each.get("rope_type") or each.get("type", "default")  # "type": before transformers 4.43
+        if kind != "default":
             raise UnsupportedModel(
-                f"'{name}' has rotary embeddings of type '{each['rope_type']}'; outrider convert supports the default"
+                f"'{name}' has rotary embeddings of type '{kind}'; outrider convert supports the default"
             )
     if config.get("quantization_config"):
         raise UnsupportedModel(f"the weights of '{name}' are quantised; give the checkpoint that they were made from")
@@ -122,6 +134,10 @@ def _check_plain(config: dict[str, Any], name: str) -> None:
         )
     if any(config.get(key) for key in ("attn_logit_softcapping", "final_logit_softcapping")):
         raise UnsupportedModel(f"'{name}' has soft-capping, which llama.cpp's Gemma 3 has not")
+    for key, done in _DONE.items():
+        is_read = key != "hidden_act" or config["model_type"] != "gemma3_text"
+        if is_read and config.get(key, done[0]) not in done:
+            raise UnsupportedModel(f"'{name}' has {key} {config[key]!r}; outrider convert supports {done[0]!r}")
     if any(config.get(key) for key in ("attention_bias", "mlp_bias")):
         raise UnsupportedModel(f"'{name}' has biases in attention or MLP, which llama.cpp would drop")
 
@@ -160,6 +176,8 @@ def _write_windows(writer: Any, config: dict[str, Any], rope: dict[str, Any]) ->
     """The sliding windows of Gemma 3."""
     kinds = config.get("layer_types") or []
     local = rope.get("sliding_attention", {})
+    if kinds and "sliding_attention" not in kinds:
+        return  # llama.cpp aborts at a window that no layer has
     writer.add_sliding_window(config["sliding_window"])
     writer.add_rope_freq_base_swa(float(local.get("rope_theta") or config.get("rope_local_base_freq") or 10000.0))
     if kinds:
@@ -221,13 +239,21 @@ def permuted(weights: Tensor, heads: int) -> Tensor:
 
 
 def _tensors(folder: Path) -> Iterator[tuple[str, Tensor]]:
+    index, whole = folder / "model.safetensors.index.json", folder / "model.safetensors"
     files = sorted(folder.glob("*.safetensors"))
+    if whole.is_file():
+        files = [whole]
+    elif index.is_file():
+        files = [folder / each for each in sorted(set(read_json(index).get("weight_map", {}).values()))]
     if not files:
         raise CheckpointError(f"'{folder}' has no *.safetensors; save the model with save_pretrained first")
     for path in files:
-        with safe_open(path, "pt") as file:
-            for name in file.keys():  # noqa: SIM118  # not a dict
-                yield name, file.get_tensor(name)
+        try:
+            with safe_open(path, "pt") as file:
+                for name in file.keys():  # noqa: SIM118  # not a dict
+                    yield name, file.get_tensor(name)
+        except (OSError, SafetensorError) as error:
+            raise CheckpointError(f"cannot read '{path}': {error}") from error
 
 
 # ---------------------------------------------------------------------------------------------------------- tokenizer
@@ -305,7 +331,8 @@ def _write_special(
         if text in ids:
             add(ids[text])
     writer.add_add_bos_token(bool(options.get("add_bos_token", False)))
-    ends = generation.get("eos_token_id", config.get("eos_token_id"))
+    ends = generation.get("eos_token_id")
+    ends = config.get("eos_token_id") if ends is None else ends
     if ends is not None:
         writer.add_array("outrider.eos_token_ids", list(token_ids("eos_token_id", ends)))
     writer.add_string("outrider.tokenizer_config", json.dumps(options))

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import copy
 import ctypes
+import json
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -10,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 import transformers
+from safetensors.torch import save_file
 from transformers import PreTrainedConfig
 
 from kernels.cpu_decoder import library as decoder_library
@@ -18,7 +22,7 @@ from kernels.sparse import SparseConfig
 from outrider.runtime import gguf_tokenizer, llama_loader
 from outrider.runtime.block_pool import PoolExhausted
 from outrider.runtime.decode_loop import DecodeLoop
-from outrider.runtime.errors import CheckpointError
+from outrider.runtime.errors import CheckpointError, UnsupportedModel
 from outrider.runtime.gguf_convert import convert
 from outrider.runtime.llama_cpp import LlamaRunner
 from outrider.runtime.llama_loader import library, load_gguf, load_gguf_tokenizer
@@ -73,6 +77,46 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
 def build(path: Path, *, sequences: int = 8, length: int = MAX_LENGTH) -> LlamaRunner:
     loaded, _ = load_gguf(ModelSource(str(path), device="cpu"))
     return LlamaRunner(loaded, blocks=sequences * -(-length // 32), max_length=length, threads=1)
+
+
+@pytest.mark.parametrize(
+    ("name", "entry", "message"),
+    [
+        ("llama", {"rope_scaling": {"type": "linear", "factor": 2.0}}, "rotary embeddings of type 'linear'"),
+        ("llama", {"hidden_act": "gelu"}, "hidden_act 'gelu'; outrider convert supports 'silu'"),
+        ("gpt2", {"scale_attn_by_inverse_layer_idx": True}, "scale_attn_by_inverse_layer_idx True"),
+    ],
+)
+def test_what_llama_cpp_would_not_do_is_not_converted(
+    name: str, entry: dict[str, Any], message: str, folders: Callable[[str], Path], tmp_path: Path
+) -> None:
+    folder = shutil.copytree(folders(name), tmp_path / name)
+    config = json.loads((folder / "config.json").read_text())
+    config.pop("rope_parameters", None)
+    (folder / "config.json").write_text(json.dumps(config | entry))
+    with pytest.raises(UnsupportedModel, match=message):
+        convert(str(folder), tmp_path / "out.gguf", "f32")
+
+
+def test_only_the_checkpoints_own_weights_are_converted(folders: Callable[[str], Path], tmp_path: Path) -> None:
+    """Some repositories hold the weights a second time, under other names."""
+    folder = shutil.copytree(folders("llama"), tmp_path / folders("llama").name)
+    save_file({"layers.0.attention.wq.weight": torch.zeros(32, 32)}, folder / "consolidated.safetensors")
+    convert(str(folder), tmp_path / "out.gguf", "f32")
+    assert (tmp_path / "out.gguf").read_bytes() == write_gguf(folders("llama")).read_bytes()
+    (folder / "model.safetensors").write_bytes(b"")
+    with pytest.raises(CheckpointError, match=r"cannot read '.*model.safetensors'"):
+        convert(str(folder), tmp_path / "out.gguf", "f32")
+
+
+def test_a_model_whose_windows_no_layer_has_runs(tmp_path: Path) -> None:
+    config = copy.deepcopy(GEMMA3)
+    config.layer_types = ["full_attention"] * 3
+    save_tokenizer(tiny.save(config, tmp_path), VOCABULARY)
+    runner, tokens = build(write_gguf(tmp_path)), list(range(3, 20))
+    found = runner.logits([Chunk(runner.pool.allocate(), tokens, 0, 0)])
+    allowed = NEAR["gemma3"] * float(found.abs().max())
+    torch.testing.assert_close(found, Reference(tmp_path)(tokens), rtol=0, atol=allowed)
 
 
 @pytest.mark.parametrize(("name", "most"), [("llama", 256), ("gemma3", 128)], ids=["llama", "a window"])
