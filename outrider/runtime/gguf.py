@@ -73,7 +73,8 @@ def read_metadata(path: Path) -> dict[str, Any]:
                 key = _text(file)
                 (kind,) = struct.unpack("<I", file.read(4))
                 found[key] = _value(file, kind)
-        except (struct.error, KeyError, UnicodeDecodeError) as error:
+        # A damaged length gives any of the last four.
+        except (struct.error, KeyError, ValueError, OSError, MemoryError, OverflowError) as error:
             raise CheckpointError(
                 f"'{path}' is cut off or damaged: its metadata cannot be read; copy it again"
             ) from error

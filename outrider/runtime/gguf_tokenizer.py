@@ -20,14 +20,17 @@ def gguf_tokenizer(llama_cpp: ModuleType, model: Any, metadata: dict[str, Any], 
     """That of the checkpoint if the file has it whole; else llama.cpp's.
 
     Raises:
-        CheckpointError: the file has none.
+        CheckpointError: the file has none, or it cannot be read.
     """
     whole = metadata.get("tokenizer.huggingface.json")
     if whole is None:
         return LlamaTokenizer(llama_cpp, model, metadata, name)
-    options = json.loads(metadata.get("outrider.tokenizer_config", "{}"))
-    roles = {role: options[role] for role in _ROLES if options.get(role) is not None}
-    found = PreTrainedTokenizerFast(tokenizer_object=tokenizers.Tokenizer.from_str(whole), **roles)
+    try:
+        options = json.loads(metadata.get("outrider.tokenizer_config", "{}"))
+        roles = {role: options[role] for role in _ROLES if options.get(role) is not None}
+        found = PreTrainedTokenizerFast(tokenizer_object=tokenizers.Tokenizer.from_str(whole), **roles)
+    except Exception as error:  # tokenizers raises no other type
+        raise CheckpointError(f"cannot read the tokenizer in '{name}': {error}") from error
     found.chat_template = metadata.get("tokenizer.chat_template")
     return Tokenizer(found)
 

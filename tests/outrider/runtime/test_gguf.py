@@ -13,6 +13,7 @@ from outrider.runtime.checkpoint import vocabulary_size
 from outrider.runtime.errors import CheckpointError
 from outrider.runtime.gguf import Texts, read_metadata, resolve_file
 from outrider.runtime.gguf_convert import convert
+from outrider.runtime.gguf_tokenizer import gguf_tokenizer
 from outrider.runtime.llama_loader import chosen_runtime, library, load_gguf
 from outrider.runtime.loader import ModelSource
 from tests.cluster import MODELS
@@ -57,12 +58,19 @@ def test_metadata_is_read_and_arrays_of_text_are_counted(tmp_path: Path) -> None
         (b"", "is not a GGUF file"),
         (b"GGUF\x63\0\0\0" + WHOLE[8:], "has version 99 of GGUF; versions 2 and 3 are supported"),
         *((WHOLE[:size], "is cut off or damaged") for size in (6, 40, 60, 110, len(WHOLE) - 1)),
+        *((WHOLE.replace(text("a"), struct.pack("<Q", size)), "is cut off or damaged") for size in (1 << 62, 1 << 63)),
+        (WHOLE.replace(text("llama"), struct.pack("<Q", 1 << 62)), "is cut off or damaged"),
     ],
 )
 def test_other_files_are_refused_in_one_line(content: bytes, message: str, tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match=message) as caught:
         read_metadata(write(tmp_path, content))
     assert "\n" not in str(caught.value)
+
+
+def test_a_damaged_tokenizer_is_one_line() -> None:
+    with pytest.raises(CheckpointError, match=r"cannot read the tokenizer in 'x\.gguf': EOF while parsing"):
+        gguf_tokenizer(sys, None, {"tokenizer.huggingface.json": "{"}, "x.gguf")
 
 
 def test_a_missing_file_is_named() -> None:
