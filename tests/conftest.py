@@ -45,7 +45,8 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 def pytest_collection_finish() -> None:
-    """Collects garbage from now on."""
+    """Collects garbage from now on, but looks for none among what was collected and imported."""
+    gc.freeze()
     gc.enable()
 
 
