@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import lru_cache
 
 import numpy as np
 import torch
@@ -39,9 +40,18 @@ def verify(logits: Tensor, proposals: Sequence[Proposed]) -> list[VerifyResult]:
 
 def standardise(z: np.ndarray, params: SamplingParams) -> np.ndarray:
     """Return the distribution of one row of logits `[V]`: temperature, top-k, top-p, min-p, in that order [L 2.2]."""
+    return _standardised(z.tobytes(), z.dtype.str, params)
+
+
+@lru_cache(64)  # a proposal needs each row several times, and `enumeration` the rows of a pair thousands of times
+def _standardised(row: bytes, dtype: str, params: SamplingParams) -> np.ndarray:
+    z: np.ndarray = np.frombuffer(row, dtype)
     if params.temperature == 0:
-        return _point_mass(int(z.argmax()), len(z))
-    return _softmax(np.where(filtered(z, params), z, -math.inf), params.temperature)
+        p = _point_mass(int(z.argmax()), len(z))
+    else:
+        p = _softmax(np.where(filtered(z, params), z, -math.inf), params.temperature)
+    p.flags.writeable = False
+    return p
 
 
 def filtered(z: np.ndarray, params: SamplingParams) -> np.ndarray:
