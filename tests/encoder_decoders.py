@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
@@ -205,7 +206,7 @@ def _extractor() -> Any:
 def logits_of(name: str, encoder_input: Tensor, tokens: list[int]) -> Tensor:
     """`[tokens, V]` by the model's own forward."""
     with torch.inference_mode():
-        logits: Tensor = build(name)(**_arguments(encoder_input, [tokens]), use_cache=False).logits[0]
+        logits: Tensor = build(name)(**_arguments(encoder_input[None], [tokens]), use_cache=False).logits[0]
         return logits
 
 
@@ -227,16 +228,36 @@ def generated(
     name: str, encoder_input: Tensor, count: int, prompt: Sequence[int] | None = None, noise: float = 0.0
 ) -> list[int]:
     """The text of transformers' `generate` at temperature 0, with its rules, up to the end of sequence."""
-    prompt = decoder_prompt(name) if prompt is None else prompt
+    return _generated(name, encoder_input[None], count, decoder_prompt(name) if prompt is None else prompt, noise)[0]
+
+
+def all_generated(
+    name: str, encoder_inputs: Sequence[Tensor], count: int, prompts: Sequence[Sequence[int]]
+) -> list[list[int]]:
+    """The text of each input after its prompt; those of one size and prompt are written in one batch."""
+    alike = defaultdict[Any, list[int]](list)
+    for i, (encoder_input, prompt) in enumerate(zip(encoder_inputs, prompts, strict=True)):
+        alike[encoder_input.shape, tuple(prompt)].append(i)
+    texts: dict[int, list[int]] = {}
+    for (_, prompt), found in alike.items():
+        rows = torch.stack([encoder_inputs[i] for i in found])
+        texts |= zip(found, _generated(name, rows, count, prompt), strict=True)
+    return [texts[i] for i in range(len(encoder_inputs))]
+
+
+def _generated(
+    name: str, encoder_inputs: Tensor, count: int, prompt: Sequence[int], noise: float = 0.0
+) -> list[list[int]]:
     model, processors = build(name, noise), []
     if name == "whisper" and SILENT not in prompt:
         processors = [WhisperTimeStampLogitsProcessor(model.generation_config, begin_index=len(prompt))]
-    arguments = _arguments(encoder_input, [prompt])
+    arguments = _arguments(encoder_inputs, [prompt] * len(encoder_inputs))
     with torch.inference_mode():  # not Whisper's own `generate`, which cuts windows at timestamps
         written = GenerationMixin.generate(
             model, **arguments, do_sample=False, max_new_tokens=count, logits_processor=processors, use_cache=False
         )
-    return [int(token) for token in written[0][len(prompt) :]]
+    texts: list[list[int]] = written[:, len(prompt) :].tolist()
+    return [text[: text.index(EOS) + 1] if EOS in text else text for text in texts]  # longer rows pad the others
 
 
 def first_scores(name: str, encoder_input: Tensor) -> tuple[Tensor, Tensor]:
@@ -255,7 +276,7 @@ def first_scores(name: str, encoder_input: Tensor) -> tuple[Tensor, Tensor]:
     prompts = [decoder_prompt(name)] * V
     with torch.inference_mode():
         GenerationMixin.generate(
-            build(name), **_arguments(encoder_input, prompts), do_sample=False, max_new_tokens=2,
+            build(name), **_arguments(encoder_input[None], prompts), do_sample=False, max_new_tokens=2,
             logits_processor=[EachToken()], use_cache=False,
         )  # fmt: skip
     return seen[0][0], seen[1]
@@ -281,15 +302,15 @@ def scores_along(
         processors = [WhisperTimeStampLogitsProcessor(model.generation_config, begin_index=len(prompt))]
     with torch.inference_mode():
         GenerationMixin.generate(
-            model, **_arguments(encoder_input, [prompt]), do_sample=False, max_new_tokens=len(tokens) + 1,
+            model, **_arguments(encoder_input[None], [prompt]), do_sample=False, max_new_tokens=len(tokens) + 1,
             logits_processor=[*processors, Follow()], use_cache=False,
         )  # fmt: skip
     return torch.stack(seen[: len(tokens)])
 
 
-def _arguments(encoder_input: Tensor, decoder_inputs: Sequence[Sequence[int]]) -> dict[str, Tensor]:
-    rows = encoder_input.expand(len(decoder_inputs), *encoder_input.shape)
-    key = "input_ids" if encoder_input.dim() == 1 else "input_features"
+def _arguments(encoder_inputs: Tensor, decoder_inputs: Sequence[Sequence[int]]) -> dict[str, Tensor]:
+    rows = encoder_inputs.expand(len(decoder_inputs), *encoder_inputs.shape[1:])
+    key = "input_ids" if rows.dim() == 2 else "input_features"
     return {key: rows, "decoder_input_ids": torch.tensor(decoder_inputs)}
 
 

@@ -31,9 +31,9 @@ from tests.encoder_decoders import (
     TRANSLATE,
     Pair,
     V,
+    all_generated,
     decoder_prompt,
     first_scores,
-    generated,
     inputs,
     noise,
     save,
@@ -100,7 +100,7 @@ def test_text_at_temperature_0_is_that_of_generate(pair: Pair, timestamps: bool)
         requests.append({**request(each), **how})
         language, task = (DE, TRANSLATE) if is_german else (EN, TRANSCRIBE)
         prompts.append(decoder_prompt(pair.name, language=language, task=task, timestamps=timestamps))
-    expected = [generated(pair.name, each, TOKENS, prompt) for each, prompt in zip(own, prompts, strict=True)]
+    expected = all_generated(pair.name, own, TOKENS, prompts)
     assert sum(map(len, expected)) >= 1000
     done = complete(pair, requests)
     assert [list(each.token_ids) for each in done] == expected
