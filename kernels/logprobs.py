@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from kernels.adjustments import apply
-from kernels.sampling import bad_rows, probabilities
+from kernels.sampling import bad_rows, log_probabilities
 from kernels.verify import Proposed, Status, TokenLogprobs, VerifyResult
 
 SCORED_ROWS = 64
@@ -24,28 +24,28 @@ def with_reports(result: VerifyResult, proposal: Proposed, raw: Tensor) -> Verif
     """
     if result.status is Status.BAD_LOGITS:
         return result
-    p = probabilities(apply(raw, proposal.adjustments), proposal.params)
+    log_p = log_probabilities(apply(raw, proposal.adjustments), proposal.params)
     if proposal.top_logprobs >= 0:
         emitted = (*proposal.tokens[: result.accepted], result.next_token)
         rows = slice(0, len(emitted))
-        result = replace(result, logprobs=token_logprobs(raw[rows], p[rows], emitted, proposal.top_logprobs))
+        result = replace(result, logprobs=token_logprobs(raw[rows], log_p[rows], emitted, proposal.top_logprobs))
     if proposal.reports_probabilities:
-        drafted = torch.tensor(proposal.tokens, dtype=torch.int64, device=p.device).unsqueeze(1)
-        chances = p[: len(drafted)].gather(1, drafted).squeeze(1)
+        drafted = torch.tensor(proposal.tokens, dtype=torch.int64, device=log_p.device).unsqueeze(1)
+        chances = log_p[: len(drafted)].gather(1, drafted).squeeze(1).exp()
         result = replace(result, probabilities=tuple(chances.nan_to_num(nan=0.0).tolist()))
     return result
 
 
-def token_logprobs(raw: Tensor, p: Tensor, tokens: Sequence[int], top: int) -> tuple[TokenLogprobs, ...]:
+def token_logprobs(raw: Tensor, log_p: Tensor, tokens: Sequence[int], top: int) -> tuple[TokenLogprobs, ...]:
     """Return the log-probabilities of `tokens` `[m]`, one per row.
 
     Args:
         raw: the target's untouched logits, `[m, V]`, on any device.
-        p: of the same rows, `[m, V]`; computations use its dtype.
+        log_p: of the same rows, `[m, V]`; computations use its dtype.
         tokens: the emitted tokens.
         top: how many of the best to add, by raw logit; lower ids first among equals.
     """
-    return _of_rows(torch.log_softmax(raw.to(p.dtype), dim=-1), p.log(), tokens, top)
+    return _of_rows(torch.log_softmax(raw.to(log_p.dtype), dim=-1), log_p, tokens, top)
 
 
 def prompt_logprobs(raw: Tensor, tokens: Sequence[int], top: int) -> tuple[TokenLogprobs, ...] | None:

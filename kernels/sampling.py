@@ -76,6 +76,15 @@ def probabilities(logits: Tensor, params: SamplingParams, dtype: torch.dtype = t
     return torch.softmax(_filtered(z, params), dim=-1)
 
 
+def log_probabilities(logits: Tensor, params: SamplingParams) -> Tensor:
+    """Return log p of each row of `logits` `[R, V]`, float32 `[R, V]`: -inf for excluded tokens alone.
+
+    The log of `probabilities` has -inf for chances below 1e-45 too. A bad row comes out as NaN, as there.
+    """
+    z = logits.float()
+    return _point_mass(z).log_() if params.is_greedy else torch.log_softmax(_filtered(z, params), dim=-1)
+
+
 def kept(z: Tensor, params: SamplingParams) -> Tensor:
     """Return which tokens the filters of `params` leave in each row of `z` `[R, V]`, bool `[R, V]`.
 

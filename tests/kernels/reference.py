@@ -172,8 +172,8 @@ def _verify_one(raw: Tensor, proposal: Proposed) -> VerifyResult:
     if proposal.top_logprobs < 0:
         return result
     emitted = (*proposal.tokens[: result.accepted], result.next_token)
-    p = torch.from_numpy(np.stack([rows.p(i) for i in range(len(emitted))]))
-    return replace(result, logprobs=token_logprobs(raw[: len(emitted)], p, emitted, proposal.top_logprobs))
+    log_p = torch.from_numpy(np.stack([rows.p(i) for i in range(len(emitted))])).log()
+    return replace(result, logprobs=token_logprobs(raw[: len(emitted)], log_p, emitted, proposal.top_logprobs))
 
 
 def _tokenwise(rows: _Rows) -> VerifyResult:

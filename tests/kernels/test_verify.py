@@ -103,6 +103,16 @@ def test_logprobs_are_raw_and_adjusted(path: str) -> None:
 
 
 @pytest.mark.parametrize("path", ["torch", C, TRITON])
+@pytest.mark.parametrize("params", [SamplingParams(temperature=0.1), SamplingParams(temperature=0.1, top_k=4)])
+def test_adjusted_logprobs_are_minus_infinity_for_excluded_tokens_alone(params: SamplingParams, path: str) -> None:
+    """Float32 has no chance of e^-91 in full precision, and none of e^-150."""
+    z = torch.tensor([[0.0, -9.1, -15.0, -40.0, -41.0, -math.inf]])
+    (result,) = verify(z, [propose(params=params, top_logprobs=6)], path)
+    excluded = -math.inf if params.top_k else -410.0
+    assert result.logprobs[0].top_adjusted == pytest.approx((0.0, -91.0, -150.0, -400.0, excluded, -math.inf), abs=1e-3)
+
+
+@pytest.mark.parametrize("path", ["torch", C, TRITON])
 def test_probabilities_of_drafted_tokens_are_p_of_their_rows(path: str) -> None:
     """Also after a rejection; under `tokenwise` those of point masses are β. The other proposals ask for none."""
     logits, proposals = random_batch(seed=6, V=61, size=4 if path == "triton" else 40)
