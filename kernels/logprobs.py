@@ -31,7 +31,8 @@ def with_reports(result: VerifyResult, proposal: Proposed, raw: Tensor) -> Verif
         result = replace(result, logprobs=token_logprobs(raw[rows], log_p[rows], emitted, proposal.top_logprobs))
     if proposal.reports_probabilities:
         drafted = torch.tensor(proposal.tokens, dtype=torch.int64, device=log_p.device).unsqueeze(1)
-        chances = log_p[: len(drafted)].gather(1, drafted).squeeze(1).exp()
+        known = (drafted >= 0) & (drafted < log_p.size(1))
+        chances = (log_p[: len(drafted)].gather(1, drafted * known).exp() * known).squeeze(1)
         result = replace(result, probabilities=tuple(chances.nan_to_num(nan=0.0).tolist()))
     return result
 

@@ -135,6 +135,12 @@ def test_a_point_mass_is_accepted_with_p(path: str) -> None:
     assert result.beta == pytest.approx(result.probabilities[: len(result.beta)], abs=1e-6)
 
 
+@pytest.mark.parametrize("path", ["torch", C, TRITON])
+def test_a_token_outside_the_vocabulary_has_no_probability(path: str) -> None:
+    (result,) = verify(torch.zeros(4, 2), [propose((1, 2, -1), reports_probabilities=True)], path)
+    assert result.probabilities == pytest.approx((0.5, 0, 0))
+
+
 def test_scores_of_a_prompt_are_log_softmax_in_slices() -> None:
     """Equal logits: lower ids first. A bad row anywhere leaves no scores."""
     logits = gaussian(3, 2 * SCORED_ROWS + 3, 40).to(torch.bfloat16)
