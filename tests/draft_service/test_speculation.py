@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import Any
@@ -338,15 +338,14 @@ def test_a_policy_that_fails_leaves_gamma_within_bounds(answer: Any, gamma: int)
     assert sequence.next(0) == sequence.next(-1) == 0
 
 
-def play(sequence: SequenceGamma, gammas: Sequence[int]) -> list[int]:
-    """Rounds whose whole proposals are accepted; 0 is a `Decode`. Return γ of each, as chosen."""
-    found = []
+def play(policy: Policy, gammas: Sequence[int]) -> Iterator[int]:
+    """γ of rounds whose whole proposals are accepted; 0 is a `Decode`."""
+    sequence = sequence_gamma(policy)
     for drafted in gammas:
-        found.append(sequence.next(16))
+        yield sequence.next(16)
         sequence.sent(Proposal([7] * drafted, [], 0.005) if drafted else None)
         sequence.prepare()
         sequence.judged(speculation_pb2.Verdict(judged=drafted, accepted=drafted, token_ids=[7] * (drafted + 1)))
-    return found
 
 
 class Counting(Policy):
@@ -367,20 +366,15 @@ class Counting(Policy):
 
 
 def test_gamma_is_chosen_while_the_target_runs_and_after_a_decode_from_all_verdicts() -> None:
-    assert play(sequence_gamma(Counting()), [0, 3, 3, 3, 0, 0, 3]) == [0, 1, 1, 2, 3, 5, 6]
-
-
-def test_the_heuristic_sees_the_last_verdict() -> None:
-    assert play(sequence_gamma(Heuristic(5, ceiling=16)), [5, 7, 9]) == [5, 7, 9]
+    assert [*play(Counting(), [0, 3, 3, 3, 0, 0, 3])] == [0, 1, 1, 2, 3, 5, 6]
+    assert [*play(Heuristic(5, ceiling=16), [5, 7, 9])] == [5, 7, 9], "it sees the last verdict"
 
 
 def test_the_adaptive_policy_uses_a_prepared_choice_once() -> None:
     (policy,) = adaptive()
     policy.prepare()
-    policy._gamma = 2  # the choice before the first measurement
-    assert policy.is_prepared
-    assert policy.next(CEILING) == 4, "the prepared 5, within the step of 2"
-    assert not policy.is_prepared
+    policy._gamma = 2  # the choice before the first measurement, and γ changes by 2 at most
+    assert (policy.is_prepared, policy.next(CEILING), policy.is_prepared) == (True, 4, False)
 
 
 class Recorder(Fixed):
