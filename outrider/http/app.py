@@ -19,10 +19,11 @@ from starlette.routing import Route
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from outrider.client import AsyncClient, Message, OutriderError
+from outrider.client.errors import typed
 from outrider.environment import installed_version
 from outrider.http import playground
 from outrider.http.answers import DONE, ChatForm, CompletionForm, Form, tokens_of, usage_field
-from outrider.http.errors import ApiError, of_limits, of_service, unsupported
+from outrider.http.errors import ApiError, of_service, unsupported
 from outrider.http.generation import Call, Generation, Part
 from outrider.http.metrics import TEXT_TYPE, FrontMetrics
 from outrider.http.pair import Pair
@@ -417,7 +418,7 @@ async def _api_error(request: Request, error: Exception) -> Response:
 async def _request_error(request: Request, error: Exception) -> Response:
     """An error of this process: of the limits of a client."""
     assert isinstance(error, RequestError)
-    return await _api_error(request, of_limits(error))
+    return await _api_error(request, of_service(typed(error)))
 
 
 async def _http_error(request: Request, error: Exception) -> Response:

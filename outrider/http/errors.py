@@ -17,8 +17,6 @@ from typing import Any
 import grpc
 
 from outrider.client import OutriderError
-from outrider.client.errors import typed
-from outrider.rpc.errors import RequestError
 
 _logger = logging.getLogger("outrider.http")
 
@@ -121,13 +119,6 @@ def of_service(
         return ApiError(503, "draft and target do not match at the moment; try again later", code=_code(error))
     param = None if error.field is None else _renamed(error.field, table).partition("[")[0]
     return ApiError(400, message, param=param, code=_code(error))
-
-
-def of_limits(error: RequestError) -> ApiError:
-    """The error of the front's own limits of a client. Their flags begin with --http."""
-    failure = of_service(typed(error))
-    failure.message = failure.message.replace("(--", "(--http-")
-    return failure
 
 
 _SHOWN = (

@@ -14,8 +14,9 @@ from contextlib import ExitStack
 
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from outrider.client.errors import typed
 from outrider.http import playground
-from outrider.http.errors import ApiError, of_limits
+from outrider.http.errors import ApiError, of_service
 from outrider.http.metrics import FrontMetrics
 from outrider.http.settings import ServerSettings
 from outrider.rpc.auth import ClientLimits, Tokens
@@ -72,7 +73,7 @@ class Guard:
             except ApiError as error:
                 return await self._refuse(scope, send, error)
             except RequestError as error:
-                return await self._refuse(scope, send, of_limits(error))
+                return await self._refuse(scope, send, of_service(typed(error)))
             await self._app(scope, receive, send)
 
     def _check_host(self, header: str) -> None:

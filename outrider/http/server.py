@@ -273,7 +273,10 @@ def _limits(settings: ServerSettings) -> ClientLimits | None:
             raise ValueError("--http-client-burst needs --http-client-rate")
         return None
     return ClientLimits(
-        rate=settings.client_rate, burst=settings.client_burst, max_sequences=settings.max_client_sequences
+        rate=settings.client_rate,
+        burst=settings.client_burst,
+        max_sequences=settings.max_client_sequences,
+        prefix="http-",
     )
 
 

@@ -170,6 +170,7 @@ class ClientLimits:
         rate: float | None = None,
         burst: int | None = None,
         max_sequences: int | None = None,
+        prefix: str = "",
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         """
@@ -177,11 +178,13 @@ class ClientLimits:
             rate: sequences a second on average; None: no limit.
             burst: sequences that may start at once after a pause; None: `rate`, at least 1.
             max_sequences: sequences in progress; None: no limit.
+            prefix: of the flags, as errors name them.
             clock: seconds.
         """
         self._rate = rate
         self._burst = max(1, round(rate or 0)) if burst is None else burst
         self._max_sequences = max_sequences
+        self._prefix = prefix
         self._clock = clock
         self._clients: dict[str, _Client] = {}
 
@@ -207,7 +210,7 @@ class ClientLimits:
     def add(self, call: _Call, field: str, count: int) -> None:
         most = self._max_sequences
         if most is not None and count > most:
-            advice = ", the sequences of one client at once (--max-client-sequences)"
+            advice = f", the sequences of one client at once (--{self._prefix}max-client-sequences)"
             raise above_limit(field, count, most, advice)
         more = max(0, count - call.sequences)
         self._check_limit(call.client, more)
@@ -221,7 +224,7 @@ class ClientLimits:
         if most is not None and client.sequences + more > most:
             raise overloaded(
                 f"this client has {counted(client.sequences, 'sequence')} in progress and starts {more} more; at most "
-                f"{most} (--max-client-sequences): try again when some have ended",
+                f"{most} (--{self._prefix}max-client-sequences): try again when some have ended",
                 limit="max-client-sequences",
                 given=client.sequences + more,
                 maximum=most,
@@ -235,7 +238,7 @@ class ClientLimits:
         # Each refused call waits one interval more, so that they do not all retry at once.
         seconds = min((1 - client.level + client.refused) / rate, LONGEST_WAIT)
         client.refused += 1
-        raise _too_fast(rate, self._burst, seconds)
+        raise _too_fast(rate, self._burst, seconds, self._prefix)
 
     def _client(self, name: str) -> _Client:
         if name not in self._clients:
@@ -305,10 +308,10 @@ def _anonymous(context: Context) -> str:
     return next(iter(names_of(peer)), "") or address_of(context.peer())
 
 
-def _too_fast(rate: float, burst: int, seconds: float) -> RequestError:
+def _too_fast(rate: float, burst: int, seconds: float, prefix: str) -> RequestError:
     return overloaded(
-        f"this client starts more than {rate:g} sequences a second (--client-rate), or {burst} at once "
-        f"(--client-burst); try again in about {seconds:.2g} s",
+        f"this client starts more than {rate:g} sequences a second (--{prefix}client-rate), or {burst} at once "
+        f"(--{prefix}client-burst); try again in about {seconds:.2g} s",
         retry_after=seconds,
         limit="client-rate",
         rate=f"{rate:g}",
