@@ -143,10 +143,10 @@ class Sample:
                 self._begin_round(drafted)
             await target.send()
             self._count_verdict()
-            self._gamma.prepare()
             if drafted is not None:
                 self._count_draft(drafted)
             await self._emit()  # while the target runs: earlier, it would delay the draft
+            self._gamma.prepare()
             while self.sequence.round.owed and not self.sequence.finish_reason:
                 verdict = await self._next_verdict(target)
                 self._emitter.take(verdict, self.sequence.round.draft_tokens, self._report(verdict))

@@ -464,7 +464,7 @@ class Client:
                 yield item
         finally:
             closing = self._begin(close())
-            # The garbage collector runs in any thread, and the loop must not wait for itself
+            # The garbage collector runs in any thread, and the loop must not wait for itself.
             if closing is not None and threading.current_thread() is not self._thread:
                 closing.result()
 
