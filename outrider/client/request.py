@@ -183,6 +183,9 @@ _EXPECTED = {
     FieldDescriptor.CPPTYPE_STRING: _STRING,
 }
 
+# Fields that a service needs the feature of the same name for. An older one would ignore them in silence.
+_FEATURES = ("held_tokens", "report_probabilities")
+
 
 def _set_field(name: str, request: draft_service_pb2.GenerateRequest, value: Any) -> None:
     """Sets the field of this name, in the request, its `sampling` or its `speculation`."""
@@ -197,7 +200,7 @@ def _set_field(name: str, request: draft_service_pb2.GenerateRequest, value: Any
         expected = _EXPECTED[field.cpp_type]
         expected = f"a list, each element {expected}" if field.is_repeated else expected
         raise ValueError(f"{name} is {short_repr(value)}; it must be {expected}") from error
-    if name in ("held_tokens", "report_probabilities") and value:
+    if name in _FEATURES and value:
         require(request, name)
 
 
