@@ -74,7 +74,7 @@ def test_no_short_text_fails_with_any_drafter_and_rule(tmp_path: Path) -> None:
 def test_no_text_fails_with_a_component(count: int, tmp_path: Path) -> None:
     file = tmp_path / "broken"
     break_component(file, "", INSTEAD)
-    with running(tmp_path, "broken_components", max_sequences=4, env={FILE: str(file)}) as services:
+    with running(tmp_path, "broken_components", max_sequences=2, env={FILE: str(file)}) as services:
         assert asyncio.run(_break_each(services, file, count)) == set(UNREACHED)
 
 
