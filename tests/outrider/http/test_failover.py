@@ -18,8 +18,13 @@ FIELDS = {"prompt": "def area(radius):\n", "seed": 11, "max_tokens": 80, "ignore
 LONG = FIELDS | {"max_tokens": 900}
 
 
-def test_a_killed_draft_service_is_not_seen(demo_pair: Pair, chat_folder: Path, ours: Client) -> None:
-    wanted = ours.complete("def area(radius):\n", seed=11, max_new_tokens=900, ignore_eos=True)
+@pytest.fixture(scope="module")
+def wanted(ours: Client) -> str:
+    """The text of `LONG`."""
+    return ours.complete("def area(radius):\n", seed=11, max_new_tokens=900, ignore_eos=True).text
+
+
+def test_a_killed_draft_service_is_not_seen(demo_pair: Pair, chat_folder: Path, wanted: str) -> None:
     with Cluster() as cluster:
         drafts = [cluster.draft(demo_pair.verifier, model=chat_folder) for _ in range(2)]
         wait_healthy(*drafts)
@@ -33,7 +38,7 @@ def test_a_killed_draft_service_is_not_seen(demo_pair: Pair, chat_folder: Path, 
                     if killed is None and len(texts) == 5:
                         killed = next(d for d in drafts if d.count("outrider_num_requests_running") == 1)
                         killed.kill()
-            assert "".join(texts) == wanted.text
+            assert "".join(texts) == wanted
             assert killed is not None
             assert http.get("/health").status_code == 200
             (left,) = [draft for draft in drafts if draft is not killed]
@@ -51,8 +56,7 @@ def test_a_killed_draft_service_is_not_seen(demo_pair: Pair, chat_folder: Path, 
             assert http.get("/v1/models").status_code == 200  # known still
 
 
-def test_a_killed_verifier_is_not_seen(chat_folder: Path, ours: Client) -> None:
-    wanted = ours.complete("def area(radius):\n", seed=11, max_new_tokens=900, ignore_eos=True)
+def test_a_killed_verifier_is_not_seen(chat_folder: Path, wanted: str) -> None:
     with Cluster() as cluster:
         verifiers = [cluster.verifier() for _ in range(2)]
         draft = cluster.draft(*verifiers, model=chat_folder)
@@ -68,11 +72,10 @@ def test_a_killed_verifier_is_not_seen(chat_folder: Path, ours: Client) -> None:
                 if len(texts) == 5:
                     next(each for each in verifiers if each.count("outrider_num_requests_running")).kill()
         assert draft.count("outrider_verifier_switches_total") == 1
-    assert "".join(texts) == wanted.text
+    assert "".join(texts) == wanted
 
 
-def test_a_text_waits_for_its_only_draft_service_to_come_back(demo_pair: Pair, chat_folder: Path, ours: Client) -> None:
-    wanted = ours.complete("def area(radius):\n", seed=11, max_new_tokens=900, ignore_eos=True)
+def test_a_text_waits_for_its_only_draft_service_to_come_back(demo_pair: Pair, chat_folder: Path, wanted: str) -> None:
     with Cluster() as cluster:
         draft = cluster.draft(demo_pair.verifier, model=chat_folder)
         wait_healthy(draft)
@@ -86,7 +89,7 @@ def test_a_text_waits_for_its_only_draft_service_to_come_back(demo_pair: Pair, c
                 if len(texts) == 5:
                     draft.kill()
                     draft.start_again()
-    assert "".join(texts) == wanted.text
+    assert "".join(texts) == wanted
 
 
 def test_a_full_service_is_429_and_a_slow_one_504(demo_pair: Pair, chat_folder: Path) -> None:
