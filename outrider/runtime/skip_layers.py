@@ -24,10 +24,11 @@ def read_layers(text: str) -> list[range]:
         return [range(int(step) - 1, 1 << 20, int(step))]
     ranges = []
     for part in text.split(","):
-        first, _, last = (each.strip() for each in part.partition("-"))
-        if not first.isdecimal() or not (last or first).isdecimal() or int(last or first) < int(first):
+        first, dash, last = (each.strip() for each in part.partition("-"))
+        last = last if dash else first
+        if not first.isdecimal() or not last.isdecimal() or int(last) < int(first):
             raise ValueError(f"'{part}' is neither a layer nor a range of layers; for example 3,5-7, or every-3")
-        ranges.append(range(int(first), int(last or first) + 1))
+        ranges.append(range(int(first), int(last) + 1))
     return ranges
 
 

@@ -95,7 +95,7 @@ def test_layers_of_an_unknown_structure_are_refused(tmp_path: Path) -> None:
         loaded(folder, skip_layers="0")
 
 
-@pytest.mark.parametrize("text", ["", "a", "1,", "-1", "3-1", "every-1", "every-", "every-x", "1.5"])
+@pytest.mark.parametrize("text", ["", "a", "1,", "-1", "3-", "3-1", "every-1", "every-", "every-x", "1.5"])
 def test_texts_that_name_no_layers(text: str) -> None:
     with pytest.raises(ValueError, match=r"for example .*every-3"):
         read_layers(text)
