@@ -264,7 +264,7 @@ def _write_tokenizer(writer: Any, gguf: Any, folder: Path, config: dict[str, Any
     if not path.is_file():
         raise CheckpointError(f"'{folder}' has no tokenizer.json; save its tokenizer with save_pretrained first")
     whole = path.read_text(encoding="utf-8")
-    found = json.loads(whole)
+    found = read_json(path)
     options = read_json(folder / "tokenizer_config.json") if (folder / "tokenizer_config.json").is_file() else {}
     ids: dict[str, int] = {each["content"]: each["id"] for each in found.get("added_tokens", ())}
     special = {each["content"] for each in found.get("added_tokens", ()) if each["special"]}

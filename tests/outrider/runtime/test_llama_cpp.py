@@ -109,6 +109,13 @@ def test_only_the_checkpoints_own_weights_are_converted(folders: Callable[[str],
         convert(str(folder), tmp_path / "out.gguf", "f32")
 
 
+def test_a_damaged_tokenizer_is_not_converted(folders: Callable[[str], Path], tmp_path: Path) -> None:
+    folder = shutil.copytree(folders("llama"), tmp_path / "llama")
+    (folder / "tokenizer.json").write_text((folder / "tokenizer.json").read_text()[:-9])
+    with pytest.raises(CheckpointError, match=r"cannot read '.*tokenizer.json'"):
+        convert(str(folder), tmp_path / "out.gguf", "f32")
+
+
 def test_a_model_whose_windows_no_layer_has_runs(tmp_path: Path) -> None:
     config = copy.deepcopy(GEMMA3)
     config.layer_types = ["full_attention"] * 3
