@@ -83,17 +83,6 @@ class LogitRules:
         if self.generation is not None:
             self.generation.check_ids(vocab_size)
 
-    def with_static_generation(self, vocab_size: int) -> LogitRules:
-        """Return the rules with the penalty of `generation`, unless they have their own, and with its constant bans.
-
-        `generation` adds the changes that depend on tokens.
-        """
-        if self.generation is None:
-            return self
-        penalty = self.generation.repetition_penalty if self.repetition_penalty == 1 else self.repetition_penalty
-        banned = self.banned_tokens + self.generation.always_banned(vocab_size)
-        return replace(self, repetition_penalty=penalty, banned_tokens=banned)
-
     def _named_ids(self) -> tuple[tuple[str, Sequence[int]], ...]:
         biased = [token for token, _ in self.logit_bias]
         return (
@@ -157,9 +146,11 @@ class Adjuster:
         """
         rules.check_ids(vocab_size)
         self._decoder: DecoderState | None = None
-        if rules.generation is not None:
-            self._decoder = DecoderState(rules.generation, prompt_tokens, vocab_size, rules.max_new_tokens)
-            rules = rules.with_static_generation(vocab_size)
+        if (generation := rules.generation) is not None:
+            self._decoder = DecoderState(generation, prompt_tokens, vocab_size, rules.max_new_tokens)
+            penalty = generation.repetition_penalty if rules.repetition_penalty == 1 else rules.repetition_penalty
+            banned = rules.banned_tokens + generation.always_banned(vocab_size)
+            rules = replace(rules, repetition_penalty=penalty, banned_tokens=banned)
         self._rules = rules
         self._vocab_size = vocab_size
         self._generated: list[int] = []
@@ -301,8 +292,12 @@ def apply(logits: Tensor, rows: Sequence[RowAdjustment | None]) -> Tensor:
     z = out[at, ids]
     out[at, ids] = torch.where(z > 0, z / repetition, z * repetition) + bias
     for number, row in changed:
-        if row.bans_many:
-            _ban_many(out[number], row)
+        z = out[number]
+        for first, end in row.ranges:
+            z[first:end] = -math.inf
+        if row.timestamps_from >= 0:
+            text, timestamps = z[: row.timestamps_from], z[row.timestamps_from :]
+            text.masked_fill_(timestamps.logsumexp(0) > text.max(), -math.inf)
     return out
 
 
@@ -321,12 +316,3 @@ def apply_many_bans(logits: Tensor, rows: Sequence[RowAdjustment | None]) -> Ten
     adjusted = apply(logits[changed], [rows[number] for number in changed])
     out[changed] = out[changed].masked_fill(adjusted == -math.inf, -math.inf)
     return out
-
-
-def _ban_many(z: Tensor, row: RowAdjustment) -> None:
-    # z: [V], a view
-    for first, end in row.ranges:
-        z[first:end] = -math.inf
-    if row.timestamps_from >= 0:
-        text, timestamps = z[: row.timestamps_from], z[row.timestamps_from :]
-        text.masked_fill_(timestamps.logsumexp(0) > text.max(), -math.inf)
