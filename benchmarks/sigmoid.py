@@ -24,12 +24,12 @@ from transformers import LlamaForCausalLM
 
 from benchmarks import harness
 from benchmarks.harness import Bench, Json, progress
-from kernels.dense import SigmoidScales
+from kernels.dense import DenseDistribution, SigmoidScales
 from kernels.rng import Domain, uniform
 from kernels.sampling import SamplingParams, probabilities
 from kernels.sigmoid import draft_logits
 from kernels.sparse import SparseConfig, SparseDistribution, sparsify
-from kernels.verify import DenseDistribution, Proposed, Rule, verify
+from kernels.verify import Proposed, Rule, verify
 from models.generation import Writer, steps
 from models.measure import load, until_end
 from models.tokenizer import load_tokenizer

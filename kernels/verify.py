@@ -22,22 +22,6 @@ from kernels.rng import Domain, uniform
 from kernels.sampling import SamplingParams
 from kernels.sparse import SparseDistribution
 
-__all__ = [
-    "DenseDistribution",
-    "DraftDistribution",
-    "DraftLogits",
-    "Proposed",
-    "Rule",
-    "SigmoidScales",
-    "Status",
-    "TokenLogprobs",
-    "Uniforms",
-    "VerifyResult",
-    "adjustments_of",
-    "implementation_for",
-    "verify",
-]
-
 DraftDistribution = SparseDistribution | DenseDistribution | DraftLogits | None
 """The distribution of a drafted token; None is a point mass on it. `DraftLogits` is for the rule `sigmoid` only."""
 
@@ -287,19 +271,9 @@ def _check_distributions(number: int, proposal: Proposed, V: int) -> None:
             raise ValueError(
                 f"q[{i}] of proposal {number} is draft logits; the rule {proposal.rule.value} needs a distribution"
             )
-        shape = _dense_shape(q)
-        if shape is not None and shape != (V,):
-            raise ValueError(f"q[{i}] of proposal {number} has the shape {list(shape)}; it must be [{V}]")
-
-
-def _dense_shape(q: DraftDistribution) -> tuple[int, ...] | None:
-    match q:
-        case DenseDistribution():
-            return tuple(q.probabilities.shape)
-        case DraftLogits():
-            return tuple(q.values.shape)
-        case _:
-            return None
+        row = q.probabilities if isinstance(q, DenseDistribution) else q.values if isinstance(q, DraftLogits) else None
+        if row is not None and row.shape != (V,):
+            raise ValueError(f"q[{i}] of proposal {number} has the shape {list(row.shape)}; it must be [{V}]")
 
 
 def _form(q: DraftDistribution) -> str:
