@@ -9,8 +9,9 @@ the row after the last draft only. Logits on another device are copied to the ho
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from itertools import accumulate, pairwise
 
 import numpy as np
 import torch
@@ -35,11 +36,11 @@ def verify(logits: Tensor, proposals: Sequence[Proposed]) -> list[VerifyResult]:
     if len(set(kinds)) == 1:
         return _verify_group(z, proposals)
 
-    starts = np.cumsum([0, *(len(proposal.tokens) + 1 for proposal in proposals)]).tolist()
+    spans = list(_spans(proposals))
     results: list[VerifyResult | None] = [None] * len(proposals)
     for kind in dict.fromkeys(kinds):
         members = [b for b, each in enumerate(kinds) if each == kind]
-        rows = [row for b in members for row in range(starts[b], starts[b + 1])]
+        rows = [row for b in members for row in range(*spans[b])]
         for b, result in zip(members, _verify_group(z[rows], [proposals[b] for b in members]), strict=True):
             results[b] = result
     return [result for result in results if result is not None]
@@ -69,12 +70,13 @@ def _verify_group(z: Tensor, proposals: Sequence[Proposed]) -> list[VerifyResult
         return _verify_sigmoid(z, proposals)
     rows = probabilities(z, proposals[0].params).numpy()
     drafts = gather(rows, proposals)
-    results: list[VerifyResult] = []
-    start = 0
-    for proposal in proposals:
-        results.append(_walk(rows, drafts, start, len(results), proposal))
-        start += len(proposal.tokens) + 1
-    return results
+    spans = enumerate(_spans(proposals))
+    return [_walk(rows, drafts, start, b, each) for (b, (start, _)), each in zip(spans, proposals, strict=True)]
+
+
+def _spans(proposals: Sequence[Proposed]) -> Iterator[tuple[int, int]]:
+    """Yield the first row of each proposal, and the end of its rows."""
+    return pairwise(accumulate((len(each.tokens) + 1 for each in proposals), initial=0))
 
 
 def block_step(P: float, p: float, q: float) -> float:
@@ -170,13 +172,8 @@ def _resampled(
 def _verify_sigmoid(z: Tensor, proposals: Sequence[Proposed]) -> list[VerifyResult]:
     """Verify by σ of scaled logits, above temperature 0 [W 3.2.2]. Lossy."""
     bad = bad_rows(z).tolist()
-    results: list[VerifyResult] = []
-    start = 0
-    for proposal in proposals:
-        end = start + len(proposal.tokens) + 1
-        results.append(_walk_sigmoid(z[start:end], bad[start:end], proposal))
-        start = end
-    return results
+    spans = zip(_spans(proposals), proposals, strict=True)
+    return [_walk_sigmoid(z[start:end], bad[start:end], each) for (start, end), each in spans]
 
 
 def _walk_sigmoid(z: Tensor, bad: Sequence[bool], proposal: Proposed) -> VerifyResult:
@@ -216,13 +213,8 @@ def _verify_greedy(z: Tensor, proposals: Sequence[Proposed]) -> list[VerifyResul
     best = rows.argmax(axis=1)
     top = rows[np.arange(len(rows)), best].astype(np.float64).tolist()  # NaN if there is one
     best_ids = best.tolist()
-    results: list[VerifyResult] = []
-    start = 0
-    for proposal in proposals:
-        end = start + len(proposal.tokens) + 1
-        results.append(_walk_greedily(rows[start:end], best_ids[start:end], top[start:end], proposal))
-        start = end
-    return results
+    spans = zip(_spans(proposals), proposals, strict=True)
+    return [_walk_greedily(rows[start:end], best_ids[start:end], top[start:end], each) for (start, end), each in spans]
 
 
 def _walk_greedily(rows: np.ndarray, best: list[int], top: list[float], proposal: Proposed) -> VerifyResult:
