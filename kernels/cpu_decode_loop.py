@@ -79,7 +79,7 @@ class LlamaStruct(ctypes.Structure):
 SAMPLE_NUMBERS = 4
 """int32 of a sample: token, row of its logits, support, total."""
 _NOT_DRAWN = -3
-_SLACK = 32  # values behind each row of the scratch memory
+SLACK = 32  # values behind each row of the scratch memory
 
 
 class LoopArrays:
@@ -126,7 +126,7 @@ class LoopArrays:
         stop = [np.array(sorted(each), np.int32) for each in stops]
         self._drawn = np.full((count, most, SAMPLE_NUMBERS), _NOT_DRAWN, np.int32)
         self._ids, self._weights = (np.empty((count, most, support), each) for each in (np.uint32, np.uint16))
-        scratch = np.empty(3 * (vocab_size + _SLACK), np.float32)
+        scratch = np.empty(3 * (vocab_size + SLACK), np.float32)
         active, following = np.empty(4 * count, np.int32), np.empty(count, np.int64)
         self.struct = LoopStruct(
             count, most, vocab_size, -1 if mask_token is None else mask_token, support, keep_mass,

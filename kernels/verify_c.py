@@ -20,7 +20,7 @@ from torch import Tensor
 
 from kernels import verify_torch
 from kernels.adjustments import apply
-from kernels.cpu_decode_loop import ParamsStruct
+from kernels.cpu_decode_loop import SLACK, ParamsStruct
 from kernels.cpu_decoder import library
 from kernels.dense import DenseDistribution
 from kernels.sparse import SparseDistribution
@@ -28,7 +28,6 @@ from kernels.verify import BAD_LOGITS, Proposed, Rule, Status, VerifyResult, adj
 from kernels.verify_pack import RULE_NUMBERS
 
 _STATUSES = (Status.OK, Status.ZERO_RESIDUAL, Status.BAD_LOGITS)
-_SLACK = 32  # values behind each row of the scratch memory
 
 _Pointer = ctypes.c_void_p
 
@@ -146,7 +145,7 @@ def _verify(z: Tensor, starts: Sequence[int], proposals: Sequence[Proposed]) -> 
             weights = np.concatenate([q.weights for q in supports], dtype=np.uint16, casting="unsafe")
             struct.ids, struct.weights = ids.ctypes.data, weights.ctypes.data
             arrays += [ids, weights]
-    scratch = _scratch(3 * (V + _SLACK))
+    scratch = _scratch(3 * (V + SLACK))
     library().verify_proposals(structs, len(proposals), V, ctypes.c_void_p(scratch.ctypes.data))
     return [_result(*each) for each in zip(structs, proposals, betas, strict=True)]
 

@@ -16,7 +16,6 @@ from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import numpy as np
 import torch
 import triton
 import triton.language as tl
@@ -214,7 +213,7 @@ class Launch:
     logits: Tensor
     proposals: Sequence[Proposed]
     batch: Batch
-    stats: tuple[Tensor, Tensor, Tensor, Tensor]
+    stats: tuple[Tensor, ...]
     cuts: Tensor
     search: tuple[Tensor, Tensor, Tensor]
     out: Tensor
@@ -276,13 +275,11 @@ class Launch:
         results = []
         first_row = 0
         for b, (proposal, (status, accepted, token)) in enumerate(zip(self.proposals, outcomes, strict=True)):
-            result = BAD_LOGITS
-            if STATUSES[status] is not Status.BAD_LOGITS:
-                result = VerifyResult(
-                    STATUSES[status], accepted, token, _beta_of(proposal, accepted, beta[first_row - b :])
-                )
-            results.append(result)
-            first_row += len(proposal.tokens) + 1
+            gamma, is_bad = len(proposal.tokens), STATUSES[status] is Status.BAD_LOGITS
+            judged = 0 if proposal.rule in (Rule.COUPLED, Rule.SIGMOID) else min(accepted + 1, gamma)
+            own = tuple(beta[first_row - b :][:judged].tolist())
+            results.append(BAD_LOGITS if is_bad else VerifyResult(STATUSES[status], accepted, token, own))
+            first_row += gamma + 1
         return results
 
 
@@ -308,14 +305,10 @@ def prepare(logits: Tensor, proposals: Sequence[Proposed]) -> Launch:
     return Launch(logits, proposals, batch, stats, cuts, search, out)
 
 
-def _stats_buffers(shape: tuple[int, int], device: torch.device) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+def _stats_buffers(shape: tuple[int, int], device: torch.device) -> tuple[Tensor, ...]:
     """Return buffers for peaks, masses, bests and leads, each aligned to 16 bytes, as the kernels expect."""
-    return (
-        torch.empty(shape, dtype=torch.float32, device=device),
-        torch.empty(shape, dtype=torch.float32, device=device),
-        torch.empty(shape, dtype=torch.int32, device=device),
-        torch.empty(shape, dtype=torch.float32, device=device),
-    )
+    types = torch.float32, torch.float32, torch.int32, torch.float32
+    return tuple(torch.empty(shape, dtype=each, device=device) for each in types)
 
 
 def _outcomes(out: Tensor, N: int) -> Tensor:
@@ -361,7 +354,8 @@ def tile_statistics(logits: Tensor, ints: Tensor, floats: Tensor) -> tuple[Tenso
     """
     launch = _without_drafts(logits, ints, floats, floats, ())
     launch.run()
-    return launch.stats[:2]
+    peaks, masses, *_ = launch.stats
+    return peaks, masses
 
 
 _DRAWN_RULES = (RULE_NUMBERS[Rule.TOKENWISE], RULE_NUMBERS[Rule.COUPLED], GREEDY_NUMBER)
@@ -388,9 +382,3 @@ def _without_drafts(logits: Tensor, ints: Tensor, floats: Tensor, uniforms: Tens
 def _beta_words(N: int) -> int:
     """Return the words that β takes, padded so that the next array is aligned to 16 bytes, as the kernels expect."""
     return -(-N // 4) * 4
-
-
-def _beta_of(proposal: Proposed, accepted: int, beta: np.ndarray) -> tuple[float, ...]:
-    if proposal.rule in (Rule.COUPLED, Rule.SIGMOID):
-        return ()
-    return tuple(beta[: min(accepted + 1, len(proposal.tokens))].tolist())
