@@ -35,6 +35,7 @@ from outrider.runtime.fused_layers import (
     compiled,
     doubled,
     is_plain,
+    merge,
     pack,
 )
 from outrider.runtime.layer_ops import LayerOps, choose_layer_ops, run_paged
@@ -207,7 +208,8 @@ class FusedDecoder:
             base.embed_tokens.weight = nn.Parameter(embedding, requires_grad=False)  # no second one in float32
         weights = [self._pack(self._take(module, layer)) for module, layer in zip(base.layers, layers, strict=True)]
         vocab_size = model.lm_head.weight.shape[0]
-        head, head_bias = self._merge(model.lm_head)
+        head, head_bias = merge(model.lm_head)
+        head = head.to(self._weights_dtype)
         head = cpu.panels(head) if self._runs_c else pack(head) if self._packed else head
         shared = SharedWeights(
             heads=first.heads,
@@ -296,43 +298,23 @@ class FusedDecoder:
         if hasattr(attention, "q_norm"):
             norms = [attention.q_norm.weight] * layer.heads + [attention.k_norm.weight] * layer.kv_heads
             head_norm = torch.stack([norm.detach().float()[pairs.to(norm.device)] for norm in norms]).unsqueeze(1)
-        qkv, qkv_bias = self._merge(attention.q_proj, attention.k_proj, attention.v_proj, order=(pairs, pairs, None))
-        output, output_bias = self._merge(attention.o_proj)
-        gate_up, gate_up_bias = self._merge(mlp.gate_proj, mlp.up_proj)
-        down, down_bias = self._merge(mlp.down_proj)
+        linear = {
+            "qkv": merge(attention.q_proj, attention.k_proj, attention.v_proj, order=(pairs, pairs, None)),
+            "output": merge(attention.o_proj),
+            "gate_up": merge(mlp.gate_proj, mlp.up_proj),
+            "down": merge(mlp.down_proj),
+        }
+        weights: dict[str, Any] = {name: each.weight.to(self._weights_dtype) for name, each in linear.items()}
+        biases: dict[str, Any] = {f"{name}_bias": each.bias for name, each in linear.items()}
         return LayerWeights(
             attention_norm=doubled(module.input_layernorm.weight),
-            qkv=qkv,
-            qkv_bias=qkv_bias,
             head_norm=head_norm,
-            output=output,
-            output_bias=output_bias,
             mlp_norm=doubled(module.post_attention_layernorm.weight),
-            gate_up=gate_up,
-            gate_up_bias=gate_up_bias,
-            down=down,
-            down_bias=down_bias,
             scaling=layer.scaling,
             window=layer.window or 0,
+            **weights,
+            **biases,
         )
-
-    def _merge(
-        self, *modules: nn.Linear, order: Sequence[Tensor | None] = (None, None, None)
-    ) -> tuple[Tensor, Tensor | None]:
-        """Concatenates weights and biases of several modules, with the rows of each head in `order`, and removes them
-        from the modules.
-        """
-        weights, biases = [], []
-        for module, rows in zip(modules, order, strict=False):
-            weights.append(_reorder(module.weight.detach(), rows))
-            if module.bias is not None:
-                biases.append(_reorder(module.bias.detach(), rows))
-            module.register_parameter("weight", None)
-            module.register_parameter("bias", None)
-        if biases and len(biases) < len(weights):
-            raise ValueError("some of the merged layers have a bias and some do not; they cannot be merged")
-        weight = weights[0] if len(weights) == 1 else torch.cat(weights)
-        return weight.to(self._weights_dtype), torch.cat(biases) if biases else None
 
     def _pack(self, layer: LayerWeights) -> LayerWeights:
         """The layer with its weights in the layout of its products."""
@@ -350,14 +332,6 @@ class FusedDecoder:
             packed: dict[str, Any] = {name: pack(getattr(layer, name)) for name in _WEIGHTS}
             return replace(layer, **packed)
         return layer
-
-
-def _reorder(tensor: Tensor, order: Tensor | None) -> Tensor:
-    """Reorders the first dimension within each head."""
-    if order is None:
-        return tensor
-    heads = tensor.unflatten(0, (-1, len(order)))
-    return heads.index_select(1, order.to(tensor.device)).flatten(0, 1)
 
 
 def use_huge_pages(weights: Iterable[Tensor]) -> int:

@@ -22,6 +22,7 @@ from outrider.runtime.batch import PackedBatch
 from outrider.runtime.encoder_decoder import bias_of
 from outrider.runtime.fused_layers import (
     SMALL,
+    Linear,
     can_pack,
     compiled,
     doubled,
@@ -30,6 +31,7 @@ from outrider.runtime.fused_layers import (
     linear,
     linear_add,
     make_signs,
+    merge,
     pack,
     rms_norm,
 )
@@ -40,32 +42,16 @@ _ACTIVATIONS = {"relu": 0, "gelu": 1, "gelu_new": 2, "gelu_pytorch_tanh": 2, "si
 
 
 @dataclass(frozen=True, slots=True)
-class _Norm:
-    """Layer norm; RMS norm without a bias."""
-
-    weight: Tensor
-    bias: Tensor | None
-
-
-@dataclass(frozen=True, slots=True)
-class _Linear:
-    """A linear layer, or several in one."""
-
-    weight: Tensor
-    bias: Tensor | None
-
-
-@dataclass(frozen=True, slots=True)
 class _Layer:
-    """One layer: self-attention, cross-attention and MLP, each with its norm."""
+    """One layer: self-attention, cross-attention and MLP, each with its norm (RMS norm without a bias)."""
 
-    norms: tuple[_Norm, _Norm, _Norm]
-    qkv: _Linear
-    output: _Linear
-    query: _Linear
-    cross_output: _Linear
-    up: _Linear
-    down: _Linear
+    norms: list[Linear]
+    qkv: Linear
+    output: Linear
+    query: Linear
+    cross_output: Linear
+    up: Linear
+    down: Linear
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,10 +89,10 @@ class _Shared:
     embedding: Tensor
     embedding_scale: float
     positions: Tensor | None
-    first_norm: _Norm | None
-    last_norm: _Norm | None
+    first_norm: Linear | None
+    last_norm: Linear | None
     output_scale: float
-    head: _Linear
+    head: Linear
 
 
 class CrossLayers(nn.Module):
@@ -140,17 +126,14 @@ class CrossLayers(nn.Module):
         self.gated, self.activation = shared.gated, shared.activation
         self.embedding, self.embedding_scale = shared.embedding, shared.embedding_scale
         self.positions, self.output_scale = shared.positions, shared.output_scale
-        self.first_norm, self.first_norm_bias = _of(shared.first_norm)
-        self.last_norm, self.last_norm_bias = _of(shared.last_norm)
-        self.head, self.head_bias = shared.head.weight, shared.head.bias
+        self.first_norm, self.first_norm_bias = shared.first_norm or (None, None)
+        self.last_norm, self.last_norm_bias = shared.last_norm or (None, None)
+        self.head, self.head_bias = shared.head
         self.norm_weights = [norm.weight for layer in layers for norm in layer.norms]
         self.norm_biases = [norm.bias for layer in layers for norm in layer.norms]
-        self.qkv, self.qkv_bias = _lists([layer.qkv for layer in layers])
-        self.output, self.output_bias = _lists([layer.output for layer in layers])
-        self.query, self.query_bias = _lists([layer.query for layer in layers])
-        self.cross_output, self.cross_output_bias = _lists([layer.cross_output for layer in layers])
-        self.up, self.up_bias = _lists([layer.up for layer in layers])
-        self.down, self.down_bias = _lists([layer.down for layer in layers])
+        for name in ("qkv", "output", "query", "cross_output", "up", "down"):
+            setattr(self, name, [getattr(layer, name).weight for layer in layers])
+            setattr(self, f"{name}_bias", [getattr(layer, name).bias for layer in layers])
         self.small = SMALL if shared.embedding.device.type == "cpu" else 0
         self.signs = make_signs(shared.embedding)
 
@@ -312,10 +295,9 @@ class FusedCrossDecoder:
                 block.layer[2].DenseReluDense,
             )
             up = (mlp.wi_0, mlp.wi_1) if config.is_gated_act else (mlp.wi,)
-            norms = [_Norm(doubled(each.layer_norm.weight), None) for each in block.layer]
             layers.append(
                 _Layer(
-                    norms=(norms[0], norms[1], norms[2]),
+                    norms=[Linear(doubled(each.layer_norm.weight), None) for each in block.layer],
                     qkv=self._merge(own.q, own.k, own.v),
                     output=self._merge(own.o),
                     query=self._merge(cross.q),
@@ -338,7 +320,7 @@ class FusedCrossDecoder:
             embedding_scale=1.0,
             positions=None,
             first_norm=None,
-            last_norm=_Norm(doubled(decoder.final_layer_norm.weight), None),
+            last_norm=Linear(doubled(decoder.final_layer_norm.weight), None),
             output_scale=config.d_model**-0.5 if config.scale_decoder_outputs else 1.0,
             head=self._merge(model.lm_head),
         )
@@ -351,11 +333,9 @@ class FusedCrossDecoder:
             own, cross = layer.self_attn, layer.encoder_attn
             layers.append(
                 _Layer(
-                    norms=(
-                        _norm(layer.self_attn_layer_norm),
-                        _norm(layer.encoder_attn_layer_norm),
-                        _norm(layer.final_layer_norm),
-                    ),
+                    norms=[
+                        *map(_norm, (layer.self_attn_layer_norm, layer.encoder_attn_layer_norm, layer.final_layer_norm))
+                    ],
                     qkv=self._merge(own.q_proj, own.k_proj, own.v_proj),
                     output=self._merge(own.out_proj),
                     query=self._merge(cross.q_proj),
@@ -364,8 +344,8 @@ class FusedCrossDecoder:
                     down=self._merge(layer.fc2),
                 )
             )
-        head = model.get_output_embeddings()
-        bias = getattr(model, "final_logits_bias", None)
+        head, bias = model.get_output_embeddings(), getattr(model, "final_logits_bias", None)
+        dtype = head.weight.dtype
         positions, first_norm = decoder.embed_positions, getattr(decoder, "layernorm_embedding", None)
         is_whisper = isinstance(model, WhisperForConditionalGeneration)
         embed_scale = getattr(decoder.embed_tokens, "embed_scale", getattr(decoder, "embed_scale", 1.0))
@@ -385,24 +365,13 @@ class FusedCrossDecoder:
             first_norm=None if first_norm is None else _norm(first_norm),
             last_norm=_norm(decoder.layer_norm) if is_whisper else None,
             output_scale=1.0,
-            head=self._merge(head, bias=None if bias is None else bias[0].to(head.weight.dtype)),
+            head=self._merge(head) if bias is None else self._merge(head)._replace(bias=bias[0].to(dtype)),
         )
         return shared, layers
 
-    def _merge(self, *modules: Any, bias: Tensor | None = None) -> _Linear:
-        """Concatenates weights and biases of modules (0 for a missing one), and removes them from the modules."""
-        weights = [module.weight.detach() for module in modules]
-        if bias is None and any(module.bias is not None for module in modules):
-            parts = [
-                weight.new_zeros(len(weight)) if module.bias is None else module.bias.detach()
-                for module, weight in zip(modules, weights, strict=True)
-            ]
-            bias = torch.cat(parts)
-        for module in modules:
-            module.register_parameter("weight", None)
-            module.register_parameter("bias", None)
-        weight = weights[0] if len(weights) == 1 else torch.cat(weights)
-        return _Linear(pack(weight) if self._packed else weight, bias)
+    def _merge(self, *modules: Any) -> Linear:
+        merged = merge(*modules)
+        return merged._replace(weight=pack(merged.weight)) if self._packed else merged
 
 
 def has_fused_cross_decoder(model: Any, dtype: torch.dtype) -> bool:
@@ -421,13 +390,5 @@ def has_fused_cross_decoder(model: Any, dtype: torch.dtype) -> bool:
     )
 
 
-def _norm(module: nn.LayerNorm) -> _Norm:
-    return _Norm(module.weight.detach(), module.bias.detach())
-
-
-def _of(norm: _Norm | None) -> tuple[Tensor | None, Tensor | None]:
-    return (None, None) if norm is None else (norm.weight, norm.bias)
-
-
-def _lists(layers: Sequence[_Linear]) -> tuple[list[Tensor], list[Tensor | None]]:
-    return [layer.weight for layer in layers], [layer.bias for layer in layers]
+def _norm(module: nn.LayerNorm) -> Linear:
+    return Linear(module.weight.detach(), module.bias.detach())

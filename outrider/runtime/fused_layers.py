@@ -8,8 +8,8 @@ without compilation.
 import platform
 import warnings
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import dataclass, fields
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -106,18 +106,9 @@ class FusedLayers(nn.Module):
         self.embedding, self.norm = shared.embedding, shared.norm
         self.head, self.head_bias = shared.head, shared.head_bias
         self.vocab_size = shared.vocab_size
-        self.attention_norm = [layer.attention_norm for layer in layers]
-        self.qkv = [layer.qkv for layer in layers]
-        self.qkv_bias = [layer.qkv_bias for layer in layers]
-        self.head_norm = [layer.head_norm for layer in layers]
-        self.output = [layer.output for layer in layers]
-        self.output_bias = [layer.output_bias for layer in layers]
-        self.mlp_norm = [layer.mlp_norm for layer in layers]
-        self.gate_up = [layer.gate_up for layer in layers]
-        self.gate_up_bias = [layer.gate_up_bias for layer in layers]
-        self.down = [layer.down for layer in layers]
-        self.down_bias = [layer.down_bias for layer in layers]
-        self.scaling = [layer.scaling for layer in layers]
+        for each in fields(LayerWeights):
+            if each.name != "window":
+                setattr(self, each.name, [getattr(layer, each.name) for layer in layers])
         self.windows = sorted({layer.window for layer in layers})
         self.mask_kind = [self.windows.index(layer.window) for layer in layers]
         self.small = SMALL if shared.norm.device.type == "cpu" else 0
@@ -256,6 +247,40 @@ def is_plain_tensor(value: object) -> bool:
 def is_changed(module: nn.Module) -> bool:
     """Whether a module has hooks, or a `forward` that is not that of its class."""
     return "forward" in vars(module) or bool(module._forward_hooks or module._forward_pre_hooks)
+
+
+class Linear(NamedTuple):
+    """A linear layer, or several in one: `[out, in]` and `[out]`; or the weight and bias of a norm."""
+
+    weight: Tensor
+    bias: Tensor | None
+
+
+def merge(*modules: Any, order: Sequence[Tensor | None] = (None, None, None)) -> Linear:
+    """Concatenates weights and biases of modules, 0 for a missing one, and removes them from the modules.
+
+    The rows of each head are reordered by `order`, an entry for each module.
+    """
+    weights, biases = [], []
+    for module, rows in zip(modules, order, strict=False):
+        weight = module.weight.detach()
+        weights.append(_reordered(weight, rows))
+        biases.append(None if module.bias is None else _reordered(module.bias.detach(), rows))
+        module.register_parameter("weight", None)
+        module.register_parameter("bias", None)
+    bias: Tensor | None = None
+    if any(each is not None for each in biases):
+        pairs = zip(weights, biases, strict=True)
+        bias = torch.cat([weight.new_zeros(len(weight)) if own is None else own for weight, own in pairs])
+    return Linear(weights[0] if len(weights) == 1 else torch.cat(weights), bias)
+
+
+def _reordered(tensor: Tensor, order: Tensor | None) -> Tensor:
+    """The first dimension, reordered within each head."""
+    if order is None:
+        return tensor
+    heads = tensor.unflatten(0, (-1, len(order)))
+    return heads.index_select(1, order.to(tensor.device)).flatten(0, 1)
 
 
 def pack(weight: Tensor) -> Tensor:
