@@ -113,7 +113,7 @@ class KVPool:
         self.paged: PagedMemory | None = None
         self.by_head: MemoryByHead | None = None
         self.clears_blocks = True
-        self._reserve_memory(shape, paged=paged)
+        self._memory = self._reserve_memory(shape, paged=paged)
         self.blocks = BlockPool(blocks)
         self._slots: dict[int, _Slot] = {}
         self._next_slot = 0
@@ -352,13 +352,8 @@ class KVPool:
         return held.gathered
 
     def split(self, stores: Sequence[Tensor], start: int, end: int) -> SlotViews:
-        """The result of `stores` per layer; positions `start` to `end` are to be written.
-
-        Raises:
-            ValueError: the pool is paged.
-        """
-        if self.by_head is None:
-            raise ValueError("a paged pool has no views; use its block tables")
+        """The result of `stores` per layer; positions `start` to `end` are to be written."""
+        assert self.by_head is not None
         return self.by_head.views(stores, start, end)
 
     def views(self, slot: int, start: int, end: int) -> SlotViews:
@@ -389,17 +384,12 @@ class KVPool:
             if any(block != held.block_table[0] + i for i, block in enumerate(held.block_table[: held.contiguous])):
                 raise PoolCorrupted(f"slot {slot} is not contiguous: {held.block_table}")
 
-    @property
-    def _memory(self) -> KVMemory:
-        memory = self.by_head or self.paged
-        assert memory is not None
-        return memory
-
-    def _reserve_memory(self, shape: MemoryShape, *, paged: bool) -> None:
+    def _reserve_memory(self, shape: MemoryShape, *, paged: bool) -> KVMemory:
         if paged:
             self.paged = PagedMemory(shape, self.dtype, self.device)
-        else:
-            self.by_head = MemoryByHead(shape, self.dtype, self.device)
+            return self.paged
+        self.by_head = MemoryByHead(shape, self.dtype, self.device)
+        return self.by_head
 
     # --------------------------------------------------------------------------------------------------- one sequence
 

@@ -18,7 +18,7 @@ from kernels.cpu_decode_loop import LlamaBatchStruct, LlamaStruct, LoopArrays
 from kernels.cpu_decoder import library as decoder_library
 from kernels.sampling import Sample
 from outrider.runtime.batch import Chunk
-from outrider.runtime.block_pool import MemoryShape, PoolCorrupted, PoolExhausted
+from outrider.runtime.block_pool import KVMemory, MemoryShape, PoolCorrupted, PoolExhausted
 from outrider.runtime.errors import CheckpointError
 from outrider.runtime.kv_cache import BLOCK_TOKENS, KVPool
 from outrider.runtime.llama_loader import Handle, LlamaModel, errors, library
@@ -83,21 +83,15 @@ class LlamaPool(KVPool):
         self._llama_cpp = llama_cpp
         self._copies = range(0, copies * sequences, sequences)
         self._memory_handle = llama_cpp.llama_get_memory(context)
-        self._cells = _Cells(size)
+        self._size = size
         self._most = sequences
         self._sequences: dict[int, int] = {}  # llama.cpp's sequence of each slot that has one
         self._free_sequences = list(range(self._most))
         self._written: dict[int, int] = {}  # positions of each slot in llama.cpp
-        super().__init__(
-            layers, 1, 1, blocks=blocks, max_length=max_length, dtype=torch.float32, device="cpu"
-        )  # fmt: skip
+        super().__init__(layers, 1, 1, blocks=blocks, max_length=max_length, dtype=torch.float32, device="cpu")
 
-    def _reserve_memory(self, shape: MemoryShape, *, paged: bool) -> None:
-        self.paged = self.by_head = None
-
-    @property
-    def _memory(self) -> _Cells:
-        return self._cells
+    def _reserve_memory(self, shape: MemoryShape, *, paged: bool) -> KVMemory:
+        return _Cells(self._size)
 
     def sequence(self, slot: int) -> int:
         """llama.cpp's sequence of a slot.
