@@ -192,28 +192,10 @@ def reference(model: Any, vocab_size: int, context_length: int) -> Reference:
     return Reference(tokens, logits.float().cpu(), inputs)
 
 
-def make_pool(
-    layers: Sequence[AttentionLayer],
-    *,
-    blocks: int,
-    max_length: int,
-    dtype: torch.dtype,
-    device: torch.device,
-    block_tokens: int = BLOCK_TOKENS,
-    paged: bool = False,
-) -> KVPool:
-    """A pool for the attention layers of a model."""
-    return KVPool(
-        len(layers),
-        [layer.kv_heads for layer in layers],
-        [layer.head_dim for layer in layers],
-        blocks=blocks,
-        max_length=max_length,
-        dtype=dtype,
-        device=device,
-        block_tokens=block_tokens,
-        paged=paged,
-    )
+def make_pool(layers: Sequence[AttentionLayer], **options: Any) -> KVPool:
+    """A pool for the attention layers of a model; `options` are those of `KVPool`."""
+    heads, sizes = [layer.kv_heads for layer in layers], [layer.head_dim for layer in layers]
+    return KVPool(len(layers), heads, sizes, **options)
 
 
 @torch.inference_mode()
@@ -241,9 +223,9 @@ def check_program(
         block_tokens: see `attention`.
     """
     length = expected.tokens.shape[1]
-    cuts = (min(4, length), min(3, length))
+    first, second = min(4, length), min(3, length)
     # (sequence, start, count)
-    batches = [[(0, 0, cuts[0]), (1, 0, cuts[1])], [(1, cuts[1], length - cuts[1]), (0, cuts[0], length - cuts[0])]]
+    batches = [[(0, 0, first), (1, 0, second)], [(1, second, length - second), (0, first, length - first)]]
     batches = [[span for span in spans if span[2]] for spans in batches if any(count for _, _, count in spans)]
 
     def rows(of: Tensor, spans: list[tuple[int, int, int]]) -> Tensor:
@@ -255,12 +237,14 @@ def check_program(
 
     def found() -> dict[str, Tensor]:
         blocks = 2 * -(-length // block_tokens)
-        storage: dict[str, Any] = {"dtype": dtype, "device": device, "block_tokens": block_tokens}
         longest = length
         if isinstance(program, EncoderDecoder):
             longest = max(length, program.info.max_length)
             blocks += 2 * -(-longest // block_tokens)
-        pool = make_pool(layers, blocks=blocks, max_length=longest, paged=attention is not None, **storage)
+        pool = make_pool(
+            layers, blocks=blocks, max_length=longest, dtype=dtype, device=device, block_tokens=block_tokens,
+            paged=attention is not None,
+        )  # fmt: skip
         slots, masks = (pool.allocate(), pool.allocate()), CausalMasks(length, dtype, device)
         if isinstance(program, EncoderDecoder):
             assert expected.inputs is not None
