@@ -41,18 +41,10 @@ class TextIndex:
         """
         text = self._tokens
         text.extend(ahead)
-        try:
-            return self._copy(count)
-        finally:
-            del text[len(text) - len(ahead) :]
-
-    def _copy(self, count: int) -> list[int]:
-        text = self._tokens
         source, end = self._source(), len(text)
-        if not source:
-            return []
-        copied = text[source : source + count]
-        while len(copied) < count:  # past the end of the text the copy repeats itself
+        copied = text[source : source + count] if source else []
+        del text[end - len(ahead) :]
+        while source and len(copied) < count:  # past the end of the text the copy repeats itself
             copied.append(copied[len(copied) - (end - source)])
         return copied
 
