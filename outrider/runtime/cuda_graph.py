@@ -246,7 +246,7 @@ class GraphRunner:
             torch.OutOfMemoryError: the device has no memory for a graph.
         """
         wanted = sorted(buckets)
-        logits = self._logits(wanted[-1])
+        logits = torch.zeros(wanted[-1], self._vocab_size, dtype=self.eager.dtype, device=self.eager.device)
         captured: list[_Captured] = []
         left, began, why = list(wanted), clock(), ""
         while left:
@@ -284,6 +284,3 @@ class GraphRunner:
                 own.copy_(found)
 
         return _Captured(shape, staging, padded, buffer, batch.rows, own, capturer.capture(run))
-
-    def _logits(self, rows: int) -> Tensor:
-        return torch.zeros(rows, self._vocab_size, dtype=self.eager.dtype, device=self.eager.device)

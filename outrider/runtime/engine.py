@@ -189,7 +189,8 @@ class Engine(ABC, Generic[Message, Work, Output]):
 
     def next_work(self) -> tuple[Sequence[Work], float | None]:
         """The first half of `turn`: the work of the next step, and the result of `turn`."""
-        self._receive_all()
+        while not self._inbox.empty():  # only this thread reads it
+            self._receive_one(self._inbox.get_nowait())
         if self._is_over:
             return [], 0.0
         if (seconds := self.linger()) > 0:
@@ -202,10 +203,6 @@ class Engine(ABC, Generic[Message, Work, Output]):
 
     def step(self, work: Sequence[Work]) -> None:
         """The second half of `turn`: runs the model on the work."""
-        self._step(work)
-        self.step_ended = time.perf_counter()
-
-    def _step(self, work: Sequence[Work]) -> None:
         try:
             output = self._forward(work)
         except ModelLost:
@@ -215,6 +212,7 @@ class Engine(ABC, Generic[Message, Work, Output]):
             self._step_one_by_one(work)
         else:
             self.process(work, output)
+        self.step_ended = time.perf_counter()
 
     def _step_one_by_one(self, work: Sequence[Work]) -> None:
         """Retries each sequence in a step of its own, so that a sequence with a failing step ends no other."""
@@ -269,10 +267,6 @@ class Engine(ABC, Generic[Message, Work, Output]):
             message = self._inbox.get(timeout=seconds)
             self.heartbeat.begin()
             self._receive_one(message)
-
-    def _receive_all(self) -> None:
-        while not self._inbox.empty():  # only this thread reads it
-            self._receive_one(self._inbox.get_nowait())
 
     def _receive_one(self, message: Message | None) -> None:
         if message is None:

@@ -216,16 +216,12 @@ def choose_layer_ops(layers: FusedLayers, dtype: torch.dtype) -> LayerOps:
     if why:
         return LayerOps(layers, f"the Triton kernels cannot run: {why}")
     agree = "the Triton kernels agree with torch"
-    if why := _why_no_products(layers) or check_products(layers):
-        return TritonOps(layers, f"{agree}; products of a few rows by torch: {why}")
-    return ProductOps(layers, f"{agree}, also in products of a few rows")
-
-
-def _why_no_products(layers: FusedLayers) -> str:
-    from kernels.triton_products import why_not
+    from kernels.triton_products import why_not  # triton is optional
 
     weights = {name: getattr(layers, name)[0] for name in ("qkv", "output", "gate_up", "down")}
-    return why_not({**weights, "head": layers.head}, layers.embedding.device)
+    if why := why_not({**weights, "head": layers.head}, layers.embedding.device) or check_products(layers):
+        return TritonOps(layers, f"{agree}; products of a few rows by torch: {why}")
+    return ProductOps(layers, f"{agree}, also in products of a few rows")
 
 
 def _obstacle(device: torch.device) -> str:

@@ -173,9 +173,11 @@ class ModelRunner:
             PoolExhausted: the pool has too few free blocks (`KVPool.blocks_needed`).
         """
         self.check(chunks)
-        logits = (
-            self._run(chunks) if self.paged_runner is None else self.paged_runner.run(build_batch(chunks, self.pool))
-        )
+        if self.paged_runner is not None:
+            logits = self.paged_runner.run(build_batch(chunks, self.pool))
+        else:
+            tokens = chunks[0].tokens if len(chunks) == 1 else [token for chunk in chunks for token in chunk.tokens]
+            logits = self.run_packed(tokens, self.pack(chunks), self._rows(chunks))
         for chunk in chunks:
             self.pool.extend(chunk.slot, chunk.start + len(chunk.tokens))
         return logits
@@ -223,10 +225,6 @@ class ModelRunner:
             self.encode(slot, self.loaded.encoder.smallest())
         return slot
 
-    def _run(self, chunks: Sequence[Chunk]) -> Tensor:
-        tokens = chunks[0].tokens if len(chunks) == 1 else [token for chunk in chunks for token in chunk.tokens]
-        return self.run_packed(tokens, self.pack(chunks), self._rows(chunks))
-
     def pack(self, chunks: Sequence[Chunk], later_rows: Sequence[int] = ()) -> PackedBatch:
         """The batch of these chunks over a pool that is not paged; `later_rows` of each slot get blocks too.
 
@@ -238,10 +236,8 @@ class ModelRunner:
 
     def run_packed(self, tokens: Sequence[int], batch: PackedBatch, rows: Rows) -> Tensor:
         """Runs `tokens` `[T]` of a batch over a pool that is not paged; returns the logits of `rows` in float32."""
-        token_ids = torch.from_numpy(np.array(tokens, np.int64)).to(
-            self.loaded.device
-        )  # 15 µs faster than torch.tensor
-        return self.program(token_ids, batch, rows).float()
+        token_ids = torch.from_numpy(np.array(tokens, np.int64))  # 15 µs faster than torch.tensor
+        return self.program(token_ids.to(self.loaded.device), batch, rows).float()
 
     def has_loop_in_c(self, sequences: int) -> bool:
         """Whether `run_loop` runs this model, for so many sequences."""
