@@ -122,7 +122,8 @@ def weights_fingerprint(folder: str | os.PathLike[str]) -> str:
     files = sorted(folder.glob("*.safetensors")) or sorted(folder.glob("pytorch_model*.bin"))
     if not files:
         raise CheckpointError(f"'{folder}' has no weights: no *.safetensors and no pytorch_model*.bin")
-    digest = hashlib.sha256(_normalised(config))
+    kept = {key: value for key, value in read_json(config).items() if key not in _PROVENANCE}
+    digest = hashlib.sha256(json.dumps(kept, sort_keys=True, separators=(",", ":")).encode())
     for file in files:
         for part in (file.name.encode(), *_samples(file)):
             digest.update(len(part).to_bytes(8, "little") + part)  # with its length, so that parts cannot run together
@@ -148,11 +149,6 @@ def model_fingerprint(weights: str, eos_token_ids: Iterable[int], rules: Generat
     own = {name: value for name, value in given.items() if value != defaults[name]}
     generation = json.dumps({"eos": sorted(set(eos_token_ids)), "rules": own}, sort_keys=True)
     return hashlib.sha256(f"{weights} {generation}".encode()).hexdigest()
-
-
-def _normalised(config: Path) -> bytes:
-    kept = {key: value for key, value in read_json(config).items() if key not in _PROVENANCE}
-    return json.dumps(kept, sort_keys=True, separators=(",", ":")).encode()
 
 
 def _samples(path: Path) -> Iterator[bytes]:

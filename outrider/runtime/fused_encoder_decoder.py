@@ -331,11 +331,10 @@ class FusedCrossDecoder:
         layers = []
         for layer in decoder.layers:
             own, cross = layer.self_attn, layer.encoder_attn
+            norms = layer.self_attn_layer_norm, layer.encoder_attn_layer_norm, layer.final_layer_norm
             layers.append(
                 _Layer(
-                    norms=[
-                        *map(_norm, (layer.self_attn_layer_norm, layer.encoder_attn_layer_norm, layer.final_layer_norm))
-                    ],
+                    norms=list(map(_norm, norms)),
                     qkv=self._merge(own.q_proj, own.k_proj, own.v_proj),
                     output=self._merge(own.out_proj),
                     query=self._merge(cross.q_proj),

@@ -25,7 +25,6 @@ _PRE_TOKENIZERS = {
     _WORDS + r"\p{N}{1,3}" + _REST: "llama-bpe",
     _WORDS + r"\p{N}" + _REST: "qwen2",
 }
-_GPT2 = "gpt-2"
 
 
 @dataclass(frozen=True)
@@ -76,7 +75,10 @@ def convert(name: str, output: Path, kind: str, *, revision: str | None = None) 
     Raises:
         CheckpointError: the package `gguf` is missing, or the checkpoint cannot be converted; the text is one line.
     """
-    gguf = _gguf()
+    try:
+        import gguf
+    except ImportError as error:
+        raise CheckpointError("outrider convert needs the package gguf: pip install 'outrider[llama]'") from error
     folder = resolve_folder(name, revision)
     config = read_json(folder / "config.json")
     found = _ARCHITECTURES.get(config.get("model_type", ""))
@@ -102,14 +104,6 @@ def convert(name: str, output: Path, kind: str, *, revision: str | None = None) 
     writer.close()
     part.replace(output)
     return output.stat().st_size
-
-
-def _gguf() -> Any:
-    try:
-        import gguf
-    except ImportError as error:
-        raise CheckpointError("outrider convert needs the package gguf: pip install 'outrider[llama]'") from error
-    return gguf
 
 
 def _check_plain(config: dict[str, Any], name: str) -> None:
@@ -148,7 +142,8 @@ def _write_shape(writer: Any, gguf: Any, config: dict[str, Any], found: _Archite
     heads = config["n_head" if is_gpt2 else "num_attention_heads"]
     width = config["n_embd" if is_gpt2 else "hidden_size"]
     writer.add_name(name)
-    writer.add_file_type(getattr(gguf.LlamaFileType, _file_type(kind)))
+    file_type = {"f32": "ALL_F32", "f16": "MOSTLY_F16", "bf16": "MOSTLY_BF16", "q8_0": "MOSTLY_Q8_0"}[kind]
+    writer.add_file_type(getattr(gguf.LlamaFileType, file_type))
     writer.add_context_length(config["n_positions" if is_gpt2 else "max_position_embeddings"])
     writer.add_embedding_length(width)
     writer.add_block_count(config["n_layer" if is_gpt2 else "num_hidden_layers"])
@@ -182,10 +177,6 @@ def _write_windows(writer: Any, config: dict[str, Any], rope: dict[str, Any]) ->
     writer.add_rope_freq_base_swa(float(local.get("rope_theta") or config.get("rope_local_base_freq") or 10000.0))
     if kinds:
         writer.add_sliding_window_pattern([each == "sliding_attention" for each in kinds])
-
-
-def _file_type(kind: str) -> str:
-    return {"f32": "ALL_F32", "f16": "MOSTLY_F16", "bf16": "MOSTLY_BF16", "q8_0": "MOSTLY_Q8_0"}[kind]
 
 
 # ------------------------------------------------------------------------------------------------------------ weights
@@ -310,7 +301,7 @@ def _pre_tokenizer(tokenizer: dict[str, Any]) -> str:
         pattern = (each.get("pattern") or {}).get("Regex")
         if pattern in _PRE_TOKENIZERS:
             return _PRE_TOKENIZERS[pattern]
-    return _GPT2
+    return "gpt-2"
 
 
 def _write_special(

@@ -152,17 +152,22 @@ def load_gguf(source: ModelSource) -> tuple[LlamaModel, Tokenizer]:
         )
     vocab = llama_cpp.llama_model_get_vocab(handle)
     tokenizer = gguf_tokenizer(llama_cpp, handle, metadata, source.name)
+    description = ctypes.create_string_buffer(256)
+    llama_cpp.llama_model_desc(handle, description, len(description))
+    weights = description.value.decode("utf-8", "replace")
+    vocab_size = llama_cpp.llama_vocab_n_tokens(vocab)
+    ends = (token for token in range(vocab_size) if llama_cpp.llama_vocab_is_eog(vocab, token))
     heads = llama_cpp.llama_model_n_head(handle)
     size = metadata.get(f"{architecture}.attention.key_length") or llama_cpp.llama_model_n_embd(handle) // heads
     layer = AttentionLayer(heads, llama_cpp.llama_model_n_head_kv(handle), size, size**-0.5, None)
-    eos_token_ids = tuple(metadata.get("outrider.eos_token_ids") or _end_tokens(llama_cpp, vocab))
+    eos_token_ids = tuple(metadata.get("outrider.eos_token_ids") or ends)
     return LlamaModel(
         model=None,
         device=torch.device("cpu"),
         dtype=torch.float32,
-        dtype_reason=f"logits of llama.cpp are float32; the weights: {_description(llama_cpp, handle)}",
+        dtype_reason=f"logits of llama.cpp are float32; the weights: {weights}",
         quantisation=None,
-        vocab_size=llama_cpp.llama_vocab_n_tokens(vocab),
+        vocab_size=vocab_size,
         context_length=llama_cpp.llama_model_n_ctx_train(handle),
         name=source.name,
         eos_token_ids=eos_token_ids,
@@ -228,14 +233,3 @@ def _gpu_layers(llama_cpp: ModuleType, device: str) -> int:
     if device != "auto":
         raise CheckpointError(f"--device is {device}; llama-cpp-python is built for the CPU alone")
     return 0
-
-
-def _description(llama_cpp: ModuleType, handle: Any) -> str:
-    buffer = ctypes.create_string_buffer(256)
-    llama_cpp.llama_model_desc(handle, buffer, len(buffer))
-    return buffer.value.decode("utf-8", "replace")
-
-
-def _end_tokens(llama_cpp: ModuleType, vocab: Any) -> list[int]:
-    count = llama_cpp.llama_vocab_n_tokens(vocab)
-    return [token for token in range(count) if llama_cpp.llama_vocab_is_eog(vocab, token)]
