@@ -53,7 +53,6 @@ def work_list(row_starts: Sequence[int], lengths: Sequence[int], growth: int = 0
         lengths: `[S]`: positions of each sequence, its rows included.
         growth: how many positions sequences may grow by while the list stays valid. Items of stretches that are not
             reached yet do nothing.
-        cuts: whether tiles may be split.
     """
     # Lists, not arrays: a batch has few tiles, and a round waits for this.
     tiles = list[tuple[int, int, int]]()

@@ -89,7 +89,6 @@ class LoopArrays:
         draws: of each sequence, at least one; with the same parameters, and noise or uniforms for all.
         config: how q is truncated; None, for a target, draws from p itself, as `kernels.verify_c` does.
         vocab_size: tokens that may be drawn.
-        mask_token: is never drawn.
         stops: of each sequence: nothing is drawn after one of these tokens.
         interrupted: int32 `[1]`; once it is not 0, the loop ends after the token that it draws.
 

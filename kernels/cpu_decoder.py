@@ -173,7 +173,6 @@ class CPUDecoder:
         shared: an `outrider.runtime.fused_layers.SharedWeights`, its head as `panels`.
         layers: each an `outrider.runtime.fused_layers.LayerWeights`, its weights as `panels`, in one dtype:
             bfloat16 or float32.
-        dtype: of the model.
     """
 
     def __init__(self, shared: Any, layers: Sequence[Any], dtype: torch.dtype) -> None:
@@ -203,7 +202,6 @@ class CPUDecoder:
         """Runs a pass; the keys and values of its rows are in memory afterwards.
 
         Args:
-            rows: of the pass.
             wanted: `[R]`: the rows that need logits.
 
         Returns:
@@ -222,7 +220,6 @@ class CPUDecoder:
 
         Args:
             rows: of the first pass; `tables` and `longest` are for all rows of the loop.
-            loop: how to draw.
 
         Returns:
             The samples of each sequence.

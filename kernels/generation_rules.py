@@ -94,7 +94,6 @@ class DecoderState:
     """Prompt and output of one decoder, with the facts about them that the rules need.
 
     Args:
-        rules: of the model.
         prompt: the decoder's tokens before the first generated one.
         vocab_size: logits of a row.
         max_new_tokens: the longest output; 0 if it is not known, and then no EOS is forced.

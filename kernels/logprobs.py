@@ -43,7 +43,6 @@ def token_logprobs(raw: Tensor, log_p: Tensor, tokens: Sequence[int], top: int) 
     Args:
         raw: the target's untouched logits, `[m, V]`, on any device.
         log_p: of the same rows, `[m, V]`; computations use its dtype.
-        tokens: the emitted tokens.
         top: how many of the best to add, by raw logit; lower ids first among equals.
     """
     return _of_rows(torch.log_softmax(raw.to(log_p.dtype), dim=-1), log_p, tokens, top)

@@ -71,8 +71,6 @@ def warm_up(name: str, device: torch.device, dtype: torch.dtype, V: int, width: 
     shared noise.
 
     Args:
-        device: of the logits.
-        dtype: of the logits.
         V: tokens that may be sampled.
         width: logits of a row, V or more.
     """

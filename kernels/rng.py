@@ -70,7 +70,6 @@ def uniform(seed: int, base_length: int, index: int, domain: Domain, draw: int =
         seed: the request's seed, 0 to 2^64 - 1; the key.
         base_length: committed tokens (prompt included) when the round began, 0 to 2^32 - 1.
         index: index in the proposal, from 0.
-        domain: the purpose of the number.
         draw: number of the draw for that purpose at that index, from 0.
 
     Raises:
@@ -164,7 +163,6 @@ def noise_rows(positions: Sequence[tuple[int, int]], V: int) -> Tensor:
 
     Args:
         positions: seed and absolute position (tokens before it, prompt included) of each token to draw.
-        V: tokens to choose from.
 
     Raises:
         ValueError: a seed or a position is outside its range.

@@ -179,8 +179,6 @@ def sample(logits: Tensor, draws: Sequence[Draw], config: SparseConfig) -> list[
 
     Args:
         logits: with penalties applied.
-        draws: one per row.
-        config: how q is truncated.
 
     Raises:
         ValueError: the number of draws is not the number of rows.

@@ -274,7 +274,6 @@ def normed_product(
         stream: of T rows, `MOST_ROWS` at most.
         weight: `[N, E]`; with `gated` the gates first, then the ups.
         bias: `[N]`.
-        eps: of the norm.
         gated: rounds after gate, up, silu and product, as torch does.
         out: where to write the result, contiguous.
     """
@@ -302,12 +301,7 @@ def rotated_product(
         stream: of T rows, `MOST_ROWS` at most.
         weight: of queries, keys and values, `[(H + 2 · KV) · D, E]`; D is a multiple of 16.
         bias: `[(H + 2 · KV) · D]`.
-        eps: of the norm.
         cos_sin: see `triton_layers.rotate_and_store`; so are the others.
-        positions: see there.
-        slot_mapping: see there.
-        key_cache: see there.
-        value_cache: see there.
     """
     _, _, kv_heads, D = key_cache.shape
     T, heads = len(stream.scaled), len(weight) // D - 2 * kv_heads

@@ -76,9 +76,7 @@ def sample_truncated(
     Args:
         logits: `[B, V]`, columns contiguous.
         ints: of B proposals without drafts, see `verify_pack.Batch`.
-        floats: see `ints`.
         uniforms: float64 `[B]`.
-        config: how q is truncated.
 
     Returns:
         See `DeviceSamples`. Rows at temperature 0 have no meaning.

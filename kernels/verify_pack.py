@@ -95,7 +95,6 @@ def numbers_of_draw(draw: Draw, row: int, given: int) -> tuple[tuple[int, ...], 
 
     Args:
         draw: of its next token, without filters.
-        row: of its logits.
         given: the index of its uniform, which noise does not need.
     """
     seed, position, rule = 0, 0, RULE_NUMBERS[Rule.TOKENWISE]

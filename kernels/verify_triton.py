@@ -331,7 +331,6 @@ def draw_next(logits: Tensor, ints: Tensor, floats: Tensor, uniforms: Tensor, *,
     Args:
         logits: `[B, V]`, columns contiguous.
         ints: of B proposals without drafts, see `Batch`.
-        floats: see `Batch`.
         uniforms: float64 `[U]`, which `ints` refer to.
         greedily: whether all proposals have temperature 0, which takes fewer launches.
     """
@@ -347,7 +346,6 @@ def tile_statistics(logits: Tensor, ints: Tensor, floats: Tensor) -> tuple[Tenso
     Args:
         logits: `[B, V]`, columns contiguous.
         ints: see `draw_next`.
-        floats: see `draw_next`.
 
     Returns:
         Float32 `[B, tiles]` each.

@@ -179,7 +179,6 @@ def probe_attention(model: Any, encoder: EncoderDecoder | None = None) -> tuple[
     Args:
         model: a causal language model of transformers, its attention `outrider.runtime.attention.NAME`; or a model with
             encoder and decoder, of which the decoder's layers are returned.
-        encoder: of a model with encoder and decoder.
 
     Raises:
         CheckpointError: it needs a feature that our attention does not support; the message names it.
@@ -310,8 +309,6 @@ class Program(Protocol):
 
         Args:
             token_ids: `[T]`.
-            batch: the sequences and positions of the rows.
-            rows: the rows that need logits.
 
         Returns:
             `[R, V]`, in the dtype of the model.

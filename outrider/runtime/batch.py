@@ -381,8 +381,6 @@ class PagedAttention(Protocol):
             query: `[T, heads, head_dim]`.
             keys: blocks of a layer, `[blocks, block_tokens, kv_heads, head_dim]`.
             values: like `keys`.
-            batch: the rows and their sequences.
-            scoring: of the layer.
 
         Returns:
             `[T, heads, head_dim]`; padding rows may hold any values.

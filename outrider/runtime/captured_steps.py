@@ -61,14 +61,7 @@ def without_mask(logits: Tensor, vocab_size: int, mask_token: int | None) -> Ten
 
 
 class CapturedSteps:
-    """Captured steps for 1, 2, 4 … sequences.
-
-    Args:
-        model_runner: the model.
-        eager: its runner.
-        size: the limits.
-        config: see `DecodeLoop`.
-    """
+    """Captured steps for 1, 2, 4 … sequences."""
 
     def __init__(
         self, model_runner: ModelRunner, eager: PagedRunner, size: StepSizes, config: SparseConfig | None

@@ -33,10 +33,6 @@ class PagedRunner:
     """Runs each batch eagerly.
 
     Args:
-        program: of the model.
-        memory: keys and values of all blocks.
-        attention: the implementation of attention.
-        device: of model and memory.
         dtype: of the logits.
         max_length: the longest sequence, in positions.
     """
@@ -101,11 +97,7 @@ class Repeating:
 
 
 class CudaCapturer:
-    """Captures CUDA graphs. They share one memory pool, since no two run at the same time.
-
-    Args:
-        device: a CUDA device.
-    """
+    """Captures CUDA graphs. They share one memory pool, since no two run at the same time."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
@@ -189,8 +181,6 @@ class GraphRunner:
 
     Args:
         eager: runs batches that fit no graph.
-        block_tokens: positions of a block.
-        vocab_size: V.
         max_sequences: of a captured batch.
     """
 
@@ -234,10 +224,8 @@ class GraphRunner:
         If the time is too short for all, the smallest sizes follow: few streams gain the most.
 
         Args:
-            buckets: sizes in rows.
             seconds: the time limit; the duration of the first capture is taken for the others.
             most_bytes: the memory limit of all graphs; capturing stops at the first graph beyond it.
-            clock: seconds.
 
         Returns:
             One line for the log: how many sizes are captured, and why not all.

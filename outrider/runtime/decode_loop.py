@@ -39,7 +39,6 @@ class DecodeLoop:
     """The decode loop of one model.
 
     Args:
-        model_runner: the model.
         vocab_size: tokens that may be sampled; the model's logits may have more.
         config: how q is truncated; None, for a target, draws from p itself.
         verify_path: a target's implementation of `kernels.verify`; None is the fastest on the device.

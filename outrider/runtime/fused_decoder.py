@@ -183,7 +183,6 @@ class FusedDecoder:
 
     Args:
         model: `has_fused_decoder` must be true for it.
-        layers: its attention layers.
         paged: whether it must run over a paged KV cache, which the decoder in C cannot.
 
     Attributes:

@@ -160,7 +160,6 @@ class CrossLayers(nn.Module):
             encoded: keys and values of each chunk's encoder slot, `[layers, 2, H, S, head_dim]`.
             masks: of each chunk: `CausalMasks.for_rows`, or `sdpa.biased_mask`.
             last: how many rows at the end need logits, if `rows` is None.
-            rows: indices of the rows that need logits.
 
         Returns:
             Logits `[R, V]`, float32.

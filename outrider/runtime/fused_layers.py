@@ -137,11 +137,9 @@ class FusedLayers(nn.Module):
             positions: `[T]`, of each row in its sequence.
             slots: `[T]`: the position in memory of each row.
             memory: keys and values of all blocks, `[layers, 2, kv_heads, positions, head_dim]`.
-            block_tokens: positions of a block.
             groups: per window in `windows`, the chunks (`sdpa.attend_groups`).
             orders: per window, the order of their rows.
             last: how many rows at the end need logits, if `rows` is None.
-            rows: indices of the rows that need logits.
 
         Returns:
             Logits `[R, V]`, float32.
@@ -346,7 +344,6 @@ def rms_norm(x: Tensor, weight: Tensor, signs: Tensor, eps: float, small: int) -
         x: `[..., 1, n]`.
         weight: `[2, n]`, see `doubled`.
         signs: see `make_signs`.
-        eps: added to the mean square.
         small: the most elements of x for layer norm; above, torch's RMS norm is used.
     """
     n = x.size(-1)
@@ -356,12 +353,7 @@ def rms_norm(x: Tensor, weight: Tensor, signs: Tensor, eps: float, small: int) -
 
 
 class RMSNormModule(nn.Module):
-    """`rms_norm` as a module.
-
-    Args:
-        weight: `[n]`.
-        eps: added to the mean square.
-    """
+    """`rms_norm` as a module."""
 
     def __init__(self, weight: Tensor, eps: float) -> None:
         super().__init__()

@@ -39,10 +39,6 @@ def read(generation_config: Any, config: Any) -> GenerationRules | None:
     request decides; and `remove_invalid_values`, since bad logits end a sequence. Whisper's timestamp rules are always
     among the rules: the decoder's prompt decides whether they hold, as in transformers.
 
-    Args:
-        generation_config: transformers' `GenerationConfig` of the model.
-        config: of the model.
-
     Raises:
         CheckpointError: options are set that Outrider does not support. The text names all of them.
     """

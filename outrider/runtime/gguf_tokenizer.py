@@ -38,12 +38,6 @@ def gguf_tokenizer(llama_cpp: ModuleType, model: Any, metadata: dict[str, Any], 
 class LlamaTokenizer(Tokenizer):
     """The tokenizer of llama.cpp, for a GGUF file without that of its checkpoint.
 
-    Args:
-        llama_cpp: the library.
-        model: a loaded model.
-        metadata: of the file.
-        name: of the model.
-
     Raises:
         CheckpointError: the file has no vocabulary.
     """

@@ -63,17 +63,13 @@ class _Slot:
 class KVPool:
     """Blocks of keys and values, and the sequences that hold them.
 
-    All memory is reserved at once; a CPU commits it when positions are written.
+    All memory is reserved at once; a CPU commits it when positions are written. Methods raise `ValueError` for a slot
+    that does not exist.
 
     Args:
-        layers: how many layers hold keys and values.
         kv_heads: heads per layer; a list if layers differ.
         head_dim: size of a head; a list if layers differ.
-        blocks: the number of blocks.
         max_length: the longest sequence, in positions.
-        dtype: of keys and values.
-        device: of keys and values.
-        block_tokens: positions of a block.
         paged: whether attention reads by block tables; otherwise it reads `views`.
 
     Attributes:
@@ -133,11 +129,7 @@ class KVPool:
         return slot
 
     def fork(self, slot: int) -> int:
-        """Return the slot of a new sequence with the same positions as `slot`. They share blocks until one writes.
-
-        Raises:
-            ValueError: there is no such slot.
-        """
+        """Return the slot of a new sequence with the same positions as `slot`. They share blocks until one writes."""
         held = self._of(slot)
         fork = self.allocate(held.expected)
         self.share(fork, held.block_table[: self.blocks_for(held.length)], held.length)
@@ -146,11 +138,7 @@ class KVPool:
         return fork
 
     def free(self, slot: int) -> None:
-        """Ends a sequence and releases its blocks.
-
-        Raises:
-            ValueError: there is no such slot.
-        """
+        """Ends a sequence and releases its blocks."""
         self.rollback(slot, 0)
         del self._slots[slot]
 
@@ -174,21 +162,13 @@ class KVPool:
         return encoder
 
     def encoder_slot(self, slot: int) -> int | None:
-        """The slot of a sequence's encoder; None without one.
-
-        Raises:
-            ValueError: there is no such slot.
-        """
+        """The slot of a sequence's encoder; None without one."""
         return self._of(slot).encoder
 
     # -------------------------------------------------------------------------------------------------------- lengths
 
     def length(self, slot: int) -> int:
-        """The number of positions that a slot holds.
-
-        Raises:
-            ValueError: there is no such slot.
-        """
+        """The number of positions that a slot holds."""
         return self._of(slot).length
 
     @property
@@ -217,7 +197,7 @@ class KVPool:
 
         Raises:
             PoolExhausted: there are too few free blocks; the slot is unchanged.
-            ValueError: there is no such slot, or `length` is above `max_length`.
+            ValueError: `length` is above `max_length`.
         """
         held = self._of(slot)
         if length > self.max_length:
@@ -241,7 +221,7 @@ class KVPool:
         """Sets the length of a slot, after positions up to `length` were written.
 
         Raises:
-            ValueError: there is no such slot, it is already longer, or it has too few blocks.
+            ValueError: the slot is already longer, or it has too few blocks.
         """
         held = self._of(slot)
         most = min(len(held.block_table) * self.block_tokens, self.max_length)
@@ -258,7 +238,7 @@ class KVPool:
         """Shortens a slot to `length` positions, and releases the blocks it no longer needs; at 0 its encoder's, too.
 
         Raises:
-            ValueError: there is no such slot, or it is shorter.
+            ValueError: the slot is shorter.
         """
         held = self._of(slot)
         if not 0 <= length <= held.length:
@@ -279,20 +259,12 @@ class KVPool:
     # -------------------------------------------------------------------------------------------------------- sharing
 
     def held_blocks(self, slot: int) -> tuple[int, ...]:
-        """The blocks of a slot and of its encoder.
-
-        Raises:
-            ValueError: there is no such slot.
-        """
+        """The blocks of a slot and of its encoder."""
         encoder = self._of(slot).encoder
         return self.block_table(slot) + (() if encoder is None else self.block_table(encoder))
 
     def block_table(self, slot: int) -> tuple[int, ...]:
-        """The blocks of a slot, in order.
-
-        Raises:
-            ValueError: there is no such slot.
-        """
+        """The blocks of a slot, in order."""
         return tuple(self._of(slot).block_table)
 
     def share(self, slot: int, blocks: Sequence[int], length: int) -> None:
@@ -314,12 +286,7 @@ class KVPool:
     # ---------------------------------------------------------------------------------------------------------- memory
 
     def prepare(self, slot: int, end: int) -> None:
-        """As `grow`, for attention that needs contiguous memory: copies the sequence into consecutive blocks if it can.
-
-        Raises:
-            PoolExhausted: see `grow`.
-            ValueError: see `grow`.
-        """
+        """As `grow`, for contiguous memory: copies the sequence into consecutive blocks if it can."""
         self.grow(slot, end)
         held = self._of(slot)
         held.gathered = []  # of a failed pass
@@ -338,8 +305,7 @@ class KVPool:
             See `MemoryByHead.narrow`.
 
         Raises:
-            PoolExhausted: see `grow`.
-            ValueError: see `grow`; or the pool is paged.
+            ValueError: the pool is paged; and see `grow`.
         """
         if self.by_head is None:
             raise ValueError("a paged pool has no views; use its block tables")

@@ -27,7 +27,6 @@ class LayerOps:
     """The operations in torch. None of them waits for the device.
 
     Args:
-        layers: of the decoder, on their device.
         reason: why these operations were chosen, for the log.
     """
 
@@ -45,7 +44,6 @@ class LayerOps:
         """Norms (if the layer has head norms) and rotates queries and keys of layer i; writes keys and values.
 
         Args:
-            i: the layer.
             qkv: `[T, 1, (H + 2 · KV) · D]`; may be overwritten.
             rotations: e^(i · angle) of all positions, `[max_length, 1, D/2]`, complex64.
             batch: keys and values are written to its `slot_mapping`.
@@ -154,7 +152,6 @@ def run_paged(ops: LayerOps, batch: PagedBatch, rotations: Tensor, rows: Tensor 
     """Runs a batch.
 
     Args:
-        ops: of the decoder.
         rotations: see `LayerOps.queries`.
         rows: indices of the rows that need logits, `[R]`; None is all rows.
 

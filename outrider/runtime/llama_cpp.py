@@ -56,12 +56,8 @@ class LlamaPool(KVPool):
     the pool is exhausted.
 
     Args:
-        llama_cpp: the library.
         context: of llama.cpp, with a cell for each position of all blocks.
         sequences: the most that hold positions at once.
-        blocks: the number of blocks.
-        max_length: the longest sequence, in positions.
-        layers: of the model.
         size: bytes of all cells.
         copies: sequences of llama.cpp for each of ours, `sequences` apart.
     """
@@ -161,9 +157,6 @@ class LlamaRunner(ModelRunner):
     """A model of llama.cpp and its sequences. Only one thread may use it.
 
     Args:
-        loaded: the model.
-        blocks: of the pool.
-        max_length: the longest sequence, in positions.
         max_batch_tokens: the most rows of a pass.
         threads: of the CPU; None: as torch.
 
@@ -353,9 +346,7 @@ class _Batch:
     """The arrays of a `llama_batch`, filled anew for each pass.
 
     Args:
-        llama_cpp: the library.
         rows: the most of a pass.
-        sequences: of the context.
         copies: see `LlamaPool`.
 
     Attributes:

@@ -210,8 +210,6 @@ class Handle:
     """A handle of the library, and as such an argument of its functions (ctypes); freed with its last reference.
 
     Args:
-        handle: of the library.
-        free: frees it.
         needed: another handle, to be freed later.
     """
 

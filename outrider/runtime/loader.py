@@ -160,7 +160,6 @@ def adopt(model: Any, name: str, weights_fingerprint: str) -> LoadedModel:
 
     Args:
         model: a model of transformers, of one dtype and on one device. Its attention is replaced by ours.
-        name: a name for the model.
         weights_fingerprint: identifies its weights: models with the same one and the same generation config count as
             the same.
 

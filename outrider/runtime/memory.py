@@ -114,7 +114,6 @@ def explain_out_of_memory(memory: DeviceMemory, purpose: str) -> Iterator[None]:
     """Turns torch's out-of-memory errors into one line with the numbers.
 
     Args:
-        memory: of the device.
         purpose: of the allocation, for the message; perhaps with advice.
 
     Raises:

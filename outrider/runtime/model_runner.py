@@ -72,7 +72,6 @@ class ModelRunner:
     loop in C, and brings a `KVPool` of its own.
 
     Args:
-        loaded: the model.
         pool: with the layers of the model, and sequences no longer than its context.
         fuse: run a fused equivalent if there is one (`outrider.runtime.fused_decoder`).
         attention: the attention; paged if the pool is.
@@ -135,11 +134,7 @@ class ModelRunner:
         fuse: bool = True,
         attention: AttentionChoice = ORDINARY,
     ) -> Self:
-        """With a new pool of `blocks` blocks; None is enough for `max_sequences` of `max_length`.
-
-        Raises:
-            ValueError: see the class.
-        """
+        """With a new pool of `blocks` blocks; None is enough for `max_sequences` of `max_length`."""
         if blocks is None:
             blocks = max_sequences * sequence_blocks(loaded, max_length, attention.block_tokens)
         if loaded.encoder is not None:
@@ -226,11 +221,7 @@ class ModelRunner:
         return slot
 
     def pack(self, chunks: Sequence[Chunk], later_rows: Sequence[int] = ()) -> PackedBatch:
-        """The batch of these chunks over a pool that is not paged; `later_rows` of each slot get blocks too.
-
-        Raises:
-            PoolExhausted: the pool has too few free blocks.
-        """
+        """The batch of these chunks over a pool that is not paged; `later_rows` of each slot get blocks too."""
         spans = ((chunk.slot, chunk.start, len(chunk.tokens)) for chunk in chunks)
         return pack(spans, self.pool, self.masks, later_rows=later_rows)
 
@@ -253,7 +244,6 @@ class ModelRunner:
         Args:
             chunks: as for `forward`; the logits of their last rows are drawn from.
             later_rows: of each sequence, the most tokens that are run after its chunk.
-            loop: how to draw.
 
         Returns:
             The samples of each sequence.
@@ -282,8 +272,7 @@ class ModelRunner:
 
         Args:
             widest: the most rows of one sequence.
-            seconds: see `GraphRunner.capture`.
-            most_bytes: see `GraphRunner.capture`.
+            seconds, most_bytes: see `GraphRunner.capture`.
             max_batch_tokens: the most rows of a batch; None is no limit.
 
         Returns:
@@ -308,11 +297,7 @@ class ModelRunner:
         return logits.to(torch.float32, copy=self.captured is not None)
 
     def warm_up(self, widths: Iterable[int]) -> None:
-        """Runs each width (in tokens) once: the first pass of a width is several times slower than the next.
-
-        Raises:
-            PoolExhausted: see `forward`.
-        """
+        """Runs each width (in tokens) once: the first pass of a width is several times slower than the next."""
         for width in widths:
             if 2 * width <= self.max_length:
                 slot = self.allocate_for_trial()

@@ -75,8 +75,6 @@ def choose_attention(
 
     Args:
         requested: `auto`, `sdpa`, `eager` or `triton`.
-        dtype: of keys and values.
-        device: of keys and values.
         paged: whether the pool must be paged.
         has_encoder: whether the model has an encoder. Then the pool cannot be paged.
 
@@ -175,8 +173,6 @@ def check_attention(
 
     Args:
         layers: of a model; equal ones are checked once.
-        dtype: of keys and values.
-        device: of keys and values.
     """
     for layer in dict.fromkeys(layers):
         generator = torch.Generator().manual_seed(layer.heads)

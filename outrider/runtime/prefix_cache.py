@@ -13,7 +13,6 @@ class PrefixCache:
     """The cached prefixes of a pool. `find` may be called from any thread, the other methods from the pool's thread.
 
     Args:
-        pool: the pool whose blocks are shared.
         enabled: if False, nothing is cached; nor if the pool does not keep the content of free blocks.
     """
 

@@ -162,12 +162,8 @@ def attend_groups(
     Args:
         query: `[T, heads, head_dim]`, in the dtype of the pool.
         memory: keys and values of all blocks of the layer, `[2, kv_heads, positions, head_dim]`.
-        groups: all chunks.
         held: `held_in_place` of each group.
-        layer: its index.
         order: int64 `[T]`: where each row is among the rows of all groups; empty if in the same order.
-        block_tokens: positions of a block.
-        scaling: of the scores.
         window: how many positions a row sees, its own included; 0 is all.
 
     Returns:
@@ -191,7 +187,6 @@ def held_in_place(memory: Tensor, group: Group) -> list[Tensor]:
 
     Args:
         memory: `[layers, 2, kv_heads, positions, head_dim]`.
-        group: chunks of a batch.
     """
     if group.blocks.numel() > 0:
         return []
@@ -252,7 +247,6 @@ def attend(
         keys: of each chunk, `[kv_heads, 1, end, head_dim]`.
         values: like `keys`.
         masks: of each chunk, see `CausalMasks.for_rows`.
-        scaling: of the scores.
         window: how many positions a row sees, its own included; 0 is all.
 
     Returns:
@@ -330,7 +324,6 @@ def attend_all(
         keys: of each chunk, `[heads, 1, end, head_dim]`.
         values: like `keys`.
         masks: of each chunk, `[heads, 1, n, end]` (`biased_mask`); none: each row sees all keys.
-        scaling: of the scores.
     """
     parts: list[Tensor] = []
     first = 0
@@ -353,7 +346,6 @@ def biased_mask(bias: Tensor, start: int, count: int) -> Tensor:
     Args:
         bias: `[heads, positions]`, see `Scoring`.
         start: the position of the first row.
-        count: rows.
     """
     key = torch.arange(start + count, device=bias.device)
     distance = key.narrow(0, start, count).unsqueeze(1) - key
@@ -401,7 +393,6 @@ def attend_scores(
         counts: rows of each chunk.
         keys: of each chunk, `[kv_heads, 1, end, head_dim]`.
         values: like `keys`.
-        scoring: of the layer.
 
     Returns:
         `[T, heads, head_dim]`, in the dtype of the values.

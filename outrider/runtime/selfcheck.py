@@ -105,8 +105,6 @@ def random_batch(
 
     Args:
         spans: (positions before, rows) of each sequence.
-        dtype: of keys and values.
-        device: of keys and values.
     """
     pool = KVPool(
         1, kv_heads, head_dim,
@@ -215,9 +213,7 @@ def check_program(
     Two batches each hold a part of both sequences, in different order; only some rows need logits.
 
     Args:
-        layers: the attention layers of the model.
         dtype: of keys and values.
-        device: of the model.
         tolerance: see `check`.
         attention: paged attention over blocks of `block_tokens`; None uses contiguous keys and values.
         block_tokens: see `attention`.

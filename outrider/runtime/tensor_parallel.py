@@ -150,8 +150,6 @@ class Watch:
     or is unreachable is detected by its silence.
 
     Args:
-        store: the rendezvous store of the ranks.
-        ranks: of this process.
         silence: seconds without a heartbeat after which a rank counts as lost.
         on_lost: receives the reason, on a thread of the watch.
         on_end: called on a thread of the watch when rank 0 shuts down in order.
@@ -250,7 +248,6 @@ class TensorParallel:
     """The tensor-parallel group, from the view of one rank.
 
     Args:
-        ranks: of this process.
         timeout: seconds without a heartbeat after which a rank counts as lost.
 
     Attributes:
@@ -365,19 +362,11 @@ class TensorParallel:
         return self.lost.result()
 
     def send_step(self, host_batch: HostBatch) -> None:
-        """On rank 0: has the workers run a batch.
-
-        Raises:
-            ModelLost: a rank is lost.
-        """
+        """On rank 0: has the workers run a batch."""
         self._send([_Kind.STEP, *host_batch.shape], host_batch.packed())
 
     def send_copy(self, source: Sequence[int], target: Sequence[int]) -> None:
-        """On rank 0: has the workers copy blocks, see `PagedMemory.on_copy`.
-
-        Raises:
-            ModelLost: a rank is lost.
-        """
+        """On rank 0: has the workers copy blocks, see `PagedMemory.on_copy`."""
         self._send([_Kind.COPY, len(source), 0, 0, 0, 0], torch.tensor([[*source], [*target]]))
 
     def _send(self, header: list[int], body: Tensor) -> None:

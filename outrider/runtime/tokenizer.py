@@ -170,7 +170,6 @@ class IncrementalDetokenizer:
     each case.
 
     Args:
-        tokenizer: decodes.
         prompt_ids: the tokens before; their text is not returned.
         skip_special: special tokens have no text.
 
