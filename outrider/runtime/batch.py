@@ -444,4 +444,4 @@ def to_device(
 def on_device(buffer: Tensor, shape: Shape, slots: int, memory: PagedMemory, attention: PagedAttention) -> PagedBatch:
     """The batch packed in `buffer` on the device: views, no copies."""
     tensors = layout(shape).tensors(buffer)
-    return PagedBatch(**tensors, slots=slots, memory=memory, attention=attention)
+    return PagedBatch(**tensors, slots=slots, memory=memory, attention=attention, host_batch=None)
