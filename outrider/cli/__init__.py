@@ -7,6 +7,10 @@
 from outrider.rpc import core  # noqa: F401
 
 # isort: split
+import io
+import os
+import sys
+
 import click
 
 from outrider.cli.alpha import alpha_command
@@ -60,9 +64,20 @@ def main(context: click.Context) -> None:
     `python -m draft_service --help`. Every option can be set in the environment too, for example
     OUTRIDER_GENERATE_DRAFT for `outrider generate --draft`; flags win.
     """  # noqa: D301  # click reads the backspace: no rewrapping of the paragraph
+    _prepare_streams()
     for variable, nearest in unknown_variables(_variables(context.invoked_subcommand or "")).items():
         hint = f"the nearest name is {nearest}" if nearest else "docs/reference/settings.md lists all variables"
         click.echo(f"outrider: {variable} is unknown and is ignored; {hint}", err=True)
+
+
+def _prepare_streams() -> None:
+    """Escapes characters that the encoding of the output lacks, and replaces closed streams by empty ones."""
+    for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):
+        stream = getattr(sys, name)
+        if stream is None:
+            setattr(sys, name, open(os.devnull, mode, encoding="utf-8"))  # noqa: SIM115  # until the process ends
+        elif mode == "w" and isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="backslashreplace")
 
 
 def _variables(invoked: str) -> dict[str, str]:

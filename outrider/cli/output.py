@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import math
-import sys
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict
@@ -35,7 +34,7 @@ class Failure(click.ClickException):
 
 
 def fails_in_one_line(command: Command) -> Command:
-    """Turns exceptions of a client, of a service or of an evaluation into a `Failure`."""
+    """Turns exceptions of a client, of a service, of an evaluation or of a file into a `Failure`."""
 
     @wraps(command)
     def run(*args: Any, **kwargs: Any) -> Any:
@@ -45,6 +44,10 @@ def fails_in_one_line(command: Command) -> Command:
             raise Failure(str(error)) from error
         except ServiceError as error:
             show_log(line for line in error.log_lines if not _repeats(str(error), line))
+            raise Failure(str(error)) from error
+        except BrokenPipeError:  # click ends the command without a message
+            raise
+        except OSError as error:  # standard output on a full disk, for example
             raise Failure(str(error)) from error
 
     return cast("Command", run)
@@ -123,7 +126,6 @@ def written(events: Iterable[Event]) -> Iterator[Event]:
             warn_of_loss(event)
         if isinstance(event, Chunk) and event.text:
             click.echo(event.text, nl=False)
-            sys.stdout.flush()
         yield event
 
 

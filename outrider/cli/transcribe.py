@@ -72,7 +72,6 @@ def transcribe_command(
                 for segment in transcription:
                     if not as_json:
                         click.echo(_line(segment, shows_times))
-                        sys.stdout.flush()
                     update()
         except ImportError as error:
             raise Failure(str(error)) from error

@@ -2,6 +2,9 @@
 
 import json
 import math
+import subprocess
+import sys
+from pathlib import Path
 from typing import Any
 
 import click
@@ -53,6 +56,20 @@ def test_wrong_usage_exits_with_2_and_names_the_argument(arguments: list[str], m
     refused = _run(*arguments)
     assert (refused.exit_code, refused.stdout) == (2, "")
     assert message in refused.stderr
+
+
+def test_characters_that_the_encoding_lacks_are_escaped() -> None:
+    planned = CliRunner(charset="ascii").invoke(main, ["plan", "--alpha", "0.8", "--c", "0.05"], prog_name="outrider")
+    assert planned.exit_code == 0
+    assert r"best \u03b3         8:" in planned.stdout
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs /dev/full")
+def test_a_full_disk_is_one_line() -> None:
+    with open("/dev/full", "w") as full:
+        command = [sys.executable, "-m", "outrider.cli", "plan", "--alpha", "0.8", "--c", "0.05"]
+        failed = subprocess.run(command, stdout=full, stderr=subprocess.PIPE, text=True, timeout=60, check=False)
+    assert (failed.returncode, failed.stderr) == (1, "outrider: [Errno 28] No space left on device\n")
 
 
 def test_a_failed_call_exits_with_1_and_one_line() -> None:

@@ -1,6 +1,8 @@
 """`outrider generate` against a real pair: its output, labels and refusals."""
 
 import json
+import subprocess
+import sys
 from typing import Any
 
 import pytest
@@ -29,6 +31,15 @@ def test_text_goes_to_stdout(draft_address: str, expected: Any) -> None:
     """The prompt is an argument, or comes from standard input."""
     for done in (_generate(draft_address, *GREEDY, PROMPT), _generate(draft_address, *GREEDY, "-", input=PROMPT)):
         assert (done.exit_code, done.stdout, done.stderr) == (0, expected.text + "\n", "")
+
+
+def test_closed_streams_are_empty(draft_address: str) -> None:
+    generate = f'exec "$0" -m outrider.cli generate --draft {draft_address} --max-new-tokens 2'
+    for redirected, exit_code in (("x >&-", 0), ("- <&-", 1)):
+        command = ["sh", "-c", f"{generate} {redirected}", sys.executable]
+        done = subprocess.run(command, stderr=subprocess.PIPE, text=True, timeout=60, check=False)
+        assert done.returncode == exit_code, done.stderr
+        assert "Traceback" not in done.stderr
 
 
 def test_json_has_text_tokens_and_statistics(draft_address: str, expected: Any) -> None:
