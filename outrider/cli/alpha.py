@@ -19,7 +19,7 @@ from outrider.cli.options import (
     speech_options,
     timestamps_option,
 )
-from outrider.cli.output import Failure, needs_extra, table, write_json
+from outrider.cli.output import Failure, needs_extra, print_table, table, write_json
 from outrider.cli.progress import progress
 from outrider.evaluation import EvaluationError
 from outrider.rpc.errors import counted
@@ -296,7 +296,10 @@ def draw(out: Console, options: Options, found: Measurement) -> None:
     """Draws a row for each drafter and a column for each lenience; or a row for each layer that was found."""
     is_partial = any(each.drafted_share < 1 for each in found.estimates)
     is_lenient = options.leniences != (1.0,)
-    out.print(_table_of_steps(found) if found.steps else _table_of_drafters(options, found))
+    if found.steps:
+        out.print(_table_of_steps(found))
+    else:
+        print_table(out, _table_of_drafters(options, found))
     out.print()
     lines = [
         f"{found.tokens:,} tokens of the target in {found.texts} texts after "

@@ -29,7 +29,7 @@ from outrider.cli.options import (
     speech_options,
     timeout_option,
 )
-from outrider.cli.output import Failure, needs_extra, table, write_json
+from outrider.cli.output import Failure, needs_extra, print_table, table, write_json
 from outrider.cli.progress import progress
 from outrider.client import AsyncClient, OutriderError
 from outrider.evaluation import EvaluationError
@@ -217,9 +217,9 @@ def draw(out: Console, report: Report) -> None:
         soft_wrap=True,
     )
     out.print()
-    out.print(_equalities(report))
+    print_table(out, _equalities(report))
     out.print()
-    out.print(_tests(report))
+    print_table(out, _tests(report))
     out.print("finds: the least total variation that a test of the row finds with a chance of 95%; –: too few tokens")
     out.print()
     for number, sentence in enumerate(report.verdict):

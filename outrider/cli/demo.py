@@ -18,7 +18,15 @@ from rich.style import Style
 from rich.text import Text
 
 from outrider.cli.options import flags_of_pair, model_options, request_of, sampling_options, temperature_option
-from outrider.cli.output import Failure, completion_document, fails_in_one_line, table, warn_of_loss, write_json
+from outrider.cli.output import (
+    Failure,
+    completion_document,
+    fails_in_one_line,
+    print_table,
+    table,
+    warn_of_loss,
+    write_json,
+)
 from outrider.cli.processes import Pair, busy_processors, processors, running_pair, terminated_as_interrupted
 from outrider.client import AcceptanceRule, Chunk, Client, Completion, Event, TokenOrigin, Unavailable
 from outrider.client.texts import parts_of_tokens
@@ -253,7 +261,7 @@ def draw_comparison(out: Console, comparison: Comparison, *, promised: bool) -> 
             f"{ratio:.2f}",
         )
     out.print()
-    out.print(modes)
+    print_table(out, modes)
     out.print()
     if comparison.pair.mean_acceptance_length is None:
         out.print("The last timed run drafted nothing: drafting was slower, or --gamma or --drafter turns it off.")

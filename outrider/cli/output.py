@@ -14,6 +14,7 @@ from typing import Any, TypeVar, cast
 
 import click
 from rich import box
+from rich.console import Console
 from rich.table import Table
 
 from outrider.cli.processes import ServiceError
@@ -110,6 +111,12 @@ def table(*columns: str, left: int = 1, no_wrap: bool = True) -> Table:
     for number, name in enumerate(columns):
         found.add_column(name, justify="left" if number < left else "right", no_wrap=no_wrap)
     return found
+
+
+def print_table(out: Console, rows: Table) -> None:
+    """Prints a table with all its figures: on a narrower terminal its lines wrap."""
+    rows.width = out.measure(rows, options=out.options.update(max_width=10_000)).maximum
+    out.print(rows, crop=False, no_wrap=True, overflow="ignore")
 
 
 def written(events: Iterable[Event]) -> Iterator[Event]:

@@ -28,6 +28,7 @@ from outrider.cli.output import (
     check_picture,
     completion_document,
     fails_in_one_line,
+    print_table,
     table,
     warn_of_loss,
     write_json,
@@ -130,7 +131,7 @@ def _print(out: Console, runs: tuple[Traced, ...], *, same: bool) -> None:
     times.add_row("tokens", *(str(run.completion.usage.completion_tokens) for run in runs))
     times.add_row("target passes", *(str(run.target_passes) for run in runs))
     times.add_row("tokens/s", *(f"{run.tokens_per_second:.1f}" for run in runs))
-    out.print(times)
+    print_table(out, times)
     out.print()
     drafted, alone = (run.completion for run in runs)
     if not drafted.statistics.num_drafts:
