@@ -8,8 +8,9 @@ if __name__ == "__main__":
 
 import structlog
 
-from outrider.runtime.tensor_parallel import is_worker, leave
+from outrider.runtime.tensor_parallel import is_worker
 from outrider.service.lifecycle import run
+from outrider.service.logs import leave
 from verifier_service.app import VerifierApp
 from verifier_service.settings import VerifierSettings
 from verifier_service.worker import run_worker

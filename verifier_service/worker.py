@@ -10,9 +10,9 @@ import torch
 
 from outrider.runtime.device import check_environment
 from outrider.runtime.errors import CheckpointError, ModelLost
-from outrider.runtime.tensor_parallel import TensorParallel, leave, read_ranks
+from outrider.runtime.tensor_parallel import TensorParallel, read_ranks
 from outrider.service.loading import build_model_runner, load_share, sequence_tokens
-from outrider.service.logs import configure_logging
+from outrider.service.logs import configure_logging, leave
 from outrider.service.settings import SettingsError
 from verifier_service.app import largest_batch
 from verifier_service.settings import VerifierSettings

@@ -31,7 +31,7 @@ from outrider.runtime.cuda_graph import Runner
 from outrider.runtime.device import work_on
 from outrider.runtime.errors import CheckpointError, ModelLost
 from outrider.runtime.model_runner import ModelRunner
-from outrider.service.logs import flush_all
+from outrider.service.logs import leave
 from outrider.service.settings import SettingsError
 
 _log = structlog.get_logger()
@@ -45,12 +45,6 @@ _JOIN = timedelta(minutes=5)
 _NEVER = timedelta(days=365)
 # How long a rank whose step failed waits for the watch, whose reason is clearer than that of a failed collective.
 _REASON_SECONDS = 2.0
-
-
-def leave(code: int) -> NoReturn:
-    """Ends the process without the exit handlers of Python and torch, which wait for ranks that may be lost."""
-    flush_all()
-    os._exit(code)
 
 
 # ----------------------------------------------------------------------------------------------------------- the ranks

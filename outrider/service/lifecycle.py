@@ -24,7 +24,7 @@ from outrider.rpc.server import StartupError, bind, create_server, cut_off, enab
 from outrider.runtime.device import check_environment
 from outrider.runtime.engine import Engine
 from outrider.runtime.errors import CheckpointError, ModelLost
-from outrider.service.logs import configure_logging
+from outrider.service.logs import configure_logging, leave
 from outrider.service.metrics import Metrics, exposed
 from outrider.service.settings import ServiceSettings, SettingsError, listening
 from outrider.service.tracing import Tracing
@@ -240,6 +240,10 @@ async def _watch(service: Service, health: HealthState, bound: float) -> None:
         last = failure
 
 
+# Name of the threads of `in_thread`.
+_IN_THREAD = "in_thread"
+
+
 async def in_thread(function: Callable[[], Result]) -> Result:
     """Runs a function on a daemon thread, which does not delay the exit of the process as a pool's would."""
     loop = asyncio.get_running_loop()
@@ -262,7 +266,7 @@ async def in_thread(function: Callable[[], Result]) -> Result:
         if not loop.is_closed():
             loop.call_soon_threadsafe(settle, result, error)
 
-    threading.Thread(target=work, daemon=True).start()
+    threading.Thread(target=work, daemon=True, name=_IN_THREAD).start()
     return await future
 
 
@@ -270,6 +274,13 @@ def run(program: str, settings: ServiceSettings, make: Callable[[], Service]) ->
     """Runs a service as a process and returns its exit code: 0 after a signal, 1 if it cannot serve, or no
     longer, 2 if a setting cannot be met on this machine.
     """
+    code = _run_until_end(program, settings, make)
+    if any(thread.name == _IN_THREAD for thread in threading.enumerate()):
+        leave(code)  # Python would end a thread that loads amid C++ code, which aborts the process
+    return code
+
+
+def _run_until_end(program: str, settings: ServiceSettings, make: Callable[[], Service]) -> int:
     is_readable = configure_logging(program, settings.log_level)
     settings.warn_of_variables()
     sys.setswitchinterval(SWITCH_INTERVAL)

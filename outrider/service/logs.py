@@ -22,7 +22,7 @@ import time
 from collections.abc import Callable
 from datetime import UTC, datetime
 from functools import partial
-from typing import Any
+from typing import Any, NoReturn
 
 LIMIT_BYTES = 1 << 20
 """Capacity of a queue: some 3,000 log lines. Its second half is for errors."""
@@ -174,6 +174,14 @@ def flush_all() -> None:
     end = time.monotonic() + FLUSH_SECONDS
     for queue in _queues:
         queue.drain(max(0.0, end - time.monotonic()))
+
+
+def leave(code: int) -> NoReturn:
+    """Ends the process without the exit handlers of Python and torch, which wait for ranks that may be lost, and end
+    other threads amid C++ code.
+    """
+    flush_all()
+    os._exit(code)
 
 
 def dropped_lines() -> int:
