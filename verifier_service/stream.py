@@ -264,7 +264,8 @@ class VerifyStream:
             await asyncio.sleep(pause)
             silent = time.monotonic() - self._heard
             pause = interval if silent >= interval else interval - silent
-            if sequence.slot is None or sequence.rounds or sequence.awaits_turn:
+            runs_prompt = not (sequence.is_scored or sequence.is_isolated)  # without a round
+            if sequence.slot is None or sequence.rounds or sequence.awaits_turn or runs_prompt:
                 if silent >= interval:
                     # The engine sends the notice: if it hangs, the client notices.
                     self._engine.post(Remind(sequence))

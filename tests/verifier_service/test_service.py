@@ -14,6 +14,7 @@ import pytest
 from protos.outrider.v1 import sampling_pb2, verifier_service_pb2
 from protos.outrider.v1.verifier_service_pb2 import VerifyRequest
 from tests.cluster import MODELS, Cluster, Service, wait_until
+from tests.slow_steps import STEP_SECONDS, slow_steps
 from tests.verifier_service.streams import PROMPT, Stream, decode, error_of, opening
 
 MAX_SEQUENCES, WAITING = 4, 1
@@ -207,6 +208,21 @@ def test_an_idle_stream_ends_for_a_queued_sequence() -> None:
     assert (error.code, error.reason) == (grpc.StatusCode.RESOURCE_EXHAUSTED, "IDLE")
     assert "others wait in the queue" in error.message
     assert error.retry_after is not None
+
+
+def test_a_sequence_whose_prompt_is_scored_is_not_idle(tmp_path: Path) -> None:
+    """Its step takes longer than a client may be silent."""
+    file = tmp_path / "seconds"
+    with Cluster("--idle-timeout 0.5") as cluster:
+        verifier = cluster.verifier(fault="slow_steps", env={STEP_SECONDS: str(file)})
+        verifier.wait_healthy()
+        with slow_steps(file, 1.5), grpc.insecure_channel(verifier.address) as channel, Stream(channel) as stream:
+            scored = opening()
+            scored.prompt_logprobs.top_n = 1
+            stream.open(scored)
+            while (reply := stream.take()).WhichOneof("kind") != "prompt_logprobs":
+                pass
+    assert len(reply.prompt_logprobs.logprobs) == len(PROMPT) - 1
 
 
 _TRY = """
