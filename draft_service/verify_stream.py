@@ -42,6 +42,7 @@ class VerifyStream:
         self._ending = Ending(call)
         self._timer = InactivityTimer(timeout)
         self._opened: verifier_service_pb2.Opened | None = None
+        self._is_isolated = False
         self._may_run = False  # an isolated sequence is opened when its turn comes
         self._sent: Round | None = None
         self._seen = 0  # number of the last round with a verdict
@@ -79,7 +80,7 @@ class VerifyStream:
         if round_.is_decode and round_.owed and not self._sequence.request.round_sizes.request:
             self._describe(opening.decode)
         await self._write(message)
-        self._may_run = not isolated
+        self._is_isolated, self._may_run = isolated, not isolated
         while self._opened is None:
             self._note(await self._read())
         rule = opening.sampling.rule
@@ -106,6 +107,9 @@ class VerifyStream:
         Raises:
             RequestError: the stream has ended.
         """
+        # After a write that fails while messages are unread, `grpc.aio` never has the status of the call.
+        if not self._is_isolated:  # the prompt of an isolated sequence runs once there is a round
+            await self._read_prompt_logprobs()
         round_, message = self._sequence.round, VerifyRequest()
         self._describe(message.decode if round_.is_decode else message.proposal)
         await self._write(message)
@@ -128,11 +132,9 @@ class VerifyStream:
         Raises:
             RequestError: the verifier refused the round, or failed.
         """
+        await self._read_prompt_logprobs()
         while (response := await self._read()).WhichOneof("kind") != "verdict":
-            if response.HasField("prompt_logprobs"):
-                await self._take_prompt_logprobs(response.prompt_logprobs)
-            else:
-                self._note(response)
+            self._note(response)
         verdict, length = response.verdict, len(self._sequence.tokens)
         if verdict.status != speculation_pb2.VERDICT_STATUS_JUDGED or verdict.base_length != length:
             raise internal(
@@ -148,8 +150,6 @@ class VerifyStream:
                 f"the verdict on round {verdict.round} of the verifier at {self._address} has "
                 f"{counted(len(verdict.token_ids), 'token')}; at least 1, and at most {round_.owed} for a Decode",
             )
-        if self._sequence.needs_prompt_logprobs:
-            raise self._incomplete(f"a verdict came before the log-probabilities of position {self._sequence.scored}")
         self._seen = verdict.round
         self._ended = bool(verdict.finish_reason)
         return verdict
@@ -170,11 +170,19 @@ class VerifyStream:
         self._timer.close()
         self._call.cancel()
 
-    async def _take_prompt_logprobs(self, part: sampling_pb2.PromptLogprobs) -> None:
-        try:
-            await self._sequence.take_prompt_logprobs(part)
-        except ValueError as error:
-            raise self._incomplete(str(error)) from None
+    async def _read_prompt_logprobs(self) -> None:
+        """Reads those that are owed: all come before the first verdict."""
+        while self._sequence.needs_prompt_logprobs:
+            response = await self._read()
+            if response.HasField("verdict"):
+                raise self._incomplete(f"a verdict came before those of position {self._sequence.scored}")
+            if not response.HasField("prompt_logprobs"):
+                self._note(response)
+                continue
+            try:
+                await self._sequence.take_prompt_logprobs(response.prompt_logprobs)
+            except ValueError as error:
+                raise self._incomplete(str(error)) from None
 
     def _incomplete(self, why: str) -> RequestError:
         return internal(

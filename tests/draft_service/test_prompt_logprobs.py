@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import random
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -16,14 +17,16 @@ from draft_service.sequence import Sequence
 from kernels.verify import Rule
 from outrider.cli.processes import ServiceProcess
 from outrider.client import AsyncClient, Chunk, Client, Completion, Event, Options, PromptLogprobs, Started
+from outrider.rpc.errors import RequestError
 from outrider.service.wire import PROMPT_POSITIONS
 from protos.outrider.v1 import sampling_pb2
 from protos.outrider.v1.draft_service_pb2_grpc import DraftServiceStub
-from tests.cluster import Cluster, wait_healthy
+from tests.cluster import Cluster, wait_healthy, wait_until
 from tests.draft_service.calls import request
 from tests.draft_service.oracle import encode, logits
 from tests.draft_service.records import record
-from tests.draft_service.verifiers import Switches, matched
+from tests.draft_service.verifiers import Switches, matched, status_of
+from tests.exactness.mutants.conditions import POISON
 from tests.proxy import Proxy, Way
 
 TEXT = "def area(radius):\n    return 3.14 * radius ** 2\n\n\n" * 14
@@ -186,6 +189,33 @@ async def test_a_new_verifier_scores_again_and_no_position_comes_twice(
             position += 1
     assert position == len(IDS)
     assert not sequence.opening().HasField("prompt_logprobs"), "another failover would not ask again"
+
+
+async def send_and_wait(stream: FailoverStream) -> None:
+    await stream.send()
+    await stream.verdict()
+
+
+async def test_bad_logits_of_the_prompt_are_reported_although_parts_are_unread() -> None:
+    """The round is sent after the verifier has ended the sequence; the verifier itself counts as sound."""
+    sequence: Sequence = record(
+        Rule.COUPLED, seed=7, prompt=[*IDS[:20], POISON, 10], max_new_tokens=3, top_prompt_logprobs=2
+    )
+    with Cluster("--max-batch-tokens 4") as cluster:
+        verifier = cluster.verifier(fault="poisoned_logits")
+        wait_healthy(verifier)
+        async with matched(verifier, silence=20.0) as verifiers:
+            stream = FailoverStream(verifiers, sequence, timeout=60.0)
+            try:
+                await stream.open()
+                await asyncio.to_thread(wait_until, lambda: verifier.logged("sequence"))
+                sequence.decode(3)
+                with pytest.raises(RequestError) as caught:
+                    await send_and_wait(stream)
+            finally:
+                stream.cancel()
+            assert status_of(caught.value) == (grpc.StatusCode.INTERNAL, "BAD_LOGITS")
+            assert [replica.is_usable() for replica in verifiers.replicas.all()] == [True]
 
 
 async def test_a_client_resumes_in_the_middle_of_them(draft_address: str, expected: torch.Tensor) -> None:

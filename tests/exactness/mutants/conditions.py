@@ -5,6 +5,7 @@ They are called by name, as faults are (`tests.exactness.mutants.faults.FAULTS`)
 
 from __future__ import annotations
 
+import math
 import os
 import time
 from collections import Counter
@@ -113,12 +114,25 @@ def _die(most: int) -> None:
 
 
 POISON = 1999
-"""The token that triggers `poisoned_step` and `deadly_step`."""
+"""The token that triggers `poisoned_step`, `poisoned_logits` and `deadly_step`."""
 
 
 def poisoned_step() -> None:
     """A step of the target fails if it holds the token."""
     _poison(_fail)
+
+
+def poisoned_logits() -> None:
+    """The logits of a step of the target are NaN if it holds the token."""
+    from outrider.runtime.model_runner import Chunk, ModelRunner
+
+    original = ModelRunner.forward
+
+    def forward(self: ModelRunner, chunks: Sequence[Chunk], **named: Any) -> Any:
+        logits = original(self, chunks, **named)
+        return logits.fill_(math.nan) if any(POISON in chunk.tokens for chunk in chunks) else logits
+
+    ModelRunner.forward = forward  # type: ignore[method-assign]
 
 
 def deadly_step() -> None:
