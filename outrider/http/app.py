@@ -53,17 +53,7 @@ def create_app(
     """The application in front of `client`, which its caller closes. `keys` and `limits` are those of `Guard`."""
     front = Front(client, settings)
     routes = front.routes()
-    middleware = []
-    if settings.cors_origins:
-        cors = Middleware(
-            CORSMiddleware,
-            allow_origins=settings.cors_origins,
-            allow_methods=["GET", "POST"],
-            allow_headers=["*"],  # clients add their own, as x-stainless-lang of openai-js
-            expose_headers=["x-request-id", "retry-after"],
-        )
-        middleware.append(cors)  # before the keys: a preflight request carries none
-    middleware.append(Middleware(Guard, settings=settings, keys=keys, limits=limits))
+    middleware = [Middleware(Guard, settings=settings, keys=keys, limits=limits)]
     handlers: dict[Any, Any] = {
         ApiError: _api_error,
         ClientGone: _client_gone,
@@ -73,7 +63,17 @@ def create_app(
         HTTPException: _http_error,
         Exception: _unexpected_error,
     }
-    return Requests(Starlette(routes=routes, middleware=middleware, exception_handlers=handlers), front.metrics)
+    app: ASGIApp = Starlette(routes=routes, middleware=middleware, exception_handlers=handlers)
+    if settings.cors_origins:
+        # Around the keys, as a preflight request carries none, and around Starlette's own answer to an internal error.
+        app = CORSMiddleware(
+            app,
+            allow_origins=settings.cors_origins,
+            allow_methods=["GET", "POST"],
+            allow_headers=["*"],  # clients add their own, as x-stainless-lang of openai-js
+            expose_headers=["x-request-id", "retry-after"],
+        )
+    return Requests(app, front.metrics)
 
 
 class Front:

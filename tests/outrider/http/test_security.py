@@ -165,6 +165,19 @@ def test_a_page_of_an_allowed_origin_may_use_openais_client(chat_draft: Service)
     assert {"x-request-id", "retry-after"} <= set(answer.headers["access-control-expose-headers"].split(", "))
 
 
+def test_a_page_of_an_allowed_origin_may_read_an_internal_error(
+    chat_draft: Service, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def broken() -> str:
+        raise ZeroDivisionError
+
+    monkeypatch.setattr("outrider.http.app.installed_version", broken)
+    with running_front(chat_draft.address, cors_origins=["https://good.example"]) as url:
+        answer = plain.get(f"{url}/version", headers={"origin": "https://good.example"})
+    assert answer.status_code == 500
+    assert answer.headers["access-control-allow-origin"] == "https://good.example"
+
+
 @pytest.mark.parametrize(
     ("origins", "headers", "status"),
     [
