@@ -36,7 +36,7 @@ from outrider.http.requests import (
     parse,
     read_json,
 )
-from outrider.http.security import DIRECT, Guard, Requests
+from outrider.http.security import DIRECT, LEFT, Guard, Requests
 from outrider.http.settings import ServerSettings
 from outrider.http.transcription import transcribe
 from outrider.rpc.auth import ClientLimits, Tokens, count_sequences
@@ -391,7 +391,7 @@ class _Stream(Response):
         try:
             await _unless_gone(receive, self._write(scope.get(DIRECT, send)))
         except ClientGone:
-            pass
+            scope[LEFT] = True
         finally:
             await self._events.aclose()
 

@@ -154,6 +154,8 @@ class Guard:
 
 DIRECT = "outrider.send"
 """Key of a scope: what sends to the connection, past all middleware. Of a stream only the beginning concerns those."""
+LEFT = "outrider.left"
+"""Key of a scope: whether the client closed the connection in the middle of a stream."""
 
 
 class Requests:
@@ -166,7 +168,7 @@ class Requests:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
             return await self._app(scope, receive, send)
-        status = 499  # the client closed the connection before the answer began
+        gone = status = 499  # until the answer begins
 
         async def noting(message: Message) -> None:
             nonlocal status
@@ -179,7 +181,7 @@ class Requests:
         try:
             await self._app(scope, receive, noting)
         finally:
-            self._metrics.request_ended(scope["path"], status)
+            self._metrics.request_ended(scope["path"], gone if scope.get(LEFT) else status)
 
 
 def _too_large(most: int, given: str) -> ApiError:

@@ -85,6 +85,10 @@ def test_texts_in_progress(url: str) -> None:
     assert 0 < value(url, "generation_tokens_total") < 900, "those that came count"
     prompt = plain.post(f"{url}/tokenize", json={"prompt": BODY["prompt"]}).json()["count"]
     assert value(url, "prompt_tokens_total") == prompt > 0
+    ended = scraped(url)["outrider_http_requests_total"]
+    assert {labels[1]: n for labels, n in ended.items() if labels[0] == ("path", "/v1/completions")} == {
+        ("status", "499"): 1
+    }
 
 
 def test_a_text_in_a_queue_waits() -> None:
