@@ -187,6 +187,20 @@ class _Connection(Protocol):
         super().data_received(data)
         self._head_bytes = self._head_bytes + len(data) if self._is_idle else 0
 
+    def on_headers_complete(self) -> None:
+        """Of httptools alone. uvicorn's part for h11 sends HTTP/1.0 no chunks by itself."""
+        super().on_headers_complete()  # type: ignore[misc]
+        if self.scope["http_version"] == "1.0":
+            cycle: Any = self.cycle
+            send, cycle.chunked_encoding = cycle.send, False
+
+            async def unchunked(message: Any) -> None:
+                # No promised length: the answer ends with the connection.
+                cycle.expected_content_length = len(message.get("body", b""))
+                await send(message)
+
+            cycle.send = unchunked
+
     def on_response_complete(self) -> None:
         super().on_response_complete()
         self._quiet_since, self._head_bytes = self.loop.time(), 0

@@ -14,6 +14,7 @@ import httpx
 import pytest
 
 from outrider.client import AsyncClient
+from outrider.http import app
 from outrider.http.playground import GENERATE
 from outrider.http.server import HttpServer
 from outrider.http.settings import ServerSettings
@@ -171,7 +172,7 @@ def test_a_page_of_an_allowed_origin_may_read_an_internal_error(
     def broken() -> str:
         raise ZeroDivisionError
 
-    monkeypatch.setattr("outrider.http.app.installed_version", broken)
+    monkeypatch.setattr(app, "installed_version", broken)
     with running_front(chat_draft.address, cors_origins=["https://good.example"]) as url:
         answer = plain.get(f"{url}/version", headers={"origin": "https://good.example"})
     assert answer.status_code == 500
@@ -207,6 +208,19 @@ def test_no_page_of_another_origin_starts_a_text(
 
 
 # ------------------------------------------------------------------------------------------------------------ bodies
+
+
+@pytest.mark.parametrize("is_stream", [False, True])
+def test_an_answer_in_http_1_0_has_no_chunks(chat_draft: Service, is_stream: bool) -> None:
+    body = json.dumps(BODY | {"stream": is_stream}).encode()
+    with running_front(chat_draft.address) as url, connected(url) as connection:
+        request = f"POST /v1/completions HTTP/1.0\r\nHost: localhost\r\nContent-Length: {len(body)}\r\n\r\n"
+        connection.sendall(request.encode() + body)
+        head, _, content = b"".join(iter(lambda: connection.recv(65536), b"")).partition(b"\r\n\r\n")
+    assert b"transfer-encoding" not in head
+    assert (b"content-length" in head) is not is_stream
+    assert content.startswith(b"data: {" if is_stream else b"{")
+    assert content.endswith(b"data: [DONE]\n\n" if is_stream else b"}")
 
 
 def test_a_body_above_the_limit_is_refused_while_it_is_read(guarded: str) -> None:
