@@ -288,7 +288,9 @@ class _Observer:
                 "the others"
             )
         windows = {layer.window for layer in self._layers.values()}
-        if not self._local <= windows:
+        # Gemma and others make the mask of a window also where no layer uses it.
+        are_full = set(getattr(config, "layer_types", None) or ()) == {"full_attention"}
+        if not are_full and not self._local <= windows:
             sizes = ", ".join(str(size) for size in sorted(self._local - windows))
             raise UnsupportedModel(f"{kind} attends to chunks of {sizes} positions, which Outrider's attention cannot")
         return tuple(self._layers[layer] for layer in range(count))

@@ -129,6 +129,9 @@ FAMILIES: dict[str, Callable[[], PreTrainedConfig]] = {
     "gemma2": lambda: transformers.Gemma2Config(
         **_GROUPED, head_dim=8, sliding_window=WINDOW, attn_logit_softcapping=0.5, layer_types=_ALTERNATING
     ),
+    "gemma2-full": lambda: transformers.Gemma2Config(
+        **_GROUPED, head_dim=8, sliding_window=WINDOW, layer_types=["full_attention"] * 3
+    ),
     "gemma3-with-vision": lambda: transformers.Gemma3Config(
         text_config={**_GROUPED, "head_dim": 8, "sliding_window": WINDOW, "layer_types": _ALTERNATING},
         vision_config={
