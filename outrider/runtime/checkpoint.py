@@ -152,8 +152,11 @@ def model_fingerprint(weights: str, eos_token_ids: Iterable[int], rules: Generat
 
 
 def _samples(path: Path) -> Iterator[bytes]:
-    size = path.stat().st_size
-    with path.open("rb") as file:
+    try:
+        size, file = path.stat().st_size, path.open("rb")
+    except OSError as error:
+        raise CheckpointError(f"cannot read '{path}': {error}") from error
+    with file:
         start = 0
         if path.suffix == ".safetensors":
             start = 8 + int.from_bytes(file.read(8), "little")

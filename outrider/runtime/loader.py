@@ -325,12 +325,12 @@ def _quantisation(config: Any, name: str) -> str | None:
             method = f"bitsandbytes_{bits}"
     if method is None:
         raise CheckpointError(f"the quantization_config of '{name}' has no quant_method; add it to config.json")
-    if method not in AUTO_QUANTIZER_MAPPING:
+    if (method := str(method)) not in AUTO_QUANTIZER_MAPPING:  # a damaged one may be a list
         known = ", ".join(sorted(AUTO_QUANTIZER_MAPPING))
         raise CheckpointError(
             f"the weights of '{name}' are quantised by '{method}'; the installed transformers supports {known}"
         )
-    return str(method)
+    return method
 
 
 def settle_dtype(model: nn.Module, dtype: torch.dtype) -> None:

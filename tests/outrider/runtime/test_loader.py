@@ -137,6 +137,9 @@ def test_an_invalid_checkpoint_is_refused(checkpoint: Checkpoint, tmp_path: Path
     tensors["model.layers.1.mlp.up_proj.weight"] = weight * torch.nan
     save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
     assert "are NaN or infinite in transformers itself" in refusal(folder)
+    (folder / "model.safetensors").unlink()
+    (folder / "model.safetensors").mkdir()
+    assert f"cannot read '{folder}/model.safetensors'" in refusal(folder)
 
 
 @pytest.mark.parametrize(

@@ -74,6 +74,7 @@ def test_integer_weights_give_the_logits_of_equal_floats(
         ({"quant_method": "gptq", "bits": 4}, "optimum"),  # its package
         # Transformers would load such weights as plain ones, with a warning.
         ({"quant_method": "abacus"}, r"the installed transformers supports .*gptq"),
+        ({"quant_method": ["gptq"]}, r"the installed transformers supports .*gptq"),
         ({"bits": 4}, "has no quant_method"),
     ],
     ids=str,
