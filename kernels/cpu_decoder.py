@@ -198,6 +198,10 @@ class CPUDecoder:
             layer=self._layers,
         )
 
+    @property
+    def weight_bytes(self) -> int:
+        return sum({each.data_ptr(): each.nbytes for each in self._kept}.values())
+
     def run(self, rows: Rows, wanted: Sequence[int]) -> Tensor:
         """Runs a pass; the keys and values of its rows are in memory afterwards.
 

@@ -66,7 +66,9 @@ def fuse_model(loaded: LoadedModel, *, paged: bool = False) -> Program:
         model = loaded.model
         with torch.inference_mode():
             if has_fused_decoder(model, loaded.layers):
-                loaded.fused = FusedDecoder(model, loaded.layers, paged=paged)
+                loaded.fused = fused = FusedDecoder(model, loaded.layers, paged=paged)
+                if fused.cpu_decoder is not None:  # it may keep two bytes of a weight's four
+                    loaded.weight_bytes = fused.cpu_decoder.weight_bytes
             else:
                 program = loaded.encoder or TransformersProgram(model)
                 called = _called_modules(loaded, program)

@@ -93,7 +93,7 @@ class LoadedModel:
         name: as in its source.
         eos_token_ids: the end-of-sequence tokens of the generation config, or else of the config.
         weights_fingerprint: see `model_fingerprint`.
-        weight_bytes: of all its tensors.
+        weight_bytes: of all its tensors. Fusing may change it.
         layers: the attention of each layer; with tensor parallelism, the heads of this process only.
         reference: transformers' logits of a few tokens, to check other programs against.
         fused: the fused program, once it has been built.

@@ -259,6 +259,9 @@ def test_the_bits_do_not_depend_on_how_weights_are_kept(
         patch.setattr(decoder, "weights_dtype", lambda weights: torch.float32)
         exact = runner(folders[name], "float32")
     assert embedding_dtype(exact) == torch.float32
+    assert kept.loaded.weight_bytes == pytest.approx(
+        exact.loaded.weight_bytes / 2, rel=0.05
+    )  # but for norms and biases
     monkeypatch.setattr(loaded, "decoder_supported", lambda: 2)
     without_dot = runner(folders[name], "bfloat16")
     for model, widths in ((exact, [9, 26, 1]), (exact, [5, 3, 1]), (without_dot, [7, 2, 1])):
