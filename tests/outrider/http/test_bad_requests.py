@@ -69,6 +69,13 @@ BASE: dict[str, dict[str, Any]] = {COMPLETION: {"prompt": "x"}, CHAT: {"messages
         (COMPLETION, {"response_format": {"type": "json_object"}}, "response_format", "constrain"),
         (CHAT, {"messages": []}, "messages", "must have at least 1"),
         (CHAT, {"messages": ["hello"]}, "messages[0]", "object"),
+        (CHAT, {"messages": MESSAGES * 10_001}, "messages", "10001 messages and parts; at most 10000"),
+        (
+            CHAT,
+            {"messages": [{"role": "user", "content": [{"type": "text", "text": ""}] * 10_000}]},
+            "messages",
+            "at most 10000",
+        ),
         (CHAT, {"messages": [{"role": "user"}]}, "messages[0].content", "missing"),
         (CHAT, {"messages": [{"role": "", "content": "x"}]}, "messages[0].role", "must have at least 1"),
         (CHAT, {"messages": [*MESSAGES, {"role": "user", "content": 5}]}, "messages[1].content", "5"),
