@@ -10,6 +10,8 @@ from draft_service.sequence import STATISTICS, SpeculationCounts, Timings
 from protos.outrider.v1 import draft_service_pb2, sampling_pb2, speculation_pb2
 from protos.outrider.v1.draft_service_pb2 import GenerateResponse
 
+_BROKEN = "\N{REPLACEMENT CHARACTER}"
+
 
 class Detokenizer(Protocol):
     """Turns tokens into text (`outrider.runtime.tokenizer.IncrementalDetokenizer`)."""
@@ -23,6 +25,10 @@ class Detokenizer(Protocol):
     @property
     def pending(self) -> bool:
         """Whether bytes of an incomplete character are kept."""
+
+    @property
+    def kept(self) -> int:
+        """The characters, all U+FFFD, that `flush` would return."""
 
 
 class StopFinder:
@@ -117,21 +123,22 @@ class OutputText:
         self._length = 0  # of all text
         self._cut: int | None = None  # where the text ends
         self._ends: deque[int] = deque()  # end of each token that is not released
-        self._incomplete = 0  # tokens after those, whose last character is incomplete
+        # Of tokens after those, whose last character is incomplete: its begin, and their end if it stays incomplete.
+        self._incomplete: list[tuple[int, int]] = []
 
     def push(self, token: int) -> bool:
         """Adds a token. Returns whether a stop string ends the text; then no more tokens may be added."""
         self._written += 1
         self._scan(self._detokenizer.push(token))
-        self._incomplete += 1
-        if not self._detokenizer.pending:
+        self._incomplete.append((self._length, self._length + self._detokenizer.kept))
+        if not self._detokenizer.pending or self._cut is not None:
             self._settle()
         return self._cut is not None
 
     def push_silent(self) -> None:
         """Adds a token without text, such as a stop token at the end."""
         self._written += 1
-        self._incomplete += 1
+        self._incomplete.append((self._length, self._length + self._detokenizer.kept))
 
     def release(self) -> Released:
         """The text that can be sent now. After a stop string: all text before it."""
@@ -154,8 +161,14 @@ class OutputText:
         return self._take(end)
 
     def _settle(self) -> None:
-        self._ends.extend([self._length] * self._incomplete)
-        self._incomplete = 0
+        """Finds the ends of the tokens whose last character was incomplete: it stayed so, or a later token ends it."""
+        ends, following = deque[int](), self._length
+        for begin, end in reversed(self._incomplete):
+            if not self._text[begin - self._sent : end - self._sent].strip(_BROKEN):
+                following = min(end, following)
+            ends.appendleft(following)
+        self._ends += ends
+        self._incomplete.clear()
 
     def _scan(self, text: str) -> None:
         self._text += text

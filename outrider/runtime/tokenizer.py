@@ -175,6 +175,7 @@ class IncrementalDetokenizer:
 
     Attributes:
         pending: whether an incomplete character is kept.
+        kept: the characters, all U+FFFD, that `flush` would return.
     """
 
     _LONGEST = 64  # after so many tokens without a complete character, do not wait for one any longer
@@ -188,10 +189,11 @@ class IncrementalDetokenizer:
         self._returned = 0  # how many characters of their text were returned
         self._prompt_end = ""  # the text of the tokens when the prompt ended inside a character
         self.pending = False
+        self.kept = 0
         for token in self._tail(prompt_ids):
             self.push(token)
         if self.pending:
-            self._prompt_end, self.pending = self._decode(self._tokens), False
+            self._prompt_end, self.pending, self.kept = self._decode(self._tokens), False, 0
 
     def push(self, token: int) -> str:
         """The text that this token completes, in whole characters."""
@@ -203,6 +205,7 @@ class IncrementalDetokenizer:
         if is_stuck:
             complete = text[:-1]  # so many bytes cannot be one character: only the last one can still become complete
         new = self._return(complete)
+        self.kept = max(0, len(text) - self._returned) if self.pending else 0
         if is_stuck:
             self._restart(self._tokens[-4:])
         elif not self.pending:
@@ -213,7 +216,7 @@ class IncrementalDetokenizer:
         """The rest of the text, at the end: U+FFFD for an incomplete character."""
         if not self.pending:
             return ""
-        self.pending = False
+        self.pending, self.kept = False, 0
         return self._return(self._decode(self._tokens))
 
     def _return(self, text: str) -> str:

@@ -10,7 +10,10 @@ from hypothesis import strategies as st
 
 from draft_service.output import MAX_BACKLOG, RESUME_BACKLOG, OutputText, Responses
 from draft_service.service import HEARTBEAT_SECONDS, Heartbeat
+from outrider.runtime.loader import ModelSource
+from outrider.runtime.tokenizer import IncrementalDetokenizer, load_tokenizer
 from protos.outrider.v1.draft_service_pb2 import GenerateChunk, GenerateResponse
+from tests.cluster import MODELS
 from tests.fake_clock import fake_clock
 
 
@@ -30,6 +33,10 @@ class Bytes:
     @property
     def pending(self) -> bool:
         return bool(self._decoder.getstate()[0])
+
+    @property
+    def kept(self) -> int:
+        return int(self.pending)
 
 
 def first_stop(ends: Sequence[int], text: str, stops: Sequence[str], min_tokens: int) -> tuple[int, str] | None:
@@ -123,6 +130,19 @@ def test_a_stop_token_is_the_last_token_and_has_no_text() -> None:
     assert out.release().tokens == 0
     released = out.finish()
     assert (released.text, released.tokens) == ("x\N{REPLACEMENT CHARACTER}", 3)
+
+
+@pytest.mark.parametrize("count", [1, 10, 70])
+def test_tokens_of_broken_characters_before_a_stop_string_are_part_of_the_output(count: int) -> None:
+    tokenizer = load_tokenizer(ModelSource(str(MODELS / "target")))
+    broken = next(token for token in range(300) if tokenizer.decode([token], False) == "\N{REPLACEMENT CHARACTER}")
+    out = OutputText(IncrementalDetokenizer(tokenizer), stop=["return"])
+    assert not any(out.push(broken) for _ in range(count))
+    assert any(out.push(token) for token in tokenizer.encode("return"))
+    released = out.release()
+    assert (released.text, released.tail) == ("\N{REPLACEMENT CHARACTER}" * count, "")
+    assert released.ends == tuple(range(1, count + 1))
+    assert out.finish().tokens == 0
 
 
 def test_resumed_output_counts_the_tokens_before_it() -> None:
