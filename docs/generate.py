@@ -230,7 +230,7 @@ def _option(option: click.Option, context: click.Context) -> Row:
     meaning = (option.help or "").strip()
     if option.required:
         meaning += " Required."
-    elif option.show_default and option.default is not None:
+    elif isinstance(option.default, str | Path | float | int) and option.default != "" and option.default is not False:
         default = f"{option.default:g}" if isinstance(option.default, float) else option.default
         meaning += f" Default: `{default}`."
     return names, meaning

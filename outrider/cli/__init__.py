@@ -34,6 +34,7 @@ from outrider.environment import ENV_PREFIX, installed_version, unknown_variable
         "help_option_names": ["-h", "--help"],
         "auto_envvar_prefix": ENV_PREFIX.rstrip("_"),
         "max_content_width": 100,
+        "show_default": True,
     }
 )
 @click.version_option(installed_version(), prog_name="outrider", allow_from_autoenv=False)

@@ -78,13 +78,7 @@ class Leniences(click.ParamType[tuple[float, ...]]):
 @prompts_file_option("the demo's")
 @speech_options
 @timestamps_option
-@click.option(
-    "--tokens",
-    type=click.IntRange(min=1),
-    default=10_000,
-    show_default=True,
-    help="About how many tokens the target writes.",
-)
+@click.option("--tokens", type=click.IntRange(min=1), default=10_000, help="About how many tokens the target writes.")
 @click.option(
     "--text-tokens",
     metavar="INTEGER",
@@ -95,45 +89,37 @@ class Leniences(click.ParamType[tuple[float, ...]]):
     "--temperature",
     type=click.FloatRange(0, 100),
     default=1.0,
-    show_default=True,
     help="Divides the target's logits, and the draft's; 0: the most probable token.",
 )
-@click.option(
-    "--top-k", type=click.IntRange(min=0), default=0, show_default=True, help="Keep the K most probable tokens; 0: all."
-)
+@click.option("--top-k", type=click.IntRange(min=0), default=0, help="Keep the K most probable tokens; 0: all.")
 @click.option(
     "--top-p",
     type=click.FloatRange(0, 1, min_open=True),
     default=1.0,
-    show_default=True,
     help="Keep the most probable tokens whose probabilities sum to this.",
 )
 @click.option(
     "--min-p",
     type=click.FloatRange(0, 1),
     default=0.0,
-    show_default=True,
     help="Drop tokens less probable than this share of the most probable one.",
 )
 @click.option(
     "--repetition-penalty",
     type=click.FloatRange(0.01, 100),
     default=1.0,
-    show_default=True,
     help="Divides positive and multiplies negative logits of tokens in prompt or text.",
 )
 @click.option(
     "--presence-penalty",
     type=click.FloatRange(-100, 100),
     default=0.0,
-    show_default=True,
     help="Subtracted from the logit of each token in the text.",
 )
 @click.option(
     "--frequency-penalty",
     type=click.FloatRange(-100, 100),
     default=0.0,
-    show_default=True,
     help="Subtracted from the logit of a token for each time it is in the text.",
 )
 @click.option(
@@ -147,7 +133,6 @@ class Leniences(click.ParamType[tuple[float, ...]]):
     "leniences",
     type=Leniences(),
     default="1",
-    show_default=True,
     help="Lenience of the acceptance rule: 1 is exact; with L no token is sampled more than 1/L times as often.",
 )
 @click.option("--ngram-corpus", metavar="FILE", type=_FILE, help="Text file whose n-grams are counted.")
@@ -155,25 +140,15 @@ class Leniences(click.ParamType[tuple[float, ...]]):
     "--ngram-documents",
     type=click.Choice(("file", "line")),
     default="file",
-    show_default=True,
     help="Unit of --ngram-corpus; no n-gram crosses two.",
 )
-@click.option(
-    "--ngram-order",
-    type=click.IntRange(1, 8),
-    default=4,
-    show_default=True,
-    help="Tokens of the longest n-grams of ngram.",
-)
-@click.option(
-    "--ngram-entries", type=click.IntRange(min=1), default=1 << 20, show_default=True, help="Maximum n-grams to keep."
-)
+@click.option("--ngram-order", type=click.IntRange(1, 8), default=4, help="Tokens of the longest n-grams of ngram.")
+@click.option("--ngram-entries", type=click.IntRange(min=1), default=1 << 20, help="Maximum n-grams to keep.")
 @click.option(
     "--tokens-per-pass",
     metavar="N",
     type=click.IntRange(1, 256),
     default=8,
-    show_default=True,
     help="Tokens that parallel drafts in one pass of the draft.",
 )
 @click.option(
@@ -193,34 +168,26 @@ class Leniences(click.ParamType[tuple[float, ...]]):
     "--lookup-min-match",
     type=click.IntRange(1, 64),
     default=2,
-    show_default=True,
     help="Shortest match, in tokens, after which lookup copies.",
 )
 @click.option(
     "--keep-mass",
     type=click.FloatRange(0, 1, min_open=True),
     default=0.99,
-    show_default=True,
     help="Probability mass to keep of the draft's distribution.",
 )
 @click.option(
     "--max-support",
     type=click.IntRange(1, 256),
     default=256,
-    show_default=True,
     help="Maximum tokens to keep of the draft's distribution.",
 )
-@click.option(
-    "--seed", type=click.IntRange(0, 2**63 - 1), default=0, show_default=True, help="Seed of the target's texts."
-)
-@click.option(
-    "--device", type=DeviceName(), default="auto", show_default=True, help="Device of both models: cpu, cuda, cuda:1."
-)
+@click.option("--seed", type=click.IntRange(0, 2**63 - 1), default=0, help="Seed of the target's texts.")
+@click.option("--device", type=DeviceName(), default="auto", help="Device of both models: cpu, cuda, cuda:1.")
 @click.option(
     "--dtype",
     type=click.Choice(("auto", "float32", "bfloat16", "float16")),
     default="auto",
-    show_default=True,
     help="Dtype of both models; auto: that of the checkpoint, if the device is fast at it.",
 )
 @click.option("--threads", metavar="INTEGER", type=click.IntRange(min=1), help="CPU threads. Default: all processors.")

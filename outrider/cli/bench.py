@@ -67,7 +67,6 @@ _QUICK: Json = {"gammas": (2, 6), "streams": (1, 4), "texts": 2, "max_new_tokens
     metavar="DIR",
     type=click.Path(file_okay=False, path_type=Path),
     default=Path("bench-report"),
-    show_default=True,
     help="Folder of report.html, report.md and report.json; made if it is missing.",
 )
 @click.option("--json", "as_json", is_flag=True, help="Print the figures as one JSON object in place of the table.")

@@ -61,7 +61,7 @@ class CheckFailure(Failure):
     help="The verifier's checkpoint, to load here as the reference. Default: none; the deployment without a draft is "
     "the reference, and only speculation is tested.",
 )
-@click.option("--device", type=DeviceName(), default="auto", show_default=True, help="Device of the copy of --target.")
+@click.option("--device", type=DeviceName(), default="auto", help="Device of the copy of --target.")
 @click.option(
     "--dtype",
     type=click.Choice(("float32", "bfloat16", "float16")),
@@ -80,7 +80,7 @@ class CheckFailure(Failure):
     type=click.IntRange(min=3),
     help=f"Tokens of each sampled text. Default: {_TOKENS[True]}; without --target {_TOKENS[False]}.",
 )
-@click.option("--at-once", type=click.IntRange(min=1), default=32, show_default=True, help="Requests under load.")
+@click.option("--at-once", type=click.IntRange(min=1), default=32, help="Requests under load.")
 @prompts_file_option("built-in ones")
 @speech_options
 @click.option("--temperature", type=click.FloatRange(min=1e-6, max=100), help="Sample with this setting alone.")
@@ -98,7 +98,7 @@ class CheckFailure(Failure):
     help="Difference of two logits that counts as rounding. Default: 0.0005 in float32, 0.03 in float16, 0.2 in "
     "bfloat16.",
 )
-@click.option("--seed", type=click.IntRange(min=0), default=0, show_default=True, help="Seed of the requests.")
+@click.option("--seed", type=click.IntRange(min=0), default=0, help="Seed of the requests.")
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
 @timeout_option("Time after which a request fails.", kind=POSITIVE)
 @calling_options

@@ -15,9 +15,7 @@ _TYPES = ("f32", "f16", "bf16", "q8_0")
 @click.command("convert", short_help="A checkpoint as a GGUF file.")
 @click.argument("model", metavar="DIR_OR_ID")
 @click.argument("output", type=click.Path(dir_okay=False, path_type=Path), metavar="OUT.gguf")
-@click.option(
-    "--type", "kind", type=click.Choice(_TYPES), default="bf16", show_default=True, help="Type of the matrices."
-)
+@click.option("--type", "kind", type=click.Choice(_TYPES), default="bf16", help="Type of the matrices.")
 @click.option("--revision", metavar="NAME", help="Branch, tag or commit of a hub id.")
 def convert_command(model: str, output: Path, kind: str, revision: str | None) -> None:
     """Write the checkpoint DIR_OR_ID as the GGUF file OUT.gguf, which --model and --target take.

@@ -46,17 +46,11 @@ _WARM_UP_TOKENS = 16
 
 @click.command("demo", short_help="See it work on the model pair in the repository.")
 @click.argument("prompt", required=False)
-@click.option(
-    "--max-new-tokens", type=click.IntRange(min=1), default=128, show_default=True, help="Maximum tokens to generate."
-)
+@click.option("--max-new-tokens", type=click.IntRange(min=1), default=128, help="Maximum tokens to generate.")
 @temperature_option("0")
 @sampling_options
 @click.option(
-    "--repeats",
-    type=click.IntRange(min=1),
-    default=3,
-    show_default=True,
-    help="Timed runs with the draft, and as many without.",
+    "--repeats", type=click.IntRange(min=1), default=3, help="Timed runs with the draft, and as many without."
 )
 @click.option("--target", metavar="DIR_OR_ID", help="Another target. Default: the one in the repository.")
 @click.option("--draft", metavar="DIR_OR_ID", help="Another draft. Default: the one in the repository.")

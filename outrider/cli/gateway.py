@@ -75,7 +75,6 @@ http_options = group(
         metavar="N",
         type=click.IntRange(min=1),
         default=256,
-        show_default=True,
         help="Maximum texts of one HTTP request: prompts times n.",
     ),
     click.option(
@@ -83,7 +82,6 @@ http_options = group(
         metavar="BYTES",
         type=click.IntRange(min=1024),
         default=16 * 1024 * 1024,
-        show_default=True,
         help="Maximum size of an HTTP request's body; of a transcription's it is 25 MiB.",
     ),
     click.option(
@@ -91,13 +89,11 @@ http_options = group(
         metavar="SECONDS",
         type=click.FloatRange(min=0, min_open=True),
         default=600.0,
-        show_default=True,
         help="Time after which an HTTP request fails.",
     ),
     click.option(
         "--http-playground/--no-http-playground",
         default=True,
-        show_default=True,
         help="Serve the playground at /. Without keys, everyone who reaches the front can use it.",
     ),
     click.option(
@@ -146,20 +142,12 @@ def make_server(
 
 @click.command("gateway", short_help="An OpenAI-compatible front of draft services.")
 @draft_option("texts continue")
-@click.option(
-    "--http",
-    "http",
-    type=Address(),
-    default="127.0.0.1:8000",
-    show_default=True,
-    help="Address of the front.",
-)
+@click.option("--http", "http", type=Address(), default="127.0.0.1:8000", help="Address of the front.")
 @click.option(
     "--retry-timeout",
     metavar="SECONDS",
     type=click.FloatRange(min=0),
     default=30.0,
-    show_default=True,
     help="How long to retry, or to continue a text that has begun, while no draft service accepts it.",
 )
 @click.option(

@@ -45,9 +45,15 @@ speech_options = group(
         help="Speech, for a target that takes speech: a WAV, FLAC, OGG or MP3 file, or a folder of them. Longer "
         "speech than the model takes at once is cut into windows. Repeatable.",
     ),
-    click.option("--language", metavar="NAME", default="", help="Language of --audio. Default: the model's."),
     click.option(
-        "--task", metavar="NAME", default="", help="transcribe, or translate (into English). Default: transcribe."
+        "--language", metavar="NAME", default="", show_default=False, help="Language of --audio. Default: the model's."
+    ),
+    click.option(
+        "--task",
+        metavar="NAME",
+        default="",
+        show_default=False,
+        help="transcribe, or translate (into English). Default: transcribe.",
     ),
 )
 timestamps_option = click.option("--timestamps", is_flag=True, help="The target writes timestamps of --audio.")
@@ -360,17 +366,13 @@ def draft_option(continued: str = "", *, several: bool = True) -> Callable[[Comm
     """`--draft` of clients; `continued` says what goes on at the next address, for the help."""
     more = f"; with several, {continued} at another one if one fails" if continued else ""
     return click.option(
-        "--draft",
-        type=Address(several),
-        default="127.0.0.1:50051",
-        show_default=True,
-        help=f"Address of the draft service{more}.",
+        "--draft", type=Address(several), default="127.0.0.1:50051", help=f"Address of the draft service{more}."
     )
 
 
 def timeout_option(text: str, *, kind: Any = float, default: float = 300.0) -> Callable[[Command], Command]:
     """`--timeout`, with this help."""
-    return click.option("--timeout", metavar="SECONDS", type=kind, default=default, show_default=True, help=text)
+    return click.option("--timeout", metavar="SECONDS", type=kind, default=default, help=text)
 
 
 def prompts_file_option(default: str) -> Callable[[Command], Command]:

@@ -122,13 +122,7 @@ class Steps(click.ParamType[tuple[float, bool]]):
     type=click.Path(exists=True, dir_okay=False, path_type=Path),
     help="With --draft: prompts, a JSON object a line, with the field text or messages. Default: built-in ones.",
 )
-@click.option(
-    "--max-new-tokens",
-    type=click.IntRange(16),
-    default=64,
-    show_default=True,
-    help="With --draft: tokens of each text.",
-)
+@click.option("--max-new-tokens", type=click.IntRange(16), default=64, help="With --draft: tokens of each text.")
 @temperature_option("1")
 @click.option("--top-k", type=int, help="With --draft: keep the K most probable tokens. Default: 0, all.")
 @click.option("--top-p", type=float, help="With --draft: keep the most probable tokens of this mass. Default: 1.")

@@ -45,20 +45,8 @@ _LOOPBACK = {"0.0.0.0": "127.0.0.1", "[::]": "[::1]"}
     required=True,
     help="Folder, hub id or GGUF file of the draft model, of the same vocabulary.",
 )
-@click.option(
-    "--listen",
-    type=Address(),
-    default="127.0.0.1:50051",
-    show_default=True,
-    help="Address of the draft service.",
-)
-@click.option(
-    "--verifier-listen",
-    type=Address(),
-    default="127.0.0.1:50052",
-    show_default=True,
-    help="Address of the verifier service.",
-)
+@click.option("--listen", type=Address(), default="127.0.0.1:50051", help="Address of the draft service.")
+@click.option("--verifier-listen", type=Address(), default="127.0.0.1:50052", help="Address of the verifier service.")
 @model_options
 @click.option("--dtype", help="Number format of both models: float32, bfloat16, float16. Default: auto.")
 @click.option(

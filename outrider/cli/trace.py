@@ -50,13 +50,10 @@ _FILE = click.Path(dir_okay=False, path_type=Path)
     metavar="FILE",
     type=_FILE,
     default=Path("trace.json"),
-    show_default=True,
     help="Trace to write, for Perfetto (ui.perfetto.dev) or chrome://tracing.",
 )
 @click.option("--picture", metavar="FILE", type=_FILE, help="Picture to write too; its name ends in .svg or .png.")
-@click.option(
-    "--max-new-tokens", type=click.IntRange(min=1), default=64, show_default=True, help="Maximum tokens of the text."
-)
+@click.option("--max-new-tokens", type=click.IntRange(min=1), default=64, help="Maximum tokens of the text.")
 @timeout_option("Time after which a text fails.", kind=POSITIVE)
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object in place of the table.")
 @calling_options
