@@ -245,15 +245,9 @@ def draw_comparison(out: Console, comparison: Comparison, *, promised: bool) -> 
         ("draft + target", comparison.pair, comparison.ratio),
         ("target alone", comparison.target_alone, 1.0),
     ):
-        modes.add_row(
-            name,
-            str(cost.tokens),
-            str(cost.rounds),
-            _number(cost.alpha),
-            _number(cost.mean_acceptance_length),
-            f"{cost.tokens_per_second:.1f}",
-            f"{ratio:.2f}",
-        )
+        known = ("–" if each is None else f"{each:.2f}" for each in (cost.alpha, cost.mean_acceptance_length))
+        rate = f"{cost.tokens_per_second:.1f}"
+        modes.add_row(name, str(cost.tokens), str(cost.rounds), *known, rate, f"{ratio:.2f}")
     out.print()
     print_table(out, modes)
     out.print()
@@ -266,10 +260,6 @@ def draw_comparison(out: Console, comparison: Comparison, *, promised: bool) -> 
             f"The texts differ from token {comparison.first_difference + 1} on: two tokens were almost equally "
             "probable there, and rounding decided."
         )
-
-
-def _number(value: float | None) -> str:
-    return "–" if value is None else f"{value:.2f}"
 
 
 # ----------------------------------------------------------------------------------------------------------- drawing
@@ -294,15 +284,8 @@ class TokenWriter:
         self._rejected: dict[int, str] = {}
 
     def legend(self) -> None:
-        line = Text()
-        for part in (
-            self._accepted("accepted draft tokens"),
-            Text("  "),
-            self._struck("rejected draft token"),
-            Text("  "),
-            self._own("the target's own token"),
-        ):
-            line.append(part)
+        accepted, rejected = self._accepted("accepted draft tokens"), self._struck("rejected draft token")
+        line = Text.assemble(accepted, "  ", rejected, "  ", self._own("the target's own token"))
         self._console.print(line, soft_wrap=True)
 
     def prompt(self, text: str) -> None:
@@ -318,8 +301,10 @@ class TokenWriter:
         for text, (_, origin) in zip(parts_of_tokens(chunk.text, [each for each, _ in whole]), whole, strict=True):
             rejected = self._rejected.pop(self._length, None)
             if rejected is not None:
-                line.append(self._struck(_visible(rejected)))
-            line.append(self._accepted(text) if origin is TokenOrigin.DRAFT else self._own(_marked(text)))
+                line.append(self._struck(rejected.replace("\n", "↵").replace("\t", "⇥")))
+            # The end of a line would be invisible.
+            own = self._own(text.replace("\n", "↵\n", 1))
+            line.append(self._accepted(text) if origin is TokenOrigin.DRAFT else own)
             self._length += 1
         self._write(line)
 
@@ -342,13 +327,3 @@ class TokenWriter:
         # The mark closes before the end of the line.
         head, newline, tail = text.partition("\n")
         return Text(f"{{+{head}+}}{newline}{tail}" if text else "")
-
-
-def _visible(text: str) -> str:
-    """A rejected token: with signs for white space."""
-    return text.replace("\n", "↵").replace("\t", "⇥")
-
-
-def _marked(text: str) -> str:
-    """A token of the text: with a sign at the end of a line, to be visible."""
-    return text.replace("\n", "↵\n", 1)

@@ -13,6 +13,7 @@ from outrider.cli.options import (
     draft_option,
     request_of,
     request_options,
+    retry_timeout_option,
     temperature_option,
     timeout_option,
 )
@@ -27,12 +28,7 @@ from outrider.client import Client, Message, Options, Prompt
 @click.option("--chat", is_flag=True, help="PROMPT is a message to a model with a chat template.")
 @click.option("--system", metavar="TEXT", help="With --chat: the system message.")
 @timeout_option("Time after which the call fails.")
-@click.option(
-    "--retry-timeout",
-    metavar="SECONDS",
-    type=click.FloatRange(min=0),
-    help="How long to retry while no draft service accepts the request. Default: --timeout.",
-)
+@retry_timeout_option("the request")
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
 @calling_options
 @temperature_option("1")

@@ -375,13 +375,19 @@ def timeout_option(text: str, *, kind: Any = float, default: float = 300.0) -> C
     return click.option("--timeout", metavar="SECONDS", type=kind, default=default, help=text)
 
 
-def prompts_file_option(default: str) -> Callable[[Command], Command]:
-    """`--prompts-file`; `default` is for the help."""
+def retry_timeout_option(what: str) -> Callable[[Command], Command]:
+    """`--retry-timeout` of commands with `--timeout`; `what` is for the help."""
+    text = f"How long to retry while no draft service accepts {what}. Default: --timeout."
+    return click.option("--retry-timeout", metavar="SECONDS", type=click.FloatRange(min=0), help=text)
+
+
+def prompts_file_option(default: str, begin: str = "Prompts: ") -> Callable[[Command], Command]:
+    """`--prompts-file`; the arguments are for the help."""
     return click.option(
         "--prompts-file",
         metavar="FILE",
         type=click.Path(exists=True, dir_okay=False, path_type=Path),
-        help=f"Prompts: a JSON object a line, with the field text or messages. Default: {default}.",
+        help=f"{begin}a JSON object a line, with the field text or messages. Default: {default}.",
     )
 
 

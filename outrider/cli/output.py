@@ -173,21 +173,18 @@ def _finite(value: Any) -> Any:
 
 def completion_document(completion: Completion) -> dict[str, Any]:
     """A generation as one JSON object: the first sample's fields, and `samples` if there are several."""
-    started = completion.started
-    document = {
-        **sample_document(completion.samples[0]),
-        "request_id": started.request_id,
-        "seed": started.seed,
-        "rule": started.rule,
-        "lossy": started.lossy,
-        "drafter": started.drafter,
-        "weights_fingerprint": started.weights_fingerprint,
-    }
+    request_id = {"request_id": completion.started.request_id}
+    document = sample_document(completion.samples[0]) | request_id | started_document(completion.started)
     if completion.prompt_logprobs:
         document["prompt_logprobs"] = [asdict(entry) for entry in completion.prompt_logprobs]
     if len(completion.samples) > 1:
         document["samples"] = [sample_document(sample) for sample in completion.samples]
     return document
+
+
+def started_document(started: Started) -> dict[str, Any]:
+    """How a text is written."""
+    return {name: getattr(started, name) for name in ("seed", "rule", "lossy", "drafter", "weights_fingerprint")}
 
 
 def sample_document(sample: Sample) -> dict[str, Any]:
@@ -201,10 +198,8 @@ def sample_document(sample: Sample) -> dict[str, Any]:
         "statistics": asdict(sample.statistics),
         "timings": asdict(sample.timings),
     }
-    if sample.stop is not None:
-        document["stop"] = sample.stop
-    if sample.stop_token_id is not None:
-        document["stop_token_id"] = sample.stop_token_id
+    stops = {"stop": sample.stop, "stop_token_id": sample.stop_token_id}
+    document |= {name: value for name, value in stops.items() if value is not None}
     if sample.logprobs:
         document["logprobs"] = [asdict(entry) for entry in sample.logprobs]
     if sample.rounds:

@@ -25,6 +25,7 @@ from outrider.cli.options import (
     Address,
     calling_options,
     connected,
+    prompts_file_option,
     request_of,
     temperature_option,
     timeout_option,
@@ -32,14 +33,7 @@ from outrider.cli.options import (
 from outrider.cli.output import Failure, check_picture, fails_in_one_line, table, write_json, writing
 from outrider.client import Prompt
 from outrider.evaluation.deployment import PROMPTS
-from outrider.evaluation.plan import (
-    MAX_GAMMA,
-    Measurement,
-    Pair,
-    Plan,
-    make_plan,
-    measure,
-)
+from outrider.evaluation.plan import MAX_GAMMA, Measurement, Pair, Plan, make_plan, measure
 from outrider.rpc.channel import is_local
 
 MOST_PROMPTS = 8
@@ -116,12 +110,7 @@ class Steps(click.ParamType[tuple[float, bool]]):
     type=Address(several=True),
     help="Measure the pair of this draft service; values above replace measured ones.",
 )
-@click.option(
-    "--prompts-file",
-    metavar="FILE",
-    type=click.Path(exists=True, dir_okay=False, path_type=Path),
-    help="With --draft: prompts, a JSON object a line, with the field text or messages. Default: built-in ones.",
-)
+@prompts_file_option("built-in ones", "With --draft: prompts, ")
 @click.option("--max-new-tokens", type=click.IntRange(16), default=64, help="With --draft: tokens of each text.")
 @temperature_option("1")
 @click.option("--top-k", type=int, help="With --draft: keep the K most probable tokens. Default: 0, all.")

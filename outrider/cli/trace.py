@@ -109,14 +109,8 @@ def trace_command(
 
 
 def _document(run: Traced) -> dict[str, Any]:
-    completion = run.completion
-    return {
-        "name": run.name,
-        "seconds": run.seconds,
-        "tokens_per_second": run.tokens_per_second,
-        "phases_us": run.phases_us,
-        **completion_document(completion),
-    }
+    names = ("name", "seconds", "tokens_per_second", "phases_us")
+    return {name: getattr(run, name) for name in names} | completion_document(run.completion)
 
 
 def _print(out: Console, runs: tuple[Traced, ...], *, same: bool) -> None:

@@ -18,11 +18,12 @@ from outrider.cli.options import (
     connected,
     draft_option,
     request_of,
+    retry_timeout_option,
     sampling_options,
     temperature_option,
     timeout_option,
 )
-from outrider.cli.output import Failure, fails_in_one_line, warn_of_loss, write_json
+from outrider.cli.output import Failure, fails_in_one_line, started_document, warn_of_loss, write_json
 from outrider.client import Segment, Transcription
 
 
@@ -38,12 +39,7 @@ from outrider.client import Segment, Transcription
     help="Maximum tokens to generate for each window of audio. Default: as many as the model can.",
 )
 @timeout_option("Time after which a window of audio fails.")
-@click.option(
-    "--retry-timeout",
-    metavar="SECONDS",
-    type=click.FloatRange(min=0),
-    help="How long to retry while no draft service accepts a window. Default: --timeout.",
-)
+@retry_timeout_option("a window")
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object at the end instead of text.")
 @calling_options
 @temperature_option("0")
@@ -119,7 +115,6 @@ def _time(seconds: float) -> str:
 
 
 def _document(transcription: Transcription) -> dict[str, Any]:
-    started = transcription.completions[0].started
     return {
         "text": transcription.text,
         "duration": transcription.duration,
@@ -133,9 +128,5 @@ def _document(transcription: Transcription) -> dict[str, Any]:
             }
             for completion in transcription.completions
         ],
-        "seed": started.seed,
-        "rule": started.rule,
-        "lossy": started.lossy,
-        "drafter": started.drafter,
-        "weights_fingerprint": started.weights_fingerprint,
+        **started_document(transcription.completions[0].started),
     }
