@@ -55,10 +55,10 @@ def target_options(made: argparse.ArgumentParser, factor: int) -> None:
     made.add_argument("--factor", type=int, default=factor, help="how many times as deep or wide the target is")
 
 
-def text_options(made: argparse.ArgumentParser, *, prompts: int, new_tokens: int) -> None:
+def text_options(made: argparse.ArgumentParser, *, prompts: int, new_tokens: int, repetitions: int = 3) -> None:
     made.add_argument("--prompts", type=int, default=prompts, help="how many prompts")
     made.add_argument("--new-tokens", type=int, default=new_tokens, help="tokens of each text")
-    made.add_argument("--repetitions", type=int, default=3, help="how often each text is written")
+    made.add_argument("--repetitions", type=int, default=repetitions, help="how often each text is written")
 
 
 def parse(made: argparse.ArgumentParser, arguments: Sequence[str] | None, quick: Json) -> argparse.Namespace:
@@ -247,10 +247,15 @@ def by_repetition(runs: Iterable[Json], key: str) -> dict[Any, float]:
     return {run["repetition"]: run[key] for run in runs}
 
 
+def with_range(name: str, values: Sequence[float]) -> Json:
+    """Median and range."""
+    return {name: median(values), f"{name}_range": [min(values), max(values)]}
+
+
 def ratio(own: Mapping[Any, float], reference: Mapping[Any, float]) -> Json:
     """Median and range of the ratios of two rates of the same repetition."""
     found = [rate / reference[nth] for nth, rate in own.items() if reference.get(nth)]
-    return {"ratio": median(found), "ratio_range": [min(found), max(found)]} if found else {"ratio": None}
+    return with_range("ratio", found) if found else {"ratio": None}
 
 
 def medians(values: Sequence[Any]) -> Any:
@@ -347,11 +352,11 @@ def percent(value: float | None) -> str:
     return "–" if value is None else f"{value:.0%}"
 
 
-def between(found: Json, name: str = "ratio") -> str:
+def between(found: Json, name: str = "ratio", form: str = ".2f") -> str:
     if found[name] is None:
         return "–"
     low, high = found[f"{name}_range"]
-    return f"{found[name]:.2f} ({low:.2f} to {high:.2f})"
+    return f"{found[name]:{form}} ({low:{form}} to {high:{form}})"
 
 
 ARM_COLUMNS: Columns = {

@@ -47,9 +47,9 @@ LENGTHS = (1, 2)
 def main(arguments: Sequence[str] | None = None) -> int:
     parser = harness.parser("http_front", __doc__, quick="few texts, the demo pair only")
     harness.target_options(parser, factor=12)
-    harness.text_options(parser, prompts=8, new_tokens=32)
+    # Processor times of single texts differ much.
+    harness.text_options(parser, prompts=8, new_tokens=32, repetitions=6)
     parser.add_argument("--streams", type=int, nargs="+", default=[1, 32])
-    parser.set_defaults(repetitions=6)  # processor times of single texts differ much
     few = {"only": "demo", "prompts": 2, "new_tokens": 8, "repetitions": 1, "streams": [2]}
     given = harness.parse(parser, arguments, few)
     summarise = harness.summary_of(("pair", "streams"), figures)
@@ -188,8 +188,7 @@ def figures(runs: Sequence[Json]) -> Json:
         added = [run["per_token"] / base[run["repetition"]] - 1 for run in own]
         found[arm] = {
             "ms_per_token": 1e3 * median(run["per_token"] for run in own),
-            "added": median(added),
-            "added_range": [min(added), max(added)],
+            **harness.with_range("added", added),
             **(costs(own, long[arm]) if arm in long else {}),
         }
     if BOTH in found:
@@ -199,10 +198,7 @@ def figures(runs: Sequence[Json]) -> Json:
 
 def costs(short: Sequence[Json], long: Sequence[Json]) -> Json:
     """Processor time by chunk and by text, from texts of two lengths."""
-
-    def total(runs: Sequence[Json], name: str) -> float:
-        return float(sum(run[name] for run in runs))
-
+    total = harness.total
     chunks, seconds = total(short, "chunks"), total(short, "seconds")
     more = total(long, "chunks") - chunks
     per_chunk = (total(long, "seconds") - seconds) / more
@@ -217,7 +213,7 @@ def costs(short: Sequence[Json], long: Sequence[Json]) -> Json:
 def table(document: Json) -> str:
     columns: harness.Columns = {
         "ms per token": lambda arm: number(arm["ms_per_token"], 2),
-        "added": lambda arm: f"{arm['added']:+.1%} ({arm['added_range'][0]:+.1%} to {arm['added_range'][1]:+.1%})",
+        "added": lambda arm: harness.between(arm, "added", "+.1%"),
         "µs a chunk": lambda arm: _known(arm, "us_per_chunk", 0),
         "its own": lambda arm: _known(arm, "own_us_per_chunk", 0),
         "ms a text": lambda arm: _known(arm, "ms_per_text", 1),

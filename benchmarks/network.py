@@ -22,9 +22,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = harness.parser("network", __doc__, quick="two delays, one prompt, one turn")
     parser.add_argument("--delays", type=float, nargs="+", default=[0, 1, 5, 20, 50], help="added round trips, in ms")
     parser.add_argument("--gamma", type=int, default=4)
-    parser.add_argument("--new-tokens", type=int, default=96, help="of each text")
-    parser.add_argument("--prompts", type=int, default=3)
-    parser.add_argument("--repetitions", type=int, default=3, help="turns of all")
+    harness.text_options(parser, prompts=3, new_tokens=96)
     parser.add_argument("--dtype", default="bfloat16")
     few = {"delays": [0.0, 20.0], "prompts": 1, "repetitions": 1, "new_tokens": 24}
     given = harness.parse(parser, arguments, few)

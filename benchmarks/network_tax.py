@@ -28,7 +28,7 @@ from benchmarks.round_legs import LEGS, median_legs, noted_rounds
 from benchmarks.services import NO_PREFIXES, RULE, Models, Services, models_of, one_process
 from outrider.client import Client
 from outrider.evaluation.deployment import round_seconds
-from outrider.evaluation.pictures import BLUE, GREEN, GREY, LIGHT, ORANGE, SAND, picture
+from outrider.evaluation.pictures import picture, stacked
 
 GRPC, ONE, MINIMAL = "gRPC", "one process", "minimal program"
 NOTED = "noted"
@@ -39,14 +39,13 @@ AIM = 0.015
 """The largest share of a round that gRPC should add."""
 MOST_TIMES = 1.25
 """The most that the time outside should be, relative to that of the minimal program."""
-_COLOURS = dict(zip(PHASES, (ORANGE, SAND, LIGHT, BLUE, GREEN, GREY), strict=True))
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     parser = harness.parser("network_tax", __doc__, quick="few texts, the demo pair only")
     harness.target_options(parser, factor=12)
-    harness.text_options(parser, prompts=4, new_tokens=96)
-    parser.set_defaults(repetitions=6)  # a difference of a few percent: medians of more texts
+    # A difference of a few percent: medians of more texts.
+    harness.text_options(parser, prompts=4, new_tokens=96, repetitions=6)
     parser.add_argument("--gamma", type=int, default=8, help="tokens of a proposal")
     parser.add_argument("--dtype", default="bfloat16")
     few = {"only": "demo", "prompts": 1, "new_tokens": 16, "repetitions": 1}
@@ -153,14 +152,10 @@ def figures(runs: Sequence[Json]) -> Json:
         found[arm] = {
             "round_us": {part: median(each[part] for each in means[arm]) for part in PHASES},
             "tax_us": median(map(_tax, means[arm])),
-            "share": median(shares),
-            "share_range": [min(shares), max(shares)],
-            "added_share": median(added),
-            "added_share_range": [min(added), max(added)],
-            "added_with_queue": median(with_queue),
-            "added_with_queue_range": [min(with_queue), max(with_queue)],
-            "times": median(times),
-            "times_range": [min(times), max(times)],
+            **harness.with_range("share", shares),
+            **harness.with_range("added_share", added),
+            **harness.with_range("added_with_queue", with_queue),
+            **harness.with_range("times", times),
             "rounds": int(harness.total(by_arm[arm], "rounds")),
             "same_text": None if arm == MINIMAL else texts_of[arm] == texts_of[GRPC],
         }
@@ -185,7 +180,7 @@ def table(document: Json) -> str:
         "share": lambda arm: _percent(arm, "share"),
         "gRPC adds": lambda arm: _percent(arm, "added_share"),
         "with the queue": lambda arm: _percent(arm, "added_with_queue"),
-        "× minimal": lambda arm: f"{arm['times']:.2f} ({arm['times_range'][0]:.2f} to {arm['times_range'][1]:.2f})",
+        "× minimal": lambda arm: harness.between(arm, "times"),
         "same text": lambda arm: {None: "–", True: "yes", False: "no"}[arm["same_text"]],
     }
     lines = [
@@ -210,27 +205,22 @@ def table(document: Json) -> str:
 
 
 def _percent(arm: Json, name: str) -> str:
-    low, high = arm[f"{name}_range"]
-    return f"{arm[name]:.1%} ({low:.1%} to {high:.1%})"
+    return harness.between(arm, name, ".1%")
 
 
 def draw(document: Json, path: Path) -> None:
-    rows = [(where, arms) for where, arms in harness.flat(document["summary"], 2)]
+    rows = list(harness.flat(document["summary"], 2))
     note = f"{plots.caption(document)}. Percent: wire and other."
     temperatures = len({temperature for (_, temperature), _ in rows})
     with picture(path, len(rows) // temperatures, temperatures, size=(4.6, 2.0), note=note) as panels:
         for panel, ((pair, temperature), arms) in zip(panels.flat, rows, strict=True):
-            left = [0.0] * len(arms)
-            for part in PHASES:
-                values = [arm["round_us"][part] / 1e3 for arm in arms.values()]
-                panel.barh(list(arms), values, left=left, height=0.6, color=_COLOURS[part], label=part)
-                left = [before + value for before, value in zip(left, values, strict=True)]
-            for at, (end, arm) in enumerate(zip(left, arms.values(), strict=True)):
+            ends = stacked(
+                panel, list(arms), [arm["round_us"] for arm in arms.values()], dict(zip(PHASES, PHASES, strict=True))
+            )
+            for at, (end, arm) in enumerate(zip(ends, arms.values(), strict=True)):
                 panel.annotate(f" {arm['share']:.1%}", (end, at), va="center", fontsize=8)
-            panel.set_xlim(right=1.15 * max(left))
-            panel.invert_yaxis()
+            panel.set_xlim(right=1.15 * max(ends))
             panel.set_title(f"{pair} pair, T = {temperature}", fontsize=9)
-            panel.set_xlabel("ms of a round", fontsize=8)
 
 
 if __name__ == "__main__":

@@ -28,10 +28,9 @@ ARMS = {f"{tree}, {name}": (tree, name) for name in (DECODE, "pair") for tree in
 def main(arguments: Sequence[str] | None = None) -> int:
     parser = harness.parser("revisions", __doc__, quick="the demo pair, few texts")
     harness.target_options(parser, factor=12)
-    harness.text_options(parser, prompts=5, new_tokens=64)
+    harness.text_options(parser, prompts=5, new_tokens=64, repetitions=10)
     parser.add_argument("--old", required=True, help="folder of the older source tree")
     parser.add_argument("--dtype", choices=("bfloat16", "float32"), default="bfloat16", help="of all services")
-    parser.set_defaults(repetitions=10)
     few = {"only": "demo", "prompts": 2, "new_tokens": 16, "repetitions": 2}
     given = harness.parse(parser, arguments, few)
     summarise = harness.summary_of(("pair", "temperature"), figures)

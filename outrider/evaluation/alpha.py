@@ -35,7 +35,6 @@ from outrider.evaluation.drafters import (
 )
 from outrider.evaluation.local_models import (
     PromptText,
-    Speech,
     build_runner,
     encode_prompts,
     encode_speech,
@@ -58,6 +57,7 @@ from outrider.runtime.model_runner import ModelRunner
 from outrider.runtime.ngram import NGramCounts, read_documents
 from outrider.runtime.tokenizer import Tokenizer
 from outrider.service.model_info import vocabulary_end
+from protos.outrider.v1.draft_service_pb2 import Transcription
 
 FEW_PROMPTS = 8
 """With fewer prompts an interval treats each text as one observation, and holds for these prompts only."""
@@ -230,35 +230,10 @@ def student_quantile(degrees: int) -> float:
 
 @dataclass(frozen=True, slots=True)
 class Options:
-    """What to measure.
+    """What to measure: the options of `outrider alpha`, which describes them.
 
-    Attributes:
-        target: a folder, or a hub id.
-        draft: the same; only the drafters `model` and `parallel` need it.
-        drafters: of `DRAFTERS`.
-        prompts: texts or conversations to continue; for a target of text.
-        audio: files of speech, and folders of them; for a target of speech.
-        language: of the text of speech; empty is the model's default, and so with the next one.
-        task: `transcribe` or `translate`.
-        timestamps: the target writes timestamps of speech.
-        tokens: about how many tokens the target writes.
-        text_tokens: the most tokens of one text; None chooses.
-        temperature: as in `SamplingParams`, and the next three.
-        repetition_penalty: as in `LogitRules`, and the next two; for the draft too.
-        draft_temperature: replaces the temperature for the draft, above temperature 0; None does not.
-        leniences: each in (0, 1].
-        keep_mass: as in `SparseConfig`, and the next one.
-        ngram_corpus: text file whose n-grams are counted; None counts only the prompt and the text itself.
-        ngram_by_line: no n-gram crosses two lines.
-        ngram_order: tokens of the longest n-grams of the drafter `ngram`.
-        ngram_entries: the most n-grams to keep.
-        tokens_per_pass: of the drafter `parallel`; its α is the mean over the positions of a pass.
-        skip_layers: of the target; without them it is the draft, in place of `draft`.
-        find_skip_layers: how many of the target's layers to find that a draft can do without; `drafters` is not used.
-        lookup_min_match: tokens of the shortest match of the drafter `lookup`.
-        seed: of the texts.
-        device: as in `ModelSource`, and the next ones.
-        threads: of the CPU; None is torch's default.
+    `drafters` are of `DRAFTERS`, and not used with `find_skip_layers`; `prompts` are for a target of text, `audio` for
+    one of speech. An empty `language` or `task` is the model's default.
     """
 
     target: str
@@ -373,9 +348,9 @@ def run(options: Options, report: Report = lambda *_: None) -> Measurement:
     loaded = load_model(source)
     draft_model = None if draft_source is None else load_model(draft_source)
     if options.audio:
-        speech = Speech(options.audio, options.language, options.task, options.timestamps)
+        wanted = Transcription(language=options.language, task=options.task, timestamps=options.timestamps)
         located = None if draft_model is None or draft_source is None else (draft_model, draft_source)
-        prompts = encode_speech(speech, (loaded, source), located)
+        prompts = encode_speech(options.audio, wanted, (loaded, source), located)
     else:
         prompts = encode_prompts(options.prompts, tokenizer, loaded)
     penalties = LogitRules(options.repetition_penalty, options.presence_penalty, options.frequency_penalty)

@@ -13,26 +13,10 @@ from typing import Any
 from matplotlib.axes import Axes
 
 from outrider.evaluation.deployment import ALONE, POLICY, ROUND, Json
-from outrider.evaluation.pictures import (
-    BLUE,
-    COLOURS,
-    GREEN,
-    GREY,
-    LIGHT,
-    ORANGE,
-    SAND,
-    VIOLET,
-    Destination,
-    bars,
-    level,
-    line,
-    picture,
-    svg,
-)
+from outrider.evaluation.pictures import COLOURS, GREY, VIOLET, Destination, bars, level, line, picture, stacked, svg
 from outrider.evaluation.report import Part, Picture, Points, Section, Table, page
 
-_LABELS = {"forward": "pass", "verify": "verification", "other": "rest"}
-_COLOURS_OF_ROUND = dict(zip(ROUND, (ORANGE, SAND, LIGHT, BLUE, GREEN, GREY), strict=True))
+_LABELS = dict(zip(ROUND, ROUND, strict=True)) | {"forward": "pass", "verify": "verification", "other": "rest"}
 
 
 def table(document: Json) -> Table:
@@ -163,7 +147,7 @@ def _table_of_rounds(document: Json) -> Table:
         for cell in document["cells"]
         if cell["round_us"] is not None
     ]
-    return Table(("T", "streams", "µs of a round", *map(_label, ROUND), "sum"), rows, keys=3)
+    return Table(("T", "streams", "µs of a round", *_LABELS.values(), "sum"), rows, keys=3)
 
 
 # ----------------------------------------------------------------------------------------------------------- pictures
@@ -216,17 +200,8 @@ def _draw_rounds(to: Destination, document: Json) -> None:
     with picture(to, len(temperatures), columns, size=(4.0, 0.8 + 0.26 * len(names))) as panels:
         for panel, ((temperature, streams), cells) in zip(panels.flat, groups, strict=True):
             known = [cell for cell in cells if cell["round_us"] is not None]
-            left = [0.0] * len(known)
-            for part in ROUND:
-                values = [cell["round_us"][part] / 1e3 for cell in known]
-                panel.barh(
-                    range(len(known)), values, left=left, height=0.7, color=_COLOURS_OF_ROUND[part], label=_label(part)
-                )
-                left = [before + value for before, value in zip(left, values, strict=True)]
-            panel.set_yticks(range(len(known)), [cell["arm"] for cell in known])
-            panel.invert_yaxis()
+            stacked(panel, [cell["arm"] for cell in known], [cell["round_us"] for cell in known], _LABELS)
             panel.set_title(f"T = {temperature:g}, {_streams(streams)}", fontsize=9)
-            panel.set_xlabel("ms of a round", fontsize=8)
 
 
 # --------------------------------------------------------------------------------------------------------------- text
@@ -235,10 +210,6 @@ def _draw_rounds(to: Destination, document: Json) -> None:
 def _groups(document: Json) -> Iterable[tuple[tuple[float, int], list[Json]]]:
     for where, cells in groupby(document["cells"], lambda cell: (cell["temperature"], cell["streams"])):
         yield where, list(cells)
-
-
-def _label(part: str) -> str:
-    return _LABELS.get(part, part)
 
 
 def _streams(number: int) -> str:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import cast
 
@@ -77,40 +76,22 @@ def encode_prompts(texts: Sequence[PromptText], tokenizer: Tokenizer, target: Lo
     return prompts
 
 
-@dataclass(frozen=True, slots=True)
-class Speech:
-    """Speech to transcribe.
-
-    Attributes:
-        paths: audio files, and folders of them.
-        language: of the text; empty is the model's default.
-        task: `transcribe` or `translate`; empty is the model's default.
-        timestamps: the model writes timestamps.
-    """
-
-    paths: tuple[Path, ...]
-    language: str = ""
-    task: str = ""
-    timestamps: bool = False
-
-
 Located = tuple[LoadedModel, ModelSource]
 """A model, and where its feature extractor is."""
 
 
-def encode_speech(speech: Speech, target: Located, draft: Located | None) -> list[Prompt]:
-    """Prompts of a target that takes speech: a window of audio each.
+def encode_speech(paths: Sequence[Path], wanted: Transcription, target: Located, draft: Located | None) -> list[Prompt]:
+    """Prompts of a target that takes speech, from files and folders: a window of audio each.
 
     Raises:
         CheckpointError: a feature extractor cannot be read.
         EvaluationError: the target or the draft takes no speech or lacks the language, or a clip cannot be used.
     """
     encoder = _speech_encoder(target)
-    wanted = Transcription(language=speech.language, task=speech.task, timestamps=speech.timestamps)
     try:
         prompts = DecoderPrompts.read(target[0].model.generation_config, encoder.start_token)
         tokens = prompts.transcription(wanted)
-        clips = read_clips(speech.paths, SAMPLE_RATE, encoder.frames)
+        clips = read_clips(paths, SAMPLE_RATE, encoder.frames)
     except RequestError as error:
         raise EvaluationError(f"--{error.message.removeprefix('transcription.')}") from error
     if draft is None:

@@ -15,8 +15,8 @@ from itertools import groupby
 from pathlib import Path
 from typing import Any
 
-from outrider.client import Completion, Options
-from outrider.client.events import Round
+from outrider.client import Completion, Options, Timings
+from outrider.client.events import Round, RoundTimings
 from outrider.evaluation import EvaluationError
 
 REQUEST, DRAFT, WIRE, QUEUE, PASS, VERIFICATION = "request", "draft", "wire", "queue", "target pass", "verification"
@@ -73,14 +73,9 @@ class Traced:
         Between the verdicts of a `Decode`, `wire` is the rest of the time, after the other rows.
         """
         times = self.completion.timings
-        at_verifier = times.queue_us + times.forward_us + times.verify_us
-        return {
-            DRAFT: times.draft_us,
-            WIRE: max(0, times.verdict_us - at_verifier),
-            QUEUE: times.queue_us,
-            PASS: times.forward_us,
-            VERIFICATION: times.verify_us,
-        }
+        wire = max(0, times.verdict_us - _at_verifier(times))
+        phases = (times.draft_us, wire, times.queue_us, times.forward_us, times.verify_us)
+        return dict(zip((DRAFT, WIRE, QUEUE, PASS, VERIFICATION), phases, strict=True))
 
 
 def record(complete: Callable[..., Completion], prompt: str, options: Options) -> tuple[Traced, Traced]:
@@ -152,7 +147,7 @@ def _spans_of_round(verdicts: Sequence[Round], arrived: int) -> Iterator[Span]:
     sent = arrived + first.sent_us
     came = [arrived + each.sent_us + each.timings.verdict_us for each in verdicts]
     ends = _latest_ends(verdicts, came)
-    way = max(0, ends[0] - _at_verifier(first) - sent) // 2
+    way = max(0, ends[0] - _at_verifier(first.timings) - sent) // 2
     yield Span(WIRE, "to the verifier", sent, sent + way, number)
     for verdict, latest, arrival in zip(verdicts, ends, came, strict=True):
         times, end = verdict.timings, latest - way
@@ -165,8 +160,8 @@ def _spans_of_round(verdicts: Sequence[Round], arrived: int) -> Iterator[Span]:
         yield Span(WIRE, "to the draft service", end, arrival, number)
 
 
-def _at_verifier(verdict: Round) -> int:
-    return verdict.timings.queue_us + verdict.timings.forward_us + verdict.timings.verify_us
+def _at_verifier(times: Timings | RoundTimings) -> int:
+    return times.queue_us + times.forward_us + times.verify_us
 
 
 def _latest_ends(verdicts: Sequence[Round], came: Sequence[int]) -> list[int]:
@@ -174,7 +169,7 @@ def _latest_ends(verdicts: Sequence[Round], came: Sequence[int]) -> list[int]:
     ends, latest = list[int](), came[-1]
     for verdict, arrival in zip(reversed(verdicts), reversed(came), strict=True):
         ends.append(min(arrival, latest))
-        latest = ends[-1] - _at_verifier(verdict)
+        latest = ends[-1] - _at_verifier(verdict.timings)
     return ends[::-1]
 
 
@@ -214,18 +209,8 @@ def chrome_trace(runs: Sequence[Traced], about: Mapping[str, Any]) -> dict[str, 
                 events.append(_metadata("thread_sort_index", pid, tid, sort_index=tid))
         for span in spans(run):
             at, thread = places[span.row]
-            events.append(
-                {
-                    "ph": "X",
-                    "name": span.name,
-                    "cat": span.row,
-                    "pid": at,
-                    "tid": thread,
-                    "ts": span.start,
-                    "dur": span.end - span.start,
-                    "args": dict(span.details),
-                }
-            )
+            names = {"ph": "X", "name": span.name, "cat": span.row, "pid": at, "tid": thread}
+            events.append(names | {"ts": span.start, "dur": span.end - span.start, "args": dict(span.details)})
     return {"traceEvents": events, "displayTimeUnit": "ms", "otherData": dict(about)}
 
 

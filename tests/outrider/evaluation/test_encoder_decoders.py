@@ -24,11 +24,12 @@ from outrider.evaluation.check import check
 from outrider.evaluation.check_requests import Plan
 from outrider.evaluation.clips import clips_for, request_of
 from outrider.evaluation.drafters import ModelDrafter
-from outrider.evaluation.local_models import Speech, build_runner, encode_speech
+from outrider.evaluation.local_models import build_runner, encode_speech
 from outrider.evaluation.reference import Copy
 from outrider.evaluation.target_text import Text
 from outrider.evaluation.verdict import LOCAL_TARGET, Report
 from outrider.runtime.loader import ModelSource, load_model
+from protos.outrider.v1.draft_service_pb2 import Transcription
 from tests import encoder_decoders
 from tests.encoder_decoders import Pair
 
@@ -73,7 +74,7 @@ def test_alpha_of_speech_is_what_services_accept(pairs: Callable[[str], Pair], c
     with Client(pair.draft.address) as client:
         info = client.get_model().target
         for timestamps in (False, True):
-            prompts = encode_speech(Speech((clips,), "de", timestamps=timestamps), target, draft)
+            prompts = encode_speech((clips,), Transcription(language="de", timestamps=timestamps), target, draft)
             asked = clips_for(info, [clips], language="de", timestamps=timestamps)
             for prompt, (_, speech) in zip(prompts, map(request_of, asked), strict=True):
                 options = Options(
