@@ -14,7 +14,7 @@ from matplotlib.axes import Axes
 
 from outrider.evaluation.deployment import ALONE, POLICY, ROUND, Json
 from outrider.evaluation.pictures import COLOURS, GREY, VIOLET, Destination, bars, level, line, picture, stacked, svg
-from outrider.evaluation.report import Part, Picture, Points, Section, Table, page
+from outrider.evaluation.report import Part, Picture, Points, Table, page
 
 _LABELS = dict(zip(ROUND, ROUND, strict=True)) | {"forward": "pass", "verify": "verification", "other": "rest"}
 
@@ -83,32 +83,26 @@ def html(document: Json) -> str:
     return page(
         "Benchmark of a deployment",
         lead,
-        [
-            Section(
-                "Speed",
-                [
-                    Picture(
-                        svg(partial(_draw_speed, document=document)),
-                        "Top: tokens/s over those of the target alone in the same repeat. Middle: time per token after "
-                        "the first piece; diamonds: predicted. Bottom: time to the first token. Lines: lowest and "
-                        "highest repeat.",
-                    ),
-                    table(document),
-                ],
-            ),
-            Section(
-                "Where the time of a round goes",
-                [
-                    Picture(
-                        svg(partial(_draw_rounds, document=document)),
-                        "Mean round of one stream, without the first of each text, which reads the prompt. A round of "
-                        "the target alone is one token.",
-                    ),
-                    _table_of_rounds(document),
-                ],
-            ),
-            Section("How it was measured", [Points(_method(document))]),
-        ],
+        {
+            "Speed": [
+                Picture(
+                    svg(partial(_draw_speed, document=document)),
+                    "Top: tokens/s over those of the target alone in the same repeat. Middle: time per token after "
+                    "the first piece; diamonds: predicted. Bottom: time to the first token. Lines: lowest and "
+                    "highest repeat.",
+                ),
+                table(document),
+            ],
+            "Where the time of a round goes": [
+                Picture(
+                    svg(partial(_draw_rounds, document=document)),
+                    "Mean round of one stream, without the first of each text, which reads the prompt. A round of "
+                    "the target alone is one token.",
+                ),
+                _table_of_rounds(document),
+            ],
+            "How it was measured": [Points(_method(document))],
+        },
     )
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from html import escape
 from typing import TypeAlias
@@ -59,19 +59,11 @@ Part: TypeAlias = str | Points | Table | Picture
 """A string is a paragraph; text between backticks is code."""
 
 
-@dataclass(frozen=True, slots=True)
-class Section:
-    """Parts under a heading."""
-
-    title: str
-    parts: Sequence[Part]
-
-
-def page(title: str, lead: Sequence[Part], sections: Sequence[Section]) -> str:
-    """Return the whole page; `lead` stands below its title."""
+def page(title: str, lead: Sequence[Part], sections: Mapping[str, Sequence[Part]]) -> str:
+    """Return the whole page; `lead` stands below its title, and `sections` have a heading each."""
     body = [f"<h1>{_inline(title)}</h1>", *map(_html, lead)]
-    for section in sections:
-        body += [f"<section><h2>{_inline(section.title)}</h2>", *map(_html, section.parts), "</section>"]
+    for heading, parts in sections.items():
+        body += [f"<section><h2>{_inline(heading)}</h2>", *map(_html, parts), "</section>"]
     return _PAGE.format(title=escape(title), style=_STYLE, body="\n".join(body))
 
 
