@@ -217,7 +217,7 @@ def verifier(target: Path, *more: str, max_sequences: int) -> Iterator[str]:
 
 
 @contextmanager
-def one_process(target: Path, draft: Path, *, dtype: str = "bfloat16") -> Iterator[Client]:
+def one_process(target: Path, draft: Path, *, dtype: str) -> Iterator[Client]:
     """Both services in one process, without a network between them; yields a client. γ is fixed by default."""
     command = ("benchmarks.one_process", str(target))
     flags = ("--speculation", "fixed", *NO_PREFIXES)

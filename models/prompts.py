@@ -54,8 +54,8 @@ def candidates(document: Document, tokenizer: PreTrainedTokenizerFast) -> Iterat
             yield Prompt(f"{document.name}:{last + 1}", pause, text)
 
 
-def choose(documents: list[Document], tokenizer: PreTrainedTokenizerFast, count: int = COUNT) -> list[Prompt]:
-    """`count` prompts, modules and pauses taken in turn so that none prevails. Raises ValueError where too few."""
+def choose(documents: list[Document], tokenizer: PreTrainedTokenizerFast) -> list[Prompt]:
+    """`COUNT` prompts, modules and pauses taken in turn so that none prevails. Raises ValueError where too few."""
     shelves: dict[tuple[str, str], list[Prompt]] = defaultdict(list)
     for document in documents:
         for prompt in candidates(document, tokenizer):
@@ -64,11 +64,11 @@ def choose(documents: list[Document], tokenizer: PreTrainedTokenizerFast, count:
         prompts.sort(key=lambda prompt: name_hash(prompt.source))
     chosen: list[Prompt] = []
     depth = 0
-    while len(chosen) < count:
+    while len(chosen) < COUNT:
         layer = [prompts[depth] for prompts in shelves.values() if depth < len(prompts)]
         if not layer:
-            raise ValueError(f"held-out modules hold {len(chosen)} prompts; {count} are asked for")
-        chosen += sorted(layer, key=lambda prompt: name_hash(prompt.source))[: count - len(chosen)]
+            raise ValueError(f"held-out modules hold {len(chosen)} prompts; {COUNT} are asked for")
+        chosen += sorted(layer, key=lambda prompt: name_hash(prompt.source))[: COUNT - len(chosen)]
         depth += 1
     return chosen
 

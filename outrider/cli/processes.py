@@ -66,8 +66,8 @@ def processors() -> frozenset[int]:
     return frozenset(range(os.cpu_count() or 1))
 
 
-def busy_processors(seconds: float = 0.2) -> float:
-    """How many of the processors that this process may run on are busy, measured over `seconds`.
+def busy_processors() -> float:
+    """How many of the processors that this process may run on are busy, measured over a fifth of a second.
 
     Without /proc/stat it is the load average of the last minute.
     """
@@ -85,7 +85,7 @@ def busy_processors(seconds: float = 0.2) -> float:
 
     try:
         busy, total = ticks()
-        time.sleep(seconds)
+        time.sleep(0.2)
         busy_later, total_later = ticks()
     except OSError:
         return os.getloadavg()[0]
