@@ -18,12 +18,11 @@ from torch import Tensor
 
 from benchmarks import harness, plots
 from benchmarks.contenders import outrider_writer, take_turns, texts, tokenised
-from benchmarks.harness import Bench, Json, compared, number, progress
+from benchmarks.harness import Bench, Json, compared, number
 from benchmarks.services import Services, models_of
-from benchmarks.sigmoid import Texts, drawn_from, total_variation, write
+from benchmarks.sigmoid import Texts, drawn_from, texts_of, total_variation
 from kernels.sampling import SamplingParams, probabilities
 from models.measure import load
-from models.tokenizer import load_tokenizer
 from outrider.evaluation import pictures
 
 SAMPLING = {
@@ -83,12 +82,7 @@ def _arm(lenience: float) -> str:
 
 def _distributions(bench: Bench) -> Json:
     given = bench.given
-    torch.set_num_threads(1)
-    tokenizer = load_tokenizer(given.target)
-    rows = [tokenizer(text)["input_ids"][: given.prompt_tokens] for text in bench.prompts]
-    prompts = torch.tensor([row for row in rows if len(row) == given.prompt_tokens][: given.texts])
-    progress(f"writing {len(prompts)} texts")
-    found = write(load(given.target), load(given.draft), prompts, given.tokens, tokenizer.eos_token_id)
+    found = texts_of(bench, load(given.target), load(given.draft), given.prompt_tokens)
     return {"places": int(found.alive.sum()), "rejection": rejections(found), "lenience": leniences(found)}
 
 

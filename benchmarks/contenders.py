@@ -281,16 +281,13 @@ class OutriderServer:
         self._services = services
         self._options = {"rule": RULE, "ignore_eos": True, **options}
 
-    def closed(self, tasks: Sequence[Task], streams: int) -> Outcome:
-        return self._outcome(tasks, streams)
-
-    def open(self, tasks: Sequence[Task], due: Sequence[float]) -> Outcome:
-        return self._outcome(tasks, len(tasks), due)
-
     def settings(self) -> Json:
         return self._services.how | self._options
 
-    def _outcome(self, tasks: Sequence[Task], streams: int, due: Sequence[float] | None = None) -> Outcome:
+    def open(self, tasks: Sequence[Task], due: Sequence[float]) -> Outcome:
+        return self.closed(tasks, len(tasks), due)
+
+    def closed(self, tasks: Sequence[Task], streams: int, due: Sequence[float] | None = None) -> Outcome:
         before = self._counters()
         served = await_(self._serve(tasks, streams, due))
         costs = {name: value - before[name] for name, value in self._counters().items()}
@@ -352,11 +349,7 @@ class ContinuousBatching:
         began = min(result.created_time for result in found)
         # All requests are queued at the start. One is due when it leaves the queue: then a stream has ended a text.
         served = [
-            Served(
-                due=each.lifespan[0] - began,
-                stamps=tuple((stamp - began, 1) for stamp in each.timestamps),
-            )
-            for each in found
+            Served(each.lifespan[0] - began, tuple((stamp - began, 1) for stamp in each.timestamps)) for each in found
         ]
         return checked("transformers", tasks, served), {}
 

@@ -29,6 +29,7 @@ from benchmarks.services import NO_PREFIXES, Services, models_of
 from outrider.client import AsyncClient
 from outrider.evaluation.pictures import BLUE, ORANGE, picture
 from outrider.evaluation.streams import serve
+from outrider.rpc.errors import counted
 from tests.cluster import free_address
 
 GRPC, HTTP, BOTH, READ = "gRPC client", "HTTP front", "floor: read and write", "floor: read"
@@ -220,15 +221,11 @@ def table(document: Json) -> str:
         "µs a chunk, in all": lambda arm: _known(arm, "us_per_chunk_in_all", 0),
     }
     lines = [
-        f"- ABOVE the aims of {AIM:.0%} and {AIM_US} µs: {pair} pair, {_streams(streams)}"
+        f"- ABOVE the aims of {AIM:.0%} and {AIM_US} µs: {pair} pair, {counted(int(streams), 'stream')}"
         for (pair, streams), arms in harness.flat(document["summary"], 2)
         if pair == "deepened" and BOTH in arms and (arms[HTTP]["added"] > AIM or arms[HTTP]["us_per_chunk"] > AIM_US)
     ]
     return "\n".join([*lines, "", harness.summary_table(document["summary"], ["pair", "streams", ""], columns)])
-
-
-def _streams(count: str) -> str:
-    return f"{count} stream" if count == "1" else f"{count} streams"
 
 
 def _known(arm: Json, name: str, digits: int) -> str:
@@ -248,7 +245,8 @@ def draw(document: Json, path: Path) -> None:
                     f" {arms[arm]['ms_per_token']:.2f} ms", (value, at + 0.35 * offset), va="center", fontsize=8
                 )
         panel.set_yticks(
-            [at + 0.17 for at in range(len(rows))], [f"{pair}, {_streams(streams)}" for (pair, streams), _ in rows]
+            [at + 0.17 for at in range(len(rows))],
+            [f"{pair}, {counted(int(streams), 'stream')}" for (pair, streams), _ in rows],
         )
         panel.invert_yaxis()
         panel.set_xlabel("time per token, relative to the gRPC client", fontsize=8)

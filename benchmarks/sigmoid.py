@@ -62,13 +62,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def _measured(bench: Bench) -> Json:
     given = bench.given
-    torch.set_num_threads(1)
-    tokenizer = load_tokenizer(given.target)
     target, draft = load(given.target), load(given.draft)
-    rows = [tokenizer(text)["input_ids"][:PROMPT_TOKENS] for text in bench.prompts]
-    prompts = torch.tensor([row for row in rows if len(row) == PROMPT_TOKENS][: given.texts])
-    progress(f"writing {len(prompts)} texts")
-    texts = write(target, draft, prompts, given.tokens, tokenizer.eos_token_id)
+    texts = texts_of(bench, target, draft, PROMPT_TOKENS)
     progress("drafting rounds")
     cases = rounds(target, draft, texts, GAMMA, every=8)
     progress("verifying and timing")
@@ -165,6 +160,17 @@ def write(target: LlamaForCausalLM, draft: LlamaForCausalLM, prompts: Tensor, to
         draft=Writer(draft, *ids.shape).extend(ids)[:, begin - 1 : -1],
         alive=until_end(ids[:, begin:], end),
     )
+
+
+def texts_of(bench: Bench, target: LlamaForCausalLM, draft: LlamaForCausalLM, prompt_tokens: int) -> Texts:
+    """Texts after the first tokens of prompts that have as many, on one thread."""
+    given = bench.given
+    torch.set_num_threads(1)
+    tokenizer = load_tokenizer(given.target)
+    rows = [tokenizer(text)["input_ids"][:prompt_tokens] for text in bench.prompts]
+    prompts = torch.tensor([row for row in rows if len(row) == prompt_tokens][: given.texts])
+    progress(f"writing {len(prompts)} texts")
+    return write(target, draft, prompts, given.tokens, tokenizer.eos_token_id)
 
 
 def drawn_from(draft: Tensor) -> Tensor:

@@ -17,6 +17,7 @@ from outrider import theory
 from outrider.client import AsyncClient, Drafter, Statistics, Timings
 from outrider.evaluation.clips import Clip, Source, request_of
 from outrider.evaluation.streams import PHASES, Request, Served, phase_seconds, serve
+from outrider.rpc.errors import counted
 
 Json = dict[str, Any]
 
@@ -155,7 +156,7 @@ async def measure(
     salts = count()
 
     async def write(stage: str, run: Run, arm: Arm, texts: int, max_new_tokens: int) -> Run:
-        name = f"T = {run.temperature:g}, {run.streams} stream{'s' * (run.streams > 1)}, {arm.name}"
+        name = f"T = {run.temperature:g}, {counted(run.streams, 'stream')}, {arm.name}"
         report(stage, name, 0)
         options = arm.options | {
             "temperature": run.temperature, "max_new_tokens": max_new_tokens, "ignore_eos": not settings.stop_at_eos,
@@ -220,8 +221,7 @@ def missing(cells: Sequence[Json], settings: Settings) -> list[str]:
             arms = ", ".join(f"{arm} has {number}" for arm, number in lacking.items())
             if len(lacking) == len(here) and len(set(lacking.values())) == 1:
                 arms = f"each arm has {min(lacking.values())}"
-            plural = "s" * (streams > 1)
-            found.append(f"T = {temperature:g}, {streams} stream{plural}: {arms} of {settings.repeats} repeats.")
+            found.append(f"T = {temperature:g}, {counted(streams, 'stream')}: {arms} of {settings.repeats} repeats.")
     return found
 
 

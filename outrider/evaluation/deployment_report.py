@@ -15,6 +15,7 @@ from matplotlib.axes import Axes
 from outrider.evaluation.deployment import ALONE, POLICY, ROUND, Json
 from outrider.evaluation.pictures import COLOURS, GREY, VIOLET, Destination, bars, level, line, picture, stacked, svg
 from outrider.evaluation.report import Part, Picture, Points, Table, page
+from outrider.rpc.errors import counted
 
 _LABELS = dict(zip(ROUND, ROUND, strict=True)) | {"forward": "pass", "verify": "verification", "other": "rest"}
 
@@ -48,7 +49,7 @@ def conclusions(document: Json) -> list[str]:
     found = []
     for (temperature, streams), cells in _groups(document):
         measured = {cell["arm"]: cell for cell in cells if cell["ratio"] is not None}
-        where = f"T = {temperature:g}, {_streams(streams)}"
+        where = f"T = {temperature:g}, {counted(streams, 'stream')}"
         drafting = [cell for name, cell in measured.items() if name != ALONE]
         if not drafting:
             refused = sum(cell["refused"] for cell in cells)
@@ -175,7 +176,7 @@ def _draw_bars(
         ]
         for name in names
     }
-    bars(panel, [_streams(group) for group in groups], series, colours=colours)
+    bars(panel, [counted(group, "stream") for group in groups], series, colours=colours)
     if figure == "tpot_ms":
         width = 0.86 / len(names)
         marks = [
@@ -195,7 +196,7 @@ def _draw_rounds(to: Destination, document: Json) -> None:
         for panel, ((temperature, streams), cells) in zip(panels.flat, groups, strict=True):
             known = [cell for cell in cells if cell["round_us"] is not None]
             stacked(panel, [cell["arm"] for cell in known], [cell["round_us"] for cell in known], _LABELS)
-            panel.set_title(f"T = {temperature:g}, {_streams(streams)}", fontsize=9)
+            panel.set_title(f"T = {temperature:g}, {counted(streams, 'stream')}", fontsize=9)
 
 
 # --------------------------------------------------------------------------------------------------------------- text
@@ -204,10 +205,6 @@ def _draw_rounds(to: Destination, document: Json) -> None:
 def _groups(document: Json) -> Iterable[tuple[tuple[float, int], list[Json]]]:
     for where, cells in groupby(document["cells"], lambda cell: (cell["temperature"], cell["streams"])):
         yield where, list(cells)
-
-
-def _streams(number: int) -> str:
-    return "1 stream" if number == 1 else f"{number} streams"
 
 
 def _number(value: float | None, digits: int) -> str:
