@@ -101,17 +101,14 @@ def _services(bench: Bench, place: Place) -> Iterator[dict[str, Services]]:
         yield found
 
 
-def _home(arm: str) -> str:
-    return ONE if arm == ONE else "plain" if arm.startswith("plain") else CHOSEN
-
-
 def measure(bench: Bench) -> None:
     given = bench.given
     prompts = tokenised(given.target, harness.spread(bench.prompts, given.prompts))
     for name in (name for name in PLACES if name in given.parts):
         place = PLACES[name]
         with _services(bench, place) as services:
-            writers = {arm: outrider_writer(services[_home(arm)], rule=RULE, **how) for arm, how in arms(place).items()}
+            homes = {arm: ONE if arm == ONE else "plain" if arm.startswith("plain") else CHOSEN for arm in arms(place)}
+            writers = {arm: outrider_writer(services[homes[arm]], rule=RULE, **how) for arm, how in arms(place).items()}
             _warm_up(bench, place, prompts, writers)
             written = texts(prompts, given.new_tokens, given.repetitions, place.temperatures)
             take_turns(bench, {"place": name}, written, writers)

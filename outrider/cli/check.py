@@ -238,16 +238,8 @@ def _equalities(report: Report) -> Table:
 
 def _tests(report: Report) -> Table:
     """One row for each rule and place, with the p-values of its tests."""
-    found = table(
-        "sampled text",
-        "where",
-        "tokens",
-        "p: next\ntoken",
-        "p: three tokens,\nby probability",
-        "by id",
-        "finds",
-        left=2,
-    )
+    names = ("tokens", "p: next\ntoken", "p: three tokens,\nby probability", "by id", "finds")
+    found = table("sampled text", "where", *names, left=2)
     rows: dict[tuple[str, str], list[Any]] = {}
     for each in report.tests:
         rows.setdefault((each.rule, each.where), []).append(each)

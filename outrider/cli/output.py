@@ -44,7 +44,8 @@ def fails_in_one_line(command: Command) -> Command:
         except (OutriderError, EvaluationError) as error:
             raise Failure(str(error)) from error
         except ServiceError as error:
-            show_log(line for line in error.log_lines if not _repeats(str(error), line))
+            for line in [line for line in error.log_lines if not _repeats(str(error), line)][-_SHOWN_LINES:]:
+                click.echo(f"  | {line}", err=True)
             raise Failure(str(error)) from error
         except BrokenPipeError:  # click ends the command without a message
             raise
@@ -147,12 +148,6 @@ def warn_of_loss(started: Started) -> None:
 def _repeats(message: str, line: str) -> bool:
     """Whether a log line has the service's reason to end, which is in `message`."""
     return '"cannot serve"' in line or message.endswith(line.partition(": ")[2] or line)
-
-
-def show_log(lines: Iterable[str]) -> None:
-    """Writes a service's last log lines to stderr."""
-    for line in list(lines)[-_SHOWN_LINES:]:
-        click.echo(f"  | {line}", err=True)
 
 
 def write_json(document: dict[str, Any]) -> None:
