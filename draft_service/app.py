@@ -18,6 +18,7 @@ from draft_service.drafters.build import (
 )
 from draft_service.drafters.engine import DraftEngine
 from draft_service.drafters.guard import PROBE, PROBE_GAMMA
+from draft_service.drafters.outcome_cache import MOST_FORKS
 from draft_service.drafters.staged import Staging
 from draft_service.failover import FailoverBudget, FailureKind, Verifiers
 from draft_service.metrics import FailoverMetrics, show_drafters, show_held, show_verifiers, show_vllm
@@ -200,7 +201,7 @@ def load_built(settings: DraftSettings, loader: Loader = load) -> tuple[Built, T
     tokens = settings.tokens_per_pass if loaded.mask_token is not None else 1
     largest = settings.prefill_tokens + settings.max_sequences * tokens
     built = build_model_runner(
-        settings, loaded, length, max_batch_tokens=largest, most_sequences=settings.max_sequences
+        settings, loaded, length, max_batch_tokens=largest, most_sequences=settings.max_sequences, forks=MOST_FORKS
     )
     built.model_runner.warm_up((*range(1, 2 * tokens + 1), 64) if tokens > 1 else (1, 2, 64))
     return built, tokenizer

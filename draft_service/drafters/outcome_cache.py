@@ -22,7 +22,8 @@ from kernels.sampling import UNSURE
 from outrider.runtime.kv_cache import KVPool
 from outrider.service.cost_model import FittedCost
 
-MOST_BRANCHES = 12  # of one sequence at a time
+MOST_BRANCHES = 12  # of one sequence, when another one begins
+MOST_FORKS = MOST_BRANCHES + 1  # of one sequence
 LEAST_CHANCE = 0.04  # a less likely outcome gets no branch: it would cost more than it saves
 CANDIDATES = 5  # tokens at each position of a proposal, from which branches are chosen
 RESERVE = 1 / 8  # of all blocks: free blocks that branches leave to sequences

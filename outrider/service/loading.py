@@ -248,6 +248,7 @@ def build_model_runner(
     max_batch_tokens: int,
     behind: Callable[[Tensor], object] | None = None,
     most_sequences: int | None = None,
+    forks: int = 0,
     memory: DeviceMemory | None = None,
     parallel: TensorParallel | None = None,
 ) -> Built:
@@ -261,6 +262,7 @@ def build_model_runner(
         max_batch_tokens: largest number of tokens of a batch.
         behind: called with the logits `[R, V]` of the largest batch, to include the memory it needs.
         most_sequences: no more blocks than for this many of the longest sequences; None: no limit.
+        forks: the most of each sequence.
         memory: of the model's device; None: the real one.
         parallel: the ranks, if there are several: each calls this with the same settings, and all get the number of
             blocks of the rank with the least memory.
@@ -280,7 +282,7 @@ def build_model_runner(
         )
     memory = memory or memory_of(loaded.device)
     if isinstance(loaded, LlamaModel):
-        return _build_llama(settings, loaded, length, max_batch_tokens=max_batch_tokens, memory=memory)
+        return _build_llama(settings, loaded, length, max_batch_tokens=max_batch_tokens, forks=forks, memory=memory)
     is_shared = parallel is not None
     with explain_out_of_memory(memory, "the self-check of attention"):
         choice = choose_attention(
@@ -334,6 +336,7 @@ def _build_llama(
     length: int,
     *,
     max_batch_tokens: int,
+    forks: int,
     memory: DeviceMemory,
 ) -> Built:
     """llama.cpp searches all cells at each rollback, so there are no more than the most sequences can fill."""
@@ -344,8 +347,9 @@ def _build_llama(
     all_blocks = settings.max_sequences * sequence_blocks(loaded, length)
     blocks = min(kv_blocks(settings, loaded, left=0), all_blocks)
     runner = LlamaRunner(
-        loaded, blocks=blocks, max_length=length, max_batch_tokens=max_batch_tokens, threads=settings.threads
-    )
+        loaded, blocks=blocks, max_length=length, max_batch_tokens=max_batch_tokens,
+        sequences=settings.max_sequences * (1 + forks), threads=settings.threads,
+    )  # fmt: skip
     return Built(runner, memory, 0)
 
 

@@ -139,6 +139,22 @@ def test_more_sequences_than_llama_cpp_holds_are_refused_at_the_start(
         build_model_runner(settings, loaded, 64, max_batch_tokens=64)
 
 
+def test_there_is_room_for_the_sequences_and_forks_of_a_service(folders: Callable[[str], Path]) -> None:
+    path = write_gguf(folders("llama"))
+    loaded, _ = load_gguf(ModelSource(str(path), device="cpu"))
+    settings = VerifierSettings.from_command_line(
+        ["--model", str(path), "--max-sequences", "2"], program="verifier_service"
+    )
+    runner = build_model_runner(settings, loaded, 128, max_batch_tokens=64, forks=2).model_runner
+    for _ in range(2):
+        slot = runner.pool.allocate()
+        runner.forward([Chunk(slot, [1, 2, 3], 0, 0)])
+        for _ in range(2):
+            runner.pool.fork(slot)
+    with pytest.raises(PoolExhausted, match="holds 6 sequences at most"):
+        runner.pool.fork(slot)
+
+
 @pytest.mark.parametrize("name", FAMILIES)
 def test_any_steps_give_the_logits_of_transformers(name: str, folders: Callable[[str], Path]) -> None:
     """Prompts, single tokens, forks, rollbacks, rows without logits; several windows long."""
