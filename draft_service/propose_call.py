@@ -15,7 +15,7 @@ from draft_service.prompt import check_prompt_length
 from draft_service.request import KIND_TO_WIRE, check_draft_temperature, check_drafter, check_tokens_per_pass
 from draft_service.settings import DraftSettings
 from draft_service.validation import check_gamma, check_message_size, check_target_sampling
-from outrider.rpc.errors import RequestError, internal, invalid_field, out_of_order, overloaded, write, wrong_base
+from outrider.rpc.errors import internal, invalid_field, out_of_order, outcome, overloaded, write, wrong_base
 from outrider.rpc.timeouts import first_message
 from outrider.service.encoder_input import check_opening_input
 from outrider.service.model_info import check_features, check_name
@@ -50,22 +50,15 @@ class ProposeCall:
         Raises:
             RequestError: the status of a call that fails.
         """
-        outcome = "CANCELLED"
-        try:
+        with outcome(self._record):
             await self._serve()
-            outcome = "OK"
-        except RequestError as error:
-            outcome = error.code.name
-            raise
-        finally:
-            self._record(outcome)
 
     @REQUEST_LOG.quiet
-    def _record(self, outcome: str) -> None:
+    def _record(self, status: str) -> None:
         _log.info(
             "propose",
             sequence_id=self._sequence_id,
-            status=outcome,
+            status=status,
             proposals=self._proposals,
             draft_tokens=self._tokens,
             seconds=round(time.perf_counter() - self._started, 4),

@@ -26,7 +26,7 @@ from draft_service.tokenizer_calls import TokenizerThread, describe, detokenize,
 from draft_service.validation import check_generate
 from kernels.generation_rules import GenerationRules
 from outrider.rpc.auth import count_sequences
-from outrider.rpc.errors import RequestError, guarded, overloaded, unavailable, write
+from outrider.rpc.errors import guarded, outcome, overloaded, unavailable, write
 from outrider.runtime.tokenizer import IncrementalDetokenizer, Tokenizer
 from outrider.service.best_effort import Component
 from outrider.service.decoder_prompt import DecoderPrompts
@@ -143,8 +143,8 @@ class GenerateCall:
         Raises:
             RequestError: the status of a call that fails.
         """
-        request, outcome = None, "CANCELLED"
-        try:
+        request: Generation | None = None
+        with outcome(lambda status: self._record(message, request, status)):
             request = await self._check(message)
             count_sequences("n", request.samples)
             with self._limit.claim(request.samples, resumed=bool(request.committed)) as claim:
@@ -154,15 +154,6 @@ class GenerateCall:
                 finally:
                     producer.cancel()
                     await asyncio.gather(producer, return_exceptions=True)
-            outcome = "OK"
-        except RequestError as error:
-            outcome = error.code.name
-            raise
-        except Exception:
-            outcome = "INTERNAL"
-            raise
-        finally:
-            self._record(message, request, outcome)
 
     async def _deliver(self, request: Generation, claim: Claim) -> None:
         """Writes responses until the last one, or until the client leaves one unread for too long."""
@@ -285,7 +276,7 @@ class GenerateCall:
         return self._arrived + self._settings.request_timeout - time.perf_counter() if left is None else float(left)
 
     @REQUEST_LOG.quiet
-    def _record(self, message: draft_service_pb2.GenerateRequest, request: Generation | None, outcome: str) -> None:
+    def _record(self, message: draft_service_pb2.GenerateRequest, request: Generation | None, status: str) -> None:
         sequences = [sample.sequence for sample in self._samples]
         counts = [sequence.counts for sequence in sequences]
         timings = [sequence.timings for sequence in sequences]
@@ -295,11 +286,11 @@ class GenerateCall:
         prompt = request.prompt_tokens if request else 0
         tokens = sum(emitter.completion_tokens for emitter in self._emitters)
         request_id = request.request_id if request else message.request_id
-        REQUEST_METRICS.run(lambda: self._metrics.ended(outcome, seconds, prompt=prompt, generated=tokens), None)
+        REQUEST_METRICS.run(lambda: self._metrics.ended(status, seconds, prompt=prompt, generated=tokens), None)
         self._trace.describe(
             {
                 "outrider.request_id": request_id,
-                "outrider.status": outcome,
+                "outrider.status": status,
                 "outrider.prompt_tokens": prompt,
                 "outrider.tokens": tokens,
             }
@@ -307,7 +298,7 @@ class GenerateCall:
         _log.info(
             "generate",
             request_id=request_id,
-            status=outcome,
+            status=status,
             samples=len(self._samples),
             finish_reasons=[reason.removeprefix("FINISH_REASON_") for reason in reasons],
             prompt_tokens=prompt,

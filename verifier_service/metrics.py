@@ -3,12 +3,8 @@
 The engine updates them (`accounting.Observer`). Gauges read pool and queue when Prometheus scrapes.
 """
 
-from collections.abc import Iterator
-from contextlib import contextmanager
-
 from prometheus_client import Counter, Gauge, Histogram
 
-from outrider.rpc.errors import RequestError
 from outrider.runtime.kv_cache import BLOCK_TOKENS, KVPool
 from outrider.service.best_effort import Component
 from outrider.service.metrics import Metrics, VllmMetrics
@@ -34,21 +30,9 @@ class SequenceMetrics:
         for status in ("OK", "CANCELLED"):
             self._ended.labels(status)
 
-    @contextmanager
-    def sequence(self) -> Iterator[None]:
-        """A stream, for as long as the context is open."""
-        status = "CANCELLED"
-        try:
-            yield
-            status = "OK"
-        except RequestError as error:
-            status = error.code.name
-            raise
-        except Exception:
-            status = "INTERNAL"
-            raise
-        finally:
-            STREAM_METRICS.run(lambda: self._ended.labels(status).inc(), None)
+    @STREAM_METRICS.quiet
+    def ended(self, status: str) -> None:
+        self._ended.labels(status).inc()
 
 
 class SpeculationMetrics:

@@ -8,7 +8,7 @@ from typing import Any
 
 import grpc
 
-from outrider.rpc.errors import counted, guarded, overloaded, unavailable
+from outrider.rpc.errors import counted, guarded, outcome, overloaded, unavailable
 from outrider.rpc.timeouts import Pace
 from outrider.service.encoder_input import EncoderInputs
 from outrider.service.tracing import Tracing
@@ -103,7 +103,7 @@ class VerifierService(verifier_service_pb2_grpc.VerifierServiceServicer):
     async def Verify(  # type: ignore[override]
         self, request_iterator: AsyncIterator[verifier_service_pb2.VerifyRequest], context: Any
     ) -> None:
-        with self._tracing.call("Verify", context.invocation_metadata()) as trace, self._metrics.sequence():
+        with self._tracing.call("Verify", context.invocation_metadata()) as trace, outcome(self._metrics.ended):
             engine, outbox = self._ready()
             await VerifyStream(
                 engine,

@@ -17,6 +17,7 @@ from outrider.rpc.errors import (
     internal,
     invalid_field,
     out_of_order,
+    outcome,
     overloaded,
     write,
     yielded,
@@ -138,26 +139,24 @@ class VerifyStream:
             self._replies.put_nowait(opened)
         self._engine.post(Open(sequence))
         helpers = [asyncio.create_task(self._read(sequence)), asyncio.create_task(self._watch(sequence))]
-        outcome = "CANCELLED"
-        try:
-            await self._write(sequence)
-            outcome = "OK"
-        except RequestError as error:
-            outcome = error.code.name
-            raise
-        finally:
-            for helper in helpers:
-                helper.cancel()
-            self._engine.post(Close(sequence))
-            STREAM_LOG.run(lambda: self._tally.log(sequence, outcome), None)
-            self._trace.describe(
-                {
-                    "outrider.request_id": sequence.opening.request_id,
-                    "outrider.sequence_id": sequence.sequence_id,
-                    "outrider.status": outcome,
-                    "outrider.tokens": self._tally.tokens,
-                }
-            )
+        with outcome(partial(self._record_end, sequence)):
+            try:
+                await self._write(sequence)
+            finally:
+                for helper in helpers:
+                    helper.cancel()
+                self._engine.post(Close(sequence))
+
+    def _record_end(self, sequence: TargetSequence, status: str) -> None:
+        STREAM_LOG.run(lambda: self._tally.log(sequence, status), None)
+        self._trace.describe(
+            {
+                "outrider.request_id": sequence.opening.request_id,
+                "outrider.sequence_id": sequence.sequence_id,
+                "outrider.status": status,
+                "outrider.tokens": self._tally.tokens,
+            }
+        )
 
     # ------------------------------------------------------------------------------------------------------- reading
 
@@ -308,12 +307,12 @@ class _Tally:
         self.forward_us += verdict.timings.forward_us
         self.verify_us += verdict.timings.verify_us
 
-    def log(self, sequence: TargetSequence, outcome: str) -> None:
+    def log(self, sequence: TargetSequence, status: str) -> None:
         _log.info(
             "sequence",
             request_id=sequence.opening.request_id,
             sequence_id=sequence.sequence_id,
-            status=outcome,
+            status=status,
             prompt_tokens=len(sequence.opening.prompt),
             committed_tokens=len(sequence.opening.committed),
             tokens=self.tokens,

@@ -6,7 +6,8 @@ import asyncio
 import functools
 import logging
 import re
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Sequence
+from contextlib import contextmanager
 from datetime import timedelta
 from enum import Enum
 from typing import Any, NoReturn, TypeVar, cast
@@ -302,6 +303,20 @@ def guarded(method: Servicer) -> Servicer:
             await _end(context, method, error)
 
     return cast("Servicer", call)
+
+
+@contextmanager
+def outcome(record: Callable[[str], None]) -> Iterator[None]:
+    """Calls `record` with the status of a call when the block ends: OK, CANCELLED by the client, or of an error."""
+    status = "CANCELLED"
+    try:
+        yield
+        status = "OK"
+    except Exception as error:
+        status = error.code.name if isinstance(error, RequestError) else "INTERNAL"
+        raise
+    finally:
+        record(status)
 
 
 async def _end(context: grpc.aio.ServicerContext[Any, Any], method: Callable[..., Any], error: Exception) -> NoReturn:

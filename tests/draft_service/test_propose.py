@@ -1,10 +1,17 @@
 """`Propose` for clients that drive the loop themselves. With `Verify` it gives the tokens of `Generate`."""
 
+from types import SimpleNamespace
+from typing import Any
+
 import grpc
 import pytest
+from structlog.testing import capture_logs
 
+from draft_service.concurrency import ConcurrencyLimit
+from draft_service.propose_call import ProposeCall
+from draft_service.settings import DraftSettings
 from examples.orchestrator import GAMMA, generate
-from protos.outrider.v1 import sampling_pb2
+from protos.outrider.v1 import model_pb2, sampling_pb2
 from tests.draft_service import oracle
 from tests.draft_service.calls import BLOCK, COUPLED, PROMPT, TOKENWISE, ProposeStream, sampling, write
 
@@ -40,3 +47,15 @@ def test_base_and_seed_determine_the_draws_of_a_round(draft: grpc.Channel) -> No
     first, second = proposals([], [5, 6])
     assert proposals([5, 6]) == [second]
     assert proposals([]) == [first]
+
+
+async def test_the_log_names_an_internal_error() -> None:
+    async def read() -> None:
+        raise ValueError("broken")
+
+    pair: Any = SimpleNamespace(draft=model_pb2.ModelInfo())
+    context: Any = SimpleNamespace(read=read)
+    limit = ConcurrencyLimit(1, max_waiting=1, contended_idle_timeout=1.0)
+    with capture_logs() as logs, pytest.raises(ValueError, match="broken"):
+        await ProposeCall(pair, limit, DraftSettings(model="any"), context).run()
+    assert [line["status"] for line in logs] == ["INTERNAL"]
