@@ -134,7 +134,8 @@ class AsyncClient:
             call = None
             try:
                 if generation.needs_model:
-                    generation.learn((await self._describe(generation)).target)
+                    description = await self._attempt(generation, "GetModel", pb.DraftServiceGetModelRequest())
+                    generation.learn(description.target)
                 if (end := generation.ended()) is not None:
                     yield end
                     return
@@ -268,11 +269,6 @@ class AsyncClient:
                 )
             )
         return {**options, "audio": samples.part(0, encoder.frames), "sample_rate": None}
-
-    async def _describe(self, call: Call) -> pb.DraftServiceGetModelResponse:
-        """One attempt of `call` at GetModel."""
-        request = pb.DraftServiceGetModelRequest()
-        return cast("pb.DraftServiceGetModelResponse", await self._attempt(call, "GetModel", request))
 
     async def _attempt(self, call: Call, method: str, request: Any) -> Any:
         response, silence = await self._begin(call, method, request)

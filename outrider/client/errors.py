@@ -104,23 +104,21 @@ _BY_CODE: dict[grpc.StatusCode, type[OutriderError]] = {
 }
 
 
-def typed(error: grpc.RpcError | RequestError, timeout: float | None = None) -> OutriderError:
+def typed(error: RequestError, timeout: float | None = None) -> OutriderError:
     """The error as the subclass of its code; `OutriderError` for other codes. `timeout` of the call, in seconds, is for
     the message.
     """
-    found = error if isinstance(error, RequestError) else from_rpc_error(error)
-    kind = _BY_CODE.get(found.code, OutriderError)
-    if found.reason == "PAIR_MISMATCH":
-        kind = PairMismatch
-    message = found.message
-    if kind is DeadlineExceeded and found.reason == UNSPECIFIED and timeout is not None:
+    kind = PairMismatch if error.reason == "PAIR_MISMATCH" else _BY_CODE.get(error.code, OutriderError)
+    message = error.message
+    if kind is DeadlineExceeded and error.reason == UNSPECIFIED and timeout is not None:
         message = f"the call did not end within its timeout of {timeout:g} s; raise it, or set time_limit"
-    return kind(message, code=found.code, reason=found.reason, metadata=found.metadata, retry_after=found.retry_after)
+    return kind(message, code=error.code, reason=error.reason, metadata=error.metadata, retry_after=error.retry_after)
 
 
 async def explained(error: grpc.RpcError, address: str, timeout: float | None, *, uses_tls: bool) -> OutriderError:
     """`typed`, and the advice about TLS if one side of the connection speaks TLS and the other plaintext."""
-    failure, connection = typed(error, timeout), from_rpc_error(error).connection
+    found = from_rpc_error(error)
+    failure, connection = typed(found, timeout), found.connection
     if uses_tls and connection is ConnectionFailure.NO_TLS:
         failure.is_wrong_transport = True
         failure.message += "; leave out --tls and --tls-ca (in Python, tls=TLS(...))"

@@ -8,15 +8,16 @@ from datetime import timedelta
 from difflib import get_close_matches
 from functools import partial
 from reprlib import repr as short_repr
-from typing import Any, TypeAlias, TypedDict, cast
+from typing import Any, TypeAlias, TypedDict
 
 from google.protobuf.descriptor import FieldDescriptor
 
 from outrider.client.audio import Array, AudioSource, Samples, features_message
 from outrider.client.errors import typed
 from outrider.client.events import AcceptanceRule, Drafter, SpeculationPolicy
+from outrider.client.mirror import Named
 from outrider.rpc.errors import invalid_field
-from protos.outrider.v1 import draft_service_pb2, sampling_pb2
+from protos.outrider.v1 import draft_service_pb2
 
 
 @dataclass(frozen=True, slots=True)
@@ -230,6 +231,17 @@ def _role_and_content(message: Any) -> tuple[str, str]:
     return message["role"], message["content"]
 
 
+def _part(message: str, field: str, kind: type[Named] | None = None, *, needs: str = "") -> Setter:
+    """Sets a field of a message in the request, an enum of this kind or a number, and requires a feature."""
+
+    def setter(request: draft_service_pb2.GenerateRequest, value: Any) -> None:
+        setattr(getattr(request, message), field, value if kind is None else kind(value).number)
+        if needs:
+            require(request, needs)
+
+    return setter
+
+
 def _set_audio(request: draft_service_pb2.GenerateRequest, value: Samples) -> None:
     request.audio.CopyFrom(value.to_message())
     require(request, "encoder")
@@ -264,36 +276,8 @@ def _set_logit_bias(request: draft_service_pb2.GenerateRequest, value: Mapping[i
         request.sampling.logit_bias.add(token_id=token_id, bias=bias)
 
 
-def _set_rule(request: draft_service_pb2.GenerateRequest, value: AcceptanceRule | str) -> None:
-    request.sampling.rule = cast("sampling_pb2.AcceptanceRule", AcceptanceRule(value).number)
-
-
 def _set_sigmoid(request: draft_service_pb2.GenerateRequest, value: tuple[float, float]) -> None:
     request.sampling.sigmoid.alpha, request.sampling.sigmoid.beta = value
-
-
-def _set_logprobs(request: draft_service_pb2.GenerateRequest, value: int) -> None:
-    request.logprobs.SetInParent()
-    request.logprobs.top_n = value
-
-
-def _set_prompt_logprobs(request: draft_service_pb2.GenerateRequest, value: int) -> None:
-    request.prompt_logprobs.SetInParent()
-    request.prompt_logprobs.top_n = value
-    require(request, "prompt_logprobs")
-
-
-def _set_speculation(request: draft_service_pb2.GenerateRequest, value: SpeculationPolicy | str) -> None:
-    request.speculation.policy = cast("draft_service_pb2.SpeculationPolicy", SpeculationPolicy(value).number)
-
-
-def _set_drafter(request: draft_service_pb2.GenerateRequest, value: Drafter | str) -> None:
-    request.speculation.drafter = cast("draft_service_pb2.Drafter", Drafter(value).number)
-
-
-def _set_frame_bytes(request: draft_service_pb2.GenerateRequest, value: int) -> None:
-    request.emission.frame_bytes = value
-    require(request, "emission")
 
 
 def _set_frame_pace(request: draft_service_pb2.GenerateRequest, value: float) -> None:
@@ -317,7 +301,7 @@ def _set_time_limit(request: draft_service_pb2.GenerateRequest, value: float) ->
     request.time_limit.FromTimedelta(timedelta(seconds=value))
 
 
-def _one_of(kind: type[AcceptanceRule | SpeculationPolicy | Drafter]) -> str:
+def _one_of(kind: type[Named]) -> str:
     return f"one of {', '.join(each.value for each in kind if each.value != 'unspecified')}"
 
 
@@ -326,14 +310,14 @@ _SETTERS: dict[str, tuple[Setter, str]] = {
     "prompt": (_set_prompt, ""),
     "time_limit": (_set_time_limit, "a number of seconds"),
     "logit_bias": (_set_logit_bias, f"a mapping of token ids ({_TOKEN_IDS}) to numbers"),
-    "rule": (_set_rule, _one_of(AcceptanceRule)),
+    "rule": (_part("sampling", "rule", AcceptanceRule), _one_of(AcceptanceRule)),
     "sigmoid_scales": (_set_sigmoid, "a pair of numbers, alpha and beta"),
     "stop": (_set_stop, "text or a list of texts"),
-    "speculation": (_set_speculation, _one_of(SpeculationPolicy)),
-    "drafter": (_set_drafter, _one_of(Drafter)),
-    "logprobs": (_set_logprobs, _UINT32),
-    "prompt_logprobs": (_set_prompt_logprobs, _UINT32),
-    "frame_bytes": (_set_frame_bytes, _UINT32),
+    "speculation": (_part("speculation", "policy", SpeculationPolicy), _one_of(SpeculationPolicy)),
+    "drafter": (_part("speculation", "drafter", Drafter), _one_of(Drafter)),
+    "logprobs": (_part("logprobs", "top_n"), _UINT32),
+    "prompt_logprobs": (_part("prompt_logprobs", "top_n", needs="prompt_logprobs"), _UINT32),
+    "frame_bytes": (_part("emission", "frame_bytes", needs="emission"), _UINT32),
     "frame_pace": (_set_frame_pace, "a number of seconds"),
     "fixed_size_rounds": (_set_fixed_size_rounds, _BOOL),
     "audio": (_set_audio, ""),

@@ -35,11 +35,6 @@ from outrider.rpc.errors import UNSPECIFIED
 from protos.outrider.v1 import draft_service_pb2 as pb
 from protos.outrider.v1 import model_pb2, sampling_pb2
 
-HELD_TOKENS = "held_tokens"
-"""The feature of services that deliver the text of committed tokens."""
-ENCODER = "encoder"
-"""The feature of services that run encoder–decoder models."""
-
 # Pause between two attempts: as long as the service suggests, at least this, doubled with each attempt.
 FIRST_BACKOFF_S, MAX_BACKOFF_S = 0.2, 3.0
 # A pause takes at most half of the time left, so that time is left for the last attempt. With less than this the client
@@ -246,7 +241,7 @@ class Generation(Call):
         if self._has_encoder:  # the prompt is the encoder's, and `started` has the decoder's
             request.decoder_prompt_token_ids[:] = started.prompt_token_ids
             request.ClearField("transcription")
-            require(request, ENCODER)
+            require(request, "encoder")
         elif self._has_encoder is False:
             request.token_ids.ids[:] = started.prompt_token_ids  # in place of text or messages
         if self._is_scored:
@@ -254,7 +249,7 @@ class Generation(Call):
         request.committed_token_ids[:] = self._tokens
         request.held_tokens = self._held
         if self._held:
-            require(request, HELD_TOKENS)
+            require(request, "held_tokens")
         request.sampling.seed = started.seed
         request.sampling.rule = cast("sampling_pb2.AcceptanceRule", started.rule.number)
         request.weights_fingerprint = started.weights_fingerprint
@@ -283,16 +278,13 @@ class Generation(Call):
     @property
     def needs_model(self) -> bool:
         """Whether the target's description is needed: to repeat the prompt, or to decide if the text has ended."""
-        return self.delivered > 0 and (self._has_encoder is None or self._needs_eos)
+        needs_eos = self._eos_token_ids is None and self._is_single and not self._request.ignore_eos and not self._held
+        return self.delivered > 0 and (self._has_encoder is None or needs_eos)
 
     def learn(self, target: model_pb2.ModelInfo) -> None:
         self._eos_token_ids = frozenset(target.eos_token_ids)
         if self._has_encoder is None:
             self._has_encoder = target.HasField("encoder")
-
-    @property
-    def _needs_eos(self) -> bool:
-        return self._eos_token_ids is None and self._is_single and not self._request.ignore_eos and not self._held
 
     def ended(self) -> Finished | None:
         """The end, if all tokens and their text were delivered and only `Finished` was lost; else None."""

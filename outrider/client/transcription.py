@@ -211,7 +211,8 @@ def find_spans(tokens: Sequence[int], first_timestamp: int | None, frames: int) 
         token - first_timestamp if first_timestamp is not None and token >= first_timestamp else None
         for token in tokens
     ]
-    pairs = _pairs(steps)
+    # The position of the second timestamp of each pair.
+    pairs = [i for i in range(1, len(steps)) if steps[i - 1] is not None and steps[i] is not None]
     if not pairs:
         stop = next((step for step in reversed(steps) if step is not None), 0)
         return [Span(0, len(tokens), 0, stop or frames // _FRAMES_OF_STEP)], frames
@@ -222,11 +223,6 @@ def find_spans(tokens: Sequence[int], first_timestamp: int | None, frames: int) 
         for begin, end in zip([0, *cuts[:-1]], cuts, strict=True)
     ]
     return spans, frames if ends_with_one else spans[-1].stop * _FRAMES_OF_STEP
-
-
-def _pairs(steps: Sequence[int | None]) -> list[int]:
-    """The position of the second timestamp of each pair."""
-    return [i for i in range(1, len(steps)) if steps[i - 1] is not None and steps[i] is not None]
 
 
 class Window:

@@ -23,6 +23,7 @@ from outrider.client.errors import typed
 from outrider.client.events import read
 from outrider.client.request import build
 from outrider.rpc.channel import open_channel
+from outrider.rpc.errors import from_rpc_error
 from protos.outrider.v1.draft_service_pb2_grpc import DraftServiceStub
 from tests.cluster import MODELS, Cluster, Service, wait_healthy
 from tests.proxy import Proxy
@@ -242,7 +243,7 @@ async def _events_of(call: Any) -> Events:
             if (event := read(response)) is not None:
                 yield event
     except grpc.RpcError as error:
-        raise typed(error) from error
+        raise typed(from_rpc_error(error)) from error
 
 
 async def _take(
