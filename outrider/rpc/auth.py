@@ -41,7 +41,7 @@ class Tokens:
     """
 
     def __init__(self, path: Path) -> None:
-        self._watched = Watched([path], lambda: tuple(_digest(token) for _, token in _read(path)))
+        self._watched = Watched([path], lambda: tuple(map(_digest, _read(path))))
 
     def check(self, metadata: Iterable[tuple[str, str | bytes]]) -> str:
         """The name of the token that a call carries: a digest, constant for as long as the token.
@@ -78,30 +78,28 @@ class OwnToken:
 
     def __init__(self, path: str | Path) -> None:
         file = Path(path)
-        self._watched = Watched([file], lambda: _read(file)[0][1])
+        self._watched = Watched([file], lambda: _read(file)[0])
 
     def metadata(self) -> tuple[tuple[str, str], ...]:
         return ((METADATA_KEY, f"Bearer {self._watched.look()[1]}"),)
 
 
-def _read(path: Path) -> list[tuple[int, str]]:
-    """The tokens of a file, with the numbers of their lines."""
+def _read(path: Path) -> list[str]:
     try:
         lines = path.read_text(encoding="ascii").splitlines()
     except UnicodeDecodeError:
         raise FileProblem(f"{path}: is not ASCII text") from None
-    found = [(number, line.strip()) for number, line in enumerate(lines, 1)]
-    tokens = [(number, line) for number, line in found if line and not line.startswith("#")]
+    tokens = {number: token for number, line in enumerate(lines, 1) if (token := line.strip()) and token[0] != "#"}
     if not tokens:
         raise FileProblem(f"{path}: has no token; write one token a line")
-    for number, token in tokens:
+    for number, token in tokens.items():
         if len(token) < LEAST_CHARS:
             raise FileProblem(f"{path}: line {number} has {len(token)} characters; a token has at least {LEAST_CHARS}")
         if not _TOKEN.fullmatch(token):
             raise FileProblem(
                 f"{path}: line {number} is not a token: use letters, digits and . _ ~ + / -, and = at the end only"
             )
-    return tokens
+    return list(tokens.values())
 
 
 def _digest(token: str) -> bytes:
@@ -143,11 +141,6 @@ class AllowedClients:
             seen=_listed(seen),
             allowed=allowed,
         )
-
-
-def address_of(peer: str) -> str:
-    """The address of a peer (`ipv4:1.2.3.4:567`) without its port, which differs between connections."""
-    return peer if peer.startswith("unix") else peer.rpartition(":")[0] or peer
 
 
 def _listed(names: Iterable[str]) -> str:
@@ -238,7 +231,14 @@ class ClientLimits:
         # Each refused call waits one interval more, so that they do not all retry at once.
         seconds = min((1 - client.level + client.refused) / rate, LONGEST_WAIT)
         client.refused += 1
-        raise _too_fast(rate, self._burst, seconds, self._prefix)
+        raise overloaded(
+            f"this client starts more than {rate:g} sequences a second (--{self._prefix}client-rate), or {self._burst} "
+            f"at once (--{self._prefix}client-burst); try again in about {seconds:.2g} s",
+            retry_after=seconds,
+            limit="client-rate",
+            rate=f"{rate:g}",
+            burst=self._burst,
+        )
 
     def _client(self, name: str) -> _Client:
         if name not in self._clients:
@@ -304,19 +304,11 @@ def caller(context: Context) -> str:
 
 
 def _anonymous(context: Context) -> str:
-    peer: Any = context.auth_context()
-    return next(iter(names_of(peer)), "") or address_of(context.peer())
-
-
-def _too_fast(rate: float, burst: int, seconds: float, prefix: str) -> RequestError:
-    return overloaded(
-        f"this client starts more than {rate:g} sequences a second (--{prefix}client-rate), or {burst} at once "
-        f"(--{prefix}client-burst); try again in about {seconds:.2g} s",
-        retry_after=seconds,
-        limit="client-rate",
-        rate=f"{rate:g}",
-        burst=burst,
-    )
+    certificate: Any = context.auth_context()
+    if names := names_of(certificate):
+        return names[0]
+    peer = context.peer()  # without its port, `ipv4:1.2.3.4:567`, which differs between connections
+    return peer if peer.startswith("unix") else peer.rpartition(":")[0] or peer
 
 
 _logger = logging.getLogger(__name__)

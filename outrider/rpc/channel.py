@@ -11,6 +11,7 @@ import logging
 import socket
 import time
 from collections.abc import Awaitable, Callable, Collection, Sequence
+from dataclasses import dataclass
 from typing import Any, Generic, TypeVar
 
 import grpc
@@ -288,11 +289,11 @@ class RenewedChannel(Generic[Stub]):
             task.add_done_callback(self._closing.discard)
 
 
+@dataclass(eq=False)
 class _Open(Generic[Stub]):
     """One channel, and its number of calls in progress."""
 
-    def __init__(self, channel: grpc.aio.Channel, stub: Stub, version: int) -> None:
-        self.channel = channel
-        self.stub = stub
-        self.version = version
-        self.calls = 0
+    channel: grpc.aio.Channel
+    stub: Stub
+    version: int
+    calls: int = 0

@@ -24,14 +24,6 @@ _SERVING = health_pb2.HealthCheckResponse.SERVING
 _NOT_SERVING = health_pb2.HealthCheckResponse.NOT_SERVING
 
 
-class _HealthServicer(health.aio.HealthServicer):
-    """The standard servicer, which would report the empty name as SERVING from its start."""
-
-    def __init__(self, statuses: dict[str, Any]):
-        super().__init__()
-        self._server_status = statuses
-
-
 class HealthState:
     """The health of a server and of each service on it. At first alive and not ready.
 
@@ -42,9 +34,10 @@ class HealthState:
         self._ready_names = ("", READINESS, *services)
         self._is_ready = self._is_warm = self._is_stuck = self._drains = False
         self.last_check = time.monotonic()
-        self._servicer = _HealthServicer(
-            {**dict.fromkeys((*self._ready_names, STARTUP), _NOT_SERVING), LIVENESS: _SERVING}
-        )
+        self._servicer: Any = health.aio.HealthServicer()  # it would report the empty name as SERVING from its start
+        self._servicer._server_status = dict.fromkeys((*self._ready_names, STARTUP), _NOT_SERVING) | {
+            LIVENESS: _SERVING
+        }
         self.register(server)
 
     def register(self, server: grpc.aio.Server) -> None:

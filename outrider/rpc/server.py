@@ -114,7 +114,6 @@ def create_server(
     max_concurrent_streams: int | None = None,
     max_connection_age_s: float | None = None,
     first: Sequence[grpc.aio.ServerInterceptor] = (),
-    interceptors: Sequence[grpc.aio.ServerInterceptor] = (),
 ) -> grpc.aio.Server:
     """A server with the options below, not started and without services. Call it inside the event loop.
 
@@ -124,7 +123,6 @@ def create_server(
         max_connection_age_s: a connection older than this accepts no new calls, so that its client opens another; gRPC
             varies it by a tenth. Calls on it continue to their end. None: no limit.
         first: the first interceptors: authentication.
-        interceptors: the last ones; requests are decoded after them.
     """
     options: list[tuple[str, int]] = [
         ("grpc.max_receive_message_length", max_message_bytes),
@@ -144,7 +142,7 @@ def create_server(
     if max_connection_age_s is not None:
         options.append(("grpc.max_connection_age_ms", round(max_connection_age_s * 1e3)))
     gate = DrainGate()
-    server = grpc.aio.server(interceptors=[*first, gate, *interceptors, Decoder()], options=options)
+    server = grpc.aio.server(interceptors=[*first, gate, Decoder()], options=options)
     _gates[server] = gate
     return server
 

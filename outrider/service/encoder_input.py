@@ -73,7 +73,9 @@ def check_size(
     check_kind(f"{prefix}{kind}", encoder, is_text=kind == "token_ids")
     match kind:
         case "token_ids":
-            _check_tokens(f"{prefix}token_ids.ids", message.token_ids, encoder, model.vocab_size)
+            field, ids = f"{prefix}token_ids.ids", message.token_ids.ids
+            check_length(field, len(ids), encoder)
+            check_token_ids(field, ids, model.vocab_size)
         case "audio":
             _check_audio(f"{prefix}audio", message.audio, encoder)
         case "features":
@@ -113,13 +115,6 @@ def check_length(field: str, tokens: int, encoder: model_pb2.EncoderInfo) -> Non
         )
 
 
-def _check_tokens(
-    field: str, message: input_pb2.EncoderTokens, encoder: model_pb2.EncoderInfo, vocab_size: int
-) -> None:
-    check_length(field, len(message.ids), encoder)
-    check_token_ids(field, message.ids, vocab_size)
-
-
 def _check_audio(field: str, audio: input_pb2.Audio, encoder: model_pb2.EncoderInfo) -> None:
     sample = _FORMATS.get(audio.format)
     if sample is None:
@@ -143,11 +138,11 @@ def _check_audio(field: str, audio: input_pb2.Audio, encoder: model_pb2.EncoderI
             given=given,
             sample_bytes=sample.itemsize,
         )
-    samples, most = given // sample.itemsize, most_samples(encoder)
+    samples, rate = given // sample.itemsize, encoder.sample_rate
+    most = encoder.frames * rate // 100
     if not samples:
         raise invalid_field(name, f"{name} is empty; at least 1 sample is needed", given=0)
     if samples > most:
-        rate = encoder.sample_rate
         raise invalid_field(
             name,
             f"{name} has {samples} samples ({samples / rate:.6g} s); the model takes at most {most} "
@@ -155,11 +150,6 @@ def _check_audio(field: str, audio: input_pb2.Audio, encoder: model_pb2.EncoderI
             given=samples,
             maximum=most,
         )
-
-
-def most_samples(encoder: model_pb2.EncoderInfo) -> int:
-    """The most samples of an encoder's input."""
-    return encoder.frames * encoder.sample_rate // 100
 
 
 def check_features(field: str, features: input_pb2.LogMelFeatures, encoder: model_pb2.EncoderInfo) -> None:

@@ -42,19 +42,14 @@ def describe(
     if loaded.encoder is not None:
         prompts = DecoderPrompts.read(loaded.model.generation_config, loaded.encoder.info.start_token)
         info.encoder.CopyFrom(describe_encoder(loaded.encoder.info, prompts))
-        _check_vocabularies(loaded)
+        own, target = loaded.model.config.vocab_size, loaded.vocab_size
+        if loaded.encoder.info.kind == TEXT and own != target:  # one tokenizer reads the input and writes the text
+            raise CheckpointError(
+                f"'{loaded.name}' has two vocabularies, of {own} tokens in the encoder and {target} in the decoder; "
+                "the services take models with one"
+            )
         _check_generation(loaded, info)
     return info
-
-
-def _check_vocabularies(loaded: LoadedModel) -> None:
-    """The services have one tokenizer for the input of the encoder and for the text."""
-    own, target = loaded.model.config.vocab_size, loaded.vocab_size
-    if loaded.encoder is not None and loaded.encoder.info.kind == TEXT and own != target:
-        raise CheckpointError(
-            f"'{loaded.name}' has two vocabularies, of {own} tokens in the encoder and {target} in the decoder; the "
-            "services take models with one"
-        )
 
 
 def _check_generation(loaded: LoadedModel, info: model_pb2.ModelInfo) -> None:

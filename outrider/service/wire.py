@@ -130,16 +130,12 @@ def decode_logits(message: speculation_pb2.DenseLogits, vocab_size: int) -> Draf
 
 def most_logits(message_bytes: int, vocab_size: int) -> int:
     """The most tokens of a proposal with logits that fit into a message of this size."""
-    return max(0, message_bytes - _BYTES_OF_PROPOSAL) // _bytes_with_logits(vocab_size)
+    return max(0, message_bytes - _BYTES_OF_PROPOSAL) // (LOGIT_BYTES * vocab_size + _BYTES_OF_TOKEN)
 
 
 def bytes_with_logits(gamma: int, vocab_size: int) -> int:
     """The largest size of a proposal of `gamma` tokens with logits, in bytes."""
-    return _BYTES_OF_PROPOSAL + gamma * _bytes_with_logits(vocab_size)
-
-
-def _bytes_with_logits(vocab_size: int) -> int:
-    return LOGIT_BYTES * vocab_size + _BYTES_OF_TOKEN
+    return _BYTES_OF_PROPOSAL + gamma * (LOGIT_BYTES * vocab_size + _BYTES_OF_TOKEN)
 
 
 def draft_probability(q: SparseDistribution | DraftLogits | None, token: int) -> float:
