@@ -12,7 +12,7 @@ from kernels.sparse import SparseDistribution
 from outrider.service.best_effort import Component
 from outrider.service.model_info import MAX_NAME_CHARS
 from outrider.service.sampling import RULE_TO_WIRE
-from outrider.service.wire import PrefixHash, draft_probability
+from outrider.service.wire import PrefixHash, draft_probability, micros
 from protos.outrider.v1 import draft_service_pb2, sampling_pb2, speculation_pb2, verifier_service_pb2
 
 if TYPE_CHECKING:
@@ -174,10 +174,10 @@ class Timings:
 
     def to_message(self) -> draft_service_pb2.GenerateTimings:
         return draft_service_pb2.GenerateTimings(
-            time_to_first_token_us=_micros(self.first_token or 0.0),
-            total_us=_micros(time.perf_counter() - self.arrived),
-            saved_us=_micros(self.saved),
-            failover_us=_micros(self.failovers.seconds),
+            time_to_first_token_us=micros(self.first_token or 0.0),
+            total_us=micros(time.perf_counter() - self.arrived),
+            saved_us=micros(self.saved),
+            failover_us=micros(self.failovers.seconds),
             first_round=self.first_round,
             **self._phases(),
         )
@@ -185,16 +185,12 @@ class Timings:
     def _phases(self) -> dict[str, int]:
         """The times of all rounds so far, by their names in messages."""
         return {
-            "draft_us": _micros(self.draft),
-            "verdict_us": _micros(self.verdict),
+            "draft_us": micros(self.draft),
+            "verdict_us": micros(self.verdict),
             "queue_us": self.queue_us,
             "forward_us": self.forward_us,
             "verify_us": self.verify_us,
         }
-
-
-def _micros(seconds: float) -> int:
-    return max(0, round(seconds * 1e6))
 
 
 @dataclass(slots=True)
@@ -328,11 +324,11 @@ class Sequence:
             drafted_token_ids=round_.draft_tokens,
             accepted=verdict.accepted,
             beta=verdict.beta,
-            draft_start_us=_micros(start - arrived),
-            sent_us=_micros(sent - arrived),
+            draft_start_us=micros(start - arrived),
+            sent_us=micros(sent - arrived),
             timings=draft_service_pb2.RoundTimings(
-                draft_us=_micros(round_.draft_seconds or 0.0),
-                verdict_us=_micros(round_.waited),
+                draft_us=micros(round_.draft_seconds or 0.0),
+                verdict_us=micros(round_.waited),
                 queue_us=verdict.timings.queue_us,
                 forward_us=verdict.timings.forward_us,
                 verify_us=verdict.timings.verify_us,

@@ -2,25 +2,16 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import TYPE_CHECKING
 
+from outrider.service.wire import micros
 from protos.outrider.v1 import speculation_pb2
-from verifier_service.scheduler import Plan, TargetWork
+from verifier_service.scheduler import TargetWork
 from verifier_service.sequence import TargetSequence
 from verifier_service.target_runner import StepResult
 
-
-class Observer(Protocol):
-    """Counts the engine's work. Called on the engine's thread, so it must be quick."""
-
-    def planned(self, plan: Plan) -> None:
-        """A step was planned."""
-
-    def stepped(self, step: "Step") -> None:
-        """A step ended, and its verdicts are committed."""
-
-    def checked(self, intact: bool) -> None:
-        """The KV pool was checked."""
+if TYPE_CHECKING:
+    from verifier_service.metrics import SpeculationMetrics
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,11 +39,11 @@ class Step:
         sequences: sequences in it.
         judged: committed rounds, in order.
         is_of_rounds: whether it had rounds, and neither prompt tokens nor an encoder.
-        observer: of the engine when it ran: a step of the warm-up has none, also if it is accounted for later.
+        metrics: of the engine when it ran: a step of the warm-up has none, also if it is accounted for later.
     """
 
-    def __init__(self, work: Sequence[TargetWork], output: StepResult, observer: Observer | None) -> None:
-        self.observer = observer
+    def __init__(self, work: Sequence[TargetWork], output: StepResult, metrics: "SpeculationMetrics | None") -> None:
+        self.metrics = metrics
         self.tokens = sum(len(item.chunk.tokens) for item in work)
         self.sequences = len(work)
         self.passes = output.passes
@@ -72,13 +63,9 @@ class Step:
     def timings(self, queued: float) -> speculation_pb2.VerdictTimings:
         """Timings for the verdict of a round that waited `queued` seconds."""
         return speculation_pb2.VerdictTimings(
-            queue_us=_micros(queued),
-            forward_us=_micros(self.forward_seconds),
-            verify_us=_micros(self.verify_seconds),
+            queue_us=micros(queued),
+            forward_us=micros(self.forward_seconds),
+            verify_us=micros(self.verify_seconds),
             pass_tokens=self.tokens,
             pass_sequences=self.sequences,
         )
-
-
-def _micros(seconds: float) -> int:
-    return max(0, round(seconds * 1e6))

@@ -1,6 +1,6 @@
 """Metrics of the verifier service.
 
-The engine updates them (`accounting.Observer`). Gauges read pool and queue when Prometheus scrapes.
+The engine updates them. Gauges read pool and queue when Prometheus scrapes.
 """
 
 from prometheus_client import Counter, Gauge, Histogram
@@ -12,6 +12,7 @@ from verifier_service.accounting import Step
 from verifier_service.scheduler import Plan, Scheduler
 
 STREAM_METRICS = Component("stream_metrics")
+ENGINE_METRICS = Component("engine_metrics")
 
 # From a kernel on a GPU to a slow CPU; each bucket about twice the one before.
 _SECONDS = (10e-6, 20e-6, 50e-6, 100e-6, 200e-6, 500e-6, 1e-3, 2e-3, 5e-3, 10e-3, 20e-3, 50e-3, 0.1, 0.2, 0.5, 1.0)
@@ -36,7 +37,7 @@ class SequenceMetrics:
 
 
 class SpeculationMetrics:
-    """Metrics of the engine: an `accounting.Observer`."""
+    """Metrics of the engine."""
 
     def __init__(self, metrics: Metrics, verify_path: str) -> None:
         def counter(name: str, text: str, *labels: str) -> Counter:
@@ -123,13 +124,16 @@ class SpeculationMetrics:
         info.labels(**sizes).set(1)
         shown.add("cache_config_info", info, *sizes)
 
+    @ENGINE_METRICS.quiet
     def planned(self, plan: Plan) -> None:
         for sequence, cached in plan.begun:
             self._queried.inc(len(sequence.tokens))
             self._hit.inc(cached)
         self._preemptions.inc(len(plan.preempted))
 
+    @ENGINE_METRICS.quiet
     def stepped(self, step: Step) -> None:
+        """A step ended, and its verdicts are committed."""
         self._forward.observe(step.forward_seconds)
         self._step_tokens.inc(step.tokens)
         self._step_sequences.inc(step.sequences)
@@ -147,5 +151,7 @@ class SpeculationMetrics:
         for position in range(accepted):
             self._accepted_at.labels(rule, str(position)).inc()
 
+    @ENGINE_METRICS.quiet
     def checked(self, intact: bool) -> None:
+        """The KV pool was checked."""
         self._checks.labels("intact" if intact else "corrupted").inc()

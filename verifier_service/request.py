@@ -147,7 +147,9 @@ def check_open(
         stop_token_ids=stops,
         max_new_tokens=message.max_new_tokens,
         top_logprobs=check_logprobs(message.logprobs) if message.HasField("logprobs") else -1,
-        top_prompt_logprobs=_check_prompt_logprobs(message, model),
+        top_prompt_logprobs=(
+            check_prompt_logprobs(message.prompt_logprobs, model) if message.HasField("prompt_logprobs") else -1
+        ),
         reports_probabilities=message.report_probabilities,
         response_bytes=_check_response_bytes(message.response_bytes),
         resumed=message.reopened or bool(committed),
@@ -217,12 +219,6 @@ def check_decode(message: verifier_service_pb2.Decode) -> Round:
         seen_round=message.seen_round,
         decode=message.num_tokens,
     )
-
-
-def _check_prompt_logprobs(message: verifier_service_pb2.OpenSequence, model: model_pb2.ModelInfo) -> int:
-    if not message.HasField("prompt_logprobs"):
-        return -1
-    return check_prompt_logprobs(message.prompt_logprobs, model)
 
 
 def _check_response_bytes(size: int) -> int:

@@ -120,9 +120,7 @@ class Scheduler:
         if sequence.slot is None:
             return
         self._pool.rollback(sequence.slot, len(sequence.tokens) - 1)
-        if (
-            sequence.finished or not sequence.prefix_kept
-        ):  # early, for sequences with the same prefix that come meanwhile
+        if sequence.finished or not sequence.prefix_kept:  # early, for those with the same prefix that come meanwhile
             self._keep(sequence)
             sequence.prefix_kept = True
         if sequence.finished:  # now: its client may take long to read the last replies
@@ -324,11 +322,8 @@ class Scheduler:
         idle = [each for each in others if each.idle_since(now) > IDLE_SECONDS]
         later = [each for each in others if each not in idle and each.arrival > sequence.arrival]
         for each in (*idle, *sorted(later, key=lambda each: -each.arrival)):
-            if each.slot is not None and self._holds(each):
+            if each.slot is not None and not self._pool.is_empty(each.slot):
                 yield each.slot
-
-    def _holds(self, sequence: TargetSequence) -> bool:
-        return sequence.slot is not None and not self._pool.is_empty(sequence.slot)
 
 
 def _may_run(sequence: TargetSequence, round_: Round | None) -> bool:

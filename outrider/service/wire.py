@@ -47,6 +47,11 @@ class PrefixHash:
         return self._state.digest()
 
 
+def micros(seconds: float) -> int:
+    """Whole microseconds, as messages have times."""
+    return max(0, round(seconds * 1e6))
+
+
 def encode_proposal(
     message: speculation_pb2.Proposal,
     token_ids: Sequence[int],
