@@ -4,13 +4,11 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 from draft_service.drafters.base import RUN_A_MODEL, Drafter, DraftSequence, GuessingDrafter, Kind
+from draft_service.drafters.cheap import LookupDrafter, NoDrafter, RandomDrafter
 from draft_service.drafters.engine import DraftEngine
 from draft_service.drafters.guard import PROBE, GuardedDrafter
-from draft_service.drafters.lookup import LookupDrafter
 from draft_service.drafters.model import ModelDrafter
 from draft_service.drafters.ngram import NGramDrafter
-from draft_service.drafters.none import NoDrafter
-from draft_service.drafters.random import RandomDrafter
 from draft_service.settings import DraftSettings
 from kernels.sparse import SparseConfig
 from outrider.runtime.loader import LoadedModel

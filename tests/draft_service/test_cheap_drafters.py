@@ -9,9 +9,7 @@ import pytest
 from scipy import stats
 
 from draft_service.drafters.base import Draft, Drafter, DraftSequence
-from draft_service.drafters.lookup import LookupDrafter
-from draft_service.drafters.none import NoDrafter
-from draft_service.drafters.random import RandomDrafter, support
+from draft_service.drafters.cheap import LookupDrafter, NoDrafter, RandomDrafter, support
 from kernels.adjustments import LogitRules
 from kernels.rng import Domain, uniform
 from kernels.sampling import SamplingParams

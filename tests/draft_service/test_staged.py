@@ -13,8 +13,8 @@ import pytest
 
 from draft_service.drafters import base, staged
 from draft_service.drafters.base import DraftSequence, Guesser, GuessingDrafter
+from draft_service.drafters.cheap import Copier, LookupDrafter
 from draft_service.drafters.engine import DraftEngine
-from draft_service.drafters.lookup import Copier, LookupDrafter
 from draft_service.drafters.ngram import NGramDrafter
 from draft_service.drafters.sequence import GuessingState
 from draft_service.drafters.staged import StagedCounts, accepts, resample

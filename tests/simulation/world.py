@@ -20,8 +20,8 @@ import grpc
 from structlog.testing import capture_logs
 
 from draft_service.drafters.base import Kind
+from draft_service.drafters.cheap import NoDrafter
 from draft_service.drafters.guard import PROBE, GuardedDrafter
-from draft_service.drafters.none import NoDrafter
 from draft_service.failover import FailoverBudget, Verifiers
 from draft_service.metrics import FailoverMetrics, RequestMetrics
 from draft_service.replicas import Replicas

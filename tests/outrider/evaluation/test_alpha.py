@@ -19,7 +19,7 @@ import scipy.stats
 import torch
 from transformers import AutoModelForCausalLM
 
-from draft_service.drafters import lookup, ngram, random
+from draft_service.drafters import cheap, ngram
 from draft_service.drafters.base import DraftSequence
 from kernels.adjustments import LogitRules
 from kernels.sampling import SamplingParams, probabilities
@@ -418,7 +418,7 @@ def test_counting_and_copying_drafters_are_those_of_the_draft_service(
     sequence = DraftSequence(tokens[:5], [], params, penalties, 7)
     served = {
         "ngram": ngram.NGramDrafter([corpus], vocab_size=V, sparse=sparse, order=3, entries=10_000).guesser(sequence),
-        "lookup": lookup.LookupDrafter(min_match=2).guesser(sequence),
+        "lookup": cheap.LookupDrafter(min_match=2).guesser(sequence),
     }
     own: dict[str, Drafter] = {"ngram": NGramDrafter(counts, params, sparse), "lookup": LookupDrafter(2)}
     drafted = {name: [q for block in drafter.read(text, 7) for q in block] for name, drafter in own.items()}
@@ -446,7 +446,7 @@ def test_random_drafts_are_those_of_the_draft_service() -> None:
     """Each support is one that the service draws; at temperature 0 a β of 1/8 in a third of 240 positions: α = 1/V."""
     text = Text(0, Prompt([1]), np.random.default_rng(3).integers(0, V, 241).tolist())
     drafted = [q for block in RandomDrafter(V, 8, 0).read(text, 50) for q in block if q is not None]
-    served = {tuple(random.support(seed, 1, vocab_size=V, size=8).ids.tolist()) for seed in range(300)}
+    served = {tuple(cheap.support(seed, 1, vocab_size=V, size=8).ids.tolist()) for seed in range(300)}
     assert {tuple(q.ids.tolist()) for q in drafted} == served
     assert {(q.total, *q.weights.tolist()) for q in drafted} == {(8, *[1] * 8)}
     z = torch.randn(240, V, generator=torch.Generator().manual_seed(1))
