@@ -2,7 +2,6 @@
 
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from functools import partial
 
 from prometheus_client import Counter, Gauge, Histogram
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
@@ -11,7 +10,6 @@ from draft_service.concurrency import ConcurrencyLimit
 from draft_service.drafters.base import RUN_A_MODEL, Kind
 from draft_service.drafters.engine import DraftEngine
 from draft_service.drafters.guard import Cost, GuardedDrafter
-from draft_service.drafters.staged import StagedCounts
 from draft_service.replicas import LOAD_SECONDS, STATUSES, Replica, Replicas, State
 from outrider.runtime.kv_cache import KVPool
 from outrider.service.best_effort import Component
@@ -234,16 +232,11 @@ def cache_config(replicas: Iterable[Replica]) -> Iterator[Metric]:
 
 
 def show_drafters(metrics: Metrics, drafters: Mapping[Kind, GuardedDrafter], engine: DraftEngine | None) -> None:
-    """Registers the totals of each drafter, of the outcome cache, and of a draft model if there is one."""
-    sources = [partial(_of_drafters, drafters)]
-    if costs := [drafter.cost for kind, drafter in drafters.items() if kind in RUN_A_MODEL]:
-        sources.append(partial(_of_outcome_cache, costs))
+    """Registers the totals of each drafter, and of a draft model if there is one."""
+    metrics.registry.register(Collected(lambda: _of_drafters(drafters)))
     if engine is not None:
-        sources.append(partial(_of_prefix_cache, engine))
-        if engine.staging is not None:
-            sources.append(partial(_of_staging, engine.staging.counts))
-    for source in sources:
-        metrics.registry.register(Collected(source))
+        costs = [drafter.cost for kind, drafter in drafters.items() if kind in RUN_A_MODEL]
+        metrics.registry.register(Collected(lambda: _of_model(engine, costs)))
 
 
 _Family = type[CounterMetricFamily] | type[GaugeMetricFamily]
@@ -279,8 +272,10 @@ def _of_drafters(drafters: Mapping[Kind, GuardedDrafter]) -> Iterator[Metric]:
         yield family
 
 
-def _of_prefix_cache(engine: DraftEngine) -> Iterator[Metric]:
-    """Its verifiers' caches have metrics of their own."""
+def _of_model(engine: DraftEngine, costs: Sequence[Cost]) -> Iterator[Metric]:
+    """`costs` are of the drafters that run the model. Verifiers have metrics of their own prefix caches. Guesses have
+    metrics of their own, too: they never reach a verifier.
+    """
     yield CounterMetricFamily(
         "outrider_draft_prefix_cache_queries",
         "Prompt and committed tokens looked up in the prefix cache of the draft model.",
@@ -291,10 +286,7 @@ def _of_prefix_cache(engine: DraftEngine) -> Iterator[Metric]:
         "Looked-up tokens that were found, so that the draft model did not run them again.",
         value=engine.prefix_hits,
     )
-
-
-def _of_staging(counts: StagedCounts) -> Iterator[Metric]:
-    """Guesses have metrics of their own: they never reach a verifier."""
+    counts = engine.staging.counts
     yield CounterMetricFamily(
         "outrider_staged_steps",
         "Steps of the draft model that judged guessed tokens; each counts once for each sequence.",
@@ -309,10 +301,6 @@ def _of_staging(counts: StagedCounts) -> Iterator[Metric]:
         "Sequences for which guessing failed, so that the draft model drafts without guesses.",
         value=counts.failures,
     )
-
-
-def _of_outcome_cache(costs: Sequence[Cost]) -> Iterator[Metric]:
-    """Sums over the drafters that run the draft model."""
     for name, text, field in (
         ("queries", "Verdicts before which tokens were drafted for likely outcomes.", "cache_queries"),
         ("hits", "Verdicts whose outcome was among those drafted for.", "cache_hits"),

@@ -39,13 +39,6 @@ EXPECTED_OUTPUT = 512
 BRANCHES_ON_CPU, BRANCHES_ELSEWHERE = 4, 8
 
 
-def _may_be_decoded(item: DraftWork) -> bool:
-    """Whether the decode loop may draw the rest of the proposal: one token a pass, without changes to logits."""
-    return (
-        item.draws and not item.guesses and item.sequence.opening.tokens_per_pass == 1 and item.sequence.may_be_decoded
-    )
-
-
 class DraftEngine(Engine[Propose | Close, DraftWork, list[Drawn]]):
     """All sequences of one draft model.
 
@@ -53,7 +46,7 @@ class DraftEngine(Engine[Propose | Close, DraftWork, list[Drawn]]):
         cache: the outcome cache.
         loop: the decode loop.
         mask_token: of the model, for parallel drafting; None without one. It is never drafted.
-        staging: None without staged drafting.
+        staging: adds guesses to the work of sequences with a guesser.
         prefix_queries: prompt and committed tokens that were looked up in the prefix cache.
         prefix_hits: those that were found.
     """
@@ -65,13 +58,11 @@ class DraftEngine(Engine[Propose | Close, DraftWork, list[Drawn]]):
         vocab_size: int,
         config: SparseConfig,
         prefill_tokens: int,
-        staging: Staging | None = None,
+        staging: Staging,
         threads: int | None = None,
         prefix_cache: bool = True,
     ) -> None:
-        """`vocab_size` is the target's: higher ids are padding and never drafted. `staging` serves sequences with a
-        guesser.
-        """
+        """`vocab_size` is the target's: higher ids are padding and never drafted."""
         super().__init__(model_runner, name="draft-engine", threads=threads)
         self.mask_token = model_runner.loaded.mask_token
         self._config = config
@@ -190,7 +181,7 @@ class DraftEngine(Engine[Propose | Close, DraftWork, list[Drawn]]):
         work = self._in_turn(drawing, pieces)
         if not work:
             return self._call_cache(lambda: self.cache.work(time.perf_counter()), [])
-        return work if self.staging is None else self.staging.add_guesses(work)
+        return self.staging.add_guesses(work)
 
     def _in_turn(self, drawing: list[DraftWork], pieces: list[DraftWork]) -> list[DraftWork]:
         """Pieces of long prompts run in steps of their own. Every proposal waits for one of them at most."""
@@ -262,11 +253,15 @@ class DraftEngine(Engine[Propose | Close, DraftWork, list[Drawn]]):
             return decoded
         z = self.loop.without_mask(self.model_runner.logits([item.chunk for item in work]))
         draws, changes = list[Draw](), list[RowAdjustment | None]()
+        pool = self.model_runner.pool
         for item in work:
-            self._drop_masks(item)
+            if item.masks:  # back to the real tokens
+                pool.rollback(item.chunk.slot, pool.length(item.chunk.slot) - item.masks)
             if item.draws:
                 draws += row_draws(item.sequence, item.guesses, item.rows)
-                changes += row_adjustments(item.sequence, item.guesses or self._stand_ins(item), item.rows)
+                # Tokens that are drafted in the same pass are not known yet: penalties count their masks.
+                masks: Guesses = [(token, None) for token in item.chunk.tokens[len(item.chunk.tokens) - item.masks :]]
+                changes += row_adjustments(item.sequence, item.guesses or masks, item.rows)
         # The target may know more tokens than the draft.
         z = apply(z, [None if each is None else each.within(z.size(1)) for each in changes])
         samples = sample(z, draws, self._config)
@@ -274,8 +269,7 @@ class DraftEngine(Engine[Propose | Close, DraftWork, list[Drawn]]):
         for item in work:
             own = samples[row : row + item.rows]
             if item.guesses:
-                assert self.staging is not None
-                own = self.staging.judge(item, own, self.model_runner.pool)
+                own = self.staging.judge(item, own, pool)
             tokens = [DrawnToken(*each) for each in own]
             if item.sequence.opening.needs_logits:
                 logits = draft_logits(z[row : row + len(own)], item.sequence.params, self._target_size)
@@ -284,19 +278,9 @@ class DraftEngine(Engine[Propose | Close, DraftWork, list[Drawn]]):
             row += item.rows
         return drawn
 
-    def _drop_masks(self, item: DraftWork) -> None:
-        """Rolls the KV cache back to the real tokens."""
-        if item.masks:
-            pool, slot = self.model_runner.pool, item.chunk.slot
-            pool.rollback(slot, pool.length(slot) - item.masks)
-
-    def _stand_ins(self, item: DraftWork) -> Guesses:
-        """What penalties count in place of the tokens that are drafted in the same pass: they are not known yet."""
-        return [] if self.mask_token is None else [(self.mask_token, None)] * item.masks
-
     def _decode(self, work: Sequence[DraftWork]) -> list[Drawn] | None:
         """The rest of each proposal, in one call of the decode loop; None if it cannot draw them."""
-        if not all(_may_be_decoded(item) for item in work):
+        if not all(item.may_be_decoded for item in work):
             return None
         draws = [[item.sequence.draw(i) for i in range(item.sequence.drafted, item.sequence.gamma)] for item in work]
         if self.loop.obstacle(draws) is not None:

@@ -136,11 +136,6 @@ class ModelSequence:
         return not self.chooses_by_scores or all(row is not None for row in self.scores)
 
     @property
-    def may_be_decoded(self) -> bool:
-        """Whether one call of the decode loop may draw several tokens: it neither adjusts nor returns logits."""
-        return self.adjuster is None and not self.opening.needs_logits
-
-    @property
     def drafted(self) -> int:
         return len(self.tokens) - self.base
 
@@ -268,6 +263,13 @@ class DraftWork:
     def rows(self) -> int:
         """Rows of logits that the step computes for this sequence."""
         return len(self.chunk.tokens) - self.chunk.logits_from
+
+    @property
+    def may_be_decoded(self) -> bool:
+        """Whether the decode loop may draw the rest of the proposal: it neither adjusts nor returns logits."""
+        opening = self.sequence.opening
+        is_plain = self.sequence.adjuster is None and not opening.needs_logits
+        return self.draws and is_plain and not self.guesses and opening.tokens_per_pass == 1
 
 
 @dataclass(frozen=True, slots=True)

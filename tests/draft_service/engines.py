@@ -42,13 +42,12 @@ def engine_of(
 ) -> Any:
     """An engine that is not started; `guesses` tokens at once, in staged drafting."""
     runner = ModelRunner.build(loaded, max_sequences=max_sequences, max_length=max_length, **pool)
-    staging = Staging(guesses, loaded.vocab_size) if guesses else None
     return kind(
         runner,
         vocab_size=vocab_size,
         config=config,
         prefill_tokens=prefill_tokens,
-        staging=staging,
+        staging=Staging(guesses, loaded.vocab_size),
         threads=1,
         prefix_cache=prefix_cache,
     )

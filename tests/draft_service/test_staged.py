@@ -41,7 +41,6 @@ def tiny(tmp_path_factory: pytest.TempPathFactory) -> LoadedModel:
 
 
 def counts_of(engine: DraftEngine) -> StagedCounts:
-    assert engine.staging is not None
     return engine.staging.counts
 
 
