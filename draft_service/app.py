@@ -23,7 +23,6 @@ from draft_service.drafters.staged import Staging
 from draft_service.failover import FailoverBudget, FailureKind, Verifiers
 from draft_service.metrics import FailoverMetrics, show_drafters, show_held, show_verifiers, show_vllm
 from draft_service.replicas import Replicas
-from draft_service.request import supports_rule_by_logits
 from draft_service.service import SERVICE_NAME, DraftService, Pair
 from draft_service.settings import DraftSettings
 from draft_service.speculation import GammaController
@@ -151,12 +150,13 @@ class DraftApp(Service):
             self.engine.start()
             drafters |= model_drafters(settings, self.engine, drafters, target)
             await warm_up(drafters[Kind.MODEL], self.engine, probe)
+        else:  # lossy rules need logits
+            draft.rules[:] = [rule for rule in draft.rules if rule not in draft.lossy_rules]
+            draft.lossy_rules[:] = []
         show_held(self.metrics, self._servicer.limit, None if built is None else built.model_runner.pool)
         if settings.vllm_metrics:
             shown = VllmMetrics(self.metrics.registry, served_name(target.name))
             show_vllm(shown, self._servicer.metrics, self._servicer.limit, self._replicas)
-        if not supports_rule_by_logits(drafters):
-            remove_lossy_rules(draft)
         self.metrics.describe(
             service="draft_service", version=draft.server_version, model=draft.name, device=draft.device
         )
@@ -188,7 +188,7 @@ class DraftApp(Service):
             self.engine.stop()
 
 
-def load_built(settings: DraftSettings, loader: Loader = load) -> tuple[Built, Tokenizer]:
+def load_built(settings: DraftSettings, loader: Loader) -> tuple[Built, Tokenizer]:
     """Loads the draft and its tokenizer, allocates its KV cache, and warms it up.
 
     Raises:
@@ -298,12 +298,6 @@ def compare_encoders(draft: model_pb2.EncoderInfo, target: model_pb2.EncoderInfo
         )
 
 
-def remove_lossy_rules(draft: model_pb2.ModelInfo) -> None:
-    """Removes the rules that need logits of a draft model."""
-    draft.rules[:] = [rule for rule in draft.rules if rule not in draft.lossy_rules]
-    draft.lossy_rules[:] = []
-
-
 def verifier_tls(settings: DraftSettings) -> ChannelTLS | None:
     """TLS to verifiers; None is plaintext.
 
@@ -347,10 +341,11 @@ _STOP_TOKEN_IDS = 64
 
 def message_limit(settings: DraftSettings) -> int:
     """The largest message, in bytes: `--max-message-bytes`, or computed from the draft model and the other limits."""
+    longest = settings.max_sequence_tokens or DEFAULT_SEQUENCE_TOKENS
     return settings.max_message_bytes or server_limit(
-        _requests(settings, settings.max_sequence_tokens or DEFAULT_SEQUENCE_TOKENS),
+        _requests(settings, longest),
         largest_verify_message(
-            sequence_tokens=settings.max_sequence_tokens or DEFAULT_SEQUENCE_TOKENS,
+            sequence_tokens=longest,
             max_gamma=settings.max_gamma,
             max_support=settings.max_support,
             vocab_size=vocabulary_size(settings.model, settings.revision) if loads_model(settings) else None,

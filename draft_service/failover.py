@@ -294,7 +294,8 @@ class FailoverStream:
             RequestError: the error itself, if every verifier would refuse the request, or too many were lost.
         """
         lease, kind = self._lease, kind_of(error)
-        if kind is FailureKind.MISMATCHED and self._needs_other_weights():
+        target, needed = self._verifiers.replicas.target, self._sequence.request.weights_fingerprint
+        if kind is FailureKind.MISMATCHED and needed and target is not None and needed != target.weights_fingerprint:
             kind = None
         if lease is None:
             raise error
@@ -386,10 +387,6 @@ class FailoverStream:
     def _lease_at(self, replica: Replica) -> Lease:
         timeout = None if self._deadline is None else max(0.0, self._deadline - time.monotonic())
         return replica.open(self._sequence, timeout=timeout)
-
-    def _needs_other_weights(self) -> bool:
-        target, needed = self._verifiers.replicas.target, self._sequence.request.weights_fingerprint
-        return bool(needed) and target is not None and needed != target.weights_fingerprint
 
     def _add_pause(self, seconds: float) -> None:
         self.pause += seconds

@@ -188,7 +188,8 @@ class Sample:
         sent = time.perf_counter()
         self._gamma.sent(drafted)
         if drafted is None:
-            sequence.decode(min(sequence.left, self._tokens_to_decode()))
+            most = sequence.left if self._drafting is None else self._gamma.pause or DECODED_IN_BACKOFF
+            sequence.decode(min(sequence.left, most))
         else:
             sequence.propose(
                 drafted.token_ids,
@@ -198,12 +199,6 @@ class Sample:
                 draft_start=self._draft_start,
             )
         sequence.round.sent = sent
-
-    def _tokens_to_decode(self) -> int:
-        """Tokens of the next `Decode`."""
-        if self._drafting is None:
-            return self.sequence.left
-        return self._gamma.pause or DECODED_IN_BACKOFF
 
     async def _drafted(self, draft: Awaitable[Draft]) -> Draft | None:
         """The proposal; None if drafting failed."""
@@ -225,17 +220,14 @@ class Sample:
         self.sequence.commit(verdict)
         if self._drafting is not None:
             self._drafting.advance(verdict.token_ids)
-        self._account(verdict, pause=target.pause)
-        return verdict
-
-    def _account(self, verdict: speculation_pb2.Verdict, *, pause: float) -> None:
-        """Notes a verdict. `pause` is the part of the wait without a verifier. Nothing here raises."""
+        # From here on nothing raises.
         round_, now = self.sequence.round, time.perf_counter()
-        round_.waited = waited = now - round_.sent - pause
+        round_.waited = now - round_.sent - target.pause
         round_.sent = now  # the wait for the next verdict of a Decode starts here
         self._count_verdict()
         self._gamma.judged(verdict)
-        self._uncounted = round_, verdict, waited
+        self._uncounted = round_, verdict, round_.waited
+        return verdict
 
     def _count_verdict(self) -> None:
         """Updates γ, counts and metrics with the last verdict. The next proposal does not wait for them."""

@@ -214,8 +214,4 @@ def apply_template(chat: draft_service_pb2.ChatPrompt, tokenizer: Tokenizer) -> 
     try:
         return tokenizer.encode_chat([(each.role, each.content) for each in chat.messages])
     except ValueError as error:  # from the template, for example for roles that do not alternate
-        raise _template_refusal(error) from None
-
-
-def _template_refusal(error: Exception) -> RequestError:
-    return invalid_field("chat.messages", f"the model's chat template rejects chat.messages: {error}")
+        raise invalid_field("chat.messages", f"the model's chat template rejects chat.messages: {error}") from None

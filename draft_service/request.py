@@ -7,11 +7,10 @@ from typing import TypeAlias
 
 from torch import Tensor
 
-from draft_service.drafters.base import HAVE_LOGITS, Kind
+from draft_service.drafters.base import RUN_A_MODEL, Kind
 from draft_service.privacy import Emission, RoundSizes
 from draft_service.speculation import PolicyKind
 from outrider.rpc.errors import invalid_field
-from outrider.seeds import derive_seed
 from outrider.service.sampling import Sampling, check_temperature
 from protos.outrider.v1 import draft_service_pb2, input_pb2, sampling_pb2
 
@@ -89,9 +88,6 @@ class Generation:
         """Tokens of the prompt, with those of an encoder's input that is text."""
         return len(self.prompt) + (len(self.encoder_input.token_ids.ids) if self.encoder_input is not None else 0)
 
-    def seed_of(self, sample: int) -> int:
-        return derive_seed(self.seed, sample)
-
 
 KIND_TO_WIRE = {
     Kind.MODEL: draft_service_pb2.DRAFTER_MODEL,
@@ -121,12 +117,7 @@ def check_drafter(
         name = kind.value if kind else requested
         names = ", ".join(sorted(offered))
         raise invalid_field(field, f"{field} is {name}; this service offers {names}", given=name, offered=names)
-    _check_rule(kind, sampling)
-    return kind
-
-
-def _check_rule(kind: Kind, sampling: Sampling) -> None:
-    if sampling.needs_logits and kind not in HAVE_LOGITS:
+    if sampling.needs_logits and kind is not Kind.NONE and kind not in RUN_A_MODEL:
         raise invalid_field(
             "sampling.rule",
             f"sampling.rule is sigmoid, which needs the logits of a draft model, and the drafter {kind.value} has "
@@ -134,6 +125,7 @@ def _check_rule(kind: Kind, sampling: Sampling) -> None:
             given=sampling.rule.value,
             drafter=kind.value,
         )
+    return kind
 
 
 def check_draft_temperature(field: str, message: Drafted, sampling: Sampling, *, default: float | None) -> float | None:
@@ -170,11 +162,6 @@ def check_tokens_per_pass(field: str, message: Drafted, drafter: Kind, *, defaul
             maximum=MAX_TOKENS_PER_PASS,
         )
     return requested if drafter is Kind.PARALLEL else 1
-
-
-def supports_rule_by_logits(offered: Collection[Kind]) -> bool:
-    """Whether an offered drafter works with the rule `sigmoid` (`none` does not count)."""
-    return bool(HAVE_LOGITS.intersection(offered) - {Kind.NONE})
 
 
 POLICY_TO_WIRE = {

@@ -9,6 +9,7 @@ from draft_service.drafters.base import CacheUse
 from draft_service.request import KIND_TO_WIRE, POLICY_TO_WIRE, Generation
 from kernels.dense import DraftLogits
 from kernels.sparse import SparseDistribution
+from outrider.seeds import derive_seed
 from outrider.service.best_effort import Component
 from outrider.service.model_info import MAX_NAME_CHARS
 from outrider.service.sampling import RULE_TO_WIRE
@@ -255,7 +256,7 @@ class Sequence:
 
     @property
     def seed(self) -> int:
-        return self.request.seed_of(self.index)
+        return derive_seed(self.request.seed, self.index)
 
     @property
     def left(self) -> int:

@@ -62,9 +62,8 @@ def check_generate(message: draft_service_pb2.GenerateRequest, pair: Pair, setti
     check_name("cache_salt", message.cache_salt)
     sampling = check_target_sampling(message.sampling, target, seed_decides=True)
     top_logprobs = check_logprobs(message.logprobs) if message.HasField("logprobs") else None
-    top_prompt_logprobs = None
-    if message.HasField("prompt_logprobs"):
-        top_prompt_logprobs = check_prompt_logprobs(message.prompt_logprobs, target)
+    scores_prompt = message.HasField("prompt_logprobs")
+    top_prompt_logprobs = check_prompt_logprobs(message.prompt_logprobs, target) if scores_prompt else None
     samples = _check_samples(message, limits)
     default_policy = PolicyKind(settings.speculation)
     if sampling.seed is not None and not (sampling.params.is_greedy or sampling.rule is Rule.COUPLED):

@@ -15,7 +15,6 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import grpc
@@ -160,6 +159,7 @@ class Call:
 
     def _finish(self, finished: draft_service_pb2.GenerateFinished) -> Any:
         usage, statistics = finished.usage, finished.statistics
+        asked = finished.HasField("stop_token_id") and finished.stop_token_id in self._stop_token_ids
         return self._complete(
             finished.index,
             finish_reason=_REASONS.get(finished.finish_reason, "length"),
@@ -168,12 +168,9 @@ class Call:
             spec_accepted_tokens=statistics.num_accepted_tokens,
             spec_draft_tokens=statistics.num_draft_tokens,
             # As vLLM's: the model's own end-of-sequence tokens are not named.
-            matched_token_id=finished.stop_token_id if self._asked_to_stop(finished) else None,
+            matched_token_id=finished.stop_token_id if asked else None,
             matched_stop_str=finished.stop or None,
         )
-
-    def _asked_to_stop(self, finished: draft_service_pb2.GenerateFinished) -> bool:
-        return finished.HasField("stop_token_id") and finished.stop_token_id in self._stop_token_ids
 
     def _complete(self, index: int, **fields: Any) -> Any:
         """The end of a sample, with all its tokens; log-probabilities of a stream came with its chunks.
@@ -238,13 +235,13 @@ _BUNDLE_CHUNK_BYTES = 1 << 15  # fits into the smallest --max-message-bytes
 _ZIP_DATE = (1980, 1, 1, 0, 0, 0)
 
 
-def tokenizer_bundle(folder: Path) -> bytes:
-    """The tokenizer's files, and the configurations, of a model's folder as a zip file.
+def tokenizer_bundle(settings: DraftSettings) -> bytes:
+    """The tokenizer's files, and the configurations, of the model's folder as a zip file.
 
     Raises:
         RequestError: INTERNAL: there are none any more.
     """
-    found = io.BytesIO()
+    folder, found = resolve_folder(settings.model, settings.revision, weights=False), io.BytesIO()
     files = [path for name in _TOKENIZER_FILES if (path := folder / name).is_file()]
     files += sorted(folder.glob("*.tiktoken"))
     if not files:
@@ -366,7 +363,7 @@ class VllmEngine(vllm_engine_pb2_grpc.VllmEngineServicer):
     @guarded
     async def GetTokenizer(self, request: Any, context: Any) -> None:
         if self._bundle is None or (self._bundle.done() and self._bundle.exception() is not None):
-            self._bundle = asyncio.ensure_future(asyncio.to_thread(self._read_tokenizer))
+            self._bundle = asyncio.ensure_future(asyncio.to_thread(tokenizer_bundle, self._settings))
         bundle = await asyncio.shield(self._bundle)  # others may wait for it, too
         digest = hashlib.sha256(bundle).hexdigest()
         for begin in range(0, len(bundle), _BUNDLE_CHUNK_BYTES):
@@ -374,9 +371,6 @@ class VllmEngine(vllm_engine_pb2_grpc.VllmEngineServicer):
             is_last = end >= len(bundle)
             chunk = common_pb2.GetTokenizerChunk(data=bundle[begin:end], sha256=digest if is_last else "")
             await write(context, chunk)
-
-    def _read_tokenizer(self) -> bytes:
-        return tokenizer_bundle(resolve_folder(self._settings.model, self._settings.revision, weights=False))
 
 
 async def _refuse(name: str, request: Any, context: Any) -> None:

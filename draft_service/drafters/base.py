@@ -37,9 +37,6 @@ class Kind(StrEnum):
     NONE = "none"
 
 
-HAVE_LOGITS = frozenset({Kind.MODEL, Kind.PARALLEL, Kind.STAGED, Kind.NONE})
-"""Drafters that the rule `sigmoid` accepts: it needs the draft's logits, or no drafted tokens."""
-
 RUN_A_MODEL = frozenset({Kind.MODEL, Kind.PARALLEL, Kind.STAGED})
 """Drafters that need a draft model."""
 
