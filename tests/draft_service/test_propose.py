@@ -57,5 +57,5 @@ async def test_the_log_names_an_internal_error() -> None:
     context: Any = SimpleNamespace(read=read)
     limit = ConcurrencyLimit(1, max_waiting=1, contended_idle_timeout=1.0)
     with capture_logs() as logs, pytest.raises(ValueError, match="broken"):
-        await ProposeCall(pair, limit, DraftSettings(model="any"), context).run()
+        await ProposeCall(pair, limit, DraftSettings.model_validate({"model": "any"}), context).run()
     assert [line["status"] for line in logs] == ["INTERNAL"]
