@@ -24,8 +24,6 @@ class Claim:
     """The sequences of one call: in the queue, then running.
 
     Attributes:
-        count: number of sequences.
-        arrived: when the call joined the queue.
         started: when they began to run; None in the queue.
         is_preempted: whether the call is being ended for queued calls.
     """
@@ -76,7 +74,6 @@ class ConcurrencyLimit:
     """At most `maximum` sequences at once, and a bounded queue for more.
 
     Attributes:
-        maximum: sequences that may run.
         contended_idle_timeout: seconds that a running call may be idle while other calls are queued.
         is_draining: whether queued calls are refused.
     """

@@ -157,7 +157,6 @@ class _Failures:
         kind: of the last error.
         lost: verifiers that had opened the sequence and were lost.
         suspected: of them, verifiers that failed in a step with the sequence, or died while they ran it.
-        step_error: error of a failed step.
         avoid: replicas that refused the sequence, and until when, by `time.monotonic()`.
     """
 

@@ -49,7 +49,6 @@ class Breaker:
     once are one.
 
     Attributes:
-        state: the current state.
         epoch: how often it has opened.
     """
 

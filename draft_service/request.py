@@ -30,7 +30,6 @@ class Generation:
         top_logprobs: None without log-probabilities.
         top_prompt_logprobs: the same for tokens of the prompt.
         time_limit: in seconds; None without one.
-        policy: chooses γ.
         gamma: the largest γ, and with `fixed` the only one; 0 is `Decode` alone.
         first_gamma: γ of the first proposal, with the other policies.
         max_entropy: bound on the entropy of q, in nats; None is no bound.

@@ -27,8 +27,7 @@ class Failovers:
     """Failovers of one sample.
 
     Attributes:
-        count: failovers.
-        moves: of them, moves away from a draining verifier.
+        moves: failovers away from a draining verifier.
         tokens: prompt and output tokens sent to new verifiers, summed.
         seconds: spent without a verifier, until the next one had opened the sequence.
     """
@@ -201,8 +200,6 @@ class Round:
     Attributes:
         number: of the round in its sequence, from 1.
         owed: what is still to come: the verdict of a proposal, or the tokens of a `Decode`.
-        is_decode: whether it is a `Decode`.
-        draft_tokens: of the proposal.
         distributions: q̂ of each drafted token, or its logits; None is the point mass; empty under `coupled`.
         gamma: the chosen γ; the proposal may have fewer tokens.
         draft_seconds: time of drafting; None for a `Decode`.
@@ -228,11 +225,8 @@ class Sequence:
 
     Attributes:
         tokens: prompt and committed output.
-        prompt_length: tokens of the prompt.
         round: the current or last one; number 0 before the first.
         finish_reason: unspecified until the sequence ends.
-        counts: of rounds and tokens.
-        timings: times.
         scored: position of the next token of the prompt whose log-probabilities are to be sent to the client.
         on_prompt_logprobs: sends them, and waits for the client.
     """

@@ -45,7 +45,6 @@ class Pair:
     Attributes:
         drafters: that requests may choose from.
         default: the drafter of a request that names none.
-        gamma: chooses γ.
         encoder_inputs: of the draft model; None if it has no encoder, or if there is none.
         prompts: of the decoder; None without an encoder.
         generation: the draft model's own rules for logits; None if it has none.

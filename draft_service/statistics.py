@@ -53,7 +53,6 @@ class JudgedRound:
         decoded: tokens of a `Decode` in the verdict.
         drafted: tokens in the proposal; fewer than γ if the drafter ended it early.
         judged: tokens that were tested: the accepted ones and the first rejected one.
-        accepted: accepted tokens.
         beta: chance of acceptance of each judged token; empty if the rule gives none.
         overhead: from the previous verdict to this one, without `at_verifier`: drafting and the round trip. None if
             something else took time in between.

@@ -35,8 +35,6 @@ class Step:
 
     Attributes:
         tokens: tokens in its forward pass, or in the first of several.
-        passes: its forward passes.
-        sequences: sequences in it.
         judged: committed rounds, in order.
         is_of_rounds: whether it had rounds, and neither prompt tokens nor an encoder.
         metrics: of the engine when it ran: a step of the warm-up has none, also if it is accounted for later.

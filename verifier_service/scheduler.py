@@ -37,7 +37,6 @@ class TargetWork:
 
     Attributes:
         round: None for a piece of a prompt.
-        encodes: whether its encoder runs first.
     """
 
     sequence: TargetSequence
@@ -64,16 +63,10 @@ class Plan:
 
 
 class Scheduler:
-    """The sequences of one engine.
-
-    Args:
-        pool: the KV pool.
-        prefixes: the prefix cache.
-        max_batch_tokens: the most tokens in a step; one round always fits.
-        max_sequences: the most sequences that run at once.
-    """
+    """The sequences of one engine."""
 
     def __init__(self, pool: KVPool, prefixes: PrefixCache, *, max_batch_tokens: int, max_sequences: int) -> None:
+        """`max_batch_tokens` is the most tokens in a step; one round always fits."""
         self.running: list[TargetSequence] = []  # the longest unserved first
         self.waiting: deque[TargetSequence] = deque()
         self._pool = pool

@@ -50,7 +50,6 @@ def seconds_to_linger(now: float, since: float, due: Iterable[float], bound: flo
     """How much longer to delay a step. All times are in seconds.
 
     Args:
-        now: the time.
         since: when the step could have started.
         due: when each sequence that owes a round is expected to send it.
         bound: the longest delay after `since`.

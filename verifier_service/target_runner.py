@@ -41,10 +41,8 @@ class StepResult:
     """Results of a step.
 
     Attributes:
-        proposals: the judged proposals.
         results: one for each proposal, in order.
         earlier: of each proposal, tokens that `decode` drew before the one in its result; empty after other steps.
-        passes: forward passes of the step.
         scores: one for each scoring, in order: log-probabilities of its tokens; None if a row of logits is bad.
         forward_seconds: of the forward passes, of encoders, and of scoring; after `decode` also of sampling.
         verify_seconds: of the verification and the transfer of its results.
@@ -63,7 +61,6 @@ class TargetRunner:
     """Runs steps of one target.
 
     Args:
-        model_runner: the target.
         vocab_size: columns of the logits beyond it are padding.
         verify_path: an implementation of `kernels.verify`; None is the fastest on the device.
 
@@ -143,7 +140,6 @@ class TargetRunner:
         """Draws several tokens in a row for each chunk, with the draws of single steps. `interrupt` ends it early.
 
         Args:
-            chunks: as in a call.
             proposals: of each chunk, without drafts, adjustments and log-probabilities.
             counts: of each chunk, tokens to draw, `most_in_a_row` at most.
             stops: of each chunk, tokens after which nothing is drawn.

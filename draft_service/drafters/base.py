@@ -67,7 +67,6 @@ class DraftSequence:
 
     Attributes:
         prompt: at least one token.
-        committed: output tokens so far.
         params: how the target's logits become p.
         logit_rules: penalties, biases and bans, applied to logits first.
         seed: key of the draws (invariant 2).
@@ -126,7 +125,6 @@ class DraftSequence:
         Args:
             base: length of the sequence at the start of the round.
             index: of the token in the proposal, counted from `inner_base`.
-            domain: of the uniforms.
             inner_base: tokens of the round that are drafted already; only staged drafting sets it.
         """
         bound = math.inf if self.max_entropy is None or index == 0 else self.max_entropy
@@ -158,7 +156,6 @@ class Draft:
     """A proposal.
 
     Attributes:
-        token_ids: the drafted tokens, in order.
         distributions: q̂ of each token, bit for bit as it was sampled from (invariant 1); None is the point mass. Empty
             under `coupled`, and logits under `sigmoid` above temperature 0.
         seconds: from the request to the proposal, with waits for other sequences.

@@ -43,8 +43,6 @@ class DraftEngine(Engine[Propose | Close, DraftWork, list[Drawn]]):
     """All sequences of one draft model.
 
     Attributes:
-        cache: the outcome cache.
-        loop: the decode loop.
         mask_token: of the model, for parallel drafting; None without one. It is never drafted.
         staging: adds guesses to the work of sequences with a guesser.
         prefix_queries: prompt and committed tokens that were looked up in the prefix cache.

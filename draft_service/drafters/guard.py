@@ -109,7 +109,6 @@ class GuardedDrafter(Drafter):
     """A drafter whose sequences raise only `DraftError`, and only from their proposals.
 
     Attributes:
-        cost: totals over all sequences.
         is_up: False after a failed probe; then no sequence is ready.
         timeout: seconds that a proposal may take.
     """

@@ -70,7 +70,6 @@ class ModelSequence:
     when the first token is drafted.
 
     Attributes:
-        opening: prompt, sampling and options.
         tokens: prompt, committed tokens, and the drafted tokens of the round in progress.
         base: length of prompt and committed tokens.
         slot: in the KV pool; None before the first step and after the end.
@@ -81,12 +80,9 @@ class ModelSequence:
         requested: when the proposal was requested, by `time.perf_counter()`.
         guessing: in staged drafting; None if the model drafts without guesses.
         parent: for a branch of the outcome cache, the sequence that it continues; None for a sequence itself.
-        sent: when the last proposal left.
         had_branches: whether the outcome cache held branches when this round began; None if this round does not
             follow the last proposal directly.
         cache_use: the use of the outcome cache in this round; None if it drafted nothing.
-        is_looked_up: whether it was looked up in the prefix cache.
-        prefix_kept: whether its prompt is in the prefix cache.
         failed: whether a round failed; the KV cache may be bad then.
     """
 
@@ -248,7 +244,6 @@ class DraftWork:
         chunk: the tokens to run, with the guesses after them that the draft model knows, or with the masks.
         draws: False for a piece of a prompt that is not the last.
         guesses: in staged drafting: tokens for this step to judge.
-        encodes: whether its encoder runs first.
         masks: mask tokens at the end of the chunk. Row i of its logits gives the token i after the last real one.
     """
 

@@ -32,8 +32,7 @@ class StagedCounts:
 
     Attributes:
         steps: of the draft model that judged guesses, counted once for each sequence.
-        guessed: tokens guessed.
-        accepted: of them, tokens that the draft model accepted.
+        accepted: guessed tokens that the draft model accepted.
         failures: guessers that failed; the model drafts for their sequences without guesses.
     """
 
@@ -154,7 +153,6 @@ def accepts(u: float, guessed: SparseDistribution | None, q: SparseDistribution,
     Args:
         u: uniform of 53 bits in [0, 1).
         guessed: r, the distribution that the guess was sampled from; None is the point mass.
-        q: q̂, of the draft.
         token: x; never accepted if r(x) = 0.
     """
     r, total = (1, 1) if guessed is None else (_weight(guessed, token), guessed.total)

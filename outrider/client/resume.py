@@ -54,7 +54,6 @@ class Call:
 
     Attributes:
         address: the endpoint of the current attempt.
-        timeout: as given.
         failures: failed attempts since the last progress.
     """
 

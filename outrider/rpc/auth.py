@@ -172,7 +172,6 @@ class ClientLimits:
             burst: sequences that may start at once after a pause; None: `rate`, at least 1.
             max_sequences: sequences in progress; None: no limit.
             prefix: of the flags, as errors name them.
-            clock: seconds.
         """
         self._rate = rate
         self._burst = max(1, round(rate or 0)) if burst is None else burst

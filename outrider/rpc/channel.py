@@ -90,7 +90,6 @@ class Resolver:
     """Resolves a list of `HOST:PORT` or `unix:PATH`: each DNS name to all its addresses of one family.
 
     Attributes:
-        names: the list.
         may_change: whether a host is a DNS name.
     """
 
@@ -224,8 +223,6 @@ class RenewedChannel(Generic[Stub]):
     ) -> None:
         """
         Args:
-            address: `HOST:PORT`.
-            stub: makes the stub of a channel.
             max_message_bytes: limit in both directions.
             options: added to `channel_options`.
             tls: None is plaintext.

@@ -17,10 +17,8 @@ class DecoderPrompts:
     For a speech model with languages these are language, task and, without timestamps, a token for that.
 
     Attributes:
-        start: the start token.
         forced: tokens that follow it in a model without languages and tasks.
         languages: token of each language, by the name "<|en|>".
-        tasks: token of each task.
         no_timestamps: the token that turns timestamps off; None if the model has none.
         language: the default language, a name in `languages`; empty without languages.
         task: the default task, a name in `tasks`; empty without tasks.

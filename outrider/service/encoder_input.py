@@ -59,7 +59,6 @@ def check_size(
     """Checks the kind of an input, its numbers and its bytes, and token ids. Allocates nothing for audio and features.
 
     Args:
-        message: the input.
         model: a model with an encoder.
         prefix: of the names of fields.
         missing: the field to name if there is no input.
@@ -223,10 +222,7 @@ def misfit(message: input_pb2.EncoderInput, model: model_pb2.ModelInfo) -> str:
 class EncoderInputs:
     """Computes the tensors that the encoder of one model takes. Its methods may be called from any thread.
 
-    Args:
-        info: of the encoder.
-        folder: of the model, with the settings of its feature extractor. Without them, or with None, the extractor is
-            Whisper's.
+    `folder` is the model's, with the settings of its feature extractor. Without them, or with None, it is Whisper's.
 
     Raises:
         CheckpointError: the extractor computes other features than the model takes.

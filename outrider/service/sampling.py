@@ -52,7 +52,6 @@ class Sampling:
     Attributes:
         params: temperature, top-k, top-p and min-p.
         logit_rules: penalties, bias and bans, which are applied before. The caller adds stop ids.
-        rule: the acceptance rule.
         lenience: l of [L A.5]; 1 is exact.
         seed: key of the random draws; None if the service chooses it.
         sigmoid: the scales of the rule `sigmoid`; None under any other.
