@@ -16,7 +16,7 @@ from draft_service.request import KIND_TO_WIRE, check_draft_temperature, check_d
 from draft_service.settings import DraftSettings
 from draft_service.validation import check_gamma, check_message_size, check_target_sampling
 from outrider.rpc.errors import internal, invalid_field, out_of_order, outcome, overloaded, write, wrong_base
-from outrider.rpc.timeouts import first_message
+from outrider.rpc.timeouts import first_message, kind_of_next
 from outrider.service.encoder_input import check_opening_input
 from outrider.service.model_info import check_features, check_name
 from outrider.service.sampling import RULE_TO_WIRE, check_token_ids
@@ -111,7 +111,8 @@ class ProposeCall:
                     raise claim.idle("the client sent no message", "--idle-timeout", reading) from None
                 if message is None:
                     return
-                advance = self._check(message)
+                kind_of_next(message, self._sequence_id, "OpenDraft", "open or advance")
+                advance = message.advance
                 progress.check(advance, self._limits, self._pair.target.vocab_size)
                 if sequence.needs_logits:
                     check_message_size("advance.gamma", advance.gamma, self._pair.draft, self._pair.target)
@@ -122,21 +123,6 @@ class ProposeCall:
                     await writing.wait_for(self._write(proposal=progress.proposal(draft)))
                 except TimeoutError:
                     raise claim.idle("the client read no proposals", "--slow-client-timeout", writing) from None
-
-    def _check(self, message: draft_service_pb2.ProposeRequest) -> draft_service_pb2.Advance:
-        if message.sequence_id != self._sequence_id:
-            raise invalid_field(
-                "sequence_id",
-                f"sequence_id is {message.sequence_id!r}; it must be that of the stream's OpenDraft, "
-                f"{self._sequence_id!r}",
-            )
-        match message.WhichOneof("kind"):
-            case "advance":
-                return message.advance
-            case "open":
-                raise out_of_order("a second OpenDraft was sent; open a stream for each sequence")
-            case _:
-                raise invalid_field("kind", "kind is not set; it must be open or advance")
 
     async def _next(self) -> draft_service_pb2.ProposeRequest | None:
         message = cast("Any", await self._context.read())

@@ -15,23 +15,21 @@ from outrider.rpc.errors import (
     counted,
     idle,
     internal,
-    invalid_field,
-    out_of_order,
     outcome,
     overloaded,
     write,
     yielded,
 )
-from outrider.rpc.timeouts import InactivityTimer, first_message
+from outrider.rpc.timeouts import InactivityTimer, first_message, kind_of_next
 from outrider.service.best_effort import Component
 from outrider.service.encoder_input import EncoderInputs
 from outrider.service.model_info import check_name
-from outrider.service.sampling import RULE_TO_WIRE, Sampling
+from outrider.service.sampling import RULE_TO_WIRE
 from outrider.service.tracing import CallTrace
 from outrider.service.wire import pad
 from protos.outrider.v1 import model_pb2, speculation_pb2, verifier_service_pb2
 from verifier_service.engine import Close, HalfClose, Open, Read, Remind, Submit, VerifierEngine
-from verifier_service.request import Round, check_decode, check_open, check_proposal
+from verifier_service.request import check_decode, check_open, check_proposal
 from verifier_service.scheduler import PREFIX_CACHE
 from verifier_service.sequence import Reply, TargetSequence, encoded
 from verifier_service.settings import VerifierSettings
@@ -162,17 +160,12 @@ class VerifyStream:
 
     async def _read(self, sequence: TargetSequence) -> None:
         """Checks each message and hands it to the engine. An invalid message ends the stream."""
-        sampling = sequence.opening.sampling
+        rule, is_greedy = sequence.opening.sampling.rule, sequence.opening.sampling.params.is_greedy
         outstanding_limit = self._model.limits.max_outstanding
         posted = int(sequence.opening.first_round is not None)
         try:
             while (message := await self._next()) is not None:
-                if message.sequence_id != sequence.sequence_id:
-                    raise invalid_field(
-                        "sequence_id",
-                        f"sequence_id is {message.sequence_id!r}; it must be that of the stream's OpenSequence, "
-                        f"{sequence.sequence_id!r}",
-                    )
+                kind = kind_of_next(message, sequence.sequence_id, "OpenSequence", "open, proposal or decode")
                 # The engine takes no rounds during a step. `rounds` is read first: so no round is counted twice.
                 outstanding = len(sequence.rounds) + posted - sequence.received
                 if outstanding >= outstanding_limit:
@@ -181,7 +174,11 @@ class VerifyStream:
                         f"{outstanding_limit}: wait for one",
                         maximum=outstanding_limit,
                     )
-                self._engine.post(Submit(sequence, self._check(message, sampling)))
+                if kind == "decode":
+                    round_ = check_decode(message.decode)
+                else:
+                    round_ = check_proposal(message.proposal, self._model, rule=rule, is_greedy=is_greedy)
+                self._engine.post(Submit(sequence, round_))
                 posted += 1
             self._engine.post(HalfClose(sequence))
         except RequestError as error:
@@ -189,19 +186,6 @@ class VerifyStream:
         except Exception as error:  # otherwise the stream would wait until the idle timeout
             _log.error("reading from a Verify stream failed", request_id=sequence.opening.request_id, exc_info=error)
             self._replies.put_nowait(internal("INTERNAL", "internal error; the service's log has the cause"))
-
-    def _check(self, message: verifier_service_pb2.VerifyRequest, sampling: Sampling) -> Round:
-        match message.WhichOneof("kind"):
-            case "proposal":
-                return check_proposal(
-                    message.proposal, self._model, rule=sampling.rule, is_greedy=sampling.params.is_greedy
-                )
-            case "decode":
-                return check_decode(message.decode)
-            case "open":
-                raise out_of_order("a second OpenSequence was sent; open a stream for each sequence")
-            case _:
-                raise invalid_field("kind", "kind is not set; it must be open, proposal or decode")
 
     async def _next(self) -> verifier_service_pb2.VerifyRequest | None:
         message = cast("Any", await self._context.read())

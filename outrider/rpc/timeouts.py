@@ -1,5 +1,5 @@
-"""Timeouts of a stream's first message and of many awaits in a row, the status of a call that has ended, and when to
-retry a full service.
+"""The messages of a stream and their timeouts, timeouts of many awaits in a row, the status of a call that has ended,
+and when to retry a full service.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from typing import Any, Self, TypeVar
 
 import grpc
 
-from outrider.rpc.errors import idle, out_of_order
+from outrider.rpc.errors import idle, invalid_field, out_of_order
 
 Result = TypeVar("Result")
 Message = TypeVar("Message", bound=Any)
@@ -37,6 +37,25 @@ async def first_message(read: Callable[[], Awaitable[Message | None]], name: str
     if message.WhichOneof("kind") != "open":
         raise out_of_order(f"the first message is {message.WhichOneof('kind') or 'empty'}; it must be {name}")
     return message
+
+
+def kind_of_next(message: Any, sequence_id: str, opening: str, kinds: str) -> str:
+    """The kind of a message after the first one, which was an `opening`. `kinds` are those that the contract has.
+
+    Raises:
+        RequestError: INVALID_ARGUMENT: another sequence, a second opening, or none of the kinds.
+    """
+    if message.sequence_id != sequence_id:
+        raise invalid_field(
+            "sequence_id",
+            f"sequence_id is {message.sequence_id!r}; it must be that of the stream's {opening}, {sequence_id!r}",
+        )
+    kind: str | None = message.WhichOneof("kind")
+    if kind == "open":
+        raise out_of_order(f"a second {opening} was sent; open a stream for each sequence")
+    if kind is None:
+        raise invalid_field("kind", f"kind is not set; it must be {kinds}")
+    return kind
 
 
 class InactivityTimer:
