@@ -52,11 +52,7 @@ class RoundSizes:
 def check_emission(
     message: draft_service_pb2.GenerateRequest, *, max_gamma: int, top_logprobs: int | None
 ) -> Emission | None:
-    """Checks `emission` of a request; None if it is not set.
-
-    Raises:
-        RequestError: INVALID_ARGUMENT.
-    """
+    """Checks `emission` of a request; None if it is not set."""
     if not message.HasField("emission"):
         return None
     emission = message.emission

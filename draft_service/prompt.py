@@ -1,6 +1,7 @@
 """Checks the prompt of a `GenerateRequest`: text, tokens, a conversation, or speech.
 
 For an encoder–decoder model it is the input of the encoder, and the request has a second prompt, of the decoder.
+Each check raises a `RequestError`.
 """
 
 from outrider.rpc.errors import RequestError, above_limit, counted, failed_precondition, invalid_field
@@ -134,11 +135,7 @@ def _decoder_prompt(
 
 
 def check_prompt_length(field: str, tokens: int, most: int | None) -> None:
-    """Checks a prompt against `--max-prompt-tokens`, if that is set.
-
-    Raises:
-        RequestError: INVALID_ARGUMENT: it is longer.
-    """
+    """Checks a prompt against `--max-prompt-tokens`, if that is set."""
     if most is not None and tokens > most:
         advice = ": shorten it, or raise --max-prompt-tokens of the draft service"
         raise above_limit(field, tokens, most, advice, noun="token")
@@ -147,11 +144,7 @@ def check_prompt_length(field: str, tokens: int, most: int | None) -> None:
 def check_prompt_bytes(
     message: draft_service_pb2.GenerateRequest | draft_service_pb2.TokenizeRequest, tokenizer: Tokenizer, most: int
 ) -> None:
-    """Refuses a text that must have more than `most` tokens, before it is tokenised, which is slow.
-
-    Raises:
-        RequestError: INVALID_ARGUMENT: it has more bytes than `most` of the longest tokens.
-    """
+    """Refuses a text that must have more than `most` tokens, before it is tokenised, which is slow."""
     match message.WhichOneof("prompt"):
         case "text":
             field, given = "text", len(message.text.encode())

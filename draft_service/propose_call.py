@@ -45,11 +45,7 @@ class ProposeCall:
         self._sequence_id = ""
 
     async def run(self) -> None:
-        """Serves the call, frees everything it held, and writes one line to the log.
-
-        Raises:
-            RequestError: the status of a call that fails.
-        """
+        """Serves the call, frees everything it held, and writes one line to the log."""
         with outcome(self._record):
             await self._serve()
 
@@ -150,11 +146,7 @@ class _Progress:
         self._round = 0
 
     def check(self, advance: draft_service_pb2.Advance, limits: model_pb2.Limits, vocab_size: int) -> None:
-        """Checks an `Advance` against the sequence, and adds its committed tokens.
-
-        Raises:
-            RequestError: INVALID_ARGUMENT.
-        """
+        """Checks an `Advance` against the sequence, and adds its committed tokens."""
         if advance.round <= self._round:
             raise out_of_order(f"advance.round is {advance.round}; it must be above {self._round}, the last round")
         if advance.base_length != self._length:

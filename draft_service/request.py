@@ -1,4 +1,4 @@
-"""A checked request, and the checks of its drafter and its policy for γ."""
+"""A checked request, and the checks of its drafter and its policy for γ, which raise INVALID_ARGUMENT."""
 
 import math
 from collections.abc import Collection
@@ -106,11 +106,7 @@ Drafted: TypeAlias = draft_service_pb2.SpeculationParams | draft_service_pb2.Ope
 def check_drafter(
     field: str, requested: draft_service_pb2.Drafter, sampling: Sampling, *, offered: Collection[Kind], default: Kind
 ) -> Kind:
-    """The drafter of a request; `default` if it names none.
-
-    Raises:
-        RequestError: INVALID_ARGUMENT: the service does not offer it, or the rule does not work with it.
-    """
+    """The drafter of a request; `default` if it names none."""
     kind = _DRAFTERS.get(requested) if requested else default
     if kind is None or kind not in offered:
         name = kind.value if kind else requested
@@ -128,11 +124,7 @@ def check_drafter(
 
 
 def check_draft_temperature(field: str, message: Drafted, sampling: Sampling, *, default: float | None) -> float | None:
-    """The draft's temperature; None is the target's. A default that the rule does not allow is ignored.
-
-    Raises:
-        RequestError: INVALID_ARGUMENT: it is out of range, or 0 under the rule `sigmoid`.
-    """
+    """The draft's temperature; None is the target's. A default that the rule does not allow is ignored."""
     if not message.HasField("draft_temperature"):
         return None if default == 0 and sampling.needs_logits else default
     requested = message.draft_temperature
@@ -146,11 +138,7 @@ MAX_TOKENS_PER_PASS = 256
 
 
 def check_tokens_per_pass(field: str, message: Drafted, drafter: Kind, *, default: int) -> int:
-    """The tokens that one pass of the draft model drafts; 1 with another drafter than `PARALLEL`.
-
-    Raises:
-        RequestError: INVALID_ARGUMENT: it is out of range.
-    """
+    """The tokens that one pass of the draft model drafts; 1 with another drafter than `PARALLEL`."""
     requested = message.tokens_per_pass if message.HasField("tokens_per_pass") else default
     if not 1 <= requested <= MAX_TOKENS_PER_PASS:
         raise invalid_field(
@@ -172,11 +160,7 @@ _POLICIES = {number: kind for kind, number in POLICY_TO_WIRE.items()}
 
 
 def check_policy(requested: draft_service_pb2.SpeculationParams, *, default: PolicyKind) -> PolicyKind:
-    """The policy for γ: the named one; else `fixed` if the request gives γ; else the default.
-
-    Raises:
-        RequestError: INVALID_ARGUMENT: there is no such policy.
-    """
+    """The policy for γ: the named one; else `fixed` if the request gives γ; else the default."""
     if not requested.policy:
         return PolicyKind.FIXED if requested.HasField("gamma") else default
     kind = _POLICIES.get(requested.policy)
@@ -188,11 +172,7 @@ def check_policy(requested: draft_service_pb2.SpeculationParams, *, default: Pol
 
 
 def check_max_entropy(requested: draft_service_pb2.SpeculationParams, *, default: float | None) -> float | None:
-    """The bound on the entropy of q, in nats; None is no bound.
-
-    Raises:
-        RequestError: INVALID_ARGUMENT: negative or NaN.
-    """
+    """The bound on the entropy of q, in nats; None is no bound."""
     if not requested.HasField("max_entropy"):
         return default
     if not requested.max_entropy >= 0:  # also refuses NaN

@@ -137,11 +137,7 @@ class GenerateCall:
         self._prompt_scored = asyncio.Event()  # the first sample sends no more log-probabilities of the prompt
 
     async def run(self, message: draft_service_pb2.GenerateRequest) -> None:
-        """Serves the call, frees everything it held, and writes one line to the log.
-
-        Raises:
-            RequestError: the status of a call that fails.
-        """
+        """Serves the call, frees everything it held, and writes one line to the log."""
         request: Generation | None = None
         with outcome(lambda status: self._record(message, request, status)):
             request = await self._check(message)

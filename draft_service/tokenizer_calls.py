@@ -93,11 +93,7 @@ def tokenize(
 def detokenize(
     message: draft_service_pb2.DetokenizeRequest, tokenizer: Tokenizer, *, vocab_size: int, longest: int
 ) -> draft_service_pb2.DetokenizeResponse:
-    """The text of tokens. `longest` is the most tokens of prompt and output.
-
-    Raises:
-        RequestError: INVALID_ARGUMENT.
-    """
+    """The text of tokens. `longest` is the most tokens of prompt and output."""
     given = len(message.token_ids)
     if given > longest:
         raise above_limit("token_ids", given, longest, " (--max-sequence-tokens): send fewer at once", noun="token")

@@ -1,4 +1,4 @@
-"""Checks a `GenerateRequest`. Every error names the field, its value and the limit."""
+"""Checks a `GenerateRequest`. Every error is a `RequestError` that names the field, its value and the limit."""
 
 from __future__ import annotations
 
@@ -179,9 +179,6 @@ def check_target_sampling(
     """Checks sampling parameters against the target.
 
     Without a rule, takes the target's default, or with `seed_decides` that of `promised_rule`.
-
-    Raises:
-        RequestError: INVALID_ARGUMENT.
     """
     rules = [RULES[number] for number in target.rules if RULES.get(number) in OFFERED_RULES]
     default_rule = RULES[target.default_rule]
@@ -191,11 +188,7 @@ def check_target_sampling(
 
 
 def check_gamma(field: str, gamma: int, limits: model_pb2.Limits) -> int:
-    """Checks γ.
-
-    Raises:
-        RequestError: INVALID_ARGUMENT: it is above the limit.
-    """
+    """Checks γ."""
     if gamma > limits.max_gamma:
         advice = ": give less, or raise --max-gamma of the draft service and of the verifier"
         raise above_limit(field, gamma, limits.max_gamma, advice)
@@ -208,11 +201,7 @@ def message_limit(draft: model_pb2.ModelInfo, target: model_pb2.ModelInfo) -> in
 
 
 def check_message_size(field: str, gamma: int, draft: model_pb2.ModelInfo, target: model_pb2.ModelInfo) -> None:
-    """Checks that a proposal of `gamma` tokens with the draft's logits fits into a message.
-
-    Raises:
-        RequestError: INVALID_ARGUMENT: it does not.
-    """
+    """Checks that a proposal of `gamma` tokens with the draft's logits fits into a message."""
     limit, needed = message_limit(draft, target), bytes_with_logits(gamma, target.vocab_size)
     if gamma and needed > limit:
         most = most_logits(limit, target.vocab_size)

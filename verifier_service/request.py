@@ -1,7 +1,8 @@
 """Checks the messages of a stream: the opening, and the rounds.
 
-Every field is checked before it reaches a tensor (invariant 8). Errors name the field, its value and the limit. Checks
-that need the state of the sequence, such as its base, are in `TargetSequence`.
+Every field is checked before it reaches a tensor (invariant 8). Errors are a `RequestError` that
+names the field, its value and the limit. Checks that need the state of the sequence, such as its base, are in
+`TargetSequence`.
 """
 
 import time
@@ -166,11 +167,7 @@ def check_proposal(
     rule: Rule = DEFAULT_RULE,
     is_greedy: bool = False,
 ) -> Round:
-    """Checks a proposal against the model, and the sequence's rule and temperature.
-
-    Raises:
-        RequestError: INVALID_ARGUMENT.
-    """
+    """Checks a proposal against the model, and the sequence's rule and temperature."""
     _check_round("proposal", message)
     gamma, limit = len(message.token_ids), model.limits.max_gamma
     if gamma > limit:
@@ -204,11 +201,7 @@ def check_proposal(
 
 
 def check_decode(message: verifier_service_pb2.Decode) -> Round:
-    """Checks a Decode.
-
-    Raises:
-        RequestError: INVALID_ARGUMENT.
-    """
+    """Checks a Decode."""
     _check_round("decode", message)
     if message.num_tokens < 1:
         raise invalid_field("decode.num_tokens", "decode.num_tokens is 0; it must be at least 1", given=0)

@@ -98,11 +98,7 @@ class VerifyStream:
         self._tally = _Tally()
 
     async def run(self) -> None:
-        """Serves the call.
-
-        Raises:
-            RequestError: the status of a call that fails.
-        """
+        """Serves the call."""
         message = await first_message(self._next, "OpenSequence", self._settings.idle_timeout)
         check_name("sequence_id", message.sequence_id, required=True)
         generation = self._engine.model_runner.loaded.generation_rules

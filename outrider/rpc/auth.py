@@ -363,11 +363,7 @@ class Authentication(Interceptor):
         return wrapped(handler, around)
 
     def _name(self, context: Context, metadata: Any) -> str:
-        """The caller's name in the limits.
-
-        Raises:
-            RequestError: UNAUTHENTICATED or PERMISSION_DENIED: the caller is refused.
-        """
+        """Authenticates the caller. Returns its name in the limits."""
         name = "" if self._allowed is None else self._allowed.check(context.auth_context())
         token = "" if self._tokens is None else self._tokens.check(metadata)
         return token or name or _anonymous(context)

@@ -197,11 +197,7 @@ async def speaks_tls(address: str, timeout: float = 2.0) -> bool:
 
 
 def _authority(path: Path) -> bytes:
-    """The certificates of a CA file.
-
-    Raises:
-        FileProblem, OSError: the file has none.
-    """
+    """The certificates of a CA file."""
     pem = path.read_bytes()
     try:
         ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT).load_verify_locations(cadata=pem.decode("ascii"))
@@ -211,11 +207,7 @@ def _authority(path: Path) -> bytes:
 
 
 def _pair(cert: Path, key: Path) -> tuple[bytes, bytes]:
-    """Private key and certificate chain, checked against each other: gRPC would fail in the first handshake, unlogged.
-
-    Raises:
-        FileProblem, OSError: they do not match.
-    """
+    """Private key and certificate chain, checked against each other: gRPC would fail in each handshake, unlogged."""
     chain, secret = cert.read_bytes(), key.read_bytes()
     if b"ENCRYPTED" in secret:
         raise FileProblem(f"{key}: has a passphrase; remove it, since gRPC reads keys without one only")

@@ -1,4 +1,7 @@
-"""Inputs of encoders: checks the messages, and computes the tensors that encoders take."""
+"""Inputs of encoders: checks the messages, and computes the tensors that encoders take.
+
+Each check raises a `RequestError`, INVALID_ARGUMENT.
+"""
 
 import asyncio
 from concurrent.futures import ThreadPoolExecutor
@@ -40,11 +43,7 @@ _THREADS = ThreadPoolExecutor(2, thread_name_prefix="encoder-input", initializer
 def check_opening_input(
     opening: verifier_service_pb2.OpenSequence | draft_service_pb2.OpenDraft, model: model_pb2.ModelInfo
 ) -> None:
-    """Checks `encoder_input` of an opening by `check_size`. It must be set if the model has an encoder, and only then.
-
-    Raises:
-        RequestError: INVALID_ARGUMENT.
-    """
+    """Checks `encoder_input` of an opening. It must be set if the model has an encoder, and only then."""
     name = "encoder_input"
     if not model.HasField("encoder"):
         if opening.HasField(name):
@@ -62,9 +61,6 @@ def check_size(
         model: a model with an encoder.
         prefix: of the names of fields.
         missing: the field to name if there is no input.
-
-    Raises:
-        RequestError: INVALID_ARGUMENT.
     """
     encoder, kind = model.encoder, message.WhichOneof("kind")
     if kind is None:
@@ -82,11 +78,7 @@ def check_size(
 
 
 def check_kind(field: str, encoder: model_pb2.EncoderInfo, *, is_text: bool) -> None:
-    """Refuses text for an encoder of speech, and the reverse.
-
-    Raises:
-        RequestError: INVALID_ARGUMENT.
-    """
+    """Refuses text for an encoder of speech, and the reverse."""
     if is_text != (encoder.kind == model_pb2.ENCODER_KIND_TEXT):
         prefix = field.rpartition(".")[0]
         raise invalid_field(field, f"{field} is set; {_takes(encoder, prefix)}")
@@ -99,11 +91,7 @@ def _takes(encoder: model_pb2.EncoderInfo, prefix: str) -> str:
 
 
 def check_length(field: str, tokens: int, encoder: model_pb2.EncoderInfo) -> None:
-    """Checks the number of tokens of an encoder's input.
-
-    Raises:
-        RequestError: INVALID_ARGUMENT.
-    """
+    """Checks the number of tokens of an encoder's input."""
     most = encoder.max_positions
     if not 1 <= tokens <= most:
         raise invalid_field(
@@ -152,11 +140,7 @@ def _check_audio(field: str, audio: input_pb2.Audio, encoder: model_pb2.EncoderI
 
 
 def check_features(field: str, features: input_pb2.LogMelFeatures, encoder: model_pb2.EncoderInfo) -> None:
-    """Checks the shape of features, and their bytes.
-
-    Raises:
-        RequestError: INVALID_ARGUMENT.
-    """
+    """Checks the shape of features, and their bytes."""
     for name, given, expected in (("mels", features.mels, encoder.mels), ("frames", features.frames, encoder.frames)):
         if given != expected:
             raise invalid_field(
@@ -178,11 +162,7 @@ def check_features(field: str, features: input_pb2.LogMelFeatures, encoder: mode
 
 
 def check_values(message: input_pb2.EncoderInput, *, prefix: str = "") -> None:
-    """Checks the numbers of an input that passed `check_size`: finite and in their range. Takes up to 2 ms.
-
-    Raises:
-        RequestError: INVALID_ARGUMENT.
-    """
+    """Checks the numbers of an input that passed `check_size`: finite and in their range. Takes up to 2 ms."""
     kind = message.WhichOneof("kind")
     if kind == "audio" and message.audio.format == input_pb2.AUDIO_FORMAT_F32LE:
         _check_range(f"{prefix}audio.samples", _samples(message.audio), MAX_SAMPLE)
@@ -244,11 +224,7 @@ class EncoderInputs:
                 return self._extract(message.audio)
 
     async def checked_tensor(self, message: input_pb2.EncoderInput, *, prefix: str = "") -> Tensor:
-        """`check_values` and `tensor`, off the event loop if they take long.
-
-        Raises:
-            RequestError: INVALID_ARGUMENT.
-        """
+        """`check_values` and `tensor`, off the event loop if they take long."""
 
         def convert() -> Tensor:
             check_values(message, prefix=prefix)

@@ -161,11 +161,7 @@ MAX_NAME_CHARS = 128
 
 
 def check_name(field: str, name: str, *, required: bool = False) -> None:
-    """Checks the name of a request or a sequence.
-
-    Raises:
-        RequestError: INVALID_ARGUMENT: it is too long, or empty though required.
-    """
+    """Checks the name of a request or a sequence."""
     if len(name) > MAX_NAME_CHARS or (required and not name):
         allowed = f"1 to {MAX_NAME_CHARS}" if required else f"at most {MAX_NAME_CHARS}"
         raise invalid_field(

@@ -1,6 +1,7 @@
 """Sampling parameters of a request: checked and converted for `kernels`.
 
-Both services use it, so both accept the same values.
+Both services use it, so both accept the same values. Each check raises a `RequestError`, INVALID_ARGUMENT, that names
+the field and the numbers.
 """
 
 from collections.abc import Container, Iterable
@@ -78,11 +79,7 @@ class Sampling:
 def check_sampling(
     params: sampling_pb2.SamplingParams, *, vocab_size: int, rules: Iterable[Rule], default_rule: Rule
 ) -> Sampling:
-    """Checks every field against the ranges that the contract states.
-
-    Raises:
-        RequestError: INVALID_ARGUMENT, naming the field and the numbers.
-    """
+    """Checks every field against the ranges that the contract states."""
     temperature = check_temperature("sampling.temperature", params.temperature if params.HasField("temperature") else 1)
     top_p = _within("top_p", params.top_p if params.HasField("top_p") else 1.0, 0.0, 1.0, open_below=True)
     min_p = _within("min_p", params.min_p, 0.0, 1.0)
@@ -120,11 +117,7 @@ def promised_rule(params: sampling_pb2.SamplingParams, *, rules: Container[Rule]
 
 
 def check_token_ids(field: str, ids: Iterable[int], vocab_size: int) -> list[int]:
-    """The ids as a list, each below `vocab_size`.
-
-    Raises:
-        RequestError: INVALID_ARGUMENT, naming the first id that is too large.
-    """
+    """The ids as a list, each below `vocab_size`."""
     checked = list(ids)
     if checked and (max(checked) >= vocab_size or min(checked) < 0):
         at = next(i for i, token in enumerate(checked) if not 0 <= token < vocab_size)
@@ -138,22 +131,14 @@ def check_token_ids(field: str, ids: Iterable[int], vocab_size: int) -> list[int
 
 
 def check_logprobs(params: sampling_pb2.LogprobsParams, field: str = "logprobs") -> int:
-    """The number of most probable tokens to report. `field` is the name of `params` in its message.
-
-    Raises:
-        RequestError: INVALID_ARGUMENT: it is above the limit.
-    """
+    """The number of most probable tokens to report. `field` is the name of `params` in its message."""
     if params.top_n > MAX_TOP_LOGPROBS:
         raise above_limit(f"{field}.top_n", params.top_n, MAX_TOP_LOGPROBS)
     return params.top_n
 
 
 def check_prompt_logprobs(params: sampling_pb2.LogprobsParams, target: model_pb2.ModelInfo) -> int:
-    """The number of most probable tokens to report at each position of the prompt.
-
-    Raises:
-        RequestError: INVALID_ARGUMENT: it is above the limit, or the target has an encoder.
-    """
+    """The number of most probable tokens to report at each position of the prompt."""
     if target.HasField("encoder"):
         raise invalid_field(
             "prompt_logprobs", "prompt_logprobs is set; a model with an encoder does not score its prompt: unset it"
@@ -162,11 +147,7 @@ def check_prompt_logprobs(params: sampling_pb2.LogprobsParams, target: model_pb2
 
 
 def check_temperature(field: str, value: float) -> float:
-    """Checks a temperature: 0, or within `TEMPERATURES`.
-
-    Raises:
-        RequestError: INVALID_ARGUMENT, naming the field and the range.
-    """
+    """Checks a temperature: 0, or within `TEMPERATURES`."""
     if value == 0:
         return 0.0
     low, high = TEMPERATURES
