@@ -1,6 +1,5 @@
 """The draft service: loads the draft, connects to the verifiers, and builds the parts."""
 
-import asyncio
 from dataclasses import replace
 from typing import Any
 
@@ -29,14 +28,13 @@ from draft_service.speculation import GammaController
 from kernels.sparse import SparseConfig
 from kernels.verify import implementation_for
 from outrider.environment import served_name
-from outrider.rpc.errors import internal
 from outrider.rpc.tls import TLS, ChannelTLS
 from outrider.runtime.checkpoint import vocabulary_size
 from outrider.runtime.loader import LoadedModel
 from outrider.runtime.tokenizer import Tokenizer
 from outrider.service.decoder_prompt import DecoderPrompts
 from outrider.service.encoder_input import EncoderInputs, smallest_input
-from outrider.service.lifecycle import Service, Warm, in_thread
+from outrider.service.lifecycle import Service, Warm, first_result, in_thread
 from outrider.service.loading import (
     DEFAULT_SEQUENCE_TOKENS,
     Built,
@@ -368,10 +366,6 @@ def _requests(settings: DraftSettings, sequence_tokens: int) -> int:
     )
 
 
-# Seconds between two checks that the engine runs.
-CHECK_SECONDS = 0.5
-
-
 async def warm_up(drafter: Drafter, engine: DraftEngine, probe: DraftSequence) -> None:
     """Drafts a proposal for the sequence `probe`. A failure is logged only: the target can write without a draft.
 
@@ -379,16 +373,9 @@ async def warm_up(drafter: Drafter, engine: DraftEngine, probe: DraftSequence) -
         RequestError: the engine has ended.
     """
     drafting = drafter.open(probe)
-    proposal = asyncio.ensure_future(drafting.propose(PROBE_GAMMA))
     try:
-        while not (await asyncio.wait((proposal,), timeout=CHECK_SECONDS))[0]:
-            if not engine.alive:
-                raise internal(
-                    "INTERNAL", "the draft engine ended before its first step; its error is in the log above this line"
-                )
-        proposal.result()
+        await first_result(engine, drafting.propose(PROBE_GAMMA))
     except DraftError as error:
         _log.warning("drafting failed", at="warm-up", reason=str(error), effect="the target writes without a draft")
     finally:
-        proposal.cancel()
         drafting.close()

@@ -19,7 +19,7 @@ from outrider.runtime.device import find_device
 from outrider.runtime.kv_cache import BLOCK_TOKENS
 from outrider.runtime.tensor_parallel import TensorParallel, read_ranks
 from outrider.service.encoder_input import EncoderInputs, smallest_input
-from outrider.service.lifecycle import Service, Warm, in_thread
+from outrider.service.lifecycle import Service, Warm, first_result, in_thread
 from outrider.service.loading import (
     DEFAULT_SEQUENCE_TOKENS,
     Loader,
@@ -241,8 +241,6 @@ def build_engine(
     return engine, model
 
 
-# Seconds between two checks that the engine runs.
-CHECK_SECONDS = 0.5
 PROMPT_TOKENS = 2
 _NAME = "warm-up"
 
@@ -310,15 +308,7 @@ async def warm_up(engine: VerifierEngine, model: model_pb2.ModelInfo, inputs: En
 async def _verdict(engine: VerifierEngine, replies: asyncio.Queue[Reply]) -> speculation_pb2.Verdict:
     """The next verdict; skips notices."""
     while True:
-        try:
-            async with asyncio.timeout(CHECK_SECONDS):
-                reply = encoded(await replies.get())
-        except TimeoutError:
-            if not engine.alive:
-                raise internal(
-                    "INTERNAL", "the engine ended before its first step; its error is in the log above this line"
-                ) from None
-            continue
+        reply = encoded(await first_result(engine, replies.get()))
         if isinstance(reply, RequestError):
             raise internal(reply.reason, f"the first step of the target failed: {reply.message}")
         if reply is None:

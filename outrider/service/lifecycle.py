@@ -18,7 +18,7 @@ import structlog
 from prometheus_client import Gauge
 
 from outrider.environment import installed_version
-from outrider.rpc.errors import RequestError
+from outrider.rpc.errors import RequestError, internal
 from outrider.rpc.health import PROBES, STARTUP, HealthState
 from outrider.rpc.server import StartupError, bind, create_server, cut_off, enable_reflection, serve_until_signal
 from outrider.runtime.device import check_environment
@@ -268,6 +268,24 @@ async def in_thread(function: Callable[[], Result]) -> Result:
 
     threading.Thread(target=work, daemon=True, name=_IN_THREAD).start()
     return await future
+
+
+async def first_result(engine: Engine[Any, Any, Any], work: Awaitable[Result]) -> Result:
+    """Awaits the result of the first step of an engine.
+
+    Raises:
+        RequestError: the engine has ended.
+    """
+    result = asyncio.ensure_future(work)
+    try:
+        while not (await asyncio.wait((result,), timeout=CHECK_SECONDS))[0]:
+            if not engine.alive:
+                raise internal(
+                    "INTERNAL", "the engine ended before its first step; its error is in the log above this line"
+                )
+        return result.result()
+    finally:
+        result.cancel()
 
 
 def run(program: str, settings: ServiceSettings, make: Callable[[], Service]) -> int:
