@@ -51,12 +51,15 @@ class DrainGate(Interceptor):
         """New calls end with UNAVAILABLE, reason DRAINING, from now on. Calls in progress continue."""
         self._open = False
 
-    def cut(self) -> None:
-        """Ends the calls in progress with UNAVAILABLE, reason DRAINING."""
+    async def cut(self, seconds: float) -> None:
+        """Ends the calls in progress with UNAVAILABLE, reason DRAINING. Returns after `seconds` at most."""
         self._is_cut = True
         for task in self._running:
             if task is not None:
                 task.cancel()
+        with suppress(TimeoutError):
+            async with asyncio.timeout(seconds):
+                await self.wait_idle()
 
     async def wait_idle(self) -> None:
         """Returns once no call is in progress, and none that gRPC has accepted is yet to reach the gate."""
@@ -225,10 +228,7 @@ async def cut_off(server: grpc.aio.Server) -> None:
     """
     gate = _gates[server]
     gate.close()
-    gate.cut()
-    with suppress(TimeoutError):
-        async with asyncio.timeout(CUTTING_SECONDS):
-            await gate.wait_idle()
+    await gate.cut(CUTTING_SECONDS)
 
 
 async def _drain(
@@ -254,7 +254,4 @@ async def _drain(
         # 5. The rest get DRAINING: a broken connection would not name the reason.
         left = errors.counted(gate.running, "call")
         _logger.warning("--grace is over: %s in progress ended with UNAVAILABLE; raise it if calls take longer", left)
-        gate.cut()
-        with suppress(TimeoutError):
-            async with asyncio.timeout(closing_s):
-                await gate.wait_idle()
+        await gate.cut(closing_s)
