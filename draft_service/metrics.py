@@ -38,7 +38,7 @@ class RequestMetrics:
         )
         for status in ("OK", "CANCELLED"):
             self._requests.labels(status)
-        self._queued = Histogram(
+        self.queued = Histogram(
             "outrider_request_queue_seconds",
             "Time of a call in the queue of this service; 0 if it did not wait.",
             registry=metrics.registry,
@@ -51,16 +51,13 @@ class RequestMetrics:
             registry=metrics.registry,
             buckets=SHORT_S,
         )
-        self._phases = [rounds.labels(phase) for phase in PHASES]
-        self._waiting = Gauge(
+        self.phases = [rounds.labels(phase) for phase in PHASES]
+        self.waiting = Gauge(
             "outrider_num_requests_waiting",
             "Samples in progress without a verdict yet: they wait for a verifier, in its queue, or for their prompt.",
             registry=metrics.registry,
         )
-        self._counts_speculation = False
-
-    def queued(self, seconds: float) -> None:
-        self._queued.observe(seconds)
+        self.counts_speculation = False
 
     def ended(self, status: str, seconds: float, *, prompt: int, generated: int) -> None:
         """Records a request that ended `seconds` after its arrival."""
@@ -69,26 +66,10 @@ class RequestMetrics:
         if status == "OK":
             self.texts.whole(seconds)
 
-    def waits(self, change: int) -> None:
-        """Changes the number of samples that wait for their first verdict."""
-        self._waiting.inc(change)
-
     def show_vllm(self, shown: VllmMetrics) -> None:
         """Shows them, and from now on the counters of verdicts, under vLLM's names too."""
-        self._counts_speculation = True
+        self.counts_speculation = True
         self.texts.show_vllm(shown)
-
-    def speculated(self, drafted: int, accepted: int) -> None:
-        """Records a judged proposal of `drafted` tokens."""
-        if drafted and self._counts_speculation:
-            self.texts.judged(1, drafted, [1] * accepted)
-
-    def judged(self, draft: float | None, *others: float) -> None:
-        """Records the seconds of a round in each of `PHASES`; `draft` is None for a `Decode`."""
-        if draft is not None:
-            self._phases[0].observe(draft)
-        for phase, seconds in zip(self._phases[1:], others, strict=True):
-            phase.observe(seconds)
 
 
 class SampleWatch:
@@ -105,14 +86,14 @@ class SampleWatch:
     def begins(self) -> None:
         """The sample starts to wait for its first verdict."""
         self._waits = True
-        self._metrics.waits(1)
+        self._metrics.waiting.inc()
 
     @REQUEST_METRICS.quiet
     def ends(self) -> None:
         """The sample has its first verdict, or has ended."""
         if self._waits:
             self._waits = False
-            self._metrics.waits(-1)
+            self._metrics.waiting.dec()
 
     @REQUEST_METRICS.quiet
     def first_token(self, seconds: float) -> None:
@@ -139,8 +120,11 @@ class SampleWatch:
         timings = verdict.timings
         queue, forward, verify = timings.queue_us / 1e6, timings.forward_us / 1e6, timings.verify_us / 1e6
         wire = max(0.0, waited - queue - forward - verify)
-        self._metrics.judged(draft, wire, queue, forward, verify)
-        self._metrics.speculated(drafted, verdict.accepted)
+        for phase, seconds in zip(self._metrics.phases, (draft, wire, queue, forward, verify), strict=True):
+            if seconds is not None:
+                phase.observe(seconds)
+        if drafted and self._metrics.counts_speculation:
+            self._metrics.texts.judged(1, drafted, [1] * verdict.accepted)
         if self._trace.is_recorded:
             now = time.perf_counter()
             self._trace.span(

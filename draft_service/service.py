@@ -333,7 +333,7 @@ class DraftService(draft_service_pb2_grpc.DraftServiceServicer):
             settings.max_sequences,
             max_waiting=settings.max_waiting,
             contended_idle_timeout=settings.contended_idle_timeout,
-            on_start=self.metrics.queued,
+            on_start=self.metrics.queued.observe,
         )
         self._tokenizer_thread = TokenizerThread()
         self._pair: Pair | None = None
