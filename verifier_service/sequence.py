@@ -5,7 +5,7 @@ from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 from kernels.adjustments import Adjuster, RowAdjustment
 from kernels.verify import Proposed, TokenLogprobs, VerifyResult
@@ -64,18 +64,15 @@ def seconds_to_linger(now: float, since: float, due: Iterable[float], bound: flo
 SILENT = 1.0
 
 
-class EncodedLater(NamedTuple):
-    """A reply that its stream builds: protobuf takes microseconds, in which the engine's thread goes on."""
+Encode = Callable[[], verifier_service_pb2.VerifyResponse]
+"""A reply that its stream builds: protobuf takes microseconds, in which the engine's thread goes on."""
 
-    encode: Callable[[], verifier_service_pb2.VerifyResponse]
-
-
-Reply = verifier_service_pb2.VerifyResponse | EncodedLater | RequestError | None  # None: the stream ends well
+Reply = verifier_service_pb2.VerifyResponse | Encode | RequestError | None  # None: the stream ends well
 
 
 def encoded(reply: Reply) -> verifier_service_pb2.VerifyResponse | RequestError | None:
     """The reply, built."""
-    return reply.encode() if isinstance(reply, EncodedLater) else reply
+    return reply() if callable(reply) else reply
 
 
 @dataclass(slots=True)
@@ -369,7 +366,7 @@ class TargetSequence:
         """Delivers the verdict that is not sent, if there is one."""
         if self.unsent is not None:
             self.backlog += 1
-            self.deliver(EncodedLater(partial(_encode_verdict, self.sequence_id, self.unsent)))
+            self.deliver(partial(_encode_verdict, self.sequence_id, self.unsent))
             self.unsent = None
 
     def _end_if_done(self) -> None:

@@ -93,37 +93,27 @@ class TargetRunner:
         Raises:
             ValueError, PoolExhausted: see `ModelRunner.forward`.
         """
+        clock = _clock(self._model_runner.loaded.device)
         try:
-            return self._run(chunks, proposals, encoder_inputs, scorings, meanwhile)
+            for slot, inputs in encoder_inputs:
+                self._model_runner.encode(slot, inputs)
+            logits = self._model_runner.forward(chunks)[:, : self._vocab_size]
+            clock.mark()
+            meanwhile()
+            clock.mark()
+            row = len(logits) - sum(len(each.tokens) for each in scorings)
+            results = verify(logits[:row], proposals, self._verify_path) if proposals else []
+            clock.mark()
+            scores = []
+            for each in scorings:
+                scores.append(prompt_logprobs(logits[row : row + len(each.tokens)], each.tokens, each.top))
+                row += len(each.tokens)
+            clock.mark()
+            forward, _, verifying, scoring = clock.seconds()
         except Exception:
             for chunk in chunks:  # the forward pass may have lengthened them
                 self._model_runner.pool.rollback(chunk.slot, chunk.start)
             raise
-
-    def _run(
-        self,
-        chunks: Sequence[Chunk],
-        proposals: Sequence[Proposed],
-        encoder_inputs: Sequence[tuple[int, Tensor]],
-        scorings: Sequence[Scoring],
-        meanwhile: Callable[[], None],
-    ) -> StepResult:
-        clock = _clock(self._model_runner.loaded.device)
-        for slot, inputs in encoder_inputs:
-            self._model_runner.encode(slot, inputs)
-        logits = self._model_runner.forward(chunks)[:, : self._vocab_size]
-        clock.mark()
-        meanwhile()
-        clock.mark()
-        row = len(logits) - sum(len(each.tokens) for each in scorings)
-        results = verify(logits[:row], proposals, self._verify_path) if proposals else []
-        clock.mark()
-        scores = []
-        for each in scorings:
-            scores.append(prompt_logprobs(logits[row : row + len(each.tokens)], each.tokens, each.top))
-            row += len(each.tokens)
-        clock.mark()
-        forward, _, verifying, scoring = clock.seconds()
         return StepResult(proposals, results, scores, forward + scoring, verifying)
 
     def most_in_a_row(self, pass_seconds: float, seconds: float) -> int:
