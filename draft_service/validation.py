@@ -33,7 +33,6 @@ from outrider.service.sampling import (
     check_prompt_logprobs,
     check_sampling,
     check_token_ids,
-    promised_rule,
 )
 from outrider.service.wire import bytes_with_logits, most_logits
 from protos.outrider.v1 import draft_service_pb2, model_pb2, sampling_pb2
@@ -89,7 +88,8 @@ def check_generate(message: draft_service_pb2.GenerateRequest, pair: Pair, setti
     stop_token_ids = _check_stop_token_ids(message, limits, target.vocab_size)
     stop = _check_stop(message.stop, limits)
     committed = check_token_ids("committed_token_ids", message.committed_token_ids, target.vocab_size)
-    held = _check_held(message)
+    if (held := message.held_tokens) > len(committed):
+        raise above_limit("held_tokens", held, len(committed), ", the number of committed_token_ids")
     prompt, encoder_input = check_prompt(
         message,
         pair.tokenizer,
@@ -178,12 +178,14 @@ def check_target_sampling(
 ) -> Sampling:
     """Checks sampling parameters against the target.
 
-    Without a rule, takes the target's default, or with `seed_decides` that of `promised_rule`.
+    Without a rule, takes the target's default; with `seed_decides` and a seed, `coupled`.
     """
     rules = [RULES[number] for number in target.rules if RULES.get(number) in OFFERED_RULES]
     default_rule = RULES[target.default_rule]
-    if seed_decides:
-        default_rule = promised_rule(params, rules=rules, default=default_rule)
+    # A seed promises the same text again. Only `coupled` keeps this promise with any drafts (invariant 7). With a
+    # lenience below 1, `check_sampling` takes `tokenwise` instead.
+    if seed_decides and params.HasField("seed") and Rule.COUPLED in rules:
+        default_rule = Rule.COUPLED
     return check_sampling(params, vocab_size=target.vocab_size, rules=rules, default_rule=default_rule)
 
 
@@ -250,13 +252,6 @@ def check_lengths(message: draft_service_pb2.GenerateRequest, prompt: int, commi
     if message.min_new_tokens > new:
         raise above_limit("min_new_tokens", message.min_new_tokens, new, ", which is max_new_tokens")
     return new
-
-
-def _check_held(message: draft_service_pb2.GenerateRequest) -> int:
-    held, committed = message.held_tokens, len(message.committed_token_ids)
-    if held > committed:
-        raise above_limit("held_tokens", held, committed, ", the number of committed_token_ids")
-    return held
 
 
 def _check_samples(message: draft_service_pb2.GenerateRequest, limits: model_pb2.Limits) -> int:

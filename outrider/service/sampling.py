@@ -4,7 +4,7 @@ Both services use it, so both accept the same values. Each check raises a `Reque
 the field and the numbers.
 """
 
-from collections.abc import Container, Iterable
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 import numpy as np
@@ -105,15 +105,6 @@ def check_sampling(
         sigmoid=_check_sigmoid(params.sigmoid) if rule is Rule.SIGMOID else None,
         seed=params.seed if params.HasField("seed") else None,
     )
-
-
-def promised_rule(params: sampling_pb2.SamplingParams, *, rules: Container[Rule], default: Rule) -> Rule:
-    """The rule of a request to the draft service that names none: one of `rules`; `default` is the target's default.
-
-    A seed promises the same text again. Only `coupled` keeps this promise with any drafts (invariant 7). With a
-    lenience below 1, `check_sampling` uses `tokenwise` instead.
-    """
-    return Rule.COUPLED if params.HasField("seed") and Rule.COUPLED in rules else default
 
 
 def check_token_ids(field: str, ids: Iterable[int], vocab_size: int) -> list[int]:
