@@ -164,6 +164,18 @@ class Adjuster:
         self._repetition = np.array([self._repetition_of(int(token)) for token in self._ids], dtype=np.float32)
         self._bias = np.array([self._bias_of(int(token)) for token in self._ids], dtype=np.float32)
 
+    @classmethod
+    def after(
+        cls, prompt_tokens: Sequence[int], committed: Sequence[int], rules: LogitRules, vocab_size: int
+    ) -> Adjuster | None:
+        """An adjuster after prompt and committed tokens; None if the rules change nothing."""
+        if rules.is_identity:
+            return None
+        adjuster = cls(rules, prompt_tokens, vocab_size)
+        for token in committed:
+            adjuster.push(token)
+        return adjuster
+
     def copy(self) -> Adjuster:
         copy = Adjuster.__new__(Adjuster)
         copy.__dict__.update(self.__dict__)
@@ -204,6 +216,15 @@ class Adjuster:
             raise ValueError(f"n_generated is {n_generated}; it must be 0 to {len(self._generated)}, the tokens pushed")
         while len(self._generated) > n_generated:
             self.pop()
+
+    def rows(self, tokens: Sequence[int]) -> list[RowAdjustment | None]:
+        """Return the changes to the rows of drafted tokens and of the token after them. Keeps none of the tokens."""
+        generated, rows = self.n_generated, [self.row()]
+        for token in tokens:
+            self.push(token)
+            rows.append(self.row())
+        self.truncate(generated)
+        return rows
 
     def row(self) -> RowAdjustment | None:
         """Return the change to the row of the next token; None if nothing changes."""

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
-from kernels.adjustments import Adjuster, RowAdjustment
+from kernels.adjustments import Adjuster
 from kernels.verify import Proposed, TokenLogprobs, VerifyResult
 from outrider.rpc.errors import RequestError, counted, internal, out_of_order, wrong_base
 from outrider.service.wire import PROMPT_POSITIONS, PrefixHash, encode_logprobs
@@ -145,11 +145,8 @@ class TargetSequence:
         self.tokens = self.opening.prompt + self.opening.committed
         self.is_isolated = self.opening.isolated
         self._hash = PrefixHash(self.tokens)
-        self._adjuster = None
-        if not self.opening.logit_rules.is_identity:
-            self._adjuster = Adjuster(self.opening.logit_rules, self.opening.prompt, self.vocab_size)
-            for token in self.opening.committed:
-                self._adjuster.push(token)
+        opening = self.opening
+        self._adjuster = Adjuster.after(opening.prompt, opening.committed, opening.logit_rules, self.vocab_size)
 
     @property
     def written(self) -> int:
@@ -211,7 +208,8 @@ class TargetSequence:
         """
         while self.rounds and not self.finished:
             current = self.rounds[0]
-            if self.decoded or self._is_base(current):
+            is_base = current.base_length == len(self.tokens) and current.prefix_hash == self._hash.digest()
+            if self.decoded or is_base:
                 return current
             if current.seen_round >= self.last_round and current.base_length >= len(self.tokens):
                 raise self._wrong_base(current)
@@ -243,7 +241,7 @@ class TargetSequence:
             rule=self.opening.sampling.rule,
             lenience=self.opening.sampling.lenience,
             sigmoid=self.opening.sampling.sigmoid,
-            adjustments=self._adjustments(tokens),
+            adjustments=() if self._adjuster is None else tuple(self._adjuster.rows(tokens)),
             top_logprobs=self.opening.top_logprobs,
             reports_probabilities=self.opening.reports_probabilities,
         )
@@ -269,9 +267,6 @@ class TargetSequence:
         """When the wait for the round's next verdict began: at its arrival, or within a Decode at the last verdict."""
         return self.judged_at if self.decoded else round_.arrived
 
-    def _is_base(self, round_: Round) -> bool:
-        return round_.base_length == len(self.tokens) and round_.prefix_hash == self._hash.digest()
-
     def _wrong_base(self, round_: Round) -> RequestError:
         if round_.base_length != len(self.tokens):
             text = (
@@ -284,17 +279,6 @@ class TargetSequence:
                 f"{counted(len(self.tokens), 'token')} of the sequence it must be {self._hash.digest().hex()}"
             )
         return wrong_base(text, base_length=round_.base_length, sequence_length=len(self.tokens))
-
-    def _adjustments(self, drafted: Sequence[int]) -> tuple[RowAdjustment | None, ...]:
-        """One for each row, with the drafted tokens before it."""
-        if self._adjuster is None:
-            return ()
-        rows = [self._adjuster.row()]
-        for token in drafted:
-            self._adjuster.push(token)
-            rows.append(self._adjuster.row())
-        self._adjuster.truncate(self.written)
-        return tuple(rows)
 
     # ------------------------------------------------------------------------------------------------------- replies
 

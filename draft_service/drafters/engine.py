@@ -10,10 +10,10 @@ import time
 from collections.abc import Callable, Sequence
 from typing import TypeVar
 
-from draft_service.drafters.base import DraftError, Guesses
+from draft_service.drafters.base import DraftError
 from draft_service.drafters.outcome_cache import LEAVING_SECONDS, OutcomeCache
 from draft_service.drafters.sequence import Close, DraftWork, Drawn, DrawnToken, ModelSequence, Propose
-from draft_service.drafters.staged import Staging, row_adjustments, row_draws
+from draft_service.drafters.staged import Staging, row_draws
 from kernels.adjustments import RowAdjustment, apply
 from kernels.sampling import UNSURE, Draw, sample
 from kernels.sigmoid import draft_logits
@@ -179,7 +179,7 @@ class DraftEngine(Engine[Propose | Close, DraftWork, list[Drawn]]):
         work = self._in_turn(drawing, pieces)
         if not work:
             return self._call_cache(lambda: self.cache.work(time.perf_counter()), [])
-        return self.staging.add_guesses(work)
+        return [self.staging.with_guesses(item) for item in work]
 
     def _in_turn(self, drawing: list[DraftWork], pieces: list[DraftWork]) -> list[DraftWork]:
         """Pieces of long prompts run in steps of their own. Every proposal waits for one of them at most."""
@@ -257,9 +257,10 @@ class DraftEngine(Engine[Propose | Close, DraftWork, list[Drawn]]):
                 pool.rollback(item.chunk.slot, pool.length(item.chunk.slot) - item.masks)
             if item.draws:
                 draws += row_draws(item.sequence, item.guesses, item.rows)
-                # Tokens that are drafted in the same pass are not known yet: penalties count their masks.
-                masks: Guesses = [(token, None) for token in item.chunk.tokens[len(item.chunk.tokens) - item.masks :]]
-                changes += row_adjustments(item.sequence, item.guesses or masks, item.rows)
+                # Guesses count as generated. So do masks, in place of tokens of the same pass: those are not known yet.
+                counted = item.chunk.tokens[item.chunk.logits_from + 1 :]
+                adjuster = item.sequence.adjuster
+                changes += [None] * item.rows if adjuster is None else adjuster.rows(counted)
         # The target may know more tokens than the draft.
         z = apply(z, [None if each is None else each.within(z.size(1)) for each in changes])
         samples = sample(z, draws, self._config)

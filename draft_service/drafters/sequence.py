@@ -109,11 +109,7 @@ class ModelSequence:
     @staticmethod
     def begin(opening: DraftSequence, vocab_size: int) -> "ModelSequence":
         """A new sequence. Its KV cache is empty."""
-        adjuster = None
-        if not opening.logit_rules.is_identity:
-            adjuster = Adjuster(opening.logit_rules, opening.prompt, vocab_size)
-            for token in opening.committed:
-                adjuster.push(token)
+        adjuster = Adjuster.after(opening.prompt, opening.committed, opening.logit_rules, vocab_size)
         tokens = [*opening.prompt, *opening.committed]
         return ModelSequence(opening, tokens, len(tokens), adjuster)
 

@@ -13,7 +13,6 @@ import numpy as np
 
 from draft_service.drafters.base import Guesses
 from draft_service.drafters.sequence import DraftWork, ModelSequence
-from kernels.adjustments import RowAdjustment
 from kernels.rng import Domain, uniform
 from kernels.sampling import Draw, Sample
 from kernels.sparse import SparseDistribution
@@ -51,10 +50,6 @@ class Staging:
         self._guesses = guesses
         self._known = known
 
-    def add_guesses(self, work: list[DraftWork]) -> list[DraftWork]:
-        """Returns the work, with guesses for the sequences that have a guesser."""
-        return [item if item.sequence.guessing is None else self._guessed(item) for item in work]
-
     def judge(self, work: DraftWork, samples: Sequence[Sample], pool: KVPool) -> list[Sample]:
         """Returns the accepted guesses and the token after them, and rolls the KV cache back to them.
 
@@ -68,7 +63,10 @@ class Staging:
         self.counts.accepted += accepted
         return kept
 
-    def _guessed(self, item: DraftWork) -> DraftWork:
+    def with_guesses(self, item: DraftWork) -> DraftWork:
+        """Returns the work with guesses, if its sequence has a guesser."""
+        if item.sequence.guessing is None:
+            return item
         guessed = GUESSES.run(lambda: self._with_guesses(item), None)
         if guessed is not None:
             return guessed
@@ -113,19 +111,6 @@ def row_draws(sequence: ModelSequence, guesses: Guesses, rows: int) -> list[Draw
     is_drawn = not sequence.params.is_greedy and rows > len(guesses)
     u = _uniform(sequence, last, Domain.STAGED_RESAMPLE) if is_drawn else 0.0
     return [Draw(sequence.params, u if index == last else 0.0) for index in range(rows)]
-
-
-def row_adjustments(sequence: ModelSequence, guesses: Guesses, rows: int) -> list[RowAdjustment | None]:
-    """Penalties of the same rows. Guesses count as generated."""
-    adjuster = sequence.adjuster
-    if adjuster is None:
-        return [None] * rows
-    generated, changes = adjuster.n_generated, [adjuster.row()]
-    for token, _ in guesses[: rows - 1]:
-        adjuster.push(token)
-        changes.append(adjuster.row())
-    adjuster.truncate(generated)
-    return changes
 
 
 def _walk(sequence: ModelSequence, guesses: Guesses, samples: Sequence[Sample]) -> list[Sample]:
