@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from kernels.verify import Rule
-from outrider.rpc.errors import invalid_field
+from outrider.rpc.errors import invalid_field, outside
 from outrider.service.sampling import Sampling
 from outrider.service.wire import HASH_BYTES, bytes_with_logits, can_pad, largest, pad
 from protos.outrider.v1 import draft_service_pb2, model_pb2, verifier_service_pb2
@@ -73,14 +73,8 @@ def check_emission(
         )
     least = least_frame_bytes(message, max_gamma=max_gamma, top_logprobs=top_logprobs)
     if emission.frame_bytes and not least <= emission.frame_bytes <= MAX_FRAME_BYTES:
-        raise invalid_field(
-            "emission.frame_bytes",
-            f"emission.frame_bytes is {emission.frame_bytes}; {least} to {MAX_FRAME_BYTES}: the largest response to "
-            f"this request has {least} bytes",
-            given=emission.frame_bytes,
-            minimum=least,
-            maximum=MAX_FRAME_BYTES,
-        )
+        why = f": the largest response to this request has {least} bytes"
+        raise outside("emission.frame_bytes", emission.frame_bytes, least, MAX_FRAME_BYTES, why)
     pace = emission.pace.seconds + emission.pace.nanos / 1e9 if emission.HasField("pace") else None
     if pace is not None and not MIN_PACE_S <= pace <= MAX_PACE_S:
         raise invalid_field(

@@ -10,7 +10,7 @@ from torch import Tensor
 from draft_service.drafters.base import RUN_A_MODEL, Kind
 from draft_service.privacy import Emission, RoundSizes
 from draft_service.speculation import PolicyKind
-from outrider.rpc.errors import invalid_field
+from outrider.rpc.errors import invalid_field, outside
 from outrider.service.sampling import Sampling, check_temperature
 from protos.outrider.v1 import draft_service_pb2, input_pb2, sampling_pb2
 
@@ -141,13 +141,7 @@ def check_tokens_per_pass(field: str, message: Drafted, drafter: Kind, *, defaul
     """The tokens that one pass of the draft model drafts; 1 with another drafter than `PARALLEL`."""
     requested = message.tokens_per_pass if message.HasField("tokens_per_pass") else default
     if not 1 <= requested <= MAX_TOKENS_PER_PASS:
-        raise invalid_field(
-            field,
-            f"{field} is {requested}; it must be 1 to {MAX_TOKENS_PER_PASS}",
-            given=requested,
-            minimum=1,
-            maximum=MAX_TOKENS_PER_PASS,
-        )
+        raise outside(field, requested, 1, MAX_TOKENS_PER_PASS)
     return requested if drafter is Kind.PARALLEL else 1
 
 

@@ -22,7 +22,7 @@ from draft_service.request import (
 )
 from draft_service.speculation import PolicyKind
 from kernels.verify import Rule
-from outrider.rpc.errors import above_limit, counted, invalid_field
+from outrider.rpc.errors import above_limit, counted, invalid_field, outside
 from outrider.service.encoder_input import misfit
 from outrider.service.model_info import check_features, check_fingerprint, check_name
 from outrider.service.sampling import (
@@ -257,13 +257,8 @@ def check_lengths(message: draft_service_pb2.GenerateRequest, prompt: int, commi
 def _check_samples(message: draft_service_pb2.GenerateRequest, limits: model_pb2.Limits) -> int:
     samples = message.n if message.HasField("n") else 1
     if not 1 <= samples <= limits.max_samples:
-        raise invalid_field(
-            "n",
-            f"n is {samples}; 1 to {limits.max_samples}: ask for less, or raise --max-samples and --max-sequences of "
-            "the draft service",
-            given=samples,
-            maximum=limits.max_samples,
-        )
+        advice = ": ask for less, or raise --max-samples and --max-sequences of the draft service"
+        raise outside("n", samples, 1, limits.max_samples, advice)
     if samples > 1 and message.committed_token_ids:
         raise invalid_field(
             "committed_token_ids",
@@ -297,11 +292,6 @@ def _check_stop(stop: Sequence[str], limits: model_pb2.Limits) -> tuple[str, ...
         raise above_limit("stop", len(stop), limits.max_stop_strings, advice, noun="string")
     for i, string in enumerate(stop):
         if not 1 <= len(string) <= limits.max_stop_string_chars:
-            raise invalid_field(
-                f"stop[{i}]",
-                f"stop[{i}] has {counted(len(string), 'character')}; 1 to {limits.max_stop_string_chars}: shorten or "
-                "remove it, or raise --max-stop-string-chars of the draft service",
-                given=len(string),
-                maximum=limits.max_stop_string_chars,
-            )
+            advice = ": shorten or remove it, or raise --max-stop-string-chars of the draft service"
+            raise outside(f"stop[{i}]", len(string), 1, limits.max_stop_string_chars, advice, noun="character")
     return tuple(stop)

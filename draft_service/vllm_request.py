@@ -12,7 +12,7 @@ from google.protobuf.unknown_fields import UnknownFieldSet
 
 from draft_service.prompt import check_prompt_bytes
 from draft_service.service import TOKENISING, Pair
-from outrider.rpc.errors import RequestError, invalid_field
+from outrider.rpc.errors import RequestError, invalid_field, outside
 from outrider.service.sampling import MAX_TOP_LOGPROBS
 from protos.outrider.v1 import draft_service_pb2, sampling_pb2
 
@@ -139,9 +139,7 @@ def _sampling(params: Any) -> sampling_pb2.SamplingParams:
 
 def _top_n(name: str, given: int) -> int:
     if not 0 <= given <= MAX_TOP_LOGPROBS:  # -1 stands for all tokens
-        raise invalid_field(
-            name, f"{name} is {given}; 0 to {MAX_TOP_LOGPROBS}", given=given, minimum=0, maximum=MAX_TOP_LOGPROBS
-        )
+        raise outside(name, given, 0, MAX_TOP_LOGPROBS)
     return given
 
 

@@ -17,7 +17,7 @@ from kernels.generation_rules import GenerationRules
 from kernels.sparse import SparseDistribution, validate
 from kernels.verify import Rule
 from kernels.verify_c import valid_supports
-from outrider.rpc.errors import above_limit, counted, invalid_field
+from outrider.rpc.errors import above_limit, counted, invalid_field, outside
 from outrider.service.encoder_input import check_opening_input
 from outrider.service.model_info import check_features, check_fingerprint, check_name
 from outrider.service.sampling import (
@@ -125,6 +125,9 @@ def check_open(
     )
     if sampling.seed is None:
         raise invalid_field("sampling.seed", "sampling.seed is not set; OpenSequence needs a seed")
+    if message.response_bytes and not MIN_RESPONSE_BYTES <= message.response_bytes <= MAX_RESPONSE_BYTES:
+        or_any = ", or 0 for any size"
+        raise outside("response_bytes", message.response_bytes, MIN_RESPONSE_BYTES, MAX_RESPONSE_BYTES, or_any)
     stops = _check_stops(message, model)
     if committed and committed[-1] in stops:
         raise invalid_field(
@@ -152,7 +155,7 @@ def check_open(
             check_prompt_logprobs(message.prompt_logprobs, model) if message.HasField("prompt_logprobs") else -1
         ),
         reports_probabilities=message.report_probabilities,
-        response_bytes=_check_response_bytes(message.response_bytes),
+        response_bytes=message.response_bytes,
         resumed=message.reopened or bool(committed),
         isolated=message.isolated,
         joined_verdicts=message.joined_verdicts,
@@ -212,18 +215,6 @@ def check_decode(message: verifier_service_pb2.Decode) -> Round:
         seen_round=message.seen_round,
         decode=message.num_tokens,
     )
-
-
-def _check_response_bytes(size: int) -> int:
-    if size and not MIN_RESPONSE_BYTES <= size <= MAX_RESPONSE_BYTES:
-        raise invalid_field(
-            "response_bytes",
-            f"response_bytes is {size}; it must be {MIN_RESPONSE_BYTES} to {MAX_RESPONSE_BYTES}, or 0 for any size",
-            given=size,
-            minimum=MIN_RESPONSE_BYTES,
-            maximum=MAX_RESPONSE_BYTES,
-        )
-    return size
 
 
 def _check_lengths(

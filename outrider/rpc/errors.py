@@ -102,6 +102,12 @@ def above_limit(field: str, given: int, most: int, advice: str = "", *, noun: st
     return invalid_field(field, f"{field} {text}; at most {most}{advice}", given=given, maximum=most)
 
 
+def outside(field: str, given: int, least: int, most: int, advice: str = "", *, noun: str = "") -> RequestError:
+    """As `above_limit`, for a number that must be `least` to `most`."""
+    text = f"has {counted(given, noun)}; it must have" if noun else f"is {given}; it must be"
+    return invalid_field(field, f"{field} {text} {least} to {most}{advice}", given=given, minimum=least, maximum=most)
+
+
 def out_of_order(message: str) -> RequestError:
     """A message in the wrong order: INVALID_ARGUMENT."""
     return RequestError(grpc.StatusCode.INVALID_ARGUMENT, "OUT_OF_ORDER", message)
