@@ -4,6 +4,10 @@ For an encoder–decoder model it is the input of the encoder, and the request h
 Each check raises a `RequestError`.
 """
 
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
 from outrider.rpc.errors import RequestError, above_limit, counted, failed_precondition, invalid_field
 from outrider.runtime.tokenizer import Tokenizer
 from outrider.service.decoder_prompt import DecoderPrompts
@@ -12,15 +16,12 @@ from outrider.service.sampling import check_token_ids
 from outrider.service.wire import largest_opening
 from protos.outrider.v1 import draft_service_pb2, input_pb2, model_pb2
 
+if TYPE_CHECKING:
+    from draft_service.service import Pair
+
 
 def check_prompt(
-    message: draft_service_pb2.GenerateRequest,
-    tokenizer: Tokenizer,
-    *,
-    draft: model_pb2.ModelInfo,
-    target: model_pb2.ModelInfo,
-    prompts: DecoderPrompts | None,
-    max_prompt_tokens: int | None,
+    message: draft_service_pb2.GenerateRequest, pair: Pair, max_prompt_tokens: int | None
 ) -> tuple[list[int], input_pb2.EncoderInput | None]:
     """The prompt as tokens, those of the decoder if the target has an encoder; and the encoder's input, or None.
 
@@ -29,18 +30,18 @@ def check_prompt(
     Raises:
         RequestError: INVALID_ARGUMENT or FAILED_PRECONDITION.
     """
-    if not target.HasField("encoder"):
+    longest = pair.draft.limits.max_sequence_tokens
+    if not pair.target.HasField("encoder"):
         _check_without_encoder(message)
-        longest = draft.limits.max_sequence_tokens
-        check_prompt_bytes(message, tokenizer, min(max_prompt_tokens or longest - 1, longest - 1))
-        prompt = _tokenise(message, tokenizer, target.vocab_size)
+        check_prompt_bytes(message, pair.tokenizer, min(max_prompt_tokens or longest - 1, longest - 1))
+        prompt = _tokenise(message, pair.tokenizer, pair.target.vocab_size)
         check_prompt_length("prompt", len(prompt), max_prompt_tokens)
         return prompt, None
-    encoder_input = _encoder_input(message, tokenizer, draft, target, max_prompt_tokens)
-    _check_message_size(message, encoder_input, draft, target)
+    encoder_input = _encoder_input(message, pair, max_prompt_tokens)
+    _check_message_size(message, encoder_input, pair)
     check_values(encoder_input)
-    decoder_prompt = _decoder_prompt(message, target, prompts)
-    if len(decoder_prompt) >= (longest := draft.limits.max_sequence_tokens):
+    decoder_prompt = _decoder_prompt(message, pair.target, pair.prompts)
+    if len(decoder_prompt) >= longest:
         why = f", so that it and the output have at most {longest} (--max-sequence-tokens): shorten it"
         raise above_limit("decoder_prompt_token_ids", len(decoder_prompt), longest - 1, why, noun="token")
     return decoder_prompt, encoder_input
@@ -62,21 +63,20 @@ def _check_without_encoder(message: draft_service_pb2.GenerateRequest) -> None:
 
 
 def _encoder_input(
-    message: draft_service_pb2.GenerateRequest,
-    tokenizer: Tokenizer,
-    draft: model_pb2.ModelInfo,
-    target: model_pb2.ModelInfo,
-    max_prompt_tokens: int | None,
+    message: draft_service_pb2.GenerateRequest, pair: Pair, max_prompt_tokens: int | None
 ) -> input_pb2.EncoderInput:
     """The input of the encoder, with the checks of everything but its values."""
-    encoder, kind = target.encoder, message.WhichOneof("prompt")
+    target, encoder, kind = pair.target, pair.target.encoder, message.WhichOneof("prompt")
     if kind == "chat":
         raise refuse_chat()
     if kind in ("text", "token_ids"):
         check_kind(kind, encoder, is_text=True)
         most = encoder.max_positions
-        check_prompt_bytes(message, tokenizer, min(max_prompt_tokens or most, most))
-        field, ids = "text" if kind == "text" else "token_ids.ids", _tokenise(message, tokenizer, target.vocab_size)
+        check_prompt_bytes(message, pair.tokenizer, min(max_prompt_tokens or most, most))
+        field, ids = (
+            "text" if kind == "text" else "token_ids.ids",
+            _tokenise(message, pair.tokenizer, target.vocab_size),
+        )
         check_prompt_length("prompt", len(ids), max_prompt_tokens)
         check_length(field, len(ids), encoder)
         return input_pb2.EncoderInput(token_ids=input_pb2.EncoderTokens(ids=ids))
@@ -86,22 +86,17 @@ def _encoder_input(
     elif kind == "features":
         found.features.CopyFrom(message.features)
     check_size(found, target)
-    if kind == "features" and draft.HasField("encoder"):
-        check_features("features", message.features, draft.encoder)
+    if kind == "features" and pair.draft.HasField("encoder"):
+        check_features("features", message.features, pair.draft.encoder)
     return found
 
 
 def _check_message_size(
-    message: draft_service_pb2.GenerateRequest,
-    encoder_input: input_pb2.EncoderInput,
-    draft: model_pb2.ModelInfo,
-    target: model_pb2.ModelInfo,
+    message: draft_service_pb2.GenerateRequest, encoder_input: input_pb2.EncoderInput, pair: Pair
 ) -> None:
     """Checks that the message that opens the sequence at a verifier can hold the input."""
-    limits = target.limits
-    rest = largest_opening(
-        sequence_tokens=draft.limits.max_sequence_tokens, max_stop_token_ids=draft.limits.max_stop_token_ids
-    )
+    limits, own = pair.target.limits, pair.draft.limits
+    rest = largest_opening(sequence_tokens=own.max_sequence_tokens, max_stop_token_ids=own.max_stop_token_ids)
     given, most = encoder_input.ByteSize(), limits.max_message_bytes - rest
     if limits.max_message_bytes and given > most:
         field = message.WhichOneof("prompt") or "prompt"

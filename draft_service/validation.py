@@ -90,14 +90,7 @@ def check_generate(message: draft_service_pb2.GenerateRequest, pair: Pair, setti
     committed = check_token_ids("committed_token_ids", message.committed_token_ids, target.vocab_size)
     if (held := message.held_tokens) > len(committed):
         raise above_limit("held_tokens", held, len(committed), ", the number of committed_token_ids")
-    prompt, encoder_input = check_prompt(
-        message,
-        pair.tokenizer,
-        draft=draft,
-        target=target,
-        prompts=pair.prompts,
-        max_prompt_tokens=settings.max_prompt_tokens,
-    )
+    prompt, encoder_input = check_prompt(message, pair, settings.max_prompt_tokens)
     new = check_lengths(message, len(prompt), len(committed), longest)
     request_id = message.request_id or secrets.token_hex(8)
     if encoder_input is not None and drafter in RUN_A_MODEL and (why := misfit(encoder_input, draft)):
