@@ -2,16 +2,26 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import Protocol
 
 from outrider.service.wire import micros
 from protos.outrider.v1 import speculation_pb2
-from verifier_service.scheduler import TargetWork
+from verifier_service.scheduler import Plan, TargetWork
 from verifier_service.sequence import TargetSequence
 from verifier_service.target_runner import StepResult
 
-if TYPE_CHECKING:
-    from verifier_service.metrics import SpeculationMetrics
+
+class Observer(Protocol):
+    """Counts the engine's work. Called on the engine's thread, so it must be quick. No method raises."""
+
+    def planned(self, plan: Plan) -> None:
+        """A step was planned."""
+
+    def stepped(self, step: "Step") -> None:
+        """A step ended, and its verdicts are committed."""
+
+    def checked(self, intact: bool) -> None:
+        """The KV pool was checked."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,11 +47,11 @@ class Step:
         tokens: tokens in its forward pass, or in the first of several.
         judged: committed rounds, in order.
         is_of_rounds: whether it had rounds, and neither prompt tokens nor an encoder.
-        metrics: of the engine when it ran: a step of the warm-up has none, also if it is accounted for later.
+        observer: of the engine when it ran: a step of the warm-up has none, also if it is accounted for later.
     """
 
-    def __init__(self, work: Sequence[TargetWork], output: StepResult, metrics: "SpeculationMetrics | None") -> None:
-        self.metrics = metrics
+    def __init__(self, work: Sequence[TargetWork], output: StepResult, observer: Observer | None) -> None:
+        self.observer = observer
         self.tokens = sum(len(item.chunk.tokens) for item in work)
         self.sequences = len(work)
         self.passes = output.passes

@@ -82,7 +82,7 @@ class VerifierApp(Service):
         add_VerifierServiceServicer_to_server(self._servicer, server)
 
     async def load(self, warm: Warm) -> None:
-        metrics = SpeculationMetrics(self.metrics, self._path.name)
+        observer = SpeculationMetrics(self.metrics, self._path.name)
         engine, model = await in_thread(self._build)
         self.metrics.describe(
             service="verifier_service",
@@ -97,11 +97,11 @@ class VerifierApp(Service):
         engine.start()
         inputs = await in_thread(lambda: load_encoder_inputs(self._settings, engine.model_runner.loaded))
         await warm_up(engine, model, inputs)
-        engine.metrics = metrics  # from now on: the warm-up is not counted
-        metrics.watch(engine.model_runner.pool, engine.scheduler)
+        engine.observer = observer  # from now on: the warm-up is not counted
+        observer.watch(engine.model_runner.pool, engine.scheduler)
         if self._settings.vllm_metrics:
             shown = VllmMetrics(self.metrics.registry, served_name(model.name))
-            metrics.show_vllm(shown, engine.model_runner.pool, engine.scheduler)
+            observer.show_vllm(shown, engine.model_runner.pool, engine.scheduler)
         await warm()
         self._servicer.attach(engine, model, inputs)
 

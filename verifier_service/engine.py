@@ -25,8 +25,7 @@ from outrider.runtime.prefix_cache import PrefixCache
 from outrider.service.best_effort import Component
 from outrider.service.cost_model import FittedCost
 from protos.outrider.v1 import model_pb2, speculation_pb2, verifier_service_pb2
-from verifier_service.accounting import JudgedRound, Step
-from verifier_service.metrics import SpeculationMetrics
+from verifier_service.accounting import JudgedRound, Observer, Step
 from verifier_service.request import Round
 from verifier_service.scheduler import IDLE_SECONDS, TURN_SECONDS, Scheduler, TargetWork
 from verifier_service.sequence import TargetSequence, seconds_to_linger
@@ -111,7 +110,7 @@ class VerifierEngine(Engine[Message, TargetWork, StepResult]):
     """All sequences of one target model.
 
     Attributes:
-        metrics: count the engine's work, if not None.
+        observer: counts the engine's work; may be None.
         flush: sends all delivered replies; called once a step, after all commits.
     """
 
@@ -133,7 +132,7 @@ class VerifierEngine(Engine[Message, TargetWork, StepResult]):
         self._model = model
         self._max_linger = max_linger
         self.runner = TargetRunner(model_runner, vocab_size=model.vocab_size, verify_path=verify_path)
-        self.metrics: SpeculationMetrics | None = None
+        self.observer: Observer | None = None
         self.flush: Callable[[], None] = lambda: None
         # With an encoder, keys and values of a prefix depend on its input too.
         self.prefixes = PrefixCache(model_runner.pool, enabled=prefix_cache and model_runner.loaded.encoder is None)
@@ -252,8 +251,8 @@ class VerifierEngine(Engine[Message, TargetWork, StepResult]):
             for sequence in self.scheduler.running
         ]
         plan = self.scheduler.plan(rounds)
-        if self.metrics is not None:
-            self.metrics.planned(plan)
+        if self.observer is not None:
+            self.observer.planned(plan)
         self.flush()  # STALE verdicts
         return plan.work
 
@@ -314,7 +313,7 @@ class VerifierEngine(Engine[Message, TargetWork, StepResult]):
 
     def process(self, work: Sequence[TargetWork], output: StepResult) -> None:
         self._account()
-        self._unaccounted = step = Step(work, output, self.metrics)
+        self._unaccounted = step = Step(work, output, self.observer)
         for item, logprobs in zip(_scored(work), output.scores, strict=True):
             _run_for(item.sequence, lambda: item.sequence.add_prompt_logprobs(logprobs))  # noqa: B023
         rounds = [(item.sequence, item.round) for item in work if item.round is not None]
@@ -376,8 +375,8 @@ class VerifierEngine(Engine[Message, TargetWork, StepResult]):
         step, self._unaccounted = self._unaccounted, None
         if step is None:
             return
-        if step.metrics is not None:
-            step.metrics.stepped(step)
+        if step.observer is not None:
+            step.observer.stepped(step)
         if step.is_of_rounds:  # steps with prompts cost more; γ does not depend on them
             COST_MODEL.run(lambda: self.cost.add(step.tokens, step.seconds / step.passes), None)
         self._load = LOAD.run(self._measure_load, self._load)
@@ -421,8 +420,8 @@ class VerifierEngine(Engine[Message, TargetWork, StepResult]):
             intact = False
         else:
             intact = True
-        if self.metrics is not None:
-            self.metrics.checked(intact)
+        if self.observer is not None:
+            self.observer.checked(intact)
 
 
 def _can_wait(message: Message) -> bool:

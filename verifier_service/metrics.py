@@ -1,6 +1,6 @@
 """Metrics of the verifier service.
 
-The engine updates them. Gauges read pool and queue when Prometheus scrapes.
+The engine updates them (`accounting.Observer`). Gauges read pool and queue when Prometheus scrapes.
 """
 
 from prometheus_client import Counter, Gauge, Histogram
@@ -37,7 +37,7 @@ class SequenceMetrics:
 
 
 class SpeculationMetrics:
-    """Metrics of the engine."""
+    """Metrics of the engine: an `accounting.Observer`."""
 
     def __init__(self, metrics: Metrics, verify_path: str) -> None:
         def counter(name: str, text: str, *labels: str) -> Counter:
@@ -133,7 +133,6 @@ class SpeculationMetrics:
 
     @ENGINE_METRICS.quiet
     def stepped(self, step: Step) -> None:
-        """A step ended, and its verdicts are committed."""
         self._forward.observe(step.forward_seconds)
         self._step_tokens.inc(step.tokens)
         self._step_sequences.inc(step.sequences)
@@ -153,5 +152,4 @@ class SpeculationMetrics:
 
     @ENGINE_METRICS.quiet
     def checked(self, intact: bool) -> None:
-        """The KV pool was checked."""
         self._checks.labels("intact" if intact else "corrupted").inc()

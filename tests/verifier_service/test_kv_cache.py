@@ -33,7 +33,7 @@ def start(max_sequences: int, *flags: str) -> tuple[VerifierEngine, Metrics]:
     )
     metrics = Metrics()
     engine, _ = build_engine(settings, find_path(settings))
-    engine.metrics = observer = SpeculationMetrics(metrics, "torch")
+    engine.observer = observer = SpeculationMetrics(metrics, "torch")
     observer.watch(engine.model_runner.pool, engine.scheduler)
     engine.prepare()
     return engine, metrics

@@ -50,7 +50,7 @@ def engine_of(
         verify_path="torch",
     )
     if metrics is not None:
-        engine.metrics = SpeculationMetrics(metrics, "torch")
+        engine.observer = SpeculationMetrics(metrics, "torch")
     engine.prepare()
     return engine
 
