@@ -115,7 +115,7 @@ def copies_with_probabilities() -> None:
         weights = np.ones(2, np.uint16)
         return [(t, SparseDistribution(np.sort([t, (t + 1) % 24]), weights, 2)) for t, _ in guesses]
 
-    _change_guesses("lookup", "Copier", pretend)
+    _change_guesses("cheap", "Copier", pretend)
 
 
 def random_favours_low_ids() -> None:
@@ -219,7 +219,7 @@ def lookup_raises() -> None:
     def broken(guesses: Any) -> Any:
         raise RuntimeError("out of order")
 
-    _fail_every_second("lookup", "Copier", broken)
+    _fail_every_second("cheap", "Copier", broken)
 
 
 def ngram_stalls() -> None:
