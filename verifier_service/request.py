@@ -1,8 +1,7 @@
 """Checks the messages of a stream: the opening, and the rounds.
 
-Every field is checked before it reaches a tensor (invariant 8). Errors are a `RequestError` that
-names the field, its value and the limit. Checks that need the state of the sequence, such as its base, are in
-`TargetSequence`.
+Every field is checked before it reaches a tensor (invariant 8). Each error is a `RequestError` that names the field,
+its value and the limit. Checks that need the state of the sequence, such as its base, are in `TargetSequence`.
 """
 
 import time
