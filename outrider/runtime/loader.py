@@ -231,6 +231,9 @@ def _config(folder: Path, source: ModelSource) -> Any:
         config = AutoConfig.from_pretrained(folder, trust_remote_code=source.trust_remote_code)
     except Exception as error:
         raise CheckpointError(f"cannot read the configuration of '{source.name}': {error}") from error
+    kinds = getattr(config, "architectures", None)  # transformers does not check it
+    if kinds is not None and not (isinstance(kinds, list) and all(isinstance(each, str) for each in kinds)):
+        raise CheckpointError(f"architectures of '{source.name}' is {kinds!r}; it must be a list of names")
     if (generation := folder / "generation_config.json").is_file():
         read_json(generation)  # transformers ignores a damaged one, and with it the end-of-sequence tokens
     if getattr(config, "is_encoder_decoder", False):

@@ -126,6 +126,9 @@ def test_an_invalid_checkpoint_is_refused(checkpoint: Checkpoint, tmp_path: Path
     assert "has an encoder, and its model type is 'pegasus'; of such models bart, marian, t5" in refusal(tmp_path)
     (tmp_path / "config.json").write_text('{"model_type": "no-such-model"}')
     assert "cannot read the configuration" in refusal(tmp_path)
+    for kinds in (7, "LlamaForCausalLM", [["LlamaForCausalLM"]]):
+        (tmp_path / "config.json").write_text(json.dumps({"model_type": "llama", "architectures": kinds}))
+        assert refusal(tmp_path) == f"architectures of '{tmp_path}' is {kinds!r}; it must be a list of names"
     folder = Path(shutil.copytree(checkpoint("llama"), tmp_path / "incomplete"))
     tensors = load_file(folder / "model.safetensors")
     weight = tensors.pop("model.layers.1.mlp.up_proj.weight")
