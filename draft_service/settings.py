@@ -7,7 +7,7 @@ from pydantic import AfterValidator, BeforeValidator, Field
 from pydantic_settings import NoDecode, SettingsConfigDict
 
 from outrider.runtime.skip_layers import read_layers
-from outrider.service.settings import ServiceAddress, ServiceSettings, split_commas
+from outrider.service.settings import Listener, ServiceAddress, ServiceSettings, split_commas
 
 Addresses = Annotated[tuple[ServiceAddress, ...], NoDecode, BeforeValidator(split_commas), Field(min_length=1)]
 
@@ -22,9 +22,7 @@ class DraftSettings(ServiceSettings):
 
     model_config = SettingsConfigDict(cli_prog_name="python -m draft_service")
 
-    listen: ServiceAddress = Field(
-        "127.0.0.1:50051", description="HOST:PORT or unix:PATH to listen at; port 0: a free one"
-    )
+    listen: Listener = Field("127.0.0.1:50051", description="HOST:PORT or unix:PATH to listen at; port 0: a free one")
     verifier: Addresses = Field(
         ("127.0.0.1:50052",),
         description="HOST:PORT or unix:PATH of the verifier; with several, they are replicas; a DNS name stands "

@@ -5,7 +5,7 @@ from typing import ClassVar, Literal
 from pydantic import Field
 from pydantic_settings import SettingsConfigDict
 
-from outrider.service.settings import ServiceAddress, ServiceSettings
+from outrider.service.settings import Listener, ServiceSettings
 
 
 class VerifierSettings(ServiceSettings):
@@ -15,9 +15,7 @@ class VerifierSettings(ServiceSettings):
 
     names_clients: ClassVar[bool] = True
 
-    listen: ServiceAddress = Field(
-        "127.0.0.1:50052", description="HOST:PORT or unix:PATH to listen at; port 0: a free one"
-    )
+    listen: Listener = Field("127.0.0.1:50052", description="HOST:PORT or unix:PATH to listen at; port 0: a free one")
     tensor_parallel_size: int = Field(
         1,
         ge=1,

@@ -142,7 +142,7 @@ def make_server(
 
 @click.command("gateway", short_help="An OpenAI-compatible front of draft services.")
 @draft_option("texts continue")
-@click.option("--http", "http", type=Address(), default="127.0.0.1:8000", help="Address of the front.")
+@click.option("--http", "http", type=Address(least_port=0), default="127.0.0.1:8000", help="Address of the front.")
 @click.option(
     "--retry-timeout",
     metavar="SECONDS",

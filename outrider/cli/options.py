@@ -10,7 +10,7 @@ from typing import Any, TypeVar, cast
 import click
 
 from outrider.client import TLS, AcceptanceRule, AsyncClient, Client, Drafter, Options, SpeculationPolicy
-from outrider.rpc.channel import SOCKET
+from outrider.rpc.channel import checked_address
 
 Command = TypeVar("Command", bound=Callable[..., Any])
 
@@ -88,19 +88,19 @@ class TokenBias(click.ParamType[tuple[int, float]]):
 
 
 class Address(click.ParamType[str]):
-    """`HOST:PORT` or `unix:PATH`; or several, separated by commas."""
+    """`HOST:PORT` or `unix:PATH`; or several, separated by commas. `least_port` is 0 for listeners."""
 
-    def __init__(self, several: bool = False) -> None:
+    def __init__(self, several: bool = False, least_port: int = 1) -> None:
         self.name = "HOST:PORT[,...]" if several else "HOST:PORT"
         self._several = several
+        self._least_port = least_port
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> str:
         parts = [part.strip() for part in value.split(",")] if self._several else [value]
-        for part in parts:
-            host, _, port = part.rpartition(":")
-            if not part.startswith(f"{SOCKET}/") and not (host and port.isdigit() and int(port) <= 65_535):
-                self.fail(f"{part!r} is not HOST:PORT, for example 127.0.0.1:50051", param, ctx)
-        return ",".join(parts)
+        try:
+            return ",".join(checked_address(part, self._least_port) for part in parts)
+        except ValueError as error:
+            self.fail(str(error), param, ctx)
 
 
 class Numbers(click.ParamType[tuple[float, ...]]):

@@ -45,8 +45,10 @@ _LOOPBACK = {"0.0.0.0": "127.0.0.1", "[::]": "[::1]"}
     required=True,
     help="Folder, hub id or GGUF file of the draft model, of the same vocabulary.",
 )
-@click.option("--listen", type=Address(), default="127.0.0.1:50051", help="Address of the draft service.")
-@click.option("--verifier-listen", type=Address(), default="127.0.0.1:50052", help="Address of the verifier service.")
+@click.option("--listen", type=Address(least_port=0), default="127.0.0.1:50051", help="Address of the draft service.")
+@click.option(
+    "--verifier-listen", type=Address(least_port=0), default="127.0.0.1:50052", help="Address of the verifier service."
+)
 @model_options
 @click.option("--dtype", help="Number format of both models: float32, bfloat16, float16. Default: auto.")
 @click.option(
@@ -80,7 +82,7 @@ _LOOPBACK = {"0.0.0.0": "127.0.0.1", "[::]": "[::1]"}
 @click.option(
     "--http",
     "http",
-    type=Address(),
+    type=Address(least_port=0),
     help="Serve OpenAI's HTTP API at this address too, for example 127.0.0.1:8000. Default: do not.",
 )
 @click.argument("flags", nargs=-1, type=click.UNPROCESSED, metavar="")

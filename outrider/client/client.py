@@ -54,8 +54,8 @@ class AsyncClient:
         plaintext: allow plaintext to addresses that are not loopback.
 
     Raises:
-        ValueError: no address; a file is missing or has the wrong content; or an address is not loopback, and neither
-            `tls` nor `plaintext` is given.
+        ValueError: no address, or a malformed one; a file is missing or has the wrong content; or an address is not
+            loopback, and neither `tls` nor `plaintext` is given.
 
     >>> import asyncio
     >>> from outrider.client import AsyncClient, Chunk

@@ -13,7 +13,7 @@ from typing import Any
 import grpc
 
 from outrider.rpc.auth import OwnToken
-from outrider.rpc.channel import RenewedChannel, Resolver, look_up
+from outrider.rpc.channel import RenewedChannel, Resolver, checked_address, look_up
 from outrider.rpc.tls import TLS, ChannelTLS
 from protos.outrider.v1 import draft_service_pb2_grpc, verifier_service_pb2_grpc
 
@@ -38,13 +38,13 @@ def split(address: str | Sequence[str]) -> list[str]:
     """The addresses in a list, or in text with commas.
 
     Raises:
-        ValueError: there is none.
+        ValueError: there is none, or one is malformed.
     """
     parts = address.split(",") if isinstance(address, str) else address
     names = list(dict.fromkeys(part.strip() for part in parts if part.strip()))
     if not names:
         raise ValueError("address is empty; give HOST:PORT of a draft service, or several")
-    return names
+    return [checked_address(name) for name in names]
 
 
 class Endpoints:

@@ -18,7 +18,7 @@ from outrider.client import AsyncClient
 from outrider.http.app import create_app
 from outrider.http.settings import ServerSettings
 from outrider.rpc.auth import ClientLimits, Tokens
-from outrider.rpc.channel import check_plaintext, is_local
+from outrider.rpc.channel import check_plaintext, checked_host_and_port, is_local
 from outrider.rpc.tls import FileProblem, Watched
 
 if TYPE_CHECKING:
@@ -304,9 +304,10 @@ def _from_files(flag: str, make: Callable[..., Any], *paths: Path) -> Any:
 
 
 def _bind(address: str) -> socket.socket:
-    host, _, port = address.rpartition(":")
-    if not port.isdigit():
-        raise ValueError(f"--http is {address}; the front listens at HOST:PORT alone, for example 127.0.0.1:8000")
+    try:
+        host, _, port = checked_host_and_port(address, least_port=0).rpartition(":")
+    except ValueError as error:
+        raise ValueError(f"--http: {error}") from None
     family = socket.AF_INET6 if host.startswith("[") else socket.AF_INET
     listener = socket.create_server((host.strip("[]"), int(port)), family=family, backlog=_BACKLOG)
     # Connections inherit it. By default the kernel would keep megabytes for each client that does not read.

@@ -25,6 +25,29 @@ SOCKET = "unix:"
 """Prefix of the address of a Unix socket; its absolute path follows."""
 
 
+def checked_host_and_port(address: str, least_port: int = 1) -> str:
+    """The address, which is `HOST:PORT`. `least_port` is 0 for listeners: they then take a free port.
+
+    Raises:
+        ValueError: it is not. gRPC would take a port that is too large modulo 65,536.
+    """
+    host, _, port = address.rpartition(":")
+    if not host or not (port.isascii() and port.isdigit()):
+        raise ValueError(f"{address!r} is not HOST:PORT, for example 127.0.0.1:50051")
+    if not least_port <= int(port) <= 65_535:
+        raise ValueError(f"the port of {address!r} is {port}; it must be {least_port} to 65535")
+    return address
+
+
+def checked_address(address: str, least_port: int = 1) -> str:
+    """As `checked_host_and_port`; it may also be `unix:PATH`."""
+    if not address.startswith(SOCKET):
+        return checked_host_and_port(address, least_port)
+    if not address.startswith(f"{SOCKET}/"):
+        raise ValueError(f"{address!r} is not unix:PATH with an absolute path, for example unix:/run/outrider.sock")
+    return address
+
+
 def is_local(address: str) -> bool:
     """Whether `HOST:PORT` or `unix:PATH` is on this machine. Of names only `localhost` is."""
     if address.startswith(SOCKET):
@@ -121,12 +144,11 @@ class Resolver:
 
 
 def _is_address(name: str) -> bool:
-    """Whether it needs no resolution: an IP address or a Unix socket, or malformed."""
-    host, _, port = name.rpartition(":")
-    if name.startswith(SOCKET) or not port.isdigit():
+    """Whether it needs no resolution: an IP address or a Unix socket."""
+    if name.startswith(SOCKET):
         return True
     try:
-        ipaddress.ip_address(host.strip("[]").partition("%")[0])
+        ipaddress.ip_address(name.rpartition(":")[0].strip("[]").partition("%")[0])
     except ValueError:
         return False
     return True

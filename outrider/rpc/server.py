@@ -19,7 +19,7 @@ import grpc
 from grpc_health.v1 import health
 
 from outrider.rpc import errors
-from outrider.rpc.channel import SOCKET
+from outrider.rpc.channel import SOCKET, checked_address
 from outrider.rpc.health import HealthState
 from outrider.rpc.interceptor import Context, Decoder, Handler, Interceptor, wrapped
 
@@ -166,10 +166,11 @@ def bind(server: grpc.aio.Server, address: str, credentials: grpc.ServerCredenti
     Raises:
         StartupError: the address is malformed, or its port is taken.
     """
-    host, colon, port = address.rpartition(":")
-    is_socket = address.startswith(f"{SOCKET}/")
-    if not is_socket and (not colon or not host or not port.isdigit() or int(port) > 65_535):
-        raise StartupError(f"cannot listen at {address!r}: it is not HOST:PORT, for example 127.0.0.1:50051")
+    try:
+        checked_address(address, least_port=0)
+    except ValueError as error:
+        raise StartupError(f"cannot listen: {error}") from error
+    is_socket = address.startswith(SOCKET)
     try:
         if credentials is None:
             bound = server.add_insecure_port(address)
@@ -184,7 +185,7 @@ def bind(server: grpc.aio.Server, address: str, credentials: grpc.ServerCredenti
                 else "the port is taken, or the host is not this machine's; choose another address"
             )
         ) from error
-    return address if is_socket else f"{host}:{bound}"
+    return address if is_socket else f"{address.rpartition(':')[0]}:{bound}"
 
 
 async def serve_until_signal(

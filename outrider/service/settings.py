@@ -7,6 +7,7 @@ from argparse import ArgumentParser, HelpFormatter
 from collections.abc import Callable
 from dataclasses import dataclass
 from difflib import get_close_matches
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, NoReturn, TypeVar
 
@@ -17,7 +18,7 @@ from pydantic_settings import BaseSettings, CliApp, CliSettingsSource, NoDecode,
 from outrider.environment import COMMANDS, ENV_PREFIX, installed_version, unknown_variables
 from outrider.rpc import channel
 from outrider.rpc.auth import AllowedClients, Authentication, ClientLimits, Tokens
-from outrider.rpc.channel import SOCKET, is_local
+from outrider.rpc.channel import checked_address, checked_host_and_port, is_local
 from outrider.rpc.tls import FileProblem, ServerTLS
 
 if TYPE_CHECKING:
@@ -86,33 +87,16 @@ class SecuritySettings(BaseSettings):
     )
 
 
-def _host_and_port(value: str) -> str:
-    host, separator, port = value.rpartition(":")
-    if not separator or not host or not port.isdigit() or int(port) > 65535:
-        raise ValueError(f"{value!r} is not HOST:PORT, for example 127.0.0.1:50051")
-    return value
-
-
-Address = Annotated[str, AfterValidator(_host_and_port)]
-
-
-def _host_and_port_or_socket(value: str) -> str:
-    if not value.startswith(SOCKET):
-        return _host_and_port(value)
-    if not value.startswith(f"{SOCKET}/"):
-        raise ValueError(f"{value!r} is not unix:PATH with an absolute path, for example unix:/run/outrider.sock")
-    return value
-
-
-ServiceAddress = Annotated[str, AfterValidator(_host_and_port_or_socket)]
-"""The address of a service: `HOST:PORT` or `unix:PATH`."""
+PortListener = Annotated[str, AfterValidator(partial(checked_host_and_port, least_port=0))]
+Listener = Annotated[str, AfterValidator(partial(checked_address, least_port=0))]
+ServiceAddress = Annotated[str, AfterValidator(checked_address)]
 
 
 def _endpoint(value: str) -> str:
     scheme, separator, rest = value.partition("://")
     if not separator or scheme not in ("http", "https"):
         raise ValueError(f"{value!r} is not a URL with a port, for example http://127.0.0.1:4317")
-    _host_and_port(rest.rstrip("/"))
+    checked_host_and_port(rest.rstrip("/"))
     return value
 
 
@@ -196,8 +180,8 @@ class ServiceSettings(SecuritySettings):
         description="longest time for capturing CUDA graphs, in seconds; the largest batch sizes are left out after it",
     )
     graph_memory_mb: int = Field(2048, ge=1, description="memory reserved for CUDA graphs, in MiB")
-    listen: ServiceAddress = Field("127.0.0.1:0", description="HOST:PORT or unix:PATH to listen at; port 0: a free one")
-    health_listen: Address | None = Field(
+    listen: Listener = Field("127.0.0.1:0", description="HOST:PORT or unix:PATH to listen at; port 0: a free one")
+    health_listen: PortListener | None = Field(
         None,
         description="HOST:PORT of a second listener, for health only and always plaintext; port 0: a free one; "
         "default: health at --listen only",
@@ -220,7 +204,7 @@ class ServiceSettings(SecuritySettings):
         description="seconds after which a step of the engine counts as hung and the probe `liveness` fails; at "
         "least four times the longest step so far",
     )
-    metrics_listen: Address | None = Field(
+    metrics_listen: PortListener | None = Field(
         None,
         description="HOST:PORT of Prometheus metrics over plaintext HTTP; port 0: a free one; default: none",
     )

@@ -416,5 +416,7 @@ async def test_a_call_that_takes_no_turn_goes_where_the_next_one_goes() -> None:
 
 def test_addresses_are_a_list_or_text_with_commas() -> None:
     assert split("a:1, b:2,a:1") == split(["a:1", "b:2"]) == ["a:1", "b:2"]
+    with pytest.raises(ValueError, match="'box:99999' is 99999; it must be 1 to 65535"):
+        split("box:99999")
     with pytest.raises(ValueError, match="address is empty"):
         split(" , ")

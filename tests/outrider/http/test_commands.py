@@ -48,7 +48,7 @@ def test_a_gateway_answers_until_sigterm(draft_address: str, tmp_path: Path) -> 
         (("--http", "127.0.0.1:0", "--http-tls-key", __file__), 2, "--http-tls-key needs --http-tls-cert"),
         (("--http", "127.0.0.1:0", "--http-key-file", __file__), 2, "is not a token"),
         (("--http", "nowhere"), 2, "is not HOST:PORT"),
-        (("--http", "unix:/tmp/x"), 2, "--http is unix:/tmp/x; the front listens at HOST:PORT alone"),
+        (("--http", "unix:/tmp/x"), 2, "--http: 'unix:/tmp/x' is not HOST:PORT"),
         (("--http", "203.0.113.1:1", "--http-plaintext"), 1, "cannot listen at 203.0.113.1:1"),
     ],
 )

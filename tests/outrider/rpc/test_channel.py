@@ -1,13 +1,35 @@
-"""Names are resolved to addresses of one family, and keep them while DNS fails. DNS is the test's own."""
+"""Addresses are checked. Names are resolved to addresses of one family, and keep them while DNS fails. DNS is the
+test's own.
+"""
 
 from typing import Any
 
 import pytest
 
-from outrider.rpc.channel import Resolver, of_one_family
+from outrider.rpc.channel import Resolver, checked_address, of_one_family
 
 FOUR = ["10.0.0.1:5", "10.0.0.2:5"]
 SIX = ["[fd00::1]:5", "[fd00::2]:5"]
+
+
+@pytest.mark.parametrize(
+    ("address", "words"),
+    [
+        ("box", "'box' is not HOST:PORT, for example"),
+        (":1", "':1' is not HOST:PORT"),
+        ("box:-1", "'box:-1' is not HOST:PORT"),
+        ("box:²", "'box:²' is not HOST:PORT"),
+        ("box:0", "the port of 'box:0' is 0; it must be 1 to 65535"),
+        ("box:65536", "the port of 'box:65536' is 65536; it must be 1 to 65535"),
+        ("unix:x", "'unix:x' is not unix:PATH with an absolute path"),
+    ],
+)
+def test_a_wrong_address_is_refused_by_name(address: str, words: str) -> None:
+    with pytest.raises(ValueError, match=f"^{words}"):
+        checked_address(address)
+    for right in ("box:65535", "[::1]:1", "unix:/x"):
+        assert checked_address(right) == right
+    assert checked_address("box:0", least_port=0) == "box:0"
 
 
 @pytest.mark.parametrize(

@@ -25,12 +25,9 @@ async def test_a_port_belongs_to_one_server() -> None:
         bind(second, address)
 
 
-@pytest.mark.parametrize(
-    "address", ["127.0.0.1", "localhost:", ":50051", "127.0.0.1:http", "127.0.0.1:70000", "unix:x.sock"]
-)
-async def test_an_address_is_host_and_port(address: str) -> None:
-    with pytest.raises(StartupError, match="is not HOST:PORT"):
-        bind(create_server(max_message_bytes=1 << 20), address)
+async def test_a_wrong_address_is_refused() -> None:
+    with pytest.raises(StartupError, match="cannot listen: the port of 'box:70000' is 70000"):
+        bind(create_server(max_message_bytes=1 << 20), "box:70000")
 
 
 async def test_an_address_may_be_a_unix_socket(tmp_path: Path) -> None:
