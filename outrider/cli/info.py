@@ -76,13 +76,13 @@ async def _look(address: str, tls: TLS | None, token_file: str | Path | None, ti
         try:
             draft: Any = DraftServiceStub(channel)
             request = draft_service_pb2.DraftServiceGetModelRequest()
-            both = await draft.GetModel(request, metadata=metadata, timeout=timeout)
+            both = await draft.GetModel(request, metadata=metadata)
         except grpc.RpcError as error:
             if error.code() is not grpc.StatusCode.UNIMPLEMENTED:
                 raise
             verifier: Any = VerifierServiceStub(channel)
             own_request = verifier_service_pb2.VerifierServiceGetModelRequest()
-            model = (await verifier.GetModel(own_request, metadata=metadata, timeout=timeout)).model
+            model = (await verifier.GetModel(own_request, metadata=metadata)).model
             found |= {"service": "verifier", "model": _model(model)}
             found["health"] = await _health(channel, metadata)
             found["load"] = await _load(verifier, model, metadata)

@@ -40,6 +40,8 @@ FIRST_BACKOFF_S, MAX_BACKOFF_S = 0.2, 3.0
 # A pause takes at most half of the time left, so that time is left for the last attempt. With less than this the client
 # gives up.
 LEAST_LEFT_S = 0.05
+# gRPC adds a timeout to the time of day, in nanoseconds of 64 bits. If that overflows, the call ends at once.
+_LONGEST_TIMEOUT_S = 1e9
 
 _logger = logging.getLogger("outrider.client")
 
@@ -72,8 +74,8 @@ class Call:
 
     @property
     def time_left(self) -> float | None:
-        """Seconds of the timeout; None is for ever."""
-        return None if self._end == math.inf else max(self._end - time.monotonic(), 0.0)
+        """Seconds of the timeout, as gRPC takes them; None is for ever."""
+        return None if self._end == math.inf else min(max(self._end - time.monotonic(), 0.0), _LONGEST_TIMEOUT_S)
 
     @property
     def can_go_on(self) -> bool:

@@ -349,6 +349,11 @@ async def test_the_garbage_collector_may_drop_an_iterator_in_the_thread_of_the_l
     blocking.close()
 
 
+async def test_a_huge_timeout_is_as_good_as_none(draft_address: str) -> None:
+    async with AsyncClient(draft_address, timeout=1e12) as client:
+        assert (await client.get_model()).target.name
+
+
 async def test_a_deadline_is_an_error_with_its_length(draft_address: str) -> None:
     async with AsyncClient(draft_address) as client:
         with pytest.raises(DeadlineExceeded, match=r"timeout of 0\.05 s"):
