@@ -66,19 +66,24 @@ _DONE: dict[str, tuple[object, ...]] = {
 
 
 def convert(name: str, output: Path, kind: str, *, revision: str | None = None) -> int:
-    """Writes the GGUF file of a folder or hub id; returns its size in bytes. An existing file is replaced.
+    """Writes the GGUF file of a folder or hub id; returns its size in bytes. An existing file is replaced;
+    of a symbolic link, the file that it names.
 
     Args:
         kind: of the matrices, `f32`, `f16`, `bf16` or `q8_0`; vectors stay float32.
         revision: of a hub id.
 
     Raises:
-        CheckpointError: the package `gguf` is missing, or the checkpoint cannot be converted; the text is one line.
+        CheckpointError: the package `gguf` is missing, the checkpoint cannot be converted, or `output` is a device; the
+            text is one line.
     """
     try:
         import gguf
     except ImportError as error:
         raise CheckpointError("outrider convert needs the package gguf: pip install 'outrider[llama]'") from error
+    output = output.resolve()
+    if output.exists() and not output.is_file():
+        raise CheckpointError(f"'{output}' is not a regular file; give another path for the GGUF file")
     folder = resolve_folder(name, revision)
     config = read_json(folder / "config.json")
     found = _ARCHITECTURES.get(config.get("model_type", ""))
