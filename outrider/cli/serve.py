@@ -17,9 +17,9 @@ from outrider.cli.gateway import http_options, make_server
 from outrider.cli.options import DRAFTERS, POLICIES, Address, flags_of_pair, model_options, serving_options
 from outrider.cli.output import Failure, needs_extra
 from outrider.cli.processes import Pair, ServiceError, running_pair, terminated_as_interrupted
-from outrider.client import AsyncClient
+from outrider.client import AsyncClient, Client, OutriderError
 from outrider.environment import ENV_PREFIX
-from outrider.rpc.channel import SOCKET
+from outrider.rpc.channel import SOCKET, is_local
 from outrider.service.logs import take_over, text_renderer
 
 if TYPE_CHECKING:
@@ -142,7 +142,7 @@ def serve_command(
         ):
             # No timeout: a model may have to be downloaded first.
             pair.wait_healthy(math.inf)
-            click.echo(f'Serving. Try: outrider generate --draft {pair.address} "def add(a, b):"', err=True)
+            click.echo(f"Serving at {pair.address}.{_suggestion(pair.address, values)}", err=True)
             if front is None:
                 pair.watch()
             else:
@@ -183,15 +183,32 @@ def _connect(values: Mapping[str, Any], addresses: Sequence[str]) -> Callable[[]
         )
 
     def connect() -> AsyncClient:
-        (address,) = addresses
-        if not address.startswith(SOCKET):
-            host, _, port = address.rpartition(":")
-            address = f"{_LOOPBACK.get(host, host)}:{port}"
+        (address,) = map(_called, addresses)
         return AsyncClient(
             address, timeout=60.0, retry_timeout=5.0, token_file=values["auth_token_file"], plaintext=True
         )
 
     return connect
+
+
+def _suggestion(address: str, values: Mapping[str, Any]) -> str:
+    """A command that the pair answers; none if the draft service requires more than a token of `--auth-token-file`."""
+    draft, token_file = _called(address), values["auth_token_file"]
+    try:
+        with Client(draft, timeout=5.0, retry_timeout=0.0, token_file=token_file, plaintext=True) as client:
+            takes_speech = bool(client.get_model().target.encoder.sample_rate)
+    except (OutriderError, ValueError):
+        return ""
+    command, prompt = ("transcribe", "FILE") if takes_speech else ("generate", '"def add(a, b):"')
+    token = f" --token-file {token_file}" if token_file else ""
+    plaintext = "" if is_local(draft) else " --plaintext"
+    return f" Try: outrider {command} --draft {draft}{token}{plaintext} {prompt}"
+
+
+def _called(address: str) -> str:
+    """The address of a listener, as this machine calls it."""
+    host, _, port = address.rpartition(":")
+    return address if address.startswith(SOCKET) else f"{_LOOPBACK.get(host, host)}:{port}"
 
 
 def shows_vllm(draft_flags: Sequence[str]) -> bool:

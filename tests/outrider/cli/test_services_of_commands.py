@@ -14,8 +14,10 @@ from tests.certificates import Authority
 from tests.cluster import MODELS
 from tests.commands import Command, linux
 from tests.fork_server import ForkedService, noting
+from tests.project.tree import ROOT
 
 PAIR = ["--target", str(MODELS / "target"), "--draft", str(MODELS / "draft"), "--threads", "1"]
+SPEECH = ROOT / "models" / "speech"
 ANYWHERE = ("--listen", "127.0.0.1:0", "--verifier-listen", "127.0.0.1:0")
 
 
@@ -56,7 +58,7 @@ def test_serve_answers_until_sigterm_and_leaves_no_process(tmp_path: Path) -> No
     command = Command("outrider.cli", "serve", *PAIR, *drafting, *ANYWHERE, *security, *limits)
     assert command.process.stderr is not None
     line = command.process.stderr.readline()
-    found = re.search(r"outrider generate --draft (127\.0\.0\.1:\d+) ", line)
+    found = re.search(r"^Serving at (127\.0\.0\.1:\d+)\.$", line)
     assert found, line
     credentials = ["--tls-ca", str(authority.pem), "--tls-cert", str(client.cert), "--tls-key", str(client.key)]
     credentials += ["--token-file", str(tokens)]
@@ -79,13 +81,20 @@ def test_serve_answers_until_sigterm_and_leaves_no_process(tmp_path: Path) -> No
 
 
 @pytest.mark.usefixtures("two_forked_services")
-def test_serve_fails_in_one_line_when_its_front_ends(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    ("models", "command"), [(MODELS, r'generate --draft \S+ "def add'), (SPEECH, r"transcribe --draft \S+ FILE$")]
+)
+def test_serve_suggests_a_command_and_fails_in_one_line_when_its_front_ends(
+    models: Path, command: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def broken(*arguments: object, **options: object) -> None:
         raise ValueError("the token file\nis gone")
 
     monkeypatch.setattr(serve, "AsyncClient", broken)
-    done = CliRunner().invoke(main, ["serve", *PAIR, *ANYWHERE, "--http", "127.0.0.1:0"])
+    pair = ["--target", str(models / "target"), "--draft", str(models / "draft"), "--threads", "1"]
+    done = CliRunner().invoke(main, ["serve", *pair, *ANYWHERE, "--http", "127.0.0.1:0"])
     assert done.exit_code == 1
+    assert re.search(rf"^Serving at 127.0.0.1:\d+. Try: outrider {command}", done.stderr, re.MULTILINE)
     assert re.search(
         r"^outrider: the HTTP front at http://127.0.0.1:\d+ ended: the token file is gone$", done.stderr, re.MULTILINE
     )
