@@ -29,7 +29,7 @@ from outrider.cli.options import (
     timeout_option,
     timestamps_option,
 )
-from outrider.cli.output import Failure, check_matplotlib, fails_in_one_line, write_json, writing
+from outrider.cli.output import Failure, check_matplotlib, fails_in_one_line, not_text, write_json, writing
 from outrider.cli.progress import progress
 from outrider.client import AsyncClient, Drafter, OutriderError, Prompt
 from outrider.client.transcription import most_tokens
@@ -238,7 +238,9 @@ def read_prompts(path: Path) -> list[Prompt]:
     prompts: list[Prompt] = []
     try:
         lines = path.read_text(encoding="utf-8").splitlines()
-    except (OSError, UnicodeDecodeError) as error:
+    except UnicodeDecodeError as error:
+        raise Failure(not_text(f"--prompts-file {path}", error)) from error
+    except OSError as error:
         raise Failure(f"--prompts-file {path}: {error}") from error
     for number, line in enumerate(lines, start=1):
         if line.strip():

@@ -35,7 +35,7 @@ class Failure(click.ClickException):
 
 
 def fails_in_one_line(command: Command) -> Command:
-    """Turns exceptions of a client, of a service, of an evaluation or of a file into a `Failure`."""
+    """Turns exceptions of a client, of a service, of an evaluation, of a file or of standard input into a `Failure`."""
 
     @wraps(command)
     def run(*args: Any, **kwargs: Any) -> Any:
@@ -47,12 +47,19 @@ def fails_in_one_line(command: Command) -> Command:
             for line in [line for line in error.log_lines if not _repeats(str(error), line)][-_SHOWN_LINES:]:
                 click.echo(f"  | {line}", err=True)
             raise Failure(str(error)) from error
+        except UnicodeDecodeError as error:
+            raise Failure(not_text("standard input", error)) from error
         except BrokenPipeError:  # click ends the command without a message
             raise
         except OSError as error:  # standard output on a full disk, for example
             raise Failure(str(error)) from error
 
     return cast("Command", run)
+
+
+def not_text(source: str, error: UnicodeDecodeError) -> str:
+    """Why the bytes of this source are no text."""
+    return f"{source} is not {error.encoding.upper()}: byte {error.start} is 0x{error.object[error.start]:02x}"
 
 
 @contextmanager

@@ -168,6 +168,8 @@ def _carry(request: draft_service_pb2.GenerateRequest, name: str, value: Any) ->
     setter, expected = _SETTERS.get(name, (partial(_set_field, name), ""))
     try:
         setter(request, value)
+    except UnicodeEncodeError as error:  # Python reads an argument that is not UTF-8 as lone surrogates
+        raise typed(invalid_field(name, f"{name} is {short_repr(value)}; it must be {_STRING}")) from error
     except (TypeError, ValueError, AttributeError, OverflowError) as error:
         text = f"{name} is {short_repr(value)}; it must be {expected}" if expected else str(error)
         raise typed(invalid_field(name, text)) from error

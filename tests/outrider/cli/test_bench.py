@@ -220,14 +220,15 @@ def test_wrong_usage_names_the_value(arguments: list[str], message: str) -> None
 @pytest.mark.parametrize(
     ("content", "message"),
     [
-        ("", "has no prompts"),
-        ('{"text": "a"}\nplain\n', "line 2 is not JSON"),
-        ('{"prompt": "a"}', "line 1 has neither text nor messages"),
+        (b"", "has no prompts"),
+        (b'{"text": "caf\xe9"}', "prompts.jsonl is not UTF-8: byte 13 is 0xe9"),
+        (b'{"text": "a"}\nplain\n', "line 2 is not JSON"),
+        (b'{"prompt": "a"}', "line 1 has neither text nor messages"),
     ],
 )
-def test_wrong_prompts_are_one_line(tmp_path: Path, content: str, message: str) -> None:
+def test_wrong_prompts_are_one_line(tmp_path: Path, content: bytes, message: str) -> None:
     path = tmp_path / "prompts.jsonl"
-    path.write_text(content)
+    path.write_bytes(content)
     _failed(_bench("--prompts-file", str(path)), message)
 
 

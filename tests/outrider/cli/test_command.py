@@ -72,6 +72,11 @@ def test_a_full_disk_is_one_line() -> None:
     assert (failed.returncode, failed.stderr) == (1, "outrider: [Errno 28] No space left on device\n")
 
 
+def test_an_input_that_is_no_text_is_one_line() -> None:
+    failed = _run("generate", "-", input=b"caf\xe9")
+    assert (failed.exit_code, failed.stderr) == (1, "outrider: standard input is not UTF-8: byte 3 is 0xe9\n")
+
+
 def test_a_failed_call_exits_with_1_and_one_line() -> None:
     failed = _run("generate", "--draft", "127.0.0.1:1", "--timeout", "0.5", "--json", "x")
     assert (failed.exit_code, failed.stdout) == (1, "")
