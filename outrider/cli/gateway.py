@@ -120,6 +120,7 @@ def make_server(
         UsageError: they contradict each other, or a file has the wrong content.
         Failure: the address is taken, or the extra `http` is not installed.
     """
+    logging.basicConfig(format="%(asctime)s %(levelname)s %(name)s: %(message)s", level=logging.WARNING)
     given = {name.removeprefix("http_"): values.pop(name) for name in list(values) if name.startswith("http_")}
     with needs_extra("http"):
         from outrider.http.server import HttpServer
@@ -182,7 +183,6 @@ def gateway_command(
     \b
     outrider gateway --draft 127.0.0.1:50051 --http 127.0.0.1:8000
     """  # noqa: D301  # click reads the backspace: no rewrapping of the paragraph
-    logging.basicConfig(format="%(asctime)s %(levelname)s %(name)s: %(message)s", level=logging.WARNING)
     calling = {name: value for name, value in values.items() if not name.startswith("http_")}
 
     def connect() -> AsyncClient:
