@@ -38,7 +38,7 @@ from outrider.http.requests import (
 )
 from outrider.http.security import DIRECT, LEFT, Guard, Requests
 from outrider.http.settings import ServerSettings
-from outrider.http.transcription import transcribe
+from outrider.http.transcription import read_form, transcribe
 from outrider.rpc.auth import ClientLimits, Tokens, count_sequences
 from outrider.rpc.errors import RequestError
 
@@ -89,18 +89,18 @@ class Front:
             Route("/metrics", self.show_metrics),
             Route("/health", self.health),
             Route("/version", self.version),
-            Route("/v1/models", self.models),
-            Route("/v1/models/{model:path}", self.model),
-            Route("/v1/completions", self.completions, methods=["POST"]),
-            Route("/v1/chat/completions", self.chat, methods=["POST"]),
+            Route("/v1/models", _while_heard(self.models)),
+            Route("/v1/models/{model:path}", _while_heard(self.model)),
+            Route("/v1/completions", _while_heard(self.completions), methods=["POST"]),
+            Route("/v1/chat/completions", _while_heard(self.chat), methods=["POST"]),
             Route("/v1/audio/transcriptions", self.transcriptions, methods=["POST"]),
-            Route("/tokenize", self.tokenize, methods=["POST"]),
-            Route("/detokenize", self.detokenize, methods=["POST"]),
-            Route("/tokenizer_info", self.tokenizer_info),
+            Route("/tokenize", _while_heard(self.tokenize), methods=["POST"]),
+            Route("/detokenize", _while_heard(self.detokenize), methods=["POST"]),
+            Route("/tokenizer_info", _while_heard(self.tokenizer_info)),
         ]
         if self._settings.playground and not self._settings.framing:
             routes += [Route(path, playground.page) for path in playground.FILES]
-            routes.append(Route(playground.GENERATE, self.playground, methods=["POST"]))
+            routes.append(Route(playground.GENERATE, _while_heard(self.playground), methods=["POST"]))
         else:
             routes += [Route(path, self.no_playground) for path in playground.FILES]
         return routes
@@ -127,7 +127,7 @@ class Front:
             for prompt in prompts
             for i, seed in enumerate(body.seeds())
         ]
-        return await self._answer(request, body, form, calls, {"max_new_tokens": "max_tokens", "text": "prompt"})
+        return await self._answer(body, form, calls, {"max_new_tokens": "max_tokens", "text": "prompt"})
 
     async def chat(self, request: Request) -> Response:
         body = parse(ChatRequest, read_json(await request.body()))
@@ -151,15 +151,10 @@ class Front:
                 raise of_service(error, names=names, models=self._pair.paths) from error
             options["max_new_tokens"] = max(1, self._pair.most_tokens - len(prompt))
         calls = [Call(prompt, options | seed, is_repeat=i > 0) for i, seed in enumerate(body.seeds())]
-        return await self._answer(request, body, form, calls, names)
+        return await self._answer(body, form, calls, names)
 
     async def _answer(
-        self,
-        request: Request,
-        body: CompletionRequest | ChatRequest,
-        form: Form,
-        calls: Sequence[Call],
-        names: dict[str, str],
+        self, body: CompletionRequest | ChatRequest, form: Form, calls: Sequence[Call], names: dict[str, str]
     ) -> Response:
         for number, call in enumerate(calls):
             call.options["request_id"] = form.id if len(calls) == 1 else f"{form.id}-{number}"
@@ -174,13 +169,12 @@ class Front:
 
         try:
             if not body.stream:
-                choices = await _unless_gone(request.receive, generation.whole())
+                choices = await generation.whole()
                 texts = await self._texts([part for parts in choices for part in parts]) if has_logprobs else {}
                 whole = form.whole(choices, generation.tally, texts, has_logprobs=has_logprobs)
                 return Response(whole, media_type="application/json", headers=headers)
             events = self._events(body, form, generation, has_logprobs=has_logprobs)
-            # The status is known once the first text is there.
-            first = await _unless_gone(request.receive, anext(events, b""))
+            first = await anext(events, b"")  # the status is known once the first text is there
         except OutriderError as error:
             raise explain(error) from error
         return _Stream(first, events, headers, explain)
@@ -217,8 +211,9 @@ class Front:
         return await self._pair.texts_of(tokens_of([entry for part in parts for entry in part.entries]))
 
     async def transcriptions(self, request: Request) -> Response:
-        await self._check_model(None)
-        return await transcribe(request, self._pair, self._settings.timeout, self._check_model, _unless_gone)
+        form = await read_form(request)
+        work = transcribe(form, self._pair, self._settings.timeout, self._check_model)
+        return await _unless_gone(request.receive, work)
 
     async def playground(self, request: Request) -> Response:
         """POST /playground/generate."""
@@ -227,7 +222,7 @@ class Front:
         names = {"max_new_tokens": "max_tokens", "text": "prompt"}
         events = playground.events(self._pair, body, self._settings.timeout)
         try:
-            first = await _unless_gone(request.receive, anext(events, b""))
+            first = await anext(events, b"")
         except OutriderError as error:
             raise of_service(error, names=names, models=self._pair.paths) from error
         return _Stream(first, events, {}, lambda error: of_service(error, names=names, models=self._pair.paths))
@@ -347,14 +342,13 @@ async def _gone(receive: Receive) -> None:
         pass
 
 
-async def _unless_gone(receive: Receive, work: Coroutine[Any, Any, T] | Awaitable[T]) -> T:
+async def _unless_gone(receive: Receive, work: Coroutine[Any, Any, T]) -> T:
     """The result of `work`, which is cancelled if the client closes the connection first.
 
     Raises:
         ClientGone: it did.
     """
-    task: asyncio.Future[T] = asyncio.ensure_future(work)
-    gone = asyncio.ensure_future(_gone(receive))
+    task, gone = asyncio.create_task(work), asyncio.create_task(_gone(receive))
     try:
         await asyncio.wait((task, gone), return_when=asyncio.FIRST_COMPLETED)
         if task.done():
@@ -364,6 +358,16 @@ async def _unless_gone(receive: Receive, work: Coroutine[Any, Any, T] | Awaitabl
         task.cancel()
         gone.cancel()
         await asyncio.gather(task, gone, return_exceptions=True)
+
+
+def _while_heard(endpoint: Callable[[Request], Coroutine[Any, Any, Response]]) -> Callable[..., Awaitable[Response]]:
+    """The endpoint, which is cancelled if the client closes the connection."""
+
+    async def run(request: Request) -> Response:
+        await request.body()  # kept; a disconnect comes after it
+        return await _unless_gone(request.receive, endpoint(request))
+
+    return run
 
 
 class _Stream(Response):

@@ -33,24 +33,18 @@ _NAMES = {"audio": "file", "transcription.language": "language", "transcription"
 
 
 async def transcribe(
-    request: Request,
-    pair: Pair,
-    timeout: float,
-    check_model: Callable[[str | None], Awaitable[None]],
-    unless_gone: Callable[..., Awaitable[Any]],
+    form: FormData, pair: Pair, timeout: float, check_model: Callable[[str | None], Awaitable[None]]
 ) -> Response:
-    """POST /v1/audio/transcriptions.
+    """The answer to POST /v1/audio/transcriptions.
 
     Args:
         pair: of speech models.
         timeout: in seconds, of all windows together.
         check_model: refuses a model that is not served.
-        unless_gone: awaits a result while the client listens.
 
     Raises:
         ApiError: a field is wrong, or the pair takes no speech.
     """
-    form = await _form(request)
     text_fields = _fields(form)
     await check_model(text_fields.get("model"))
     file = form.get("file")
@@ -71,7 +65,7 @@ async def transcribe(
             timeout=timeout,
             temperature=_number("temperature", text_fields.get("temperature") or "0"),
         )
-        await _within(timeout, unless_gone(request.receive, transcription.wait()))
+        await _within(timeout, transcription.wait())
     except ImportError as error:
         raise ApiError(501, "this server is installed without the extra `audio`") from error
     except OutriderError as error:
@@ -88,7 +82,7 @@ async def _within(seconds: float, work: Awaitable[Any]) -> None:
         raise DeadlineExceeded(text, code=grpc.StatusCode.DEADLINE_EXCEEDED, reason=UNSPECIFIED) from None
 
 
-async def _form(request: Request) -> FormData:
+async def read_form(request: Request) -> FormData:
     """The form of the body, in memory: there may be no disk to write to."""
     kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
     if kind != "multipart/form-data":

@@ -323,6 +323,14 @@ def test_a_client_that_goes_cancels_its_call(url: str, chat_draft: Service, *, s
     wait_until(lambda: running(chat_draft) == 0, 5.0)
 
 
+def test_a_client_that_goes_does_not_wait_for_a_draft_service() -> None:
+    with running_front("127.0.0.1:1", retry_timeout=20.0) as url:
+        with connected(url) as connection:
+            connection.sendall(b"GET /v1/models HTTP/1.1\r\nHost: localhost\r\n\r\n")
+            wait_until(lambda: "requests_running 2.0\n" in plain.get(f"{url}/metrics").text, 5.0)
+        wait_until(lambda: "requests_running 1.0\n" in plain.get(f"{url}/metrics").text, 5.0)
+
+
 def test_calls_that_write_no_text_do_not_count_in_the_rate(chat_draft: Service) -> None:
     with running_front(chat_draft.address, client_rate=0.001, client_burst=1) as url:
         statuses = [plain.post(f"{url}/tokenize", json={"prompt": "x"}).status_code for _ in range(3)]
