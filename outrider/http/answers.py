@@ -44,7 +44,7 @@ class Form(ABC):
     object_whole: ClassVar[str]
     object_part: ClassVar[str]
 
-    def __init__(self, request_id: str, model: str, fingerprint: str, stop_token_ids: Collection[int] = ()) -> None:
+    def __init__(self, request_id: str, model: str, fingerprint: str, stop_token_ids: Collection[int]) -> None:
         """`stop_token_ids` are those of the request."""
         self._stop_token_ids = frozenset(stop_token_ids)
         self.id = f"{self.prefix}-{request_id}"
@@ -117,7 +117,7 @@ class CompletionForm(Form):
     object_whole = "text_completion"
     object_part = "text_completion"
 
-    def __init__(self, request_id: str, model: str, fingerprint: str, stop_token_ids: Collection[int] = ()) -> None:
+    def __init__(self, request_id: str, model: str, fingerprint: str, stop_token_ids: Collection[int]) -> None:
         super().__init__(request_id, model, fingerprint, stop_token_ids)
         self._lengths: dict[int, int] = {}  # characters of each choice so far
 

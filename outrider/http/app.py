@@ -24,7 +24,7 @@ from outrider.environment import installed_version
 from outrider.http import playground
 from outrider.http.answers import DONE, ChatForm, CompletionForm, Form, tokens_of, usage_field
 from outrider.http.errors import ApiError, of_service, unsupported
-from outrider.http.generation import Call, Generation, Part
+from outrider.http.generation import Call, Generation
 from outrider.http.metrics import TEXT_TYPE, FrontMetrics
 from outrider.http.pair import Pair
 from outrider.http.requests import (
@@ -52,18 +52,16 @@ def create_app(
 ) -> ASGIApp:
     """The application in front of `client`, which its caller closes. `keys` and `limits` are those of `Guard`."""
     front = Front(client, settings)
-    routes = front.routes()
     middleware = [Middleware(Guard, settings=settings, keys=keys, limits=limits)]
     handlers: dict[Any, Any] = {
         ApiError: _api_error,
-        ClientGone: _client_gone,
-        ClientDisconnect: _client_gone,  # while its body was read
+        ClientDisconnect: _client_gone,
         OutriderError: front.service_error,
         RequestError: _request_error,
         HTTPException: _http_error,
         Exception: _unexpected_error,
     }
-    app: ASGIApp = Starlette(routes=routes, middleware=middleware, exception_handlers=handlers)
+    app: ASGIApp = Starlette(routes=front.routes, middleware=middleware, exception_handlers=handlers)
     if settings.cors_origins:
         # Around the keys, as a preflight request carries none, and around Starlette's own answer to an internal error.
         app = CORSMiddleware(
@@ -81,10 +79,11 @@ class Front:
 
     def __init__(self, client: AsyncClient, settings: ServerSettings) -> None:
         self._settings = settings
-        self.metrics = FrontMetrics([route.path for route in self.routes()], shows_vllm=settings.vllm_metrics)
+        self.routes = self._routes()
+        self.metrics = FrontMetrics([route.path for route in self.routes], shows_vllm=settings.vllm_metrics)
         self._pair = Pair(client, self.metrics, name=settings.model, framing=settings.framing)
 
-    def routes(self) -> list[Route]:
+    def _routes(self) -> list[Route]:
         routes = [
             Route("/metrics", self.show_metrics),
             Route("/health", self.health),
@@ -120,14 +119,12 @@ class Front:
                 text = "echo with logprobs is off: this server hides the sizes of its messages (--frame-bytes)"
                 raise unsupported("echo", text)
             options["prompt_logprobs"] = body.logprobs
-        fingerprint = self._pair.known.target.weights_fingerprint
-        form = CompletionForm(_new_id(), self._pair.name, fingerprint, body.stop_token_ids or ())
         calls = [
             Call(prompt, options | seed, body.echo, not body.max_tokens, is_repeat=i > 0)
             for prompt in prompts
             for i, seed in enumerate(body.seeds())
         ]
-        return await self._answer(body, form, calls, {"max_new_tokens": "max_tokens", "text": "prompt"})
+        return await self._answer(body, CompletionForm, calls, {"max_new_tokens": "max_tokens", "text": "prompt"})
 
     async def chat(self, request: Request) -> Response:
         body = parse(ChatRequest, read_json(await request.body()))
@@ -135,8 +132,6 @@ class Front:
         messages = conversation(body.messages)
         await self._check_model(body.model)
         self._check_samples(body.n, 1)
-        fingerprint = self._pair.known.target.weights_fingerprint
-        form = ChatForm(_new_id(), self._pair.name, fingerprint, body.stop_token_ids or ())
         options = body.options()
         prompt: Sequence[Message] | Sequence[int] = messages
         limit = "max_tokens" if body.max_completion_tokens is None else "max_completion_tokens"
@@ -148,14 +143,16 @@ class Front:
             try:
                 prompt = (await self._pair.client.tokenize(messages)).token_ids
             except OutriderError as error:
-                raise of_service(error, names=names, models=self._pair.paths) from error
+                raise self._explained(error, names) from error
             options["max_new_tokens"] = max(1, self._pair.most_tokens - len(prompt))
         calls = [Call(prompt, options | seed, is_repeat=i > 0) for i, seed in enumerate(body.seeds())]
-        return await self._answer(body, form, calls, names)
+        return await self._answer(body, ChatForm, calls, names)
 
     async def _answer(
-        self, body: CompletionRequest | ChatRequest, form: Form, calls: Sequence[Call], names: dict[str, str]
+        self, body: CompletionRequest | ChatRequest, kind: type[Form], calls: Sequence[Call], names: dict[str, str]
     ) -> Response:
+        fingerprint = self._pair.known.target.weights_fingerprint
+        form = kind(uuid.uuid4().hex, self._pair.name, fingerprint, body.stop_token_ids or ())
         for number, call in enumerate(calls):
             call.options["request_id"] = form.id if len(calls) == 1 else f"{form.id}-{number}"
         generation = Generation(self._pair, calls, self._settings.timeout)
@@ -163,14 +160,15 @@ class Front:
         headers = {"x-request-id": form.id}
 
         def explain(error: OutriderError) -> ApiError:
-            failure = of_service(error, names=names, models=self._pair.paths)
+            failure = self._explained(error, names)
             failure.headers |= headers
             return failure
 
         try:
             if not body.stream:
                 choices = await generation.whole()
-                texts = await self._texts([part for parts in choices for part in parts]) if has_logprobs else {}
+                entries = (entry for parts in choices for part in parts for entry in part.entries)
+                texts = await self._pair.texts_of(tokens_of(entries)) if has_logprobs else {}
                 whole = form.whole(choices, generation.tally, texts, has_logprobs=has_logprobs)
                 return Response(whole, media_type="application/json", headers=headers)
             events = self._events(body, form, generation, has_logprobs=has_logprobs)
@@ -207,9 +205,6 @@ class Front:
             yield form.event("", usage_field(tally, with_metrics=True)).encode()
         yield DONE
 
-    async def _texts(self, parts: Sequence[Part]) -> dict[int, str]:
-        return await self._pair.texts_of(tokens_of([entry for part in parts for entry in part.entries]))
-
     async def transcriptions(self, request: Request) -> Response:
         form = await read_form(request)
         work = transcribe(form, self._pair, self._settings.timeout, self._check_model)
@@ -219,13 +214,16 @@ class Front:
         """POST /playground/generate."""
         body = parse(playground.PlaygroundRequest, read_json(await request.body()))
         await self._check_model(None)
-        names = {"max_new_tokens": "max_tokens", "text": "prompt"}
         events = playground.events(self._pair, body, self._settings.timeout)
+
+        def explain(error: OutriderError) -> ApiError:
+            return self._explained(error, {"max_new_tokens": "max_tokens", "text": "prompt"})
+
         try:
             first = await anext(events, b"")
         except OutriderError as error:
-            raise of_service(error, names=names, models=self._pair.paths) from error
-        return _Stream(first, events, {}, lambda error: of_service(error, names=names, models=self._pair.paths))
+            raise explain(error) from error
+        return _Stream(first, events, {}, explain)
 
     async def no_playground(self, request: Request) -> Response:
         """GET of a file of the playground where it is off."""
@@ -326,15 +324,14 @@ class Front:
     async def service_error(self, request: Request, error: Exception) -> Response:
         """The answer to an error of a call without a handler of its own."""
         assert isinstance(error, OutriderError)
-        names = {"/tokenize": {"text": "prompt"}, "/detokenize": {"token_ids": "tokens"}}.get(request.url.path)
-        return await _api_error(request, of_service(error, names=names, models=self._pair.paths))
+        names = {"/tokenize": {"text": "prompt"}, "/detokenize": {"token_ids": "tokens"}}.get(request.url.path, {})
+        return await _api_error(request, self._explained(error, names))
+
+    def _explained(self, error: OutriderError, names: dict[str, str]) -> ApiError:
+        return of_service(error, names=names, models=self._pair.paths)
 
 
 # ---------------------------------------------------------------------------------------------------------- streams
-
-
-class ClientGone(Exception):
-    """The client has closed the connection."""
 
 
 async def _gone(receive: Receive) -> None:
@@ -346,14 +343,14 @@ async def _unless_gone(receive: Receive, work: Coroutine[Any, Any, T]) -> T:
     """The result of `work`, which is cancelled if the client closes the connection first.
 
     Raises:
-        ClientGone: it did.
+        ClientDisconnect: it did.
     """
     task, gone = asyncio.create_task(work), asyncio.create_task(_gone(receive))
     try:
         await asyncio.wait((task, gone), return_when=asyncio.FIRST_COMPLETED)
         if task.done():
             return task.result()
-        raise ClientGone
+        raise ClientDisconnect
     finally:
         task.cancel()
         gone.cancel()
@@ -394,7 +391,7 @@ class _Stream(Response):
         await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
         try:
             await _unless_gone(receive, self._write(scope.get(DIRECT, send)))
-        except ClientGone:
+        except ClientDisconnect:
             scope[LEFT] = True
         finally:
             await self._events.aclose()
@@ -445,7 +442,3 @@ async def _unexpected_error(request: Request, error: Exception) -> Response:
 
 def _json(value: Any) -> Response:
     return Response(json.dumps(value), media_type="application/json")
-
-
-def _new_id() -> str:
-    return uuid.uuid4().hex

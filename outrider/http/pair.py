@@ -74,8 +74,8 @@ class Pair:
         options = {"task": None, "sample_rate": None, **options}
         return AsyncTranscription(self.client, audio, timeout, options, generate)
 
-    async def describe(self) -> pb.DraftServiceGetModelResponse:
-        """The description of draft and target, `KNOWN_FOR_S` old, or older while no service answers.
+    async def describe(self) -> None:
+        """Makes the pair `known` as it was at most `KNOWN_FOR_S` ago, or longer while no service answers.
 
         Raises:
             OutriderError: no service has answered yet.
@@ -86,7 +86,6 @@ class Pair:
             except OutriderError:
                 if self._found is None:
                     raise
-        return self.known
 
     async def is_available(self, within: float) -> bool:
         """Whether a draft service answers within so many seconds, or has just done so."""

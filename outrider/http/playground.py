@@ -75,7 +75,8 @@ async def events(pair: Pair, body: PlaygroundRequest, timeout: float) -> AsyncGe
     async with aclosing(generated) as received:
         async for event in received:
             if isinstance(event, Started):
-                yield _event("started", **_models(pair), rule=event.rule.value, drafter=event.drafter.value)
+                models = {"target": pair.name, "draft": served_name(pair.known.model.name)}
+                yield _event("started", **models, rule=event.rule.value, drafter=event.drafter.value)
             elif isinstance(event, Chunk):
                 tokens += len(event.token_ids)
                 origins = [origin.value for origin in event.origins]
@@ -84,10 +85,6 @@ async def events(pair: Pair, body: PlaygroundRequest, timeout: float) -> AsyncGe
             elif isinstance(event, Finished):
                 rate = tokens / max(time.monotonic() - began, 1e-9)
                 yield _event("finished", reason=event.finish_reason.value, tokens_per_second=rate)
-
-
-def _models(pair: Pair) -> dict[str, str]:
-    return {"target": pair.name, "draft": served_name(pair.known.model.name)}
 
 
 def _round(each: Round) -> dict[str, Any]:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 from reprlib import repr as short_repr
-from typing import Annotated, Any, Literal, TypeAlias, TypeVar
+from typing import Annotated, Any, ClassVar, Literal, TypeAlias, TypeVar
 
 from pydantic import (
     BaseModel,
@@ -36,9 +36,11 @@ MOST_TOP_LOGPROBS = 20
 _MOST_MESSAGES = 10_000
 _MOST_DIGITS = 20  # of a token id; Python refuses to read thousands
 
-_ANY = object()
-# The values of each field that ask for nothing; null is always one. `_ANY`: whatever it is, the text stays the same.
-_NEUTRAL: dict[str, tuple[Any, ...]] = {
+Neutral: TypeAlias = dict[str, tuple[Any, ...]]
+"""The values of fields that ask for nothing; null is always one."""
+
+_ANY = object()  # whatever the value is, the text stays the same
+_NEUTRAL: Neutral = {
     # OpenAI
     "audio": (),
     "function_call": ("none", "auto"),
@@ -96,14 +98,14 @@ _REASONS = {
 
 
 class Body(BaseModel):
-    """A body, or an object in one: without unknown fields, and without values of other types."""
+    """A body, or an object in one: without unknown fields, and without values of other types.
+
+    Attributes:
+        neutral: of fields that it does not have.
+    """
 
     model_config = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False)
-
-    @classmethod
-    def neutral(cls) -> dict[str, tuple[Any, ...]]:
-        """The values that ask for nothing, of fields that this body does not have."""
-        return {}
+    neutral: ClassVar[Neutral] = {}
 
     @model_validator(mode="before")
     @classmethod
@@ -129,6 +131,8 @@ class StreamOptions(Body):
 
 class _Generation(Body):
     """What both forms of a request for text have."""
+
+    neutral: ClassVar[Neutral] = _NEUTRAL
 
     model: str | None = None
     n: int = Field(1, ge=1)
@@ -160,10 +164,6 @@ class _Generation(Body):
             if not (key.isascii() and key.isdigit() and len(key) <= _MOST_DIGITS):
                 raise ValueError(f"logit_bias has the key {short_repr(key)}; keys are token ids, as text")
         return check(value)
-
-    @classmethod
-    def neutral(cls) -> dict[str, tuple[Any, ...]]:
-        return _NEUTRAL
 
     @property
     def top_logprobs_asked(self) -> int | None:
@@ -219,15 +219,13 @@ class _Generation(Body):
 class CompletionRequest(_Generation):
     """Body of /v1/completions."""
 
+    neutral: ClassVar[Neutral] = _NEUTRAL | {"add_special_tokens": (True,)}
+
     prompt: Any
     max_tokens: int = Field(16, ge=0)
     echo: bool = False
     logprobs: int | None = Field(None, ge=0, le=MOST_TOP_LOGPROBS)
     best_of: int | None = None
-
-    @classmethod
-    def neutral(cls) -> dict[str, tuple[Any, ...]]:
-        return _NEUTRAL | {"add_special_tokens": (True,)}
 
     @property
     def top_logprobs_asked(self) -> int | None:
@@ -263,23 +261,20 @@ class CompletionRequest(_Generation):
 class ChatMessage(Body):
     """One message of a conversation."""
 
+    neutral: ClassVar[Neutral] = {
+        "annotations": ([],),
+        "audio": (),
+        "function_call": (),
+        "name": (),
+        "reasoning": (),
+        "reasoning_content": (),
+        "refusal": (),
+        "tool_call_id": (),
+        "tool_calls": ([],),
+    }
+
     role: str = Field(min_length=1)
     content: str | _Parts
-
-    @classmethod
-    def neutral(cls) -> dict[str, tuple[Any, ...]]:
-        nothing: tuple[Any, ...] = ()
-        return {
-            "annotations": ([],),
-            "audio": nothing,
-            "function_call": nothing,
-            "name": nothing,
-            "reasoning": nothing,
-            "reasoning_content": nothing,
-            "refusal": nothing,
-            "tool_call_id": nothing,
-            "tool_calls": ([],),
-        }
 
     def message(self, number: int) -> Message:
         """The message with its parts as one text.
@@ -305,15 +300,13 @@ class ChatMessage(Body):
 class ChatRequest(_Generation):
     """Body of /v1/chat/completions."""
 
+    neutral: ClassVar[Neutral] = _NEUTRAL | {"add_special_tokens": (False,), "echo": (False,)}
+
     messages: list[Any] = Field(min_length=1)
     max_tokens: int | None = Field(None, ge=1)
     max_completion_tokens: int | None = Field(None, ge=1)
     logprobs: bool = False
     top_logprobs: int | None = Field(None, ge=0, le=MOST_TOP_LOGPROBS)
-
-    @classmethod
-    def neutral(cls) -> dict[str, tuple[Any, ...]]:
-        return _NEUTRAL | {"add_special_tokens": (False,), "echo": (False,)}
 
     @property
     def top_logprobs_asked(self) -> int | None:
@@ -342,19 +335,21 @@ def conversation(messages: list[Any]) -> list[Message]:
     return [parse(ChatMessage, each, f"messages[{i}].").message(i) for i, each in enumerate(messages)]
 
 
+_OF_TEMPLATES = (
+    "add_generation_prompt", "chat_template", "chat_template_kwargs", "continue_final_message", "tools",
+)  # fmt: skip
+
+
 class TokenizeRequest(Body):
     """Body of /tokenize."""
+
+    neutral: ClassVar[Neutral] = {name: _NEUTRAL[name] for name in _OF_TEMPLATES}
 
     model: str | None = None
     prompt: str | None = None
     messages: list[Any] | None = Field(None, min_length=1)
     add_special_tokens: bool | None = None
     return_token_strs: bool = False
-
-    @classmethod
-    def neutral(cls) -> dict[str, tuple[Any, ...]]:
-        names = ("add_generation_prompt", "chat_template", "chat_template_kwargs", "continue_final_message", "tools")
-        return {name: _NEUTRAL[name] for name in names}
 
 
 class DetokenizeRequest(Body):
@@ -394,7 +389,7 @@ def parse(kind: type[AnyBody], value: Any, prefix: str = "") -> AnyBody:
         name = prefix.removesuffix(".") or "the body"
         raise invalid(name if prefix else None, f"{name} is {short_repr(value)}; it must be an object")
     given = dict(value)
-    for name, neutral in kind.neutral().items():
+    for name, neutral in kind.neutral.items():
         if given.get(name) is not None:
             _check_neutral(prefix + name, name, given.pop(name), neutral)
     try:

@@ -63,23 +63,19 @@ async def transcribe(
             language=text_fields.get("language") or None,
             timestamps=has_times,
             timeout=timeout,
-            temperature=_number("temperature", text_fields.get("temperature") or "0"),
+            temperature=_temperature(text_fields.get("temperature") or "0"),
         )
-        await _within(timeout, transcription.wait())
+        async with asyncio.timeout(timeout):
+            await transcription.wait()
+    except TimeoutError:
+        text = f"the transcription did not end within {timeout:g} s"
+        late = DeadlineExceeded(text, code=grpc.StatusCode.DEADLINE_EXCEEDED, reason=UNSPECIFIED)
+        raise of_service(late) from None
     except ImportError as error:
         raise ApiError(501, "this server is installed without the extra `audio`") from error
     except OutriderError as error:
         raise of_service(error, names=_NAMES, models=pair.paths) from error
     return _answer(kind, transcription, text_fields.get("language"))
-
-
-async def _within(seconds: float, work: Awaitable[Any]) -> None:
-    try:
-        async with asyncio.timeout(seconds):
-            await work
-    except TimeoutError:
-        text = f"the transcription did not end within {seconds:g} s"
-        raise DeadlineExceeded(text, code=grpc.StatusCode.DEADLINE_EXCEEDED, reason=UNSPECIFIED) from None
 
 
 async def read_form(request: Request) -> FormData:
@@ -119,13 +115,13 @@ def _fields(form: FormData) -> dict[str, str]:
     return found
 
 
-def _number(name: str, text: str) -> float:
+def _temperature(text: str) -> float:
     try:
         value = float(text)
     except ValueError:
         value = math.nan
     if not math.isfinite(value):
-        raise invalid(name, f"{name} is {text!r}; it must be a number")
+        raise invalid("temperature", f"temperature is {text!r}; it must be a number")
     return value
 
 
