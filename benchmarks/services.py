@@ -203,7 +203,7 @@ def _start(
     environment = service_environment(threads)
     if tree is not None:  # without PYTHONSAFEPATH, Python looks into the working directory first
         environment |= {"PYTHONPATH": str(tree), "PYTHONSAFEPATH": "1"}
-    return ServiceProcess.start(arguments, env=environment, cores=cores)
+    return ServiceProcess.launch(arguments, env=environment, cores=cores)
 
 
 @contextmanager
@@ -269,7 +269,7 @@ class Services:
         with ExitStack() as opening:
             opening.enter_context(terminated_as_interrupted())
             self.verifier = self._started(opening, "verifier_service", first, *self.verifier_flags)
-            address = self.verifier.address
+            address = self.verifier.wait_listening()
             if self.distant:
                 from tests.proxy import Proxy
 

@@ -121,7 +121,7 @@ class ServiceError(Exception):
 
 
 class ServiceProcess:
-    """A running service, from `start`. As a context manager it stops the process at the end."""
+    """A running service, from `launch`. As a context manager it stops the process at the end."""
 
     def __init__(self, name: str, process: subprocess.Popen[str], on_line: Callable[[str], None] | None = None):
         self.name = name
@@ -135,36 +135,6 @@ class ServiceProcess:
         self._reader.start()
 
     @classmethod
-    def start(
-        cls,
-        arguments: Sequence[str],
-        *,
-        env: Mapping[str, str] | None = None,
-        on_line: Callable[[str], None] | None = None,
-        cores: Collection[int] | None = None,
-        timeout: float = START_TIMEOUT_S,
-    ) -> Self:
-        """Runs `python -m ARGUMENTS...` and returns once it listens.
-
-        Args:
-            arguments: the module, then its flags: `["verifier_service", "--model", DIR, "--listen", "127.0.0.1:0"]`.
-            env: variables on top of this process's own and of `service_environment()`.
-            on_line: called with each log line, from a thread.
-            cores: the processors it may run on, if the system supports that.
-            timeout: seconds until it must listen.
-
-        Raises:
-            ServiceError: it ended, or logged no address in time.
-        """
-        service = cls.launch(arguments, env=env, on_line=on_line, cores=cores)
-        try:
-            service.wait_listening(timeout)
-        except BaseException:
-            service.stop()
-            raise
-        return service
-
-    @classmethod
     def launch(
         cls,
         arguments: Sequence[str],
@@ -173,7 +143,14 @@ class ServiceProcess:
         on_line: Callable[[str], None] | None = None,
         cores: Collection[int] | None = None,
     ) -> Self:
-        """As `start`, but returns at once."""
+        """Runs `python -m ARGUMENTS...` and returns at once.
+
+        Args:
+            arguments: the module, then its flags: `["verifier_service", "--model", DIR, "--listen", "127.0.0.1:0"]`.
+            env: variables on top of this process's own and of `service_environment()`.
+            on_line: called with each log line, from a thread.
+            cores: the processors it may run on, if the system supports that.
+        """
         process = subprocess.Popen(
             [sys.executable, "-m", *arguments],
             env={**os.environ, **service_environment(), **(env or {})},

@@ -14,8 +14,8 @@ FAILS = [STAND_IN, "listen", "say=out of memory", "exit=1"]
 def test_the_address_is_read_from_the_log() -> None:
     lines: list[str] = []
     arguments = [STAND_IN, "say=Loading.", "say={not json", "listen", "wait"]
-    with ServiceProcess.start(arguments, on_line=lines.append) as service:
-        assert service.address == "127.0.0.1:1"
+    with ServiceProcess.launch(arguments, on_line=lines.append) as service:
+        assert service.wait_listening() == service.address == "127.0.0.1:1"
         assert service.returncode is None
         service.check()
         assert service.log_lines() == lines
@@ -26,18 +26,19 @@ def test_the_address_is_read_from_the_log() -> None:
 
 
 def test_a_service_that_ends_early_gives_its_reason() -> None:
-    with pytest.raises(ServiceError) as caught:
-        ServiceProcess.start([STAND_IN, "say={}", f"say={STAND_IN}: there is no model at /nowhere", "exit=3"])
+    arguments = [STAND_IN, "say={}", f"say={STAND_IN}: there is no model at /nowhere", "exit=3"]
+    with ServiceProcess.launch(arguments) as service, pytest.raises(ServiceError) as caught:
+        service.wait_listening()
     assert str(caught.value) == f"{STAND_IN} ended with exit code 3: there is no model at /nowhere"
     assert caught.value.log_lines == ("{}", f"{STAND_IN}: there is no model at /nowhere")
 
 
 def test_a_service_that_ends_later_or_is_killed_is_noticed() -> None:
-    with ServiceProcess.start(FAILS) as service:
+    with ServiceProcess.launch(FAILS) as service:
         for check in (lambda: service.wait_healthy(60), service.check):
             with pytest.raises(ServiceError, match="ended with exit code 1: out of memory"):
                 check()
-    with ServiceProcess.start(NEVER_SERVES) as service:
+    with ServiceProcess.launch(NEVER_SERVES) as service:
         service.process.kill()
         service.process.wait()
         with pytest.raises(ServiceError, match="was ended by SIGKILL"):
@@ -45,18 +46,19 @@ def test_a_service_that_ends_later_or_is_killed_is_noticed() -> None:
 
 
 def test_a_service_that_ignores_sigterm_is_killed() -> None:
-    service = ServiceProcess.start([STAND_IN, "deaf", "listen", "wait"])
+    service = ServiceProcess.launch([STAND_IN, "deaf", "listen", "wait"])
+    service.wait_listening()
     assert service.stop(timeout=0.2) == -signal.SIGKILL
 
 
 def test_the_end_of_either_service_of_a_pair_is_noticed() -> None:
-    with ServiceProcess.start(NEVER_SERVES) as verifier:
-        with ServiceProcess.start(NEVER_SERVES) as draft:
+    with ServiceProcess.launch(NEVER_SERVES) as verifier:
+        with ServiceProcess.launch(NEVER_SERVES) as draft:
             pair = Pair(verifier, draft)
             pair.check()
             with pytest.raises(ServiceError, match=r"not healthy after 0\.3 s"):
                 pair.wait_healthy(0.3)
-        with ServiceProcess.start(FAILS) as draft, pytest.raises(ServiceError, match="exit code 1: out of memory"):
+        with ServiceProcess.launch(FAILS) as draft, pytest.raises(ServiceError, match="exit code 1: out of memory"):
             Pair(verifier, draft).watch()
 
 
