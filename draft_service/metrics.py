@@ -64,7 +64,7 @@ class RequestMetrics:
         self._requests.labels(status).inc()
         self.texts.ended(prompt=prompt, generated=generated)
         if status == "OK":
-            self.texts.whole(seconds)
+            self.texts.whole.observe(seconds)
 
     def show_vllm(self, shown: VllmMetrics) -> None:
         """Shows them, and from now on the counters of verdicts, under vLLM's names too."""
@@ -98,7 +98,7 @@ class SampleWatch:
     @REQUEST_METRICS.quiet
     def first_token(self, seconds: float) -> None:
         """The first token was sent, `seconds` after the request arrived."""
-        self._metrics.texts.first_token(seconds)
+        self._metrics.texts.first_token.observe(seconds)
 
     @REQUEST_METRICS.quiet
     def next_tokens(self, seconds: float, count: int) -> None:

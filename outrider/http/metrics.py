@@ -122,7 +122,7 @@ class TextWatch:
     def _take_tokens(self, count: int) -> None:
         now = time.monotonic()
         if self._last is None:
-            self._texts.first_token(now - self._began)
+            self._texts.first_token.observe(now - self._began)
         else:
             self._texts.next_tokens(now - self._last, count)
         self._last = now
@@ -131,7 +131,7 @@ class TextWatch:
     def _finish(self, end: Finished) -> None:
         statistics = end.statistics
         self._count(end.usage.prompt_tokens)
-        self._texts.whole(time.monotonic() - self._began)
+        self._texts.whole.observe(time.monotonic() - self._began)
         self._texts.judged(statistics.num_drafts, statistics.num_draft_tokens, statistics.num_accepted_tokens_per_pos)
 
     def _count(self, prompt: int) -> None:

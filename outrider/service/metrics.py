@@ -174,6 +174,10 @@ class TextMetrics:
     """Times and tokens of texts, and what became of their drafted tokens, as a draft service or a front sees them.
 
     The counters of drafted tokens have names of vLLM's only.
+
+    Attributes:
+        first_token: from the arrival of a request to the first token of each sample.
+        whole: from the arrival of a request that ended well to its end.
     """
 
     def __init__(self, registry: CollectorRegistry, prefix: str, requests: str) -> None:
@@ -192,7 +196,7 @@ class TextMetrics:
             "prompt_tokens", f"Prompt tokens of ended {requests}; each prompt counts once, with any number of samples."
         )
         self._generated = counter("generation_tokens", f"Generated tokens of ended {requests}.")
-        self._first = seconds(
+        self.first_token = seconds(
             "time_to_first_token", "From the arrival of a request to the first token of each sample.", FIRST_TOKEN_S
         )
         self._between = seconds(
@@ -200,7 +204,7 @@ class TextMetrics:
             "From one token of a sample to the next; tokens that are sent together share the time equally.",
             SHORT_S,
         )
-        self._whole = seconds(
+        self.whole = seconds(
             "e2e_request_latency", "From the arrival of a request to its end, if its status is OK.", WHOLE_S
         )
         self._drafts = unnamed("drafts", "Proposals of at least one token that a verifier judged.")
@@ -213,9 +217,9 @@ class TextMetrics:
     def show_vllm(self, shown: VllmMetrics) -> None:
         shown.add("prompt_tokens", self._prompt)
         shown.add("generation_tokens", self._generated)
-        shown.add("time_to_first_token_seconds", self._first)
+        shown.add("time_to_first_token_seconds", self.first_token)
         shown.add("inter_token_latency_seconds", self._between)
-        shown.add("e2e_request_latency_seconds", self._whole)
+        shown.add("e2e_request_latency_seconds", self.whole)
         shown.add("spec_decode_num_drafts", self._drafts)
         shown.add("spec_decode_num_draft_tokens", self._draft_tokens)
         shown.add("spec_decode_num_accepted_tokens", self._accepted)
@@ -224,14 +228,6 @@ class TextMetrics:
     def ended(self, *, prompt: int, generated: int) -> None:
         self._prompt.inc(prompt)
         self._generated.inc(generated)
-
-    def whole(self, seconds: float) -> None:
-        """Records a request that ended well, `seconds` after its arrival."""
-        self._whole.observe(seconds)
-
-    def first_token(self, seconds: float) -> None:
-        """Records the first token of a sample, `seconds` after the request's arrival."""
-        self._first.observe(seconds)
 
     def next_tokens(self, seconds: float, count: int) -> None:
         """Records `count` tokens that came together, `seconds` after those before them."""

@@ -3,7 +3,7 @@
 from collections.abc import Iterable
 
 from outrider.environment import installed_version
-from outrider.rpc.errors import RequestError, counted, failed_precondition, invalid_field
+from outrider.rpc.errors import RequestError, failed_precondition, outside
 from outrider.runtime.encoder_decoder import SPEECH, TEXT, EncoderInfo
 from outrider.runtime.errors import CheckpointError
 from outrider.runtime.loader import LoadedModel
@@ -162,14 +162,9 @@ MAX_NAME_CHARS = 128
 
 def check_name(field: str, name: str, *, required: bool = False) -> None:
     """Checks the name of a request or a sequence."""
-    if len(name) > MAX_NAME_CHARS or (required and not name):
-        allowed = f"1 to {MAX_NAME_CHARS}" if required else f"at most {MAX_NAME_CHARS}"
-        raise invalid_field(
-            field,
-            f"{field} has {counted(len(name), 'character')}; it must have {allowed}",
-            given=len(name),
-            maximum=MAX_NAME_CHARS,
-        )
+    least = 1 if required else 0
+    if not least <= len(name) <= MAX_NAME_CHARS:
+        raise outside(field, len(name), least, MAX_NAME_CHARS, noun="character")
 
 
 def check_fingerprint(fingerprint: str, target: model_pb2.ModelInfo) -> None:

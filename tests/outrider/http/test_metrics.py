@@ -9,7 +9,7 @@ import pytest
 
 from outrider.client import Queued
 from outrider.http.metrics import FrontMetrics
-from outrider.service.metrics import TextMetrics
+from outrider.service.metrics import Times
 from tests.cluster import Service, wait_until
 from tests.metrics import Samples, parse
 from tests.outrider.http.conftest import events, plain, running_front
@@ -118,7 +118,7 @@ def test_a_broken_metric_fails_no_text(url: str, monkeypatch: pytest.MonkeyPatch
     def broken(*arguments: Any) -> None:
         raise ZeroDivisionError
 
-    monkeypatch.setattr(TextMetrics, "first_token", broken)
+    monkeypatch.setattr(Times, "observe", broken)
     before = scraped(url)["outrider_internal_errors_total"].get((("component", "http_metrics"),), 0)
     answer = plain.post(f"{url}/v1/completions", json=BODY)
     assert answer.json()["usage"]["completion_tokens"] == 20
