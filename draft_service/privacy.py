@@ -71,7 +71,9 @@ def check_emission(
             "prompt_logprobs and emission are both set; unset one of them: messages about the prompt have no fixed "
             "size",
         )
-    least = least_frame_bytes(message, max_gamma=max_gamma, top_logprobs=top_logprobs)
+    # A frame holds the end of a sample, or one token with one character of text.
+    stop = max((len(each.encode()) for each in message.stop), default=0)
+    least = _largest_response(top_logprobs, max_gamma, text=_CHARACTER, stop=stop)
     if emission.frame_bytes and not least <= emission.frame_bytes <= MAX_FRAME_BYTES:
         why = f": the largest response to this request has {least} bytes"
         raise outside("emission.frame_bytes", emission.frame_bytes, least, MAX_FRAME_BYTES, why)
@@ -84,24 +86,15 @@ def check_emission(
             minimum=MIN_PACE_S,
             maximum=MAX_PACE_S,
         )
-    return Emission(emission.frame_bytes, _token_bytes(top_logprobs) + _SLACK, pace)
+    return Emission(emission.frame_bytes, _largest_response(top_logprobs, 0, finished=0, text=0), pace)
 
 
-def least_frame_bytes(message: draft_service_pb2.GenerateRequest, *, max_gamma: int, top_logprobs: int | None) -> int:
-    """The smallest frame: it holds the end of a sample, or one token with one character of text."""
-    stop = max((len(each.encode()) for each in message.stop), default=0)
-    counts = {**_counts(top_logprobs), "started": 0, "text": _CHARACTER, "stop": stop}
-    return largest(draft_service_pb2.GenerateResponse.DESCRIPTOR, counts=counts, most=max_gamma) + _SLACK
-
-
-def _token_bytes(top_logprobs: int | None) -> int:
-    counts = {**_counts(top_logprobs), "started": 0, "finished": 0, "text": 0}
-    return largest(draft_service_pb2.GenerateResponse.DESCRIPTOR, counts=counts, most=0)
-
-
-def _counts(top_logprobs: int | None) -> dict[str, int]:
-    """Entries of the repeated fields in a chunk with one token."""
-    return {
+def _largest_response(top_logprobs: int | None, most: int, **counts: int) -> int:
+    """The size of the largest response with at most one token, with padding. `most` and `counts` are those of `largest`
+    for other fields.
+    """
+    counts |= {
+        "started": 0,
         "token_ids": 1,
         "origins": 1,
         "token_texts": 0,
@@ -110,6 +103,7 @@ def _counts(top_logprobs: int | None) -> dict[str, int]:
         "logprobs": 0 if top_logprobs is None else 1,
         "top": top_logprobs or 0,
     }
+    return largest(draft_service_pb2.GenerateResponse.DESCRIPTOR, counts=counts, most=most) + _SLACK
 
 
 def round_sizes(
