@@ -41,10 +41,9 @@ _NAMES = {
     "stop": "sampling_params.stop",
 }
 """Fields of our requests, with their names in vLLM's."""
-# The last three are also words, so they count at the beginning of a text only.
+_WORDS = ("n", "prompt", "stop")  # too, so they count at the beginning of a text only
 _OUR_NAME = re.compile(
-    r"(?<![\w.])(?:max_new_tokens|min_new_tokens|logprobs\.top_n|prompt_logprobs|stop_token_ids|token_ids\.ids|sampling\.)"
-    r"|^(?:n|prompt|stop)(?!\w)"
+    rf"(?<![\w.])(?:{'|'.join(re.escape(name) for name in _NAMES if name not in _WORDS)})|^(?:{'|'.join(_WORDS)})(?!\w)"
 )
 
 

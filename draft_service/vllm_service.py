@@ -185,8 +185,7 @@ class Call:
             completion_tokens=len(sample.token_ids),
             output_logprobs=sample.logprobs,
             input_logprobs=None if self._streams else self._prompt_logprobs,
-            **{"prompt_tokens": self._prompt_tokens}
-            | {name: each for name, each in fields.items() if each is not None},
+            **{"prompt_tokens": self._prompt_tokens, **fields},
         )
         return vllm.GenerateResponse(complete=complete)
 
