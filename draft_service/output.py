@@ -205,12 +205,10 @@ class Responses:
     `send` never waits, so that released text is never lost. Writers call `wait_for_client` before they produce more.
 
     Attributes:
-        sent: responses written so far.
-        sent_at: time of the last one, by the event loop; at first, of the start.
+        sent_at: time of the last response that was written, by the event loop; at first, of the start.
     """
 
     def __init__(self) -> None:
-        self.sent = 0
         self._loop = asyncio.get_running_loop()
         self.sent_at = self._loop.time()
         self._queue: deque[GenerateResponse] = deque()
@@ -220,7 +218,6 @@ class Responses:
         self._fewer = asyncio.Event()
 
     def send(self, response: GenerateResponse) -> None:
-        self.sent += 1
         self.sent_at = self._loop.time()
         self._queue.append(response)
         self._more.set()
