@@ -154,8 +154,7 @@ class _Measured:
 async def _measure(
     address: str, timeout: float, calling: Json, drafters: list[Drafter] | None, speech: Json, found: _Measured
 ) -> None:
-    client = connected(address, timeout, RETRY_TIMEOUT_S, calling, kind=AsyncClient)
-    async with client:
+    async with connected(address, timeout, RETRY_TIMEOUT_S, calling, kind=AsyncClient) as client:
         pair = await client.get_model()
         settings = replace(found.settings, drafters=_chosen(pair, drafters))
         settings = found.settings = _of_speech(pair, settings, speech)

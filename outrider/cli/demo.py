@@ -9,6 +9,7 @@ from collections import deque
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from functools import partial
+from itertools import zip_longest
 from pathlib import Path
 from typing import Any
 
@@ -209,7 +210,7 @@ def compare(complete: Complete, shown: Completion, repeats: int) -> Comparison:
         target_alone=without,
         ratio=with_draft.tokens_per_second / without.tokens_per_second,
         repeats=repeats,
-        first_difference=_first_difference(texts),
+        first_difference=next((at for at, tokens in enumerate(zip_longest(*texts)) if len(set(tokens)) > 1), None),
     )
 
 
@@ -228,14 +229,6 @@ def _cost(runs: list[tuple[Completion, float]]) -> Cost:
         mean_acceptance_length=last.statistics.mean_acceptance_length if drafted else None,
         tokens_per_second=statistics.median(done.usage.completion_tokens / seconds for done, seconds in runs),
     )
-
-
-def _first_difference(texts: list[tuple[int, ...]]) -> int | None:
-    for position, tokens in enumerate(zip(*texts, strict=False)):
-        if len(set(tokens)) > 1:
-            return position
-    shortest = min(len(text) for text in texts)
-    return shortest if any(len(text) > shortest for text in texts) else None
 
 
 def draw_comparison(out: Console, comparison: Comparison, *, promised: bool) -> None:

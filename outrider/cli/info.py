@@ -152,8 +152,6 @@ async def _load(verifier: Any, model: model_pb2.ModelInfo, metadata: Sequence[tu
 
 
 _SHOWN_CHARACTERS = 12  # of a fingerprint
-# The contract has no load of a draft service.
-_LOAD_METRICS = ("outrider_num_requests_running", "outrider_num_requests_queued")
 # Fields that the table leaves out; --json has them.
 _LEFT_OUT = ("limits", "logits_size", "lossy_rules", "noise_version", "protocol_version")
 
@@ -184,7 +182,8 @@ def _draw(out: Console, found: dict[str, Any]) -> None:
             soft_wrap=True,
         )
     else:
-        out.print(f"load: see {' and '.join(_LOAD_METRICS)} in its metrics (--metrics-listen)", soft_wrap=True)
+        names = "outrider_num_requests_running and outrider_num_requests_queued"  # the contract has no load of it
+        out.print(f"load: see {names} in its metrics (--metrics-listen)", soft_wrap=True)
 
 
 def _text(value: Any) -> str:
