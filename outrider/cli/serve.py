@@ -6,7 +6,7 @@ import json
 import math
 import os
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from difflib import get_close_matches
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
@@ -112,10 +112,19 @@ def serve_command(
     """  # noqa: D301  # click reads the backspace: no rewrapping of the paragraph
     with needs_extra("service"):
         more_verifier, more_draft = shared_out(flags)
-    front, addresses = None, [""]
+    front = None
     http_values = {name: values.pop(name) for name in list(values) if name.startswith("http_")}
     if http is not None:
-        front = make_server(http, http_values, _connect(values, addresses), vllm_metrics=shows_vllm(more_draft))
+        if values["tls_cert"] is not None:
+            raise click.UsageError(
+                "--http and --tls-cert do not go together: leave out --http, and run outrider gateway with --tls-ca"
+            )
+
+        def connect() -> AsyncClient:
+            draft, token_file = _called(pair.address), values["auth_token_file"]
+            return AsyncClient(draft, timeout=60.0, retry_timeout=5.0, token_file=token_file, plaintext=True)
+
+        front = make_server(http, http_values, connect, vllm_metrics=shows_vllm(more_draft))
     verifier_flags, draft_flags = flags_of_pair({"threads": threads, **values})
     verifier_flags, draft_flags = verifier_flags + more_verifier, draft_flags + more_draft
     text = text_renderer() if sys.stdout.isatty() else None
@@ -146,7 +155,6 @@ def serve_command(
             if front is None:
                 pair.watch()
             else:
-                addresses[0] = pair.address
                 _run_front(front, pair)
     except ServiceError as error:
         raise Failure(str(error)) from error  # its log is written already
@@ -169,26 +177,6 @@ def _run_front(front: HttpServer, pair: Pair) -> None:
             pair.watch(also=beside.check)
         except FrontEnded as error:
             raise Failure(str(error)) from error
-
-
-def _connect(values: Mapping[str, Any], addresses: Sequence[str]) -> Callable[[], AsyncClient]:
-    """Makes the front's client of the draft service, whose address is in `addresses` by then.
-
-    Raises:
-        UsageError: the draft service requires TLS.
-    """
-    if values["tls_cert"] is not None:
-        raise click.UsageError(
-            "--http and --tls-cert do not go together: leave out --http, and run outrider gateway with --tls-ca"
-        )
-
-    def connect() -> AsyncClient:
-        (address,) = map(_called, addresses)
-        return AsyncClient(
-            address, timeout=60.0, retry_timeout=5.0, token_file=values["auth_token_file"], plaintext=True
-        )
-
-    return connect
 
 
 def _suggestion(address: str, values: Mapping[str, Any]) -> str:
