@@ -67,11 +67,14 @@ class TinyPair:
         joint: np.ndarray = p1[:, None, None] * p2[:, :, None] * p3
         return joint
 
-    def proposal(self, x1: int, x2: int, accept: tuple[float, float], resample: float) -> tuple[Tensor, Proposed]:
-        """Return the target's rows `[3, 4]` and the proposal of x1 and x2 with these uniforms."""
-        rows = torch.stack((self.logits[0], self.logits[1][x1], self.logits[2][x1, x2]))
+    def rows(self, x1: int, x2: int) -> Tensor:
+        """The target's rows for a proposal of x1 and x2, `[3, 4]`."""
+        return torch.stack((self.logits[0], self.logits[1][x1], self.logits[2][x1, x2]))
+
+    def proposal(self, x1: int, x2: int, accept: tuple[float, float], resample: float) -> Proposed:
+        """The proposal of x1 and x2 with these uniforms."""
         first, second = self.draft_logits or self.q
-        return rows, Proposed(
+        return Proposed(
             (x1, x2), (first, second[x1]), self.params, seed=0, base_length=0, rule=self.rule, lenience=self.lenience,
             uniforms=Uniforms(accept, resample), sigmoid=self.sigmoid,
         )  # fmt: skip
@@ -150,7 +153,7 @@ def _cells(verify: Verify, pair: TinyPair, bisections: int) -> list[list[_Cell]]
     def edges_of(accept: Callable[[float], tuple[float, float]], i: int) -> list[float]:
         return _bisect(
             verify,
-            len(_DRAFTS),
+            [pair.rows(*draft) for draft in _DRAFTS],
             lambda b, u: pair.proposal(*_DRAFTS[b], accept(u), 0.5),
             lambda _, result: result.accepted > i,
             bisections,
@@ -164,7 +167,8 @@ def _cells(verify: Verify, pair: TinyPair, bisections: int) -> list[list[_Cell]]
         for a_width, a in ((first, first / 2), (1 - first, (1 + first) / 2))
         for b_width, b in ((second, second / 2), (1 - second, (1 + second) / 2))
     ]
-    results = _verify(verify, [pair.proposal(*draft, inside, 0.5) for draft, _, inside in points])
+    logits = torch.cat([pair.rows(*draft) for draft, _, _ in points])
+    results = verify(logits, [pair.proposal(*draft, inside, 0.5) for draft, _, inside in points])
     cells = [
         _Cell(chance, inside, result.accepted) for (_, chance, inside), result in zip(points, results, strict=True)
     ]
@@ -180,7 +184,7 @@ def _next_tokens(
     cases = [(accepted, k) for accepted in ways for k in range(V - 1)]
     found = _bisect(
         verify,
-        len(cases),
+        [pair.rows(*draft)] * len(cases),
         lambda b, u: pair.proposal(*draft, ways[cases[b][0]], u),
         lambda b, result: result.next_token <= cases[b][1],
         bisections,
@@ -194,20 +198,21 @@ def _next_tokens(
 
 def _bisect(
     verify: Verify,
-    count: int,
-    proposal: Callable[[int, float], tuple[Tensor, Proposed]],
+    rows: list[Tensor],
+    proposal: Callable[[int, float], Proposed],
     holds: Callable[[int, VerifyResult], bool],
     bisections: int,
 ) -> list[float]:
-    """Return, for each of `count` questions, the u in [0, 1] up to which the result holds; in one batch a step."""
+    """Return, for a question about each of these `rows`, the u in [0, 1] up to which the result holds; in one batch a
+    step.
+    """
+    if not rows:
+        return []
+    logits, count = torch.cat(rows), len(rows)
     low, high = [-1.0] * count, [1.0] * count  # a question that fails at u = 0 has its edge there
     middle = [0.0] * count
     for _ in range(bisections):
-        for b, result in enumerate(_verify(verify, [proposal(b, middle[b]) for b in range(count)])):
+        for b, result in enumerate(verify(logits, [proposal(b, middle[b]) for b in range(count)])):
             (low if holds(b, result) else high)[b] = middle[b]
             middle[b] = max(0.0, (low[b] + high[b]) / 2)
     return middle
-
-
-def _verify(verify: Verify, batch: list[tuple[Tensor, Proposed]]) -> list[VerifyResult]:
-    return verify(torch.cat([rows for rows, _ in batch]), [proposed for _, proposed in batch]) if batch else []

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import lru_cache
 
 import numpy as np
@@ -43,7 +43,7 @@ def standardise(z: np.ndarray, params: SamplingParams) -> np.ndarray:
     return _standardised(z.tobytes(), z.dtype.str, params)
 
 
-@lru_cache(64)  # a proposal needs each row several times, and `enumeration` the rows of a pair thousands of times
+@lru_cache(64)  # `enumeration` needs the rows of a pair thousands of times
 def _standardised(row: bytes, dtype: str, params: SamplingParams) -> np.ndarray:
     z: np.ndarray = np.frombuffer(row, dtype)
     if params.temperature == 0:
@@ -110,22 +110,26 @@ class _BadRow(Exception):
     """A row that is needed has a NaN, a +inf, or nothing but -inf."""
 
 
-@dataclass(frozen=True, slots=True)
 class _Rows:
-    """p and q of one sequence, row by row; `z` holds the adjusted logits, `[γ+1, V]`."""
+    """p and q of one sequence, row by row; `z` holds the adjusted logits, `[γ+1, V]`. Each is computed once."""
 
-    z: np.ndarray
-    proposal: Proposed
-
-    @property
-    def vocab_size(self) -> int:
-        return self.z.shape[1]
+    def __init__(self, z: np.ndarray, proposal: Proposed) -> None:
+        self.z, self.proposal, self.vocab_size = z, proposal, z.shape[1]
+        self._p: dict[int, np.ndarray] = {}
+        self._q: dict[int, np.ndarray] = {}
 
     def p(self, i: int) -> np.ndarray:
-        self._refuse_bad(i)
-        return standardise(self.z[i], self.proposal.params)
+        if i not in self._p:
+            self._refuse_bad(i)
+            self._p[i] = standardise(self.z[i], self.proposal.params)
+        return self._p[i]
 
     def q(self, i: int) -> np.ndarray:
+        if i not in self._q:
+            self._q[i] = self._draft_distribution(i)
+        return self._q[i]
+
+    def _draft_distribution(self, i: int) -> np.ndarray:
         q = self.proposal.q[i]
         if q is None:
             return _point_mass(self.proposal.tokens[i], self.vocab_size)
