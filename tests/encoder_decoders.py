@@ -15,6 +15,7 @@ import numpy as np
 import torch
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_tokenizers
 from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
 from transformers import (
     BartConfig,
     BartForConditionalGeneration,
@@ -283,29 +284,36 @@ def first_scores(name: str, encoder_input: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def scores_along(
-    name: str, encoder_input: Tensor, prompt: Sequence[int], tokens: Sequence[int], noise: float
-) -> Tensor:
-    """The logits before each of these tokens, `[len(tokens), V]`, with the rules of `generate`; no end is forced."""
-    seen, left = list[Tensor](), iter(tokens)
+    name: str, encoder_inputs: Sequence[Tensor], prompt: Sequence[int], texts: Sequence[Sequence[int]], noise: float
+) -> list[np.ndarray]:
+    """The logits before each token of these texts, float64 `[len(text), V]`, with the rules of `generate` but for a
+    forced end.
+    """
+    seen = list[Tensor]()
 
     class Follow(LogitsProcessor):
-        """Writes the given tokens."""
+        """Writes the texts, in one batch."""
 
         def __call__(self, _: Tensor, scores: Tensor) -> Tensor:
-            seen.append(scores[0].clone())
             forced = torch.full_like(scores, -torch.inf)
-            forced[0, next(left, EOS)] = 0
+            for row, text in enumerate(texts):
+                forced[row, text[len(seen)] if len(seen) < len(text) else EOS] = 0
+            seen.append(scores.clone())
             return forced
 
     model, processors = build(name, noise), list[LogitsProcessor]()
     if name == "whisper" and SILENT not in prompt:
         processors = [WhisperTimeStampLogitsProcessor(model.generation_config, begin_index=len(prompt))]
+    rows = pad_sequence(list(encoder_inputs), batch_first=True, padding_value=PAD)
+    arguments = _arguments(rows, [prompt] * len(rows))
+    if name != "whisper":
+        arguments["attention_mask"] = (rows != PAD).long()
     with torch.inference_mode():
         GenerationMixin.generate(
-            model, **_arguments(encoder_input[None], [prompt]), do_sample=False, max_new_tokens=len(tokens) + 1,
+            model, **arguments, do_sample=False, max_new_tokens=max(map(len, texts)) + 1,
             logits_processor=[*processors, Follow()], use_cache=False,
         )  # fmt: skip
-    return torch.stack(seen[: len(tokens)])
+    return [torch.stack(seen[: len(text)])[:, row].double().numpy() for row, text in enumerate(texts)]
 
 
 def _arguments(encoder_inputs: Tensor, decoder_inputs: Sequence[Sequence[int]]) -> dict[str, Tensor]:

@@ -55,6 +55,7 @@ from tests.kernels.reference import standardise
 V = pairs.VOCABULARY
 LENGTH = 40
 GREEDY = SamplingParams(temperature=0.0)
+NOISES = (0.0, encoder_decoders.NOISE)  # of a target and its draft
 
 
 @dataclass(frozen=True)
@@ -207,6 +208,13 @@ def test_alpha_of_parallel_drafting_is_that_of_passes_over_the_text(
         assert own[:, 0] == pytest.approx(expected, abs=3e-5)
 
 
+@cache
+def encoder_decoder_runners(name: str) -> list[ModelRunner]:
+    """Of a target and its draft."""
+    models = (encoder_decoders.build(name, noise) for noise in NOISES)
+    return [build_runner(adopt(copy.deepcopy(model), name, name), 4, 64) for model in models]
+
+
 @pytest.mark.parametrize("params", [SamplingParams(temperature=0.8), GREEDY], ids=["sampled", "greedy"])
 @pytest.mark.parametrize("name", [*encoder_decoders.RULES, "whisper, timestamps"])
 def test_alpha_of_models_with_rules_equals_transformers(name: str, params: SamplingParams) -> None:
@@ -216,43 +224,36 @@ def test_alpha_of_models_with_rules_equals_transformers(name: str, params: Sampl
     name, _, timestamps = name.partition(", timestamps") if name.startswith("whisper") else (name, "", "")
     prompt = encoder_decoders.decoder_prompt(name, timestamps=bool(timestamps))
     inputs = encoder_decoders.inputs(name, 3)
-    models = [encoder_decoders.build(name, noise) for noise in (0.0, encoder_decoders.NOISE)]
-    target, draft = (build_runner(adopt(copy.deepcopy(model), name, name), 4, 64) for model in models)
+    target, draft = encoder_decoder_runners(name)
     assert target.loaded.generation_rules is not None
     texts = write(target, [Prompt(prompt, each) for each in inputs], params, tokens=42, length=14, seed=4)
     drafter = ModelDrafter(draft, encoder_decoders.V, params, SparseConfig())
     betas = measure(target, {"model": drafter}, texts, params, (1.0,))["model"]
-    for text, own in zip(texts, betas, strict=True):
-        written = text.tokens[text.begin :]
-        z, w = (
-            encoder_decoders.scores_along(name, inputs[text.index], prompt, written, noise).double().numpy()
-            for noise in (0.0, encoder_decoders.NOISE)
-        )
+    own, read = [text.tokens[text.begin :] for text in texts], [inputs[text.index] for text in texts]
+    scores = (encoder_decoders.scores_along(name, read, prompt, own, noise) for noise in NOISES)
+    for written, beta, z, w in zip(own, betas, *scores, strict=True):
         if params.is_greedy:
             assert written == z.argmax(-1).tolist()
-            assert own[:, 0].tolist() == (z.argmax(-1) == w.argmax(-1)).tolist()
+            assert beta[:, 0].tolist() == (z.argmax(-1) == w.argmax(-1)).tolist()
             continue
         rows = [(standardise(a, params), standardise(b, params)) for a, b in zip(z, w, strict=True)]
         assert all(p[token] > 0 for (p, _), token in zip(rows, written, strict=True))
         expected = [np.minimum(p, truncated(q, SparseConfig())).sum() for p, q in rows]
-        assert own[:, 0] == pytest.approx(expected, abs=1e-4)
+        assert beta[:, 0] == pytest.approx(expected, abs=1e-4)
 
 
 def test_a_draft_of_other_features_reads_its_own(tmp_path: Path) -> None:
     """Both models read the same speech; one of them by other features."""
-    name, noise = "whisper", encoder_decoders.NOISE
+    name = "whisper"
     first, second = encoder_decoders.inputs(name, 2)
-    target, draft = (
-        build_runner(adopt(copy.deepcopy(encoder_decoders.build(name, each)), name, name), 2, 64)
-        for each in (0.0, noise)
-    )
+    target, draft = encoder_decoder_runners(name)
     tokens, params = encoder_decoders.decoder_prompt(name), SamplingParams()
     drafter = {"model": ModelDrafter(draft, encoder_decoders.V, params, SparseConfig())}
     (text,) = write(target, [Prompt(tokens, first, second)], params, tokens=12, length=12, seed=4)
     (found,) = measure(target, drafter, [text], params, (1.0,))["model"]
     written = text.tokens[text.begin :]
-    z = encoder_decoders.scores_along(name, first, tokens, written, 0.0).double().numpy()
-    w = encoder_decoders.scores_along(name, second, tokens, written, noise).double().numpy()
+    (z,) = encoder_decoders.scores_along(name, [first], tokens, [written], 0.0)
+    (w,) = encoder_decoders.scores_along(name, [second], tokens, [written], encoder_decoders.NOISE)
     rows = [(standardise(a, params), standardise(b, params)) for a, b in zip(z, w, strict=True)]
     expected = [np.minimum(p, truncated(q, SparseConfig())).sum() for p, q in rows]
     assert found[:, 0] == pytest.approx(expected, abs=1e-4)
