@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import struct
 import sys
 from pathlib import Path
@@ -98,18 +97,6 @@ def test_a_runtime_takes_its_own_kind_of_model() -> None:
         chosen_runtime("torch", "x.gguf")
     with pytest.raises(CheckpointError, match=r"outrider convert models/demo/target OUT\.gguf"):
         chosen_runtime("llama.cpp", "models/demo/target")
-
-
-def test_the_output_of_a_conversion_is_a_file_or_a_link_to_one(tmp_path: Path) -> None:
-    pipe, link, file = (tmp_path / name for name in ("pipe", "link.gguf", "file.gguf"))
-    os.mkfifo(pipe)
-    link.symlink_to(file)
-    with pytest.raises(CheckpointError, match="pipe' is not a regular file"):
-        convert(str(MODELS / "draft"), pipe, "bf16")
-    assert pipe.is_fifo()
-    convert(str(MODELS / "draft"), link, "bf16")
-    assert link.is_symlink()
-    assert vocabulary_size(str(file))
 
 
 def test_a_missing_extra_is_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

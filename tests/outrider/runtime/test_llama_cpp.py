@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import ctypes
 import json
+import os
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -21,6 +22,7 @@ from kernels.sampling import Draw, SamplingParams
 from kernels.sparse import SparseConfig
 from outrider.runtime import gguf_tokenizer, llama_loader
 from outrider.runtime.block_pool import PoolExhausted
+from outrider.runtime.checkpoint import vocabulary_size
 from outrider.runtime.decode_loop import DecodeLoop
 from outrider.runtime.errors import CheckpointError, UnsupportedModel
 from outrider.runtime.gguf_convert import convert
@@ -114,6 +116,18 @@ def test_a_damaged_tokenizer_is_not_converted(folders: Callable[[str], Path], tm
     (folder / "tokenizer.json").write_text((folder / "tokenizer.json").read_text()[:-9])
     with pytest.raises(CheckpointError, match=r"cannot read '.*tokenizer.json'"):
         convert(str(folder), tmp_path / "out.gguf", "f32")
+
+
+def test_the_output_of_a_conversion_is_a_file_or_a_link_to_one(tmp_path: Path) -> None:
+    pipe, link, file = (tmp_path / name for name in ("pipe", "link.gguf", "file.gguf"))
+    os.mkfifo(pipe)
+    link.symlink_to(file)
+    with pytest.raises(CheckpointError, match="pipe' is not a regular file"):
+        convert(str(MODELS / "draft"), pipe, "bf16")
+    assert pipe.is_fifo()
+    convert(str(MODELS / "draft"), link, "bf16")
+    assert link.is_symlink()
+    assert vocabulary_size(str(file))
 
 
 def test_a_model_whose_windows_no_layer_has_runs(tmp_path: Path) -> None:
