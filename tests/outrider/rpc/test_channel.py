@@ -17,6 +17,8 @@ SIX = ["[fd00::1]:5", "[fd00::2]:5"]
     [
         ("box", "'box' is not HOST:PORT, for example"),
         (":1", "':1' is not HOST:PORT"),
+        ("box:", "'box:' is not HOST:PORT"),
+        ("box:http", "'box:http' is not HOST:PORT"),
         ("box:-1", "'box:-1' is not HOST:PORT"),
         ("box:²", "'box:²' is not HOST:PORT"),
         ("box:0", "the port of 'box:0' is 0; it must be 1 to 65535"),
