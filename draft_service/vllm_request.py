@@ -41,7 +41,7 @@ _NAMES = {
     "stop": "sampling_params.stop",
 }
 """Fields of our requests, with their names in vLLM's."""
-_WORDS = ("n", "prompt", "stop")  # too, so they count at the beginning of a text only
+_WORDS = ("n", "prompt", "stop")  # texts have these as words: they are names at the beginning only
 _OUR_NAME = re.compile(
     rf"(?<![\w.])(?:{'|'.join(re.escape(name) for name in _NAMES if name not in _WORDS)})|^(?:{'|'.join(_WORDS)})(?!\w)"
 )

@@ -88,18 +88,18 @@ class Front:
             Route("/metrics", self.show_metrics),
             Route("/health", self.health),
             Route("/version", self.version),
-            Route("/v1/models", _while_heard(self.models)),
-            Route("/v1/models/{model:path}", _while_heard(self.model)),
-            Route("/v1/completions", _while_heard(self.completions), methods=["POST"]),
-            Route("/v1/chat/completions", _while_heard(self.chat), methods=["POST"]),
+            Route("/v1/models", _cancellable(self.models)),
+            Route("/v1/models/{model:path}", _cancellable(self.model)),
+            Route("/v1/completions", _cancellable(self.completions), methods=["POST"]),
+            Route("/v1/chat/completions", _cancellable(self.chat), methods=["POST"]),
             Route("/v1/audio/transcriptions", self.transcriptions, methods=["POST"]),
-            Route("/tokenize", _while_heard(self.tokenize), methods=["POST"]),
-            Route("/detokenize", _while_heard(self.detokenize), methods=["POST"]),
-            Route("/tokenizer_info", _while_heard(self.tokenizer_info)),
+            Route("/tokenize", _cancellable(self.tokenize), methods=["POST"]),
+            Route("/detokenize", _cancellable(self.detokenize), methods=["POST"]),
+            Route("/tokenizer_info", _cancellable(self.tokenizer_info)),
         ]
         if self._settings.playground and not self._settings.framing:
             routes += [Route(path, playground.page) for path in playground.FILES]
-            routes.append(Route(playground.GENERATE, _while_heard(self.playground), methods=["POST"]))
+            routes.append(Route(playground.GENERATE, _cancellable(self.playground), methods=["POST"]))
         else:
             routes += [Route(path, self.no_playground) for path in playground.FILES]
         return routes
@@ -357,7 +357,7 @@ async def _unless_gone(receive: Receive, work: Coroutine[Any, Any, T]) -> T:
         await asyncio.gather(task, gone, return_exceptions=True)
 
 
-def _while_heard(endpoint: Callable[[Request], Coroutine[Any, Any, Response]]) -> Callable[..., Awaitable[Response]]:
+def _cancellable(endpoint: Callable[[Request], Coroutine[Any, Any, Response]]) -> Callable[..., Awaitable[Response]]:
     """The endpoint, which is cancelled if the client closes the connection."""
 
     async def run(request: Request) -> Response:
