@@ -25,6 +25,8 @@ from torch import Tensor
 
 from benchmarks.harness import CACHE, Json
 from outrider.cli.processes import (
+    DRAFT_SPINS,
+    TARGET_SPINS,
     ServiceError,
     ServiceProcess,
     halves,
@@ -200,7 +202,7 @@ def _start(
     flags = {"--model": model, "--listen": "127.0.0.1:0", "--dtype": dtype, "--device": device, "--threads": threads}
     flags["--max-sequences"] = max_sequences
     arguments = [*command, service, *(str(part) for flag in flags.items() for part in flag), *more]
-    environment = service_environment(threads)
+    environment = service_environment(threads, spins=TARGET_SPINS if service == "verifier_service" else DRAFT_SPINS)
     if tree is not None:  # without PYTHONSAFEPATH, Python looks into the working directory first
         environment |= {"PYTHONPATH": str(tree), "PYTHONSAFEPATH": "1"}
     return ServiceProcess.launch(arguments, env=environment, cores=cores)

@@ -24,19 +24,22 @@ from typing import Self
 
 from outrider.rpc.channel import wait_for_health
 
+DRAFT_SPINS, TARGET_SPINS = 2_000, 100_000
+"""How long a thread of an OpenMP pool spins before it sleeps: GOMP_SPINCOUNT. A thousand take some 0.06 ms."""
 
-def service_environment(threads: int | None = None) -> dict[str, str]:
+
+def service_environment(threads: int | None = None, *, spins: int = DRAFT_SPINS) -> dict[str, str]:
     """The environment of a service that shares its machine with one other.
 
-    Each gets `threads`, else OMP_NUM_THREADS, else half of the processors. Two OpenMP pools of full size that wait by
-    spinning slow each other down. A pool that waits passively sleeps after each of the hundreds of operations of a
-    forward pass, which makes two threads slower than one. So pools spin briefly: long enough for the gap between two
-    operations.
+    Each gets `threads`, else OMP_NUM_THREADS, else half of the processors. Threads that sleep after each of the
+    hundreds of operations of a forward pass make two threads slower than one. Two pools of full size that spin slow
+    each other down. So the draft's threads spin for the gap between two operations. The target's spin for longer: also
+    while the system stops another thread of the pool for a moment, and until the next pass.
     """
     environment = {
         "PYTHONUNBUFFERED": "1",
         "OMP_WAIT_POLICY": os.environ.get("OMP_WAIT_POLICY", "PASSIVE"),
-        "GOMP_SPINCOUNT": os.environ.get("GOMP_SPINCOUNT", "2000"),
+        "GOMP_SPINCOUNT": os.environ.get("GOMP_SPINCOUNT", str(spins)),
         "OMP_NUM_THREADS": str(threads or os.environ.get("OMP_NUM_THREADS") or max(1, len(processors()) // 2)),
     }
     root = Path(__file__).resolve().parents[2]
@@ -360,21 +363,20 @@ def running_pair(
             "torch is not installed, and services need it: pip install '.[service]' in a clone of Outrider"
         )
     verifier_address = fixed(verifier_listen)
-    environment = service_environment(threads)
-    first, second = halves(int(environment["OMP_NUM_THREADS"])) or (None, None)
+    first, second = halves(int(service_environment(threads)["OMP_NUM_THREADS"])) or (None, None)
 
-    def launch(module: str, cores: Collection[int] | None, *flags: str) -> ServiceProcess:
+    def launch(module: str, cores: Collection[int] | None, spins: int, *flags: str) -> ServiceProcess:
         return ServiceProcess.launch(
             # Health on a port of its own is in plaintext, also with TLS on the other.
             [module, *flags, "--health-listen", "127.0.0.1:0"],
-            env=environment,
+            env=service_environment(threads, spins=spins),
             cores=cores,
             on_line=None if on_line is None else lambda line: on_line(module, line),
         )
 
     with (
-        launch("verifier_service", first, "--listen", verifier_address, *verifier_flags) as verifier,
-        launch("draft_service", second, "--verifier", verifier_address, *draft_flags) as draft,
+        launch("verifier_service", first, TARGET_SPINS, "--listen", verifier_address, *verifier_flags) as verifier,
+        launch("draft_service", second, DRAFT_SPINS, "--verifier", verifier_address, *draft_flags) as draft,
     ):
         yield Pair(verifier, draft)
 

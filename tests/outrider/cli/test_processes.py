@@ -4,7 +4,15 @@ import signal
 
 import pytest
 
-from outrider.cli.processes import Pair, ServiceError, ServiceProcess, terminated_as_interrupted
+from outrider.cli.processes import (
+    DRAFT_SPINS,
+    TARGET_SPINS,
+    Pair,
+    ServiceError,
+    ServiceProcess,
+    service_environment,
+    terminated_as_interrupted,
+)
 
 STAND_IN = "tests.outrider.cli.stand_in"
 NEVER_SERVES = [STAND_IN, "listen", "wait"]
@@ -23,6 +31,14 @@ def test_the_address_is_read_from_the_log() -> None:
         with pytest.raises(ServiceError, match="not healthy"):
             service.wait_healthy(0.2)
     assert service.returncode == -signal.SIGTERM
+
+
+def test_threads_of_the_target_spin_longer_unless_the_user_says_how_long(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("GOMP_SPINCOUNT", raising=False)
+    draft, target = (int(service_environment(spins=each)["GOMP_SPINCOUNT"]) for each in (DRAFT_SPINS, TARGET_SPINS))
+    assert 0 < draft < target
+    monkeypatch.setenv("GOMP_SPINCOUNT", "7")
+    assert service_environment(spins=TARGET_SPINS)["GOMP_SPINCOUNT"] == "7"
 
 
 def test_a_service_that_ends_early_gives_its_reason() -> None:
