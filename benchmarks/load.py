@@ -11,9 +11,9 @@ request rate of Outrider in the closed loop; without transformers. Lengths of te
                                                      one minute; in two trees, in turns, it compares them
 
 γ is chosen by the policy `adaptive`; `--gamma` fixes it. The pair and the target alone (`Decode`) run on the same two
-services, with bfloat16 and a thread and a core each, as `outrider serve` starts them; with `all threads`, on two others
-that have as many threads as there are cores. Continuous batching has one thread: so it was fastest on two cores.
-llama.cpp's server has one thread or as many as cores, and sends a text in one piece.
+services, with bfloat16 and a thread and a core each; with `all threads`, on two others, where the target has a thread
+for each core, as `outrider serve` starts them on two cores. Continuous batching has one thread: so it was fastest on
+two cores. llama.cpp's server has one thread or as many as cores, and sends a text in one piece.
 """
 
 import argparse

@@ -42,8 +42,8 @@ RULE = "block"
 """Named in each request: the default depends on whether it has a seed."""
 
 APART, ANYWHERE, ONE_CORE = "a core each", "any core", "both on one core"
-"""Where the services run: each on half of the processors, as `outrider serve` starts them; where the system puts them;
-both on the same one."""
+"""Where the services run: each on half of the processors, as `outrider serve` starts them where half is more than one;
+where the system puts them; both on the same one."""
 
 # Prompts are repeated, and other contenders run them each time.
 NO_PREFIXES = ("--no-prefix-cache",)

@@ -168,7 +168,9 @@ model_options = group(
     click.option("--target-device", type=DeviceName(), help="Device of the target. Default: --device."),
     click.option("--draft-device", type=DeviceName(), help="Device of the draft. Default: --device."),
     click.option(
-        "--threads", type=click.IntRange(min=1), help="CPU threads of each service. Default: half of the processors."
+        "--threads",
+        type=click.IntRange(min=1),
+        help="CPU threads of each service. Default: half of the processors. With fewer than four, all for the target.",
     ),
 )
 

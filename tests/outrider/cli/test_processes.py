@@ -4,6 +4,7 @@ import signal
 
 import pytest
 
+from outrider.cli import processes
 from outrider.cli.processes import (
     DRAFT_SPINS,
     TARGET_SPINS,
@@ -12,6 +13,7 @@ from outrider.cli.processes import (
     ServiceProcess,
     service_environment,
     terminated_as_interrupted,
+    threads_of_pair,
 )
 
 STAND_IN = "tests.outrider.cli.stand_in"
@@ -31,6 +33,18 @@ def test_the_address_is_read_from_the_log() -> None:
         with pytest.raises(ServiceError, match="not healthy"):
             service.wait_healthy(0.2)
     assert service.returncode == -signal.SIGTERM
+
+
+@pytest.mark.parametrize(("count", "expected"), [(1, (1, 1)), (2, (2, 1)), (3, (3, 1)), (4, (2, 2)), (9, (4, 4))])
+def test_threads_of_a_pair_follow_the_processors(
+    count: int, expected: tuple[int, int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(processes, "processors", lambda: frozenset(range(count)))
+    assert threads_of_pair(5) == (5, 5)
+    monkeypatch.setenv("OMP_NUM_THREADS", "3")
+    assert threads_of_pair() == (3, 3)
+    monkeypatch.delenv("OMP_NUM_THREADS")
+    assert threads_of_pair() == expected
 
 
 def test_threads_of_the_target_spin_longer_unless_the_user_says_how_long(monkeypatch: pytest.MonkeyPatch) -> None:
