@@ -17,7 +17,7 @@ from transformers import AttentionInterface, AttentionMaskInterface
 from outrider.runtime.batch import PackedBatch, PagedBatch
 from outrider.runtime.encoder_decoder import EncoderDecoder, EncoderPass, bias_of, is_cross
 from outrider.runtime.errors import CheckpointError, UnsupportedModel
-from outrider.runtime.sdpa import CausalMasks, Scoring, attend, attend_all, attend_scores
+from outrider.runtime.sdpa import Scoring, attend, attend_all, attend_scores
 
 NAME = "outrider_packed"
 """The name of our attention in a model's configuration (`attn_implementation`)."""
@@ -41,7 +41,7 @@ def packed_attention(
     sliding_window: int | None = None,
     softcap: float | None = None,
     s_aux: Tensor | None = None,
-    packed_batch: PackedBatch | PagedBatch | EncoderPass | None = None,
+    packed_batch: "PackedBatch | PagedBatch | EncoderPass | _Observer | None" = None,
     **features: Any,
 ) -> tuple[Tensor, None]:
     """The attention function of transformers, called once per layer: writes new keys and values, then attends.
@@ -74,9 +74,9 @@ def packed_attention(
         scaling = float(query.shape[-1]) ** -0.5
     if isinstance(batch, EncoderPass):
         return batch.attend(query, key, value, scaling, features.get("position_bias")), None
-    if isinstance(batch, PackedBatch) and batch.observer is not None:
+    if isinstance(batch, _Observer):
         arguments = {"softcap": softcap, "s_aux": s_aux, **features}
-        return batch.observer.see(module, query, key, value, scaling, sliding_window, arguments), None
+        return batch.see(module, query, key, value, scaling, sliding_window, arguments), None
     layer: Any = module.layer_idx
     size = value.shape[3]
     if size < key.shape[3]:  # the pool stores both in one size; zero padding does not change the result
@@ -184,19 +184,19 @@ def probe_attention(model: Any, encoder: EncoderDecoder | None = None) -> tuple[
         CheckpointError: it needs a feature that our attention does not support; the message names it.
     """
     observer = _Observer()
-    device = next(model.parameters()).device
-    masks = CausalMasks(_PROBE_TOKENS, torch.float32, device)
-    batch = PackedBatch([0], [_PROBE_TOKENS], _PROBE_TOKENS, [], [], torch.float32, masks, observer=observer)
-    positions = torch.arange(_PROBE_TOKENS, device=device).unsqueeze(0)
+    positions = observer.position_ids(next(model.parameters()).device).unsqueeze(0)
     AttentionMaskInterface.register(PROBE, observer.see_mask)
     try:
         model.set_attn_implementation(PROBE)
         with torch.inference_mode():
             if encoder is not None:
-                encoder(torch.zeros_like(positions[0]), batch, None)
+                encoder(torch.zeros_like(positions[0]), observer, None)
             else:
                 model(
-                    input_ids=torch.zeros_like(positions), position_ids=positions, use_cache=False, packed_batch=batch
+                    input_ids=torch.zeros_like(positions),
+                    position_ids=positions,
+                    use_cache=False,
+                    packed_batch=observer,
                 )
     except CheckpointError:
         raise
@@ -213,11 +213,14 @@ def probe_attention(model: Any, encoder: EncoderDecoder | None = None) -> tuple[
 
 
 class _Observer:
-    """Records each call of the attention, and computes it for one sequence."""
+    """In place of a batch, of one sequence: records each call of the attention, and computes it."""
 
     def __init__(self) -> None:
         self._layers: dict[int, AttentionLayer] = {}
         self._local: set[int] = set()
+
+    def position_ids(self, device: torch.device) -> Tensor:
+        return torch.arange(_PROBE_TOKENS, device=device)
 
     def see(
         self,

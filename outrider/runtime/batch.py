@@ -8,7 +8,7 @@ import operator
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate
-from typing import Any, Protocol
+from typing import Protocol
 
 import numpy as np
 import torch
@@ -55,7 +55,6 @@ class PackedBatch:
         dtype: of keys and values.
         masks: shared by all batches of a pool.
         encoded: keys and values of each chunk's encoder slot (`MemoryByHead.narrow`); empty without an encoder.
-        observer: receives each call of the attention; only for `probe_attention`.
     """
 
     starts: list[int]
@@ -65,9 +64,8 @@ class PackedBatch:
     ends: list[int]
     dtype: torch.dtype
     masks: CausalMasks
-    pool: KVPool | None = None
+    pool: KVPool
     encoded: list[list[Tensor]] = field(default_factory=list)
-    observer: Any = None
     _needed: dict[tuple[int, int], list[Tensor]] = field(default_factory=dict)
     _biased: dict[int, list[Tensor]] = field(default_factory=dict)
     _tables: list[tuple[list[int], bool]] = field(default_factory=list)
@@ -78,14 +76,14 @@ class PackedBatch:
     @property
     def stores(self) -> list[list[Tensor]]:
         """Keys and values of each chunk, one tensor per shape of layer (`MemoryByHead.narrow`), up to `ends`."""
-        if not self._stores and self.pool is not None:
+        if not self._stores:
             self._stores = [self.pool.stores(*each) for each in zip(self.slots, self.ends, strict=True)]
         return self._stores
 
     @property
     def views(self) -> list[SlotViews]:
         """Keys and values of each chunk, per layer."""
-        if not self._views and self.pool is not None:
+        if not self._views:
             self._views = [
                 self.pool.split(stores, start, start + count)
                 for stores, start, count in zip(self.stores, self.starts, self.counts, strict=True)
@@ -95,7 +93,7 @@ class PackedBatch:
     @property
     def encoded_views(self) -> list[SlotViews]:
         """Keys and values of each chunk's encoder slot, per layer."""
-        if not self._encoded_views and self.pool is not None:
+        if not self._encoded_views:
             self._encoded_views = [
                 self.pool.split(stores, stores[0].size(3), stores[0].size(3)) for stores in self.encoded
             ]
@@ -131,13 +129,12 @@ class PackedBatch:
 
     @property
     def block_tokens(self) -> int:
-        assert self.pool is not None
         return self.pool.block_tokens
 
     @property
     def tables(self) -> list[tuple[list[int], bool]]:
         """The blocks of each chunk's sequence, and whether they are consecutive."""
-        if not self._tables and self.pool is not None:
+        if not self._tables:
             ends = map(operator.add, self.starts, self.counts)
             self._tables = [self.pool.blocks_to(slot, end) for slot, end in zip(self.slots, ends, strict=True)]
         return self._tables

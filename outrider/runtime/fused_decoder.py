@@ -239,7 +239,6 @@ class FusedDecoder:
                 rows = torch.arange(len(token_ids) - rows, len(token_ids), device=self._device)
             ops = self.choose_layers(batch.memory.keys[0].dtype)
             return run_paged(ops, batch, self._rotations_to(batch.max_length), rows)
-        assert batch.pool is not None
         assert batch.pool.by_head is not None
         if self.cpu_decoder is not None:
             wanted = rows.tolist() if isinstance(rows, Tensor) else range(batch.rows - (rows or batch.rows), batch.rows)
@@ -254,7 +253,6 @@ class FusedDecoder:
 
     def rows_in_c(self, token_ids: Tensor, batch: PackedBatch, ends: Sequence[int]) -> cpu.Rows:
         """The rows of a batch for the decoder in C, with the blocks of each sequence up to its end."""
-        assert batch.pool is not None
         assert batch.pool.by_head is not None
         longest = max(ends)
         return cpu.Rows(
