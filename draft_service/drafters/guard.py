@@ -343,28 +343,27 @@ class _Invalid(Exception):
 def _check(draft: Draft, gamma: int, sequence: DraftSequence, vocab_size: int, max_support: int) -> None:
     """Checks a proposal as the verifier will: an invalid one would end the sequence there."""
     tokens, distributions = draft.token_ids, draft.distributions
-    _require(len(tokens) <= gamma, f"{len(tokens)} tokens; at most {gamma} were requested")
+    if len(tokens) > gamma:
+        raise _Invalid(f"{len(tokens)} tokens; at most {gamma} were requested")
     for token in tokens:
-        _require(0 <= token < vocab_size, f"token {token!r} is outside 0..{vocab_size - 1}")
+        if not 0 <= token < vocab_size:
+            raise _Invalid(f"token {token!r} is outside 0..{vocab_size - 1}")
     if sequence.rule is Rule.COUPLED:
-        _require(not distributions, f"{len(distributions)} distributions; the rule coupled takes none")
+        if distributions:
+            raise _Invalid(f"{len(distributions)} distributions; the rule coupled takes none")
         return
-    _require(len(distributions) == len(tokens), f"{len(distributions)} distributions for {len(tokens)} tokens")
-    if not sequence.needs_logits and _are_valid(tokens, distributions, vocab_size, max_support):
-        return
-    for token, q in zip(tokens, distributions, strict=True):
-        if sequence.needs_logits:
-            _check_logits(token, q, vocab_size)
-        elif q is not None:
-            if not isinstance(q, SparseDistribution):
-                raise _Invalid(f"token {token} has logits; the rule {sequence.rule.value} takes a distribution")
-            validate(q.ids, q.weights, vocab_size)
-            _require(len(q.ids) <= max_support, f"a distribution has {len(q.ids)} tokens; at most {max_support}")
-            _require(q.probability(token) > 0, f"token {token} has probability 0 in its own distribution")
+    if len(distributions) != len(tokens):
+        raise _Invalid(f"{len(distributions)} distributions for {len(tokens)} tokens")
+    if sequence.needs_logits:
+        for token, logits in zip(tokens, distributions, strict=True):
+            _check_logits(token, logits, vocab_size)
+    elif not _are_valid(tokens, distributions, vocab_size, max_support):
+        for token, q in zip(tokens, distributions, strict=True):
+            _check_distribution(token, q, vocab_size, max_support)
 
 
 def _are_valid(tokens: Sequence[int], distributions: Sequence[object], vocab_size: int, max_support: int) -> bool:
-    """Whether all are valid, in one go. If not, a check of each says why."""
+    """Whether all distributions are valid, in one go. If not, a check of each says why."""
     drawn = [(token, q) for token, q in zip(tokens, distributions, strict=True) if q is not None]
     if not drawn:
         return True
@@ -381,15 +380,25 @@ def _are_valid(tokens: Sequence[int], distributions: Sequence[object], vocab_siz
     return valid_supports(*numbers, sizes, [token for token, _ in drawn], vocab_size) is not None
 
 
+def _check_distribution(token: int, q: object, vocab_size: int, max_support: int) -> None:
+    if q is None:  # the point mass
+        return
+    if not isinstance(q, SparseDistribution):
+        raise _Invalid(f"token {token} has logits; only the rule sigmoid takes them")
+    validate(q.ids, q.weights, vocab_size)
+    if len(q.ids) > max_support:
+        raise _Invalid(f"a distribution has {len(q.ids)} tokens; at most {max_support}")
+    if q.probability(token) <= 0:
+        raise _Invalid(f"token {token} has probability 0 in its own distribution")
+
+
 def _check_logits(token: int, logits: object, vocab_size: int) -> None:
     if not isinstance(logits, DraftLogits):
         raise _Invalid(f"token {token} has no logits; the rule sigmoid takes them")
     values = logits.values.cpu().numpy()
-    _require(values.shape == (vocab_size,), f"the logits have shape {values.shape}; it must be ({vocab_size},)")
-    _require(bool(np.isfinite(values).all()), "the logits are NaN or infinite")
-    _require(float(values[token]) != EXCLUDED, f"the logits exclude the drafted token {token}")
-
-
-def _require(holds: bool, otherwise: str) -> None:
-    if not holds:
-        raise _Invalid(otherwise)
+    if values.shape != (vocab_size,):
+        raise _Invalid(f"the logits have shape {values.shape}; it must be ({vocab_size},)")
+    if not np.isfinite(values).all():
+        raise _Invalid("the logits are NaN or infinite")
+    if float(values[token]) == EXCLUDED:
+        raise _Invalid(f"the logits exclude the drafted token {token}")

@@ -112,7 +112,7 @@ async def after(seconds: float, draft: Draft = FINE) -> Draft:
         (PLAIN, Draft([1, 2], [None], 0.0), "1 distributions for 2 tokens"),
         (PLAIN, Draft([1], [q(2, 3)], 0.0), "token 1 has probability 0"),
         (PLAIN, Draft([1], [q(1, 2, 3, 4)], 0.0), "4 tokens; at most 3"),
-        (PLAIN, Draft([1], [logits()], 0.0), "token 1 has logits; the rule tokenwise"),
+        (PLAIN, Draft([1], [logits()], 0.0), "token 1 has logits; only the rule sigmoid"),
         (PLAIN, None, "invalid proposal"),
         (COUPLED, FINE, "2 distributions; the rule coupled takes none"),
         (SIGMOID, FINE, "token 1 has no logits"),
