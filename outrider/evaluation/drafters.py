@@ -11,9 +11,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from kernels.adjustments import Adjuster
 from kernels.sampling import SamplingParams, probabilities
 from kernels.sparse import SparseConfig, SparseDistribution, evenly_spaced, truncate
-from outrider.evaluation.target_text import Rules, Text, blocks, read_logits, refuse_bad, rules_of
+from outrider.evaluation.target_text import Text, adjusted, adjuster_of, blocks, read_logits, refuse_bad
 from outrider.runtime.batch import Chunk
 from outrider.runtime.lookup import TextIndex
 from outrider.runtime.model_runner import ModelRunner
@@ -62,7 +63,7 @@ class ParallelDrafter:
         """Yields q̂ of each written token. A pass runs the tokens before the first of its positions, and masks."""
         runner, mask_token = self.runner, self.runner.loaded.mask_token
         assert mask_token is not None
-        slot, rules = runner.pool.allocate(), rules_of(runner, text, self.vocab_size)
+        slot, adjuster = runner.pool.allocate(), adjuster_of(runner, text, self.vocab_size)
         try:
             for begin in range(text.begin, len(text.tokens), self.tokens_per_pass):
                 masks = min(self.tokens_per_pass, len(text.tokens) - begin) - 1
@@ -71,7 +72,7 @@ class ParallelDrafter:
                 z = runner.logits([Chunk(slot, tokens, held, begin - held - 1)])
                 runner.pool.rollback(slot, begin)
                 written = text.tokens[begin : begin + masks + 1]
-                z = rules.apply(_of_target(z, self.vocab_size, runner), written, stand_in=mask_token)
+                z = adjusted(_of_target(z, self.vocab_size, runner), adjuster, written, stand_in=mask_token)
                 refuse_bad(z, "the draft")
                 yield from draft_distributions(z, self.params, self.sparse)
         finally:
@@ -88,7 +89,7 @@ class NGramDrafter:
 
     def read(self, text: Text, rows: int) -> Iterator[Sequence[SparseDistribution | None]]:
         own = NGramCounts(self.corpus.order, len(self.corpus.singles), self.corpus.bound)
-        rules = Rules(None, text.prompt.tokens, len(own.singles), penalties=text.prompt.penalties)
+        adjuster = Adjuster.after(text.prompt.tokens, (), text.prompt.penalties, len(own.singles))
         for block in blocks(text, rows):
             drafted: list[SparseDistribution | None] = []
             for position in range(block.start, block.end):
@@ -98,7 +99,7 @@ class NGramDrafter:
                     p = back_off([self.corpus, own], before)
                     assert p is not None  # `own` has counted a token
                     z = torch.from_numpy(np.log(p)).to(torch.float32).unsqueeze(0)
-                    z = rules.apply(z, text.tokens[position + 1 : position + 2])
+                    z = adjusted(z, adjuster, text.tokens[position + 1 : position + 2])
                     drafted += draft_distributions(z, self.params, self.sparse)
             yield drafted
 

@@ -17,6 +17,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from kernels.adjustments import Adjuster, LogitRules
 from kernels.rng import gumbel
 from kernels.sampling import SamplingParams, probabilities
 from outrider.client import AsyncClient, Options, PositionLogprobs
@@ -24,7 +25,7 @@ from outrider.evaluation.chisquare import Array
 from outrider.evaluation.clips import Source, request_of
 from outrider.evaluation.local_models import encoder_inputs
 from outrider.evaluation.streams import for_each
-from outrider.evaluation.target_text import Rules
+from outrider.evaluation.target_text import adjusted
 from outrider.evaluation.token_fit import Distribution
 from outrider.runtime.batch import Chunk
 from outrider.runtime.errors import CheckpointError
@@ -166,6 +167,7 @@ class LocalTarget:
         They are those by the rules of the model's generation config, for a request of `max_new_tokens`.
         """
         pool, ids = self._runner.pool, list(self._prompts[prompt])
+        rules = LogitRules(generation=self._runner.loaded.generation_rules, max_new_tokens=max_new_tokens)
         begin = pool.allocate()
         if self._inputs is not None:
             self._runner.encode(begin, self._inputs[prompt])
@@ -179,8 +181,7 @@ class LocalTarget:
             ]
             rows = self._runner.forward(chunks)[:, : self._vocab_size]
             for text, own in zip(batch, rows.split([len(text) for text in batch]), strict=True):
-                rules = Rules(self._runner.loaded.generation_rules, ids, self._vocab_size, max_new_tokens)
-                yield tuple(text), rules.apply(own, text)
+                yield tuple(text), adjusted(own, Adjuster.after(ids, (), rules, self._vocab_size), text)
             for slot in slots:
                 pool.free(slot)
         pool.free(begin)

@@ -12,8 +12,7 @@ from itertools import cycle, islice
 import torch
 from torch import Tensor
 
-from kernels.adjustments import Adjuster, LogitRules, RowAdjustment, apply
-from kernels.generation_rules import GenerationRules
+from kernels.adjustments import Adjuster, LogitRules, apply
 from kernels.sampling import SamplingParams, bad_rows, probabilities
 from outrider.evaluation import EvaluationError
 from outrider.runtime.batch import Chunk
@@ -80,53 +79,25 @@ class Text:
         return Text(self.index, replace(self.prompt, encoder_input=self.prompt.draft_input), self.tokens)
 
 
-class Rules:
-    """Applies penalties and the rules of a model's generation config to its logits, along a text.
+def adjuster_of(runner: ModelRunner, text: Text, vocab_size: int) -> Adjuster | None:
+    """The changes to a model's logits `[V]` before the first written token of a text; None if there are none."""
+    rules = replace(text.prompt.penalties, generation=runner.loaded.generation_rules)
+    return Adjuster.after(text.prompt.tokens, (), rules, vocab_size)
 
-    Args:
-        rules: of the model, if it has any.
-        prompt: the tokens before the first row.
-        vocab_size: V.
-        max_new_tokens: of the text, at whose end the rules may force a token; 0: they do not.
-        penalties: of the request.
+
+def adjusted(z: Tensor, adjuster: Adjuster | None, tokens: Sequence[int], stand_in: int | None = None) -> Tensor:
+    """The logits `[n, V]` with the changes. The adjuster goes on after `tokens`, which follow the rows: n.
+
+    Within these rows `stand_in`, if given, counts in place of each token: a model that gives them all in one pass does
+    not know them.
     """
-
-    def __init__(
-        self,
-        rules: GenerationRules | None,
-        prompt: Sequence[int],
-        vocab_size: int,
-        max_new_tokens: int = 0,
-        penalties: LogitRules = NO_PENALTIES,
-    ) -> None:
-        every = replace(penalties, generation=rules, max_new_tokens=max_new_tokens)
-        self._adjuster = None if every.is_identity else Adjuster(every, prompt, vocab_size)
-
-    def row(self) -> RowAdjustment | None:
-        """Return the change to the logits of the next token."""
-        return None if self._adjuster is None else self._adjuster.row()
-
-    def push(self, token: int) -> None:
-        if self._adjuster is not None:
-            self._adjuster.push(token)
-
-    def apply(self, z: Tensor, tokens: Sequence[int], stand_in: int | None = None) -> Tensor:
-        """Return the logits `[n, V]` with the changes, and go on after `tokens`, which follow the rows: n.
-
-        Within these rows `stand_in`, if given, counts in place of each token: a model that gives them all in one pass
-        does not know them.
-        """
-        if self._adjuster is None:
-            return z
-        rows, begin = [], self._adjuster.n_generated
-        for token in tokens:
-            rows.append(self.row())
-            self.push(token if stand_in is None else stand_in)
-        if stand_in is not None:
-            self._adjuster.truncate(begin)
-            for token in tokens:
-                self.push(token)
-        return apply(z, rows)
+    if adjuster is None or not tokens:
+        return z
+    counted = tokens if stand_in is None else [stand_in] * len(tokens)
+    rows = adjuster.rows(counted[:-1])
+    for token in tokens:
+        adjuster.push(token)
+    return apply(z, rows)
 
 
 # ------------------------------------------------------------------------------------------------------------ writing
@@ -177,16 +148,17 @@ def _write_batch(
     """Writes the texts together. Yields after each step how many tokens are written."""
     pool, ends = target.pool, set(target.loaded.eos_token_ids)
     live = {_slot(target, text.prompt): text for text in texts}
-    rules = {slot: rules_of(target, text) for slot, text in live.items()}
+    adjusters = {slot: adjuster_of(target, text, target.loaded.vocab_size) for slot, text in live.items()}
     try:
         while live:
             chunks = list(_next_chunks(target, live))
             z = target.logits(chunks)
             drawing = [chunk.slot for chunk in chunks if chunk.logits_from < len(chunk.tokens)]
-            changed = apply(z, [rules[slot].row() for slot in drawing])
-            for slot, token in zip(drawing, _draw(changed, params, generator), strict=True):
+            changes = [None if (own := adjusters[slot]) is None else own.row() for slot in drawing]
+            for slot, token in zip(drawing, _draw(apply(z, changes), params, generator), strict=True):
                 live[slot].tokens.append(token)
-                rules[slot].push(token)
+                if (adjuster := adjusters[slot]) is not None:
+                    adjuster.push(token)
                 if token in ends or live[slot].written == length:
                     del live[slot]
                     pool.free(slot)
@@ -207,12 +179,6 @@ def _next_chunks(target: ModelRunner, live: Mapping[int, Text]) -> Iterator[Chun
         is_last = start + len(piece) == len(text.tokens)
         room -= len(piece)
         yield Chunk(slot, piece, start, len(piece) - is_last)
-
-
-def rules_of(runner: ModelRunner, text: Text, vocab_size: int | None = None) -> Rules:
-    """The rules of a model for a text, before its first written token. V is that of the model, or `vocab_size`."""
-    size, prompt = vocab_size or runner.loaded.vocab_size, text.prompt
-    return Rules(runner.loaded.generation_rules, prompt.tokens, size, penalties=prompt.penalties)
 
 
 def _slot(runner: ModelRunner, prompt: Prompt) -> int:
@@ -283,12 +249,13 @@ def read_logits(
     Raises:
         EvaluationError: logits are NaN or infinite.
     """
-    slot, rules = _slot(runner, text.prompt), None
+    slot, adjuster = _slot(runner, text.prompt), None
     try:
         for block in blocks(text, rows):
             z = change(runner.logits([Chunk(slot, text.tokens[block.start : block.end], block.start, block.first)]))
-            rules = rules or rules_of(runner, text, z.shape[1])
-            z = rules.apply(z, text.tokens[block.start + block.first + 1 : block.end + 1])
+            if not block.start:
+                adjuster = adjuster_of(runner, text, z.shape[1])
+            z = adjusted(z, adjuster, text.tokens[block.start + block.first + 1 : block.end + 1])
             refuse_bad(z, name)
             yield z
     finally:
