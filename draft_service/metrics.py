@@ -223,68 +223,42 @@ def show_drafters(metrics: Metrics, drafters: Mapping[Kind, GuardedDrafter], eng
         metrics.registry.register(Collected(lambda: _of_model(engine, costs)))
 
 
-_Family = type[CounterMetricFamily] | type[GaugeMetricFamily]
-
-
 def _of_drafters(drafters: Mapping[Kind, GuardedDrafter]) -> Iterator[Metric]:
-    families: tuple[tuple[_Family, str, str, Callable[[GuardedDrafter], float]], ...] = (
-        (CounterMetricFamily, "draft_proposals", "Proposals that the drafter gave.", lambda it: it.cost.proposals),
-        (CounterMetricFamily, "spec_decode_num_draft_tokens", "Drafted tokens.", lambda it: it.cost.tokens),
-        (
-            CounterMetricFamily,
-            "draft_seconds",
-            "Seconds of drafting, summed over proposals.",
-            lambda it: it.cost.seconds,
-        ),
-        (
-            CounterMetricFamily,
-            "draft_failures",
-            "Proposals that the drafter failed to give: it raised an error, was late, or gave an invalid one.",
-            lambda it: it.cost.failures,
-        ),
-        (
-            GaugeMetricFamily,
-            "drafter_up",
-            "1 while the drafter is in use; 0 while it is off after failures and only probed.",
-            lambda it: it.is_up,
-        ),
-    )
-    for make, name, text, value in families:
-        family = make(f"outrider_{name}", text, labels=("drafter",))
+    failures = "Proposals that the drafter failed to give: it raised an error, was late, or gave an invalid one."
+    for name, text, field in (
+        ("draft_proposals", "Proposals that the drafter gave.", "proposals"),
+        ("spec_decode_num_draft_tokens", "Drafted tokens.", "tokens"),
+        ("draft_seconds", "Seconds of drafting, summed over proposals.", "seconds"),
+        ("draft_failures", failures, "failures"),
+    ):
+        family = CounterMetricFamily(f"outrider_{name}", text, labels=("drafter",))
         for kind, drafter in drafters.items():
-            family.add_metric([kind.value], float(value(drafter)))
+            family.add_metric([kind.value], getattr(drafter.cost, field))
         yield family
+    text = "1 while the drafter is in use; 0 while it is off after failures and only probed."
+    is_up = GaugeMetricFamily("outrider_drafter_up", text, labels=("drafter",))
+    for kind, drafter in drafters.items():
+        is_up.add_metric([kind.value], float(drafter.is_up))
+    yield is_up
 
 
 def _of_model(engine: DraftEngine, costs: Sequence[Cost]) -> Iterator[Metric]:
     """`costs` are of the drafters that run the model. Verifiers have metrics of their own prefix caches. Guesses have
     metrics of their own, too: they never reach a verifier.
     """
-    yield CounterMetricFamily(
-        "outrider_draft_prefix_cache_queries",
-        "Prompt and committed tokens looked up in the prefix cache of the draft model.",
-        value=engine.prefix_queries,
-    )
-    yield CounterMetricFamily(
-        "outrider_draft_prefix_cache_hits",
-        "Looked-up tokens that were found, so that the draft model did not run them again.",
-        value=engine.prefix_hits,
-    )
+    looked_up = "Prompt and committed tokens looked up in the prefix cache of the draft model."
+    found = "Looked-up tokens that were found, so that the draft model did not run them again."
+    steps = "Steps of the draft model that judged guessed tokens; each counts once for each sequence."
+    failures = "Sequences for which guessing failed, so that the draft model drafts without guesses."
     counts = engine.staging.counts
-    yield CounterMetricFamily(
-        "outrider_staged_steps",
-        "Steps of the draft model that judged guessed tokens; each counts once for each sequence.",
-        value=counts.steps,
-    )
-    yield CounterMetricFamily("outrider_staged_guessed_tokens", "Guessed tokens.", value=counts.guessed)
-    yield CounterMetricFamily(
-        "outrider_staged_accepted_tokens", "Guessed tokens that the draft model accepted.", value=counts.accepted
-    )
-    yield CounterMetricFamily(
-        "outrider_staged_failures",
-        "Sequences for which guessing failed, so that the draft model drafts without guesses.",
-        value=counts.failures,
-    )
+    totals: list[tuple[str, str, float]] = [
+        ("draft_prefix_cache_queries", looked_up, engine.prefix_queries),
+        ("draft_prefix_cache_hits", found, engine.prefix_hits),
+        ("staged_steps", steps, counts.steps),
+        ("staged_guessed_tokens", "Guessed tokens.", counts.guessed),
+        ("staged_accepted_tokens", "Guessed tokens that the draft model accepted.", counts.accepted),
+        ("staged_failures", failures, counts.failures),
+    ]
     for name, text, field in (
         ("queries", "Verdicts before which tokens were drafted for likely outcomes.", "cache_queries"),
         ("hits", "Verdicts whose outcome was among those drafted for.", "cache_hits"),
@@ -292,8 +266,9 @@ def _of_model(engine: DraftEngine, costs: Sequence[Cost]) -> Iterator[Metric]:
         ("used_tokens", "Tokens drafted for likely outcomes that became part of a proposal.", "cache_used"),
         ("saved_seconds", "Seconds that drafting the used tokens would have taken.", "cache_saved_seconds"),
     ):
-        value = sum(getattr(cost, field) for cost in costs)
-        yield CounterMetricFamily(f"outrider_outcome_cache_{name}", text, value)
+        totals.append((f"outcome_cache_{name}", text, sum(getattr(cost, field) for cost in costs)))
+    for name, text, value in totals:
+        yield CounterMetricFamily(f"outrider_{name}", text, value)
 
 
 class FailoverMetrics:

@@ -41,60 +41,47 @@ class SpeculationMetrics:
 
     def __init__(self, metrics: Metrics, verify_path: str) -> None:
         def counter(name: str, text: str, *labels: str) -> Counter:
-            return Counter(f"outrider_spec_decode_{name}", text, ("rule", *labels), registry=metrics.registry)
+            return Counter(f"outrider_{name}", text, labels, registry=metrics.registry)
 
-        self._drafts = counter("num_drafts", "Proposals of at least one token that were judged.")
-        self._draft_tokens = counter("num_draft_tokens", "Drafted tokens in judged proposals.")
-        self._accepted = counter("num_accepted_tokens", "Drafted tokens that were accepted.")
+        def seconds(name: str, text: str, *labels: str) -> Histogram:
+            return Histogram(f"outrider_{name}_seconds", text, labels, buckets=_SECONDS, registry=metrics.registry)
+
+        self._metrics = metrics
+        self._drafts = counter("spec_decode_num_drafts", "Proposals of at least one token that were judged.", "rule")
+        self._draft_tokens = counter("spec_decode_num_draft_tokens", "Drafted tokens in judged proposals.", "rule")
+        self._accepted = counter("spec_decode_num_accepted_tokens", "Drafted tokens that were accepted.", "rule")
         self._accepted_at = counter(
-            "num_accepted_tokens_per_pos", "Accepted tokens by position in the proposal, from 0.", "position"
+            "spec_decode_num_accepted_tokens_per_pos",
+            "Accepted tokens by position in the proposal, from 0.",
+            "rule",
+            "position",
         )
-        self._queried, self._hit = (
-            Counter(f"outrider_prefix_cache_{name}", text, registry=metrics.registry)
-            for name, text in (
-                ("queries", "Prompt and committed tokens looked up in the prefix cache."),
-                ("hits", "Looked-up tokens that were found, so that the target did not run them again."),
-            )
+        self._queried = counter("prefix_cache_queries", "Prompt and committed tokens looked up in the prefix cache.")
+        self._hit = counter(
+            "prefix_cache_hits", "Looked-up tokens that were found, so that the target did not run them again."
         )
-        self._preemptions = Counter(
-            "outrider_preemptions",
-            "Sequences whose KV blocks were given to others; the target runs them again later.",
-            registry=metrics.registry,
+        self._preemptions = counter(
+            "preemptions", "Sequences whose KV blocks were given to others; the target runs them again later."
         )
-        self._checks = Counter(
-            "outrider_kv_integrity_checks",
+        self._checks = counter(
+            "kv_integrity_checks",
             "Consistency checks of the KV block tables, made when no sequence is in progress.",
-            ("outcome",),
-            registry=metrics.registry,
+            "outcome",
         )
         for outcome in ("intact", "corrupted"):
             self._checks.labels(outcome)
-        self._metrics = metrics
-        self._seconds = Histogram(
-            "outrider_verify_seconds",
-            "Time of one verification, for all sequences of a step.",
-            ("path",),
-            buckets=_SECONDS,
-            registry=metrics.registry,
-        ).labels(verify_path)
-        self._forward = Histogram(
-            "outrider_step_forward_seconds",
-            "Time of the forward pass of one step of the target, for all sequences in it.",
-            buckets=_SECONDS,
-            registry=metrics.registry,
+        self._verify = seconds("verify", "Time of one verification, for all sequences of a step.", "path").labels(
+            verify_path
         )
-        self._step_tokens, self._step_sequences = (
-            Counter(f"outrider_step_{name}", text, registry=metrics.registry)
-            for name, text in (
-                ("tokens", "Tokens in the target's steps, of prompts and proposals."),
-                ("sequences", "Sequences in the target's steps; each counts once for each step."),
-            )
+        self._forward = seconds(
+            "step_forward", "Time of the forward pass of one step of the target, for all sequences in it."
         )
-        self._queue = Histogram(
-            "outrider_queue_seconds",
-            "From the arrival of a round to the start of its step; within a Decode, from the verdict before.",
-            buckets=_SECONDS,
-            registry=metrics.registry,
+        self._step_tokens = counter("step_tokens", "Tokens in the target's steps, of prompts and proposals.")
+        self._step_sequences = counter(
+            "step_sequences", "Sequences in the target's steps; each counts once for each step."
+        )
+        self._queue = seconds(
+            "queue", "From the arrival of a round to the start of its step; within a Decode, from the verdict before."
         )
 
     def watch(self, pool: KVPool, scheduler: Scheduler) -> None:
@@ -137,7 +124,7 @@ class SpeculationMetrics:
         self._step_tokens.inc(step.tokens)
         self._step_sequences.inc(step.sequences)
         if step.has_rounds:
-            self._seconds.observe(step.verify_seconds)
+            self._verify.observe(step.verify_seconds)
         for each in step.judged:
             self._queue.observe(each.queued)
             if each.drafted:
