@@ -14,6 +14,7 @@ import time
 import urllib.request
 from collections import deque
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Self
@@ -166,28 +167,18 @@ class LlamaServer:
 
     def closed(self, tasks: Sequence[Task], streams: int) -> Outcome:
         """All texts, `streams` at once. A text comes in one piece; the server says how long ago its first token was."""
-        left, served = deque(enumerate(tasks)), dict[int, Served]()
         began = time.perf_counter()
 
-        def stream() -> None:
-            while left:
-                try:
-                    number, task = left.popleft()
-                except IndexError:
-                    return
-                due = time.perf_counter() - began
-                found = self.complete(task)
-                end = time.perf_counter() - began
-                first = max(due, end - found["timings"]["predicted_ms"] / 1e3)
-                count = len(found["tokens"])
-                served[number] = Served(due, ((first, 1), (end, count - 1)) if count > 1 else ((end, count),))
+        def serve(task: Task) -> Served:
+            due = time.perf_counter() - began
+            found = self.complete(task)
+            end = time.perf_counter() - began
+            first = max(due, end - found["timings"]["predicted_ms"] / 1e3)
+            count = len(found["tokens"])
+            return Served(due, ((first, 1), (end, count - 1)) if count > 1 else ((end, count),))
 
-        threads = [threading.Thread(target=stream) for _ in range(streams)]
-        for each in threads:
-            each.start()
-        for each in threads:
-            each.join()
-        return checked("llama.cpp", tasks, [served[number] for number in sorted(served)]), {}
+        with ThreadPoolExecutor(streams) as threads:
+            return checked("llama.cpp", tasks, list(threads.map(serve, tasks))), {}
 
     def settings(self) -> Json:
         return self.how
