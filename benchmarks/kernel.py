@@ -201,10 +201,6 @@ def torch_unfused(case: Case) -> Ready:
     return Ready(lambda: unfused(*arguments), lambda: float(unfused(*arguments)[0].float().mean()), graphable=True)
 
 
-def contenders_of(path: str) -> dict[str, Contender]:
-    return dict(zip(NAMES, (outrider(path), transformers, torch_unfused), strict=True))
-
-
 def unfused(logits: Tensor, draft_logits: Tensor, drafted: Tensor) -> tuple[Tensor, Tensor]:
     """[L Alg. 1] on a batch in plain torch, without host syncs: accepted tokens and next tokens, int64 `[B]`."""
     # logits: [B, γ+1, V], draft_logits: [B, γ, V], drafted: int64 [B, γ]
@@ -272,7 +268,8 @@ def head(plan: Plan, timer: Timer) -> Json:
 def measure(plan: Plan, parts: Sequence[str], timer: Timer, runs: Runs, seconds: float) -> bool:
     """Adds the runs that are not there yet; False where the time was over first."""
     end = time.monotonic() + seconds
-    contenders = contenders_of(implementation_for(timer.device))
+    ours = outrider(implementation_for(timer.device))
+    contenders: dict[str, Contender] = dict(zip(NAMES, (ours, transformers, torch_unfused), strict=True))
     rows = lru_cache(maxsize=1)(lambda V: Rows.make(V, torch.bfloat16, timer.device))
     for part in parts:
         for shape in plan.shapes(part):

@@ -34,6 +34,7 @@ from models.generation import Writer, steps
 from models.measure import load, until_end
 from models.tokenizer import load_tokenizer
 from outrider.evaluation import pictures
+from outrider.evaluation.report import Table
 
 PAPERS = (1e1, 1e3, 1e4, 1e5)  # ± of [W Tables 2 and 7]
 SWEEP = [round(10 ** (k / 4), 6) for k in range(-4, 21)]
@@ -354,12 +355,13 @@ def tables(document: Json) -> dict[str, str]:
         *served,
         ["the draft alone", "", _tv(apart), "0"],
     ]
-    return {
-        "distributions": _table(["rule", "acceptance", "TV(text, target)", "TV(text, draft)"], rows),
-        "precision": _table(["scales", *(f"{name}: {each}" for name in by_precision for each in what)], precision),
-        "rounds": _table(["rule", f"tokens of a round, γ = {document['rounds']['gamma']}", "drafts accepted"], several),
-        "speed": _table(["rule", *(f"V = {int(size):,}" for size in by_vocabulary)], speed),
+    made = {
+        "distributions": Table(["rule", "acceptance", "TV(text, target)", "TV(text, draft)"], rows),
+        "precision": Table(["scales", *(f"{name}: {each}" for name in by_precision for each in what)], precision),
+        "rounds": Table(["rule", f"tokens of a round, γ = {document['rounds']['gamma']}", "drafts accepted"], several),
+        "speed": Table(["rule", *(f"V = {int(size):,}" for size in by_vocabulary)], speed),
     }
+    return {name: table.markdown() for name, table in made.items()}
 
 
 def _precise(each: Json) -> tuple[str, str, str]:
@@ -389,10 +391,6 @@ def _share(value: float | None) -> str:
 
 def _tv(value: float | None) -> str:
     return "no number" if value is None else f"{value:.5f}"
-
-
-def _table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    return harness.table(head, rows).replace(" | ---", " | ---:")
 
 
 def draw(document: Json, path: Path) -> None:
