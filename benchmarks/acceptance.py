@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from benchmarks import harness, plots
-from benchmarks.contenders import outrider_writer, take_turns, texts, tokenised
+from benchmarks.contenders import outrider_writer, take_turns, texts, tokenised, warm_up
 from benchmarks.harness import Bench, Json, compared, number
 from benchmarks.services import Services, models_of
 from benchmarks.sigmoid import Texts, drawn_from, texts_of, total_variation
@@ -60,17 +60,16 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def measure(bench: Bench) -> None:
     given = bench.given
     bench.document |= bench.once("distributions", lambda: _distributions(bench))
-    for models in models_of(given):
-        prompts = tokenised(models.target, harness.spread(bench.prompts, given.prompts))
+    for models in models_of(bench):
+        prompts = tokenised(models.target, bench.some_prompts)
         with Services(models.target, models.draft) as services:
             writers = {ALONE: outrider_writer(services, gamma=0)} | {
                 _arm(each): outrider_writer(services, gamma=given.gamma, rule="tokenwise", lenience=each)
                 for each in LENIENCES
             }
             written = list(texts(prompts, given.new_tokens, given.repetitions))
-            for each in writers.values():  # not measured
-                each(written[0][1])
-            take_turns(bench, {"pair": models.name}, iter(written), writers)
+            warm_up(writers, [written[0][1]])
+            take_turns(bench, {"pair": models.name}, written, writers)
 
 
 def _arm(lenience: float) -> str:

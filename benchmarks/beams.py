@@ -184,7 +184,7 @@ def measure(bench: Bench) -> None:
     torch.set_num_threads(1)
     target, draft = (load_model(folder, torch.float32) for folder in (given.target, given.draft))
     bigram = _bigram(given.target, given.corpus_mb)
-    for nth, prompt in enumerate(tokenised(given.target, harness.spread(bench.prompts, given.prompts))):
+    for nth, prompt in enumerate(tokenised(given.target, bench.some_prompts)):
         for beams in given.beams:
             keys = {"prompt": nth, "beams": beams}
             alone = search(target, prompt, beams, given.new_tokens)

@@ -7,7 +7,7 @@ arrive at set times, also while earlier ones are in progress.
 import hashlib
 import logging
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from pathlib import Path
@@ -233,10 +233,17 @@ def texts(
                 yield {"temperature": f"{at:g}", "repetition": repetition, "prompt": nth}, task
 
 
+def warm_up(writers: Mapping[str, Write], tasks: Iterable[Task]) -> None:
+    """Each writer writes each text; nothing is measured."""
+    for task in tasks:
+        for write in writers.values():
+            write(task)
+
+
 def take_turns(
     runs: Runs,
     where: Json,
-    texts: Iterator[tuple[Json, Task]],
+    texts: Iterable[tuple[Json, Task]],
     writers: Mapping[str, Write],
     *,
     turn: int = 0,

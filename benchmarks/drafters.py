@@ -8,12 +8,11 @@ import sys
 import tempfile
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any
 
 from benchmarks import harness, plots
-from benchmarks.contenders import Task, Write, outrider_writer, take_turns, texts, tokenised
+from benchmarks.contenders import Task, Write, outrider_writer, take_turns, texts, tokenised, warm_up
 from benchmarks.harness import Bench, Json, arms_table, compared, number
-from benchmarks.services import Services, models_of
+from benchmarks.services import NO_PREFIXES, Services, models_of
 from models.corpus import training_text
 
 DRAFTERS = ("none", "model", "staged", "ngram", "lookup", "random")
@@ -36,24 +35,22 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def measure(bench: Bench) -> None:
     given = bench.given
-    pairs = models_of(given)
-    bench.document["models"] = {models.name: models.document() for models in pairs}
     with tempfile.TemporaryDirectory() as folder:
         corpus = Path(folder) / "corpus.txt"
         corpus.write_text(training_text(given.corpus_mb), encoding="utf-8")
-        for models in pairs:
-            with Services(models.target, models.draft, draft_flags=["--ngram-corpus", str(corpus)]) as services:
+        for models in models_of(bench):
+            flags = [*NO_PREFIXES, "--ngram-corpus", str(corpus)]
+            with Services(models.target, models.draft, draft_flags=flags) as services:
                 writers = {drafter: _writer(services, drafter, given.gamma) for drafter in DRAFTERS}
                 listed = list(_texts(bench, models.target))
-                for write in writers.values():  # not measured
-                    write(listed[0][1])
-                take_turns(bench, {"pair": models.name}, iter(listed), writers)
+                warm_up(writers, [listed[0][1]])
+                take_turns(bench, {"pair": models.name}, listed, writers)
 
 
 def _texts(bench: Bench, target: Path) -> Iterator[tuple[Json, Task]]:
     """All texts in order. Kinds and temperatures alternate: other work on the machine affects them alike."""
     given = bench.given
-    prompts = [kinds(prompt) for prompt in harness.spread(bench.prompts, given.prompts)]
+    prompts = [kinds(prompt) for prompt in bench.some_prompts]
     by_kind = {
         kind: texts(tokenised(target, [each[kind] for each in prompts]), given.new_tokens, given.repetitions)
         for kind in prompts[0]
@@ -100,14 +97,14 @@ def table(document: Json) -> str:
 
 
 def draw(document: Json, path: Path) -> None:
-    panels: dict[str, dict[str, Any]] = {}
-    for (pair, kind, temperature), arms in harness.flat(document["summary"], 3):
-        layers = document["models"][pair]["target_layers"]
-        panels.setdefault(f"{pair} pair ({layers} layers), T = {temperature}", {})[kind] = arms
+    layers = {pair: models["target_layers"] for pair, models in document["models"].items()}
     plots.comparison(
         path,
         document,
-        panels,
+        [
+            (f"{pair} pair ({layers[pair]} layers), T = {temperature}", kind, arms)
+            for (pair, kind, temperature), arms in harness.flat(document["summary"], 3)
+        ],
         label="tokens/s, to the target alone",
         note=". White: α.",
         text=lambda arm: "" if arm["alpha"] is None else f"{arm['alpha']:.2f}",

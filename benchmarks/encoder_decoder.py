@@ -31,7 +31,7 @@ from transformers import (
 )
 
 from benchmarks import harness, pair
-from benchmarks.contenders import Task, Unavailable, Write, outrider_writer, take_turns, text_run
+from benchmarks.contenders import Task, Unavailable, Write, outrider_writer, take_turns, text_run, warm_up
 from benchmarks.harness import CACHE, ROOT, Bench, Json, number, percent
 from benchmarks.services import RULE, Models, Services, digest_of
 from models.encoder_decoder import deepen, edits
@@ -107,10 +107,8 @@ def speed(bench: Bench, models: Models, inputs: Sequence[Input]) -> None:
             pair.DECODE: outrider_writer(services, ask, gamma=0),
             **{f"{pair.PAIR}, γ = {gamma}": outrider_writer(services, ask, gamma=gamma) for gamma in given.gammas},
         }
-        for _, task in tasks[:2]:  # not measured
-            for write in writers.values():
-                write(task)
-        take_turns(bench, {"part": SPEED, "pair": models.name}, iter(tasks), writers)
+        warm_up(writers, [task for _, task in tasks[:2]])
+        take_turns(bench, {"part": SPEED, "pair": models.name}, tasks, writers)
 
 
 def rules(bench: Bench, models: Models, inputs: Sequence[Input]) -> None:

@@ -42,7 +42,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def measure(bench: Bench) -> None:
     given = bench.given
-    for models in models_of(given):
+    for models in models_of(bench):
         prompts = tokenised(models.target, bench.prompts)
         with verifier(models.target, max_sequences=max(given.streams) + 1) as address:
             for repetition in range(given.repetitions):

@@ -11,7 +11,7 @@ from itertools import islice
 from pathlib import Path
 
 from benchmarks import harness, plots
-from benchmarks.contenders import outrider_writer, take_turns, texts, tokenised
+from benchmarks.contenders import outrider_writer, take_turns, texts, tokenised, warm_up
 from benchmarks.harness import Bench, Json, arms_table, between, compared
 from benchmarks.services import Services, models_of
 
@@ -44,16 +44,12 @@ def arms_of(fixed: Sequence[int], entropies: Sequence[float]) -> dict[str, Json]
 
 def measure(bench: Bench) -> None:
     given = bench.given
-    pairs = models_of(given)
-    bench.document["models"] = {models.name: models.document() for models in pairs}
     arms = arms_of(given.fixed, given.entropies)
-    for models in pairs:
-        prompts = tokenised(models.target, harness.spread(bench.prompts, given.prompts))
+    for models in models_of(bench):
+        prompts = tokenised(models.target, bench.some_prompts)
         with Services(models.target, models.draft) as services:
             writers = {name: outrider_writer(services, rule=given.rule, **how) for name, how in arms.items()}
-            for _, task in islice(texts(prompts, min(16, given.new_tokens), 1), 2):  # not measured
-                for write in writers.values():
-                    write(task)
+            warm_up(writers, [task for _, task in islice(texts(prompts, min(16, given.new_tokens), 1), 2)])
             take_turns(bench, {"pair": models.name}, texts(prompts, given.new_tokens, given.repetitions), writers)
 
 
@@ -73,16 +69,14 @@ def table(document: Json) -> str:
 
 
 def draw(document: Json, path: Path) -> None:
-    panels = {
-        f"{pair} pair ({document['models'][pair]['target_layers']} layers)": {
-            f"T = {temperature}": arms for temperature, arms in by_temperature.items()
-        }
-        for pair, by_temperature in document["summary"].items()
-    }
+    layers = {pair: models["target_layers"] for pair, models in document["models"].items()}
     plots.comparison(
         path,
         document,
-        panels,
+        [
+            (f"{pair} pair ({layers[pair]} layers)", f"T = {temperature}", arms)
+            for (pair, temperature), arms in harness.flat(document["summary"], 2)
+        ],
         label="speed-up over the target alone",
         note=". White: mean γ.",
         text=lambda arm: f"{arm['gamma']:.1f}",

@@ -169,7 +169,7 @@ class GpuBench:
                 place=ANYWHERE,
                 max_sequences=max(plan.streams) + 1,
                 verifier_flags=[*memory, *NO_PREFIXES],
-                draft_flags=[*memory, "--no-outcome-cache"],
+                draft_flags=[*memory, *NO_PREFIXES, "--no-outcome-cache"],
                 command=["benchmarks.synthetic_models"],
             )
             self._services = self._running.enter_context(made)

@@ -154,6 +154,12 @@ class Bench(Runs):
     def prompts(self) -> list[str]:
         return read_prompts(self.given.prompts_file)
 
+    @property
+    def some_prompts(self) -> list[str]:
+        """`--prompts` of them, or all if there are fewer, at equal distances."""
+        count = min(self.given.prompts, len(self.prompts))
+        return [self.prompts[i * len(self.prompts) // count] for i in range(count)]
+
     def write(self, summary: Json) -> Json:
         document = self.document | summary
         document["load_average"] = [*self.document["load_average"], load_average()]
@@ -403,12 +409,6 @@ def read_prompts(path: Path) -> list[str]:
     if not prompts:
         raise ValueError(f"{path.name} has no prompt to write after")
     return prompts
-
-
-def spread(items: Sequence[Item], count: int) -> list[Item]:
-    """`count` of the items, or all if there are fewer, at equal distances."""
-    count = min(count, len(items))
-    return [items[i * len(items) // count] for i in range(count)]
 
 
 def machine() -> Json:

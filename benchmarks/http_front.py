@@ -25,10 +25,10 @@ import httpx
 from benchmarks import harness, plots
 from benchmarks.contenders import Task, texts, tokenised
 from benchmarks.harness import Bench, Json, number, progress
-from benchmarks.services import NO_PREFIXES, Services, models_of
+from benchmarks.services import Services, models_of
 from outrider.client import AsyncClient
 from outrider.evaluation.pictures import BLUE, ORANGE, picture
-from outrider.evaluation.streams import serve
+from outrider.evaluation.streams import for_each, serve
 from outrider.rpc.errors import counted
 from tests.cluster import free_address
 
@@ -59,16 +59,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def measure(bench: Bench) -> None:
     given = bench.given
-    pairs = models_of(given)
-    bench.document["models"] = {models.name: models.document() for models in pairs}
-    for models in pairs:
-        prompts = tokenised(models.target, harness.spread(bench.prompts, given.prompts))
+    for models in models_of(bench):
+        prompts = tokenised(models.target, bench.some_prompts)
         tasks = {
             length: [task for _, task in texts(prompts, length, 1) if task.temperature > 0]
             for length in (given.new_tokens * each for each in LENGTHS)
         }
-        flags = {"verifier_flags": NO_PREFIXES, "max_sequences": max(given.streams)}
-        with Services(models.target, models.draft, **flags) as services:
+        with Services(models.target, models.draft, max_sequences=max(given.streams)) as services:
             draft = services.draft.address
             with server("outrider.cli", "gateway", "--draft", draft, "--http") as front, server(FLOOR, draft) as floor:
                 servers = {HTTP: front, BOTH: floor, READ: (f"{floor[0]}/read", floor[1])}
@@ -125,26 +122,23 @@ def options(task: Task) -> Json:
 
 async def over_http(url: str, tasks: Sequence[Task], streams: int) -> Found:
     """As `over_grpc`."""
-    waiting, seconds, chunks = list(reversed(tasks)), list[float](), 0
 
-    async def stream(client: httpx.AsyncClient) -> None:
-        nonlocal chunks
-        while waiting:
-            task, began = waiting.pop(), time.perf_counter()
-            body = {
-                "prompt": list(task.token_ids), "max_tokens": task.new_tokens, "temperature": task.temperature,
-                "seed": task.seed, "ignore_eos": True, "stream": True,
-            }  # fmt: skip
-            async with client.stream("POST", f"{url}/v1/completions", json=body) as answer:
-                answer.raise_for_status()
-                async for line in answer.aiter_lines():
-                    if line.startswith("data: {") and json.loads(line[6:])["choices"][0]["text"]:
-                        chunks, end = chunks + 1, time.perf_counter()
-            seconds.append((end - began) / task.new_tokens)
+    async def write(task: Task) -> tuple[float, int]:
+        body = {
+            "prompt": list(task.token_ids), "max_tokens": task.new_tokens, "temperature": task.temperature,
+            "seed": task.seed, "ignore_eos": True, "stream": True,
+        }  # fmt: skip
+        began, chunks = time.perf_counter(), 0
+        async with client.stream("POST", f"{url}/v1/completions", json=body) as answer:
+            answer.raise_for_status()
+            async for line in answer.aiter_lines():
+                if line.startswith("data: {") and json.loads(line[6:])["choices"][0]["text"]:
+                    chunks, end = chunks + 1, time.perf_counter()
+        return (end - began) / task.new_tokens, chunks
 
     async with httpx.AsyncClient(timeout=600, limits=httpx.Limits(max_connections=streams)) as client:
-        await asyncio.gather(*(stream(client) for _ in range(streams)))
-    return seconds, chunks
+        written = await for_each(tasks, write, streams)
+    return [seconds for seconds, _ in written], sum(chunks for _, chunks in written)
 
 
 @contextmanager
@@ -215,10 +209,10 @@ def table(document: Json) -> str:
     columns: harness.Columns = {
         "ms per token": lambda arm: number(arm["ms_per_token"], 2),
         "added": lambda arm: harness.between(arm, "added", "+.1%"),
-        "µs a chunk": lambda arm: _known(arm, "us_per_chunk", 0),
-        "its own": lambda arm: _known(arm, "own_us_per_chunk", 0),
-        "ms a text": lambda arm: _known(arm, "ms_per_text", 1),
-        "µs a chunk, in all": lambda arm: _known(arm, "us_per_chunk_in_all", 0),
+        "µs a chunk": lambda arm: number(arm.get("us_per_chunk"), 0),
+        "its own": lambda arm: number(arm.get("own_us_per_chunk"), 0),
+        "ms a text": lambda arm: number(arm.get("ms_per_text"), 1),
+        "µs a chunk, in all": lambda arm: number(arm.get("us_per_chunk_in_all"), 0),
     }
     lines = [
         f"- ABOVE the aims of {AIM:.0%} and {AIM_US} µs: {pair} pair, {counted(int(streams), 'stream')}"
@@ -226,10 +220,6 @@ def table(document: Json) -> str:
         if pair == "deepened" and BOTH in arms and (arms[HTTP]["added"] > AIM or arms[HTTP]["us_per_chunk"] > AIM_US)
     ]
     return "\n".join([*lines, "", harness.summary_table(document["summary"], ["pair", "streams", ""], columns)])
-
-
-def _known(arm: Json, name: str, digits: int) -> str:
-    return number(arm[name], digits) if name in arm else "–"
 
 
 def draw(document: Json, path: Path) -> None:

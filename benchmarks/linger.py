@@ -41,7 +41,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def measure(bench: Bench) -> None:
     given = bench.given
-    for models in models_of(given):
+    for models in models_of(bench):
         with ExitStack() as stack:
             addresses = {
                 ms: stack.enter_context(
@@ -126,14 +126,13 @@ def table(document: Json) -> str:
 
 
 def draw(document: Json, path: Path) -> None:
-    panels = {
-        f"{target} target": {f"{streams} streams": found for streams, found in by_streams.items()}
-        for target, by_streams in document["summary"].items()
-    }
     plots.comparison(
         path,
         document,
-        panels,
+        [
+            (f"{target} target", f"{streams} streams", found)
+            for (target, streams), found in harness.flat(document["summary"], 2)
+        ],
         label="rounds/s, to no linger",
         note=". Bars: linger in ms. White: sequences a pass.",
         text=lambda found: f"{found['sequences_per_pass']:.1f}",

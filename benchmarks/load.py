@@ -21,7 +21,6 @@ import random
 import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack
-from dataclasses import replace
 from functools import cache, partial
 from itertools import pairwise
 from pathlib import Path
@@ -103,15 +102,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def measure(bench: Bench) -> None:
     given = bench.given
-    bench.document |= {"models": {}, "contenders": {}, "unavailable": {}, "capacity": {}}
+    bench.document |= {"contenders": {}, "unavailable": {}, "capacity": {}}
     for name in ("streams", "short_streams", "rates", "new_tokens", "repetitions"):
         value = getattr(given, name)
         if value is not None and min(value if isinstance(value, list) else [value]) <= 0:
             raise ValueError(f"{name} is {value}; it must be above 0")
-    for models in models_of(given):
-        if given.runtime == LLAMA_CPP:
-            models = replace(models, name=f"{models.name}, {LLAMA_CPP}")
-        bench.document["models"][models.name] = models.document()
+    for models in models_of(bench, "" if given.runtime == TORCH else f", {LLAMA_CPP}"):
         Loops(bench, models).run()
         load_model.cache_clear()
 

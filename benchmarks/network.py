@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from benchmarks import harness, plots
-from benchmarks.contenders import outrider_writer, take_turns, texts, tokenised
+from benchmarks.contenders import outrider_writer, take_turns, texts, tokenised, warm_up
 from benchmarks.harness import Bench, Json, arms_table, compared, number, predicted_ratio
 from benchmarks.services import Services
 from outrider.evaluation import pictures
@@ -44,15 +44,13 @@ def measure(bench: Bench) -> None:
     prompts = tokenised(given.target, bench.prompts[: given.prompts])
     with Services(given.target, given.draft, dtype=given.dtype, distant=True) as services:
         writers = {name: outrider_writer(services, rule=RULE, **how) for name, how in arms(given.gamma).items()}
-        for _, task in texts(prompts, given.new_tokens, 1, [1.0]):  # not measured
-            for write in writers.values():
-                write(task)
+        warm_up(writers, [task for _, task in texts(prompts, given.new_tokens, 1, [1.0])])
         every = list(texts(prompts, given.new_tokens, given.repetitions, [1.0]))
         for repetition in range(given.repetitions):
             some = [(keys, task) for keys, task in every if keys["repetition"] == repetition]
             for delay in given.delays:
                 services.proxy.delay(delay / 2e3)
-                take_turns(bench, {"added_ms": f"{delay:g}"}, iter(some), writers, turn=repetition)
+                take_turns(bench, {"added_ms": f"{delay:g}"}, some, writers, turn=repetition)
 
 
 def figures(runs: Sequence[Json]) -> Json:

@@ -25,7 +25,7 @@ from benchmarks.contenders import text_digest, texts, tokenised
 from benchmarks.harness import PHASES, Bench, Json, number, progress
 from benchmarks.network_floor import Rounds, floor
 from benchmarks.round_legs import LEGS, median_legs, noted_rounds
-from benchmarks.services import NO_PREFIXES, RULE, Models, Services, models_of, one_process
+from benchmarks.services import RULE, Models, Services, models_of, one_process
 from outrider.client import Client
 from outrider.evaluation.deployment import round_seconds
 from outrider.evaluation.pictures import picture, stacked
@@ -63,14 +63,10 @@ def summarise(bench: Bench) -> Json:
 
 def measure(bench: Bench) -> None:
     given = bench.given
-    pairs = models_of(given)
-    bench.document["models"] = {models.name: models.document() for models in pairs}
-    for models in pairs:
-        prompts = tokenised(models.target, harness.spread(bench.prompts, given.prompts))
+    for models in models_of(bench):
+        prompts = tokenised(models.target, bench.some_prompts)
         with ExitStack() as running:
-            services = running.enter_context(
-                Services(models.target, models.draft, dtype=given.dtype, verifier_flags=NO_PREFIXES)
-            )
+            services = running.enter_context(Services(models.target, models.draft, dtype=given.dtype))
             together = running.enter_context(one_process(models.target, models.draft, dtype=given.dtype))
             play = running.enter_context(floor(models.target, models.draft, given.dtype))
             arms: dict[str, Callable[[Any], Json]] = {
@@ -98,7 +94,7 @@ def _note_legs(bench: Bench, models: Models, tasks: Sequence[tuple[Json, Any]]) 
     spans: dict[Any, list[tuple[float, float]]] = {each: [] for each in temperatures}
     with TemporaryDirectory() as folder:
         command, dtype = ("benchmarks.round_legs", folder), bench.given.dtype
-        with Services(models.target, models.draft, dtype=dtype, verifier_flags=NO_PREFIXES, command=command) as noting:
+        with Services(models.target, models.draft, dtype=dtype, command=command) as noting:
             for keys, task in [tasks[0], *tasks]:
                 began = time.perf_counter()
                 _written(noting.client, task, bench.given.gamma)

@@ -8,7 +8,6 @@ import sys
 from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 from benchmarks import harness, plots
 from benchmarks.contenders import Task, outrider_writer, take_turns, texts, tokenised
@@ -44,7 +43,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def measure(bench: Bench) -> None:
     given = bench.given
-    pairs = {models.name: models for models in models_of(given)}
+    pairs = {models.name: models for models in models_of(bench)}
     placements = {
         f"target x{given.factor}, {APART}": ("deepened", APART),
         f"demo target, {APART}": ("demo", APART),
@@ -53,7 +52,7 @@ def measure(bench: Bench) -> None:
     for placement, (pair, place) in placements.items():
         if pair not in pairs:
             continue
-        prompts = tokenised(pairs[pair].target, harness.spread(bench.prompts, given.prompts))
+        prompts = tokenised(pairs[pair].target, bench.some_prompts)
         with Services(pairs[pair].target, pairs[pair].draft, dtype=given.dtype, place=place) as services:
             for way in given.ways:
                 temperature, rule = WAYS[way]
@@ -74,13 +73,13 @@ def table(document: Json) -> str:
 
 
 def draw(document: Json, path: Path) -> None:
-    panels: dict[str, dict[str, dict[str, Any]]] = {}
-    for (placement, way, gamma), arms in harness.flat(document["summary"], 3):
-        panels.setdefault(placement, {}).setdefault(f"γ = {gamma}", {})[way] = arms[WITH]
     plots.comparison(
         path,
         document,
-        panels,
+        [
+            (placement, f"γ = {gamma}", {way: arms[WITH]})
+            for (placement, way, gamma), arms in harness.flat(document["summary"], 3)
+        ],
         label="tokens/s with the outcome cache over without",
         note=". White: hit rate.",
         text=lambda arm: "" if arm["hit_rate"] is None else percent(arm["hit_rate"]),

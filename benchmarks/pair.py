@@ -7,9 +7,9 @@ takes part with several numbers of drafted tokens, so that it is seen at its bes
 
 import sys
 import time
-from argparse import Namespace
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
+from dataclasses import dataclass
 from functools import partial
 from itertools import cycle, islice
 from pathlib import Path
@@ -28,6 +28,7 @@ from benchmarks.contenders import (
     texts,
     tokenised,
     transformers_writer,
+    warm_up,
 )
 from benchmarks.harness import PHASES, Bench, Json, arms_table, between, compared, number, predicted_ratio, progress
 from benchmarks.llama_cpp import LlamaServer, find_server, gguf_pair
@@ -70,23 +71,21 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def measure(bench: Bench) -> None:
     given = bench.given
-    bench.document |= {"models": {}, "placement": {}, "unavailable": {}}
-    for models in models_of(given):
-        prompts = tokenised(models.target, harness.spread(bench.prompts, given.prompts))
+    bench.document |= {"placement": {}, "unavailable": {}}
+    for models in models_of(bench):
+        prompts = tokenised(models.target, bench.some_prompts)
         for runtime in given.runtimes:
             name = models.name if runtime == TORCH else f"{models.name}, {runtime}"
-            trials = _trials(prompts, min(32, given.new_tokens))  # not measured
             with ExitStack() as running:
+                arms = Arms(bench, models, running, _trials(prompts, min(32, given.new_tokens)))
                 try:
-                    writers, placement = _MAKERS[runtime](bench, models, running, trials)
+                    writers, placement = arms.by_torch() if runtime == TORCH else arms.by_llama_cpp()
                 except Unavailable as error:
                     progress(f"{name} is not measured: {error}")
                     bench.document["unavailable"][name] = str(error)
                     continue
                 bench.document["models"][name], bench.document["placement"][name] = models.document(), placement
-                for task in trials[0]:
-                    for write in writers.values():
-                        write(task)
+                warm_up(writers, arms.trials[0])
                 take_turns(
                     bench,
                     {"pair": name},
@@ -100,103 +99,98 @@ def measure(bench: Bench) -> None:
 
 def _trials(prompts: Sequence[tuple[int, ...]], new_tokens: int) -> list[list[Task]]:
     """A text of each prompt at each temperature: a single prompt may be unlike the others."""
-    found = harness.grouped([{**keys, "task": task} for keys, task in texts(prompts, new_tokens, 1)], "prompt")
-    return [[each["task"] for each in own] for own in found.values()]
+    tasks = [task for _, task in texts(prompts, new_tokens, 1)]
+    return [[task for task in tasks if task.prompt == nth] for nth in range(len(prompts))]
 
 
-def _torch_writers(
-    bench: Bench, models: Models, running: ExitStack, trials: Sequence[Sequence[Task]]
-) -> tuple[dict[str, Write], Json]:
-    """Each contender, with the threads and processors that are fastest; and these."""
-    given = bench.given
-    target, draft = load_model(models.target), load_model(models.draft)
-    ours, placement = _our_writers(given, models.target, models.draft, running, trials)
-    threads = _fastest([len(processors()), 1], lambda each: transformers_writer(target, threads=each), [trials[0][:1]])
-    assisted = {
-        f"{ASSISTED}, {tokens}": transformers_writer(target, threads=threads, draft=draft, tokens=tokens)
-        for tokens in given.assistant_tokens
-    }
-    lookup = {
-        f"{LOOKUP}, {tokens}": transformers_writer(target, threads=threads, lookup=tokens)
-        for tokens in given.lookup_tokens
-    }
-    generate = transformers_writer(target, threads=threads)
-    try:
-        theirs, settings = _their_writers(bench, models, running, trials)
-    except Unavailable:  # the runtime llama.cpp says so
-        theirs, settings = {}, {}
-    writers = {GENERATE: generate, **assisted, **lookup, **theirs, **ours}
-    return writers, {"transformers": {"threads": threads}, **settings, **placement}
+Made = tuple[dict[str, Write], Json]
+"""The writer of each arm, and the threads, processors and settings with which it is fastest."""
 
 
-def _llama_writers(
-    bench: Bench, models: Models, running: ExitStack, trials: Sequence[Sequence[Task]]
-) -> tuple[dict[str, Write], Json]:
-    """As `_torch_writers`. Raises `Unavailable` without llama.cpp."""
-    theirs, settings = _their_writers(bench, models, running, trials)
-    files = gguf_pair(models, bench.given.gguf_type)
-    ours, placement = _our_writers(bench.given, files.target, files.draft, running, trials)
-    return theirs | ours, settings | placement
+@dataclass(frozen=True, slots=True)
+class Arms:
+    """Makes the arms of one pair."""
 
+    bench: Bench
+    models: Models
+    running: ExitStack  # takes the services and servers
+    trials: Sequence[Sequence[Task]]  # texts that are not measured, a sequence for each prompt
 
-def _their_writers(
-    bench: Bench, models: Models, running: ExitStack, trials: Sequence[Sequence[Task]]
-) -> tuple[dict[str, Write], Json]:
-    """llama.cpp's own server, with the settings that are fastest. Raises `Unavailable` without it."""
-    program, files = find_server(), gguf_pair(models, bench.given.gguf_type)
-    start = partial(LlamaServer, program, files, longest=max(len(each[0].token_ids) for each in trials) + 1024)
+    def by_torch(self) -> Made:
+        given, trials = self.bench.given, [self.trials[0][:1]]
+        target, draft = load_model(self.models.target), load_model(self.models.draft)
+        ours, placement = self._ours(self.models.target, self.models.draft)
+        threads = _fastest([len(processors()), 1], lambda each: transformers_writer(target, threads=each), trials)
+        write = partial(transformers_writer, target, threads=threads)
+        transformers = {
+            GENERATE: write(),
+            **{f"{ASSISTED}, {tokens}": write(draft=draft, tokens=tokens) for tokens in given.assistant_tokens},
+            **{f"{LOOKUP}, {tokens}": write(lookup=tokens) for tokens in given.lookup_tokens},
+        }
+        try:
+            theirs, settings = self._theirs()
+        except Unavailable:  # the runtime llama.cpp says so
+            theirs, settings = {}, {}
+        return transformers | theirs | ours, {"transformers": {"threads": threads}, **settings, **placement}
 
-    def fastest(settings: Sequence[Json], tried: Sequence[Sequence[Task]]) -> Json:
-        with ExitStack() as candidates:
-            servers = [candidates.enter_context(start(**each)) for each in settings]
-            found = _fastest(servers, lambda server: server.write, tried)
-            return settings[servers.index(found)]
+    def by_llama_cpp(self) -> Made:
+        """Raises `Unavailable` without llama.cpp."""
+        theirs, settings = self._theirs()
+        files = gguf_pair(self.models, self.bench.given.gguf_type)
+        ours, placement = self._ours(files.target, files.draft)
+        return theirs | ours, settings | placement
 
-    def search() -> Json:
-        """Of the target alone, and of its speculation at each temperature."""
-        given, threads = bench.given, bench.given.llama_threads
-        found = {LLAMA: fastest([{"threads": each} for each in threads], [tasks[:1] for tasks in trials])}
-        for i, task in enumerate(trials[0]):
-            tried = [[tasks[i]] for tasks in trials]
+    def _ours(self, target: Path, draft: Path) -> Made:
+        given = self.bench.given
+        services = [
+            self.running.enter_context(Services(target, draft, threads=threads, place=place))
+            for threads, place in ((len(processors()), ANYWHERE), (1, ANYWHERE), (1, APART))
+            if place in given.places
+        ]
+        arms: dict[str, Json] = {
+            DECODE: {"gamma": 0},
+            **{f"{PAIR}, γ = {gamma}": {"gamma": gamma} for gamma in given.gammas},
+            f"{PAIR}, adaptive": {"speculation": "adaptive"},
+        }
+        placed = {arm: _fastest(services, partial(outrider_writer, **how), self.trials) for arm, how in arms.items()}
+        writers = {arm: outrider_writer(each, **arms[arm]) for arm, each in placed.items()}
+        return writers, {arm: each.how for arm, each in placed.items()}
+
+    def _theirs(self) -> Made:
+        """llama.cpp's own server. Raises `Unavailable` without it."""
+        program, files = find_server(), gguf_pair(self.models, self.bench.given.gguf_type)
+        longest = max(len(tasks[0].token_ids) for tasks in self.trials) + 1024
+        start = partial(LlamaServer, program, files, longest=longest)
+        settings: Json = self.bench.once(f"{self.models.name}, {LLAMA_CPP}", lambda: self._fastest_servers(start))
+        servers = {name: self.running.enter_context(start(**how)) for name, how in settings.items()}
+        theirs: dict[str, Write] = {
+            LLAMA: servers[LLAMA].write,
+            DRAFTING: lambda task: servers[f"{DRAFTING}, T = {task.temperature:g}"].write(task),
+        }
+        return theirs, settings
+
+    def _fastest_servers(self, start: Callable[..., LlamaServer]) -> Json:
+        """The fastest settings of its target alone, and of its speculation at each temperature."""
+
+        def fastest(settings: Sequence[Json], tried: Sequence[Sequence[Task]]) -> Json:
+            with ExitStack() as candidates:
+                servers = [candidates.enter_context(start(**each)) for each in settings]
+                found = _fastest(servers, lambda server: server.write, tried)
+                return settings[servers.index(found)]
+
+        given, threads = self.bench.given, self.bench.given.llama_threads
+        found = {LLAMA: fastest([{"threads": each} for each in threads], [tasks[:1] for tasks in self.trials])}
+        for i, task in enumerate(self.trials[0]):
+            tried = [[tasks[i]] for tasks in self.trials]
             grid = [
-                {"draft_tokens": tokens, "least_chance": chance}
+                {"threads": threads[0], "draft_tokens": tokens, "least_chance": chance}
                 for tokens in given.llama_tokens
                 for chance in given.llama_chances
             ]
-            best = fastest([{"threads": threads[0], **each} for each in grid], tried)
-            found[f"{DRAFTING}, T = {task.temperature:g}"] = fastest(
-                [best | {"threads": each} for each in threads], tried
-            )
+            best = fastest(grid, tried)
+            name = f"{DRAFTING}, T = {task.temperature:g}"
+            found[name] = fastest([best | {"threads": each} for each in threads], tried)
         return found
-
-    settings: Json = bench.once(f"{models.name}, {LLAMA_CPP}", search)
-    servers = {name: running.enter_context(start(**how)) for name, how in settings.items()}
-    theirs: dict[str, Write] = {
-        LLAMA: servers[LLAMA].write,
-        DRAFTING: lambda task: servers[f"{DRAFTING}, T = {task.temperature:g}"].write(task),
-    }
-    return theirs, settings
-
-
-_MAKERS = {TORCH: _torch_writers, LLAMA_CPP: _llama_writers}
-
-
-def _our_writers(
-    given: Namespace, target: Path, draft: Path, running: ExitStack, trials: Sequence[Sequence[Task]]
-) -> tuple[dict[str, Write], Json]:
-    services = [
-        running.enter_context(Services(target, draft, threads=threads, place=place))
-        for threads, place in ((len(processors()), ANYWHERE), (1, ANYWHERE), (1, APART))
-        if place in given.places
-    ]
-    arms: dict[str, Json] = {
-        DECODE: {"gamma": 0},
-        **{f"{PAIR}, γ = {gamma}": {"gamma": gamma} for gamma in given.gammas},
-        f"{PAIR}, adaptive": {"speculation": "adaptive"},
-    }
-    placed = {arm: _fastest(services, partial(outrider_writer, **options), trials) for arm, options in arms.items()}
-    writers: dict[str, Write] = {arm: outrider_writer(each, **arms[arm]) for arm, each in placed.items()}
-    return writers, {arm: each.how for arm, each in placed.items()}
 
 
 def _fastest(candidates: Sequence[Any], writer: Callable[[Any], Write], trials: Sequence[Sequence[Task]]) -> Any:
@@ -253,7 +247,7 @@ def table(document: Json) -> str:
 
 def draw(document: Json, path: Path) -> None:
     """A panel for each runtime and temperature, with the fastest arm of each way to write."""
-    panels: dict[str, dict[str, dict[str, Any]]] = {}
+    measured = []
     for (pair, temperature), arms in harness.flat(document["summary"], 2):
         models, _, runtime = pair.partition(", ")
         fastest: dict[str, Json] = {}
@@ -261,11 +255,11 @@ def draw(document: Json, path: Path) -> None:
             fastest[name.split(",")[0]] = arm
         group = f"{models} pair\n{document['models'][pair]['target_layers']} layers"
         ways = {way: fastest[way] for way in (*ALONE, LLAMA, ASSISTED, LOOKUP, DRAFTING, PAIR) if way in fastest}
-        panels.setdefault(f"{runtime or TORCH}, T = {temperature}", {})[group] = ways
+        measured.append((f"{runtime or TORCH}, T = {temperature}", group, ways))
     plots.comparison(
         path,
         document,
-        panels,
+        measured,
         label="speed-up over the faster target alone",
         note=". Each way with its fastest γ. Marks: Theorem 3.8 from measured α and times.",
         text=lambda arm: f"{arm['ratio']:.2f}",

@@ -12,12 +12,11 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from statistics import fmean, linear_regression
-from typing import Any
 
 from benchmarks import harness, plots
 from benchmarks.contenders import Write, outrider_writer, take_turns, texts, tokenised
 from benchmarks.harness import CACHE, Bench, Json, arms_table, between, compared, number
-from benchmarks.services import Services, deepened
+from benchmarks.services import NO_PREFIXES, Services, deepened
 from outrider.theory import expected_tokens, round_time
 
 RULE = "coupled"
@@ -89,7 +88,7 @@ def _services(bench: Bench, place: Place) -> Iterator[dict[str, Services]]:
                 Services(
                     deepened(given.target, target, CACHE) if target > 1 else given.target,
                     deepened(folder, draft, CACHE) if draft > 1 else folder,
-                    draft_flags=("--tokens-per-pass", str(S)),
+                    draft_flags=(*NO_PREFIXES, "--tokens-per-pass", str(S)),
                     distant=place.added_ms > 0,
                 )
             )
@@ -103,7 +102,7 @@ def _services(bench: Bench, place: Place) -> Iterator[dict[str, Services]]:
 
 def measure(bench: Bench) -> None:
     given = bench.given
-    prompts = tokenised(given.target, harness.spread(bench.prompts, given.prompts))
+    prompts = tokenised(given.target, bench.some_prompts)
     for name in (name for name in PLACES if name in given.parts):
         place = PLACES[name]
         with _services(bench, place) as services:
@@ -221,18 +220,18 @@ def table(document: Json) -> str:
 
 
 def draw(document: Json, path: Path) -> None:
-    panels: dict[str, dict[str, dict[str, Any]]] = {}
-    for (name, temperature), found in harness.flat(document["summary"], 2):
-        panels.setdefault(PLACES[name].title, {})[f"T = {temperature}"] = {
-            title: found[arm] for title, arm in _best_of_each(found).items()
-        }
-    plots.comparison(path, document, panels, label="tokens/s, to s = 1 with its best γ")
+    measured = [
+        (PLACES[name].title, f"T = {temperature}", _best_of_each(arms))
+        for (name, temperature), arms in harness.flat(document["summary"], 2)
+    ]
+    plots.comparison(path, document, measured, label="tokens/s, to s = 1 with its best γ")
 
 
-def _best_of_each(found: Json) -> dict[str, str]:
-    rates = {name: arm["tokens_per_second"] for name, arm in found.items()}
+def _best_of_each(arms: Json) -> Json:
+    rates = {name: arm["tokens_per_second"] for name, arm in arms.items()}
     best = {"plain draft": "plain draft", "s = 2": "s = 2", "one pass": "s = γ"}
-    return {title: _best(rates, prefix) for title, prefix in best.items()} | {ONE: ONE, CHOSEN: CHOSEN}
+    chosen = {title: _best(rates, prefix) for title, prefix in best.items()} | {ONE: ONE, CHOSEN: CHOSEN}
+    return {title: arms[name] for title, name in chosen.items()}
 
 
 if __name__ == "__main__":

@@ -6,7 +6,7 @@ python -m benchmarks.plots benchmarks/results/pair.json    draw its picture agai
 import importlib
 import json
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +20,7 @@ def caption(document: dict[str, Any]) -> str:
 def comparison(
     path: Path,
     document: dict[str, Any],
-    panels: Mapping[str, Mapping[str, Mapping[str, Any]]],
+    measured: Iterable[tuple[str, str, Mapping[str, Any]]],
     *,
     label: str,
     note: str = "",
@@ -29,8 +29,12 @@ def comparison(
 ) -> None:
     """A panel a title, a group of bars a key, a bar an arm: its ratio with its range, around a level at 1.
 
-    `text` stands at the foot of a bar; `predicted` is a mark at its height.
+    `measured` are arms with the title of their panel and the key of their group. `text` stands at the foot of a bar;
+    `predicted` is a mark at its height.
     """
+    panels: dict[str, dict[str, dict[str, Any]]] = {}
+    for title, key, some in measured:
+        panels.setdefault(title, {}).setdefault(key, {}).update(some)
     names = list(dict.fromkeys(name for groups in panels.values() for arms in groups.values() for name in arms))
     colours = dict(zip(names, COLOURS * 2, strict=False))
     columns = min(2, len(panels))

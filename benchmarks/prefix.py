@@ -30,7 +30,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def measure(bench: Bench) -> None:
     given = bench.given
-    with Services(given.target, given.draft, verifier_flags=(), prefix_cache=True) as services:
+    with Services(given.target, given.draft, verifier_flags=(), draft_flags=()) as services:
         for length in given.lengths:
             _write(services.client, length, 0, "known")
             for nth in range(1, given.repetitions + 1):

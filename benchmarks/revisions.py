@@ -12,10 +12,9 @@ from collections.abc import Sequence
 from contextlib import ExitStack
 from pathlib import Path
 from statistics import fmean, stdev
-from typing import Any
 
 from benchmarks import harness, plots
-from benchmarks.contenders import outrider_writer, take_turns, texts, tokenised
+from benchmarks.contenders import outrider_writer, take_turns, texts, tokenised, warm_up
 from benchmarks.harness import Bench, Json, arms_table, compared
 from benchmarks.services import Services, models_of
 from outrider.evaluation.alpha import student_quantile
@@ -41,13 +40,13 @@ def measure(bench: Bench) -> None:
     given = bench.given
     trees = {OLD: Path(given.old).resolve(), NEW: Path(__file__).resolve().parents[1]}
     bench.document["revisions"] = {name: _revision(tree) for name, tree in trees.items()}
-    for models in models_of(given):
-        prompts = tokenised(models.target, harness.spread(bench.prompts, given.prompts))
+    for models in models_of(bench):
+        prompts = tokenised(models.target, bench.some_prompts)
         with ExitStack() as running:
-            # The draft's own flags: an older tree may lack this tree's.
+            # An older tree may lack the draft's flag for the prefix cache.
             services = {
                 name: running.enter_context(
-                    Services(models.target, models.draft, dtype=given.dtype, tree=tree, prefix_cache=True)
+                    Services(models.target, models.draft, dtype=given.dtype, tree=tree, draft_flags=())
                 )
                 for name, tree in trees.items()
             }
@@ -55,9 +54,7 @@ def measure(bench: Bench) -> None:
                 arm: outrider_writer(services[tree], **({"gamma": 0} if way == DECODE else {"speculation": "adaptive"}))
                 for arm, (tree, way) in ARMS.items()
             }
-            for _, task in texts(prompts, given.new_tokens, 1):  # γ is adapted before anything is measured
-                for write in writers.values():
-                    write(task)
+            warm_up(writers, [task for _, task in texts(prompts, given.new_tokens, 1)])  # γ is adapted
             take_turns(bench, {"pair": models.name}, texts(prompts, given.new_tokens, given.repetitions), writers)
 
 
@@ -98,11 +95,11 @@ def table(document: Json) -> str:
 
 
 def draw(document: Json, path: Path) -> None:
-    panels: dict[str, dict[str, dict[str, Any]]] = {}
-    for (pair, temperature), arms in harness.flat(document["summary"], 2):
-        kept = {way: arms[f"{NEW}, {way}"] for way in (DECODE, "pair")}
-        panels.setdefault(f"T = {temperature}", {})[pair] = kept
-    plots.comparison(path, document, panels, label="tokens/s, new tree over old")
+    measured = [
+        (f"T = {temperature}", pair, {way: arms[f"{NEW}, {way}"] for way in (DECODE, "pair")})
+        for (pair, temperature), arms in harness.flat(document["summary"], 2)
+    ]
+    plots.comparison(path, document, measured, label="tokens/s, new tree over old")
 
 
 if __name__ == "__main__":

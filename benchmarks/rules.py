@@ -117,13 +117,12 @@ def measure(bench: Bench) -> None:
 def write_all(bench: Bench, client: Client) -> None:
     given = bench.given
     target = Target(given.target, client.get_model().target.vocab_size)
-    prompts = harness.spread(bench.prompts, given.prompts)
     with grpc.insecure_channel(client.address) as channel:
         for temperature in given.temperatures:
             for gamma in given.gammas:
                 for rule in RULES:
                     keys = {"temperature": f"{temperature:g}", "gamma": gamma, "rule": rule.value}
-                    for nth, prompt in enumerate(prompts):
+                    for nth, prompt in enumerate(bench.some_prompts):
                         if bench.has(**keys, prompt=nth):
                             continue
                         text = write(client, prompt, temperature, gamma, rule, seed=1 + nth, rounds=given.rounds)

@@ -8,7 +8,6 @@ import hashlib
 import json
 import re
 import shutil
-from argparse import Namespace
 from collections import defaultdict
 from collections.abc import Callable, Collection, Coroutine, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
@@ -23,7 +22,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from benchmarks.harness import CACHE, Json
+from benchmarks.harness import CACHE, Bench, Json
 from outrider.cli.processes import (
     DRAFT_SPINS,
     TARGET_SPINS,
@@ -78,12 +77,18 @@ class Models:
         }
 
 
-def models_of(given: Namespace) -> list[Models]:
-    """The demo pair and the pair with a deepened target; with `--only`, one pair, also that with a widened target."""
+def models_of(bench: Bench, more: str = "") -> list[Models]:
+    """The demo pair and the pair with a deepened target; with `--only`, one pair, also that with a widened target.
+
+    The result describes them. Their names end with `more`.
+    """
+    given = bench.given
     makers = {"demo": lambda: given.target}
     makers |= {make.__name__: partial(make, given.target, given.factor, CACHE) for make in (deepened, widened)}
     names = [given.only] if given.only else ["demo", "deepened"]
-    return [Models(name, makers[name](), given.draft) for name in names]
+    found = [Models(name + more, makers[name](), given.draft) for name in names]
+    bench.document["models"] = {models.name: models.document() for models in found}
+    return found
 
 
 def deepened(source: Path, factor: int, folder: Path) -> Path:
@@ -248,8 +253,7 @@ class Services:
     place: str = APART
     max_sequences: int = 2
     verifier_flags: Sequence[str] = NO_PREFIXES
-    draft_flags: Sequence[str] = ()
-    prefix_cache: bool = False  # of the draft; the verifier has `verifier_flags`
+    draft_flags: Sequence[str] = NO_PREFIXES
     distant: bool = False  # whether `proxy`, which can delay bytes, stands between the two
     command: Sequence[str] = ()  # before a service's name on its command line
     tree: Path | None = None  # the source tree of both; None: this one
@@ -279,7 +283,6 @@ class Services:
                 address = self.proxy.address
             # A run that names no speculation policy has a fixed γ.
             flags = ("--verifier", address, "--speculation", "fixed", *self.draft_flags)
-            flags += () if self.prefix_cache else NO_PREFIXES
             self.draft = self._started(opening, "draft_service", second, *flags)
             for service in (self.verifier, self.draft):
                 service.wait_healthy(_START_S)

@@ -11,9 +11,9 @@ from functools import partial
 from pathlib import Path
 
 from benchmarks import harness, plots
-from benchmarks.contenders import Write, outrider_writer, take_turns, texts, tokenised
+from benchmarks.contenders import Write, outrider_writer, take_turns, texts, tokenised, warm_up
 from benchmarks.harness import Bench, Json, arms_table, compared, number
-from benchmarks.services import Models, Services, models_of
+from benchmarks.services import NO_PREFIXES, Models, Services, models_of
 from outrider.evaluation.alpha import Options, run
 from outrider.evaluation.pictures import COLOURS, level, line, picture
 
@@ -34,23 +34,20 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def measure(bench: Bench) -> None:
     given = bench.given
-    pairs = models_of(given)
-    bench.document["models"] = {models.name: models.document() for models in pairs}
     bench.document["search"] = {}
-    for models in pairs:
+    for models in models_of(bench):
         steps = bench.document["search"][models.name] = _search(bench, models)
-        prompts = tokenised(models.target, harness.spread(bench.prompts, given.prompts))
+        prompts = tokenised(models.target, bench.some_prompts)
         written = list(texts(prompts, given.new_tokens, given.repetitions))
         writers: dict[str, Write] = {}
         with ExitStack() as running:
             for step in _chosen(steps, idle=_idle(models)):
-                flags = ["--skip-layers", step["skip_layers"]]
+                flags = [*NO_PREFIXES, "--skip-layers", step["skip_layers"]]
                 services = running.enter_context(Services(models.target, models.target, draft_flags=flags))
                 writers.setdefault(ALONE, outrider_writer(services, gamma=0))
                 writers[_arm(step)] = outrider_writer(services, gamma=given.gamma)
-            for write in writers.values():  # not measured
-                write(written[0][1])
-            take_turns(bench, {"pair": models.name}, iter(written), writers)
+            warm_up(writers, [written[0][1]])
+            take_turns(bench, {"pair": models.name}, written, writers)
 
 
 def _search(bench: Bench, models: Models) -> list[Json]:

@@ -20,7 +20,16 @@ from torch import Tensor
 from transformers.generation import utils
 
 from benchmarks import harness, kernel, plots
-from benchmarks.contenders import Task, Write, load_model, take_turns, texts, tokenised, transformers_writer
+from benchmarks.contenders import (
+    Task,
+    Write,
+    load_model,
+    take_turns,
+    texts,
+    tokenised,
+    transformers_writer,
+    warm_up,
+)
 from benchmarks.harness import Bench, Json, number
 from benchmarks.services import models_of
 from benchmarks.timing import Timer
@@ -62,16 +71,15 @@ def measure(bench: Bench) -> None:
         timer = Timer(torch.device("cpu"), plan.repeats)
         bench.document["copy_bytes_per_second"] = bench.once("copy", timer.copy_bandwidth)
         kernel.measure(plan, ("gamma", "batch"), timer, bench, seconds=float("inf"))
-    for models in models_of(given) if TEXTS in given.parts else ():
+    for models in models_of(bench) if TEXTS in given.parts else ():
         target, draft = load_model(models.target), load_model(models.draft)
-        prompts = tokenised(models.target, harness.spread(bench.prompts, given.prompts))
+        prompts = tokenised(models.target, bench.some_prompts)
         written = list(texts(prompts, given.new_tokens, given.repetitions, temperatures=(1.0,)))
         for gamma in given.gammas:
             write = transformers_writer(target, threads=1, draft=draft, tokens=gamma)
             writers = {arm: verified_by(sample, write) for arm, sample in SAMPLES.items()}
-            for each in writers.values():  # not measured
-                each(written[0][1])
-            take_turns(bench, {"pair": models.name, "gamma": gamma}, iter(written), writers)
+            warm_up(writers, [written[0][1]])
+            take_turns(bench, {"pair": models.name, "gamma": gamma}, written, writers)
 
 
 def ours(rule: Rule) -> Sample:
