@@ -356,10 +356,10 @@ def run(options: Options, report: Report = lambda *_: None) -> Measurement:
     penalties = LogitRules(options.repetition_penalty, options.presence_penalty, options.frequency_penalty)
     prompts = [replace(prompt, penalties=penalties) for prompt in prompts]
     length = _text_tokens(options, prompts, loaded, draft_model)
-    room = length + max(len(prompt.tokens) for prompt in prompts)
-    target = build_runner(loaded, min(SEQUENCES, -(-options.tokens // length)), room)
+    longest = length + max(len(prompt.tokens) for prompt in prompts)
+    target = build_runner(loaded, min(SEQUENCES, -(-options.tokens // length)), longest)
     vocab_size = min(vocabulary_end(tokenizer), loaded.vocab_size)
-    draft = None if draft_model is None else build_runner(draft_model, len(passes), room)
+    draft = None if draft_model is None else build_runner(draft_model, len(passes), longest)
     if COUNTING.intersection(options.drafters):
         report("counting", 0, 0)
     documents = _documents(options, tokenizer)
@@ -371,7 +371,7 @@ def run(options: Options, report: Report = lambda *_: None) -> Measurement:
     steps: list[Step] = []
     betas: dict[str, list[np.ndarray]] = {}
     if options.find_skip_layers:
-        steps = _find_layers(options, source, target, texts, vocab_size, room, report)
+        steps = _find_layers(options, source, target, texts, vocab_size, longest, report)
     else:
         betas = measure(target, drafters, texts, options.params, options.leniences, report=report)
     observation, clusters = clusters_of(texts)

@@ -170,14 +170,14 @@ def _write_batch(
 
 def _next_chunks(target: ModelRunner, live: Mapping[int, Text]) -> Iterator[Chunk]:
     """The tokens that each text has yet to run, `BATCH_TOKENS` at most together."""
-    room = BATCH_TOKENS
+    left = BATCH_TOKENS
     for slot, text in live.items():
         start = target.pool.length(slot)
-        piece = text.tokens[start : start + room]
+        piece = text.tokens[start : start + left]
         if not piece:
             return
         is_last = start + len(piece) == len(text.tokens)
-        room -= len(piece)
+        left -= len(piece)
         yield Chunk(slot, piece, start, len(piece) - is_last)
 
 
