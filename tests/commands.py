@@ -18,12 +18,12 @@ linux = pytest.mark.skipif(not Path("/proc/self/environ").exists(), reason="find
 class Command:
     """`python -m MODULE ARGUMENTS...` as a process. A mark in its environment finds every process it started."""
 
-    def __init__(self, module: str, *arguments: str) -> None:
+    def __init__(self, module: str, *arguments: str, **environment: str) -> None:
         self._mark = {"TEST_OF_OUTRIDER": str(uuid.uuid4())}
         self.process = subprocess.Popen(
             [sys.executable, "-m", module, *arguments],
             cwd=ROOT,
-            env=os.environ | self._mark,
+            env=os.environ | self._mark | environment,
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             text=True,

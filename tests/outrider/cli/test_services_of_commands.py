@@ -1,6 +1,7 @@
 """`demo` and `serve` as a user runs them: services come up as processes, and none outlives the command."""
 
 import json
+import os
 import re
 import signal
 from collections.abc import Iterator
@@ -19,6 +20,11 @@ from tests.project.tree import ROOT
 PAIR = ["--target", str(MODELS / "target"), "--draft", str(MODELS / "draft"), "--threads", "1"]
 SPEECH = ROOT / "models" / "speech"
 ANYWHERE = ("--listen", "127.0.0.1:0", "--verifier-listen", "127.0.0.1:0")
+BLOCK = """
+import os, sys
+sys.modules["triton"] = sys.modules["accelerate"] = None
+open(f"{__file__}.{os.getpid()}", "w").close()
+"""
 
 
 @pytest.fixture
@@ -47,7 +53,11 @@ def test_the_demo_compares_and_leaves_no_process(monkeypatch: pytest.MonkeyPatch
 
 @linux
 def test_serve_answers_until_sigterm_and_leaves_no_process(tmp_path: Path) -> None:
-    """With another drafter, flags of the services, TLS and a token."""
+    """With another drafter, flags of the services, TLS and a token; without what only some machines have: on a CPU
+    torch brings no triton, and a target on one device needs no package for several.
+    """
+    (tmp_path / "sitecustomize.py").write_text(BLOCK)
+    path = f"{tmp_path}{os.pathsep}{os.environ.get('PYTHONPATH', '')}"
     authority, tokens = Authority(tmp_path / "pki"), tmp_path / "tokens"
     server, client = authority.issue("127.0.0.1"), authority.issue("me")
     tokens.write_text("a-token-of-some-length\n")
@@ -55,7 +65,7 @@ def test_serve_answers_until_sigterm_and_leaves_no_process(tmp_path: Path) -> No
     security += ["--allow-client-san", "me", "--auth-token-file", str(tokens)]
     drafting = ("--drafter", "staged", "--staged-by", "ngram", "--ngram-corpus", __file__)
     limits = ("--max-sequences", "3", "--draft-gamma", "2")
-    command = Command("outrider.cli", "serve", *PAIR, *drafting, *ANYWHERE, *security, *limits)
+    command = Command("outrider.cli", "serve", *PAIR, *drafting, *ANYWHERE, *security, *limits, PYTHONPATH=path)
     assert command.process.stderr is not None
     line = command.process.stderr.readline()
     found = re.search(r"^Serving at (127\.0\.0\.1:\d+)\.$", line)
@@ -68,7 +78,7 @@ def test_serve_answers_until_sigterm_and_leaves_no_process(tmp_path: Path) -> No
     assert answer["drafter"] == "staged"
     shown = json.loads(CliRunner().invoke(main, ["info", found[1], "--json", *credentials]).stdout)
     assert (shown["service"], shown["model"]["limits"]["max_sequences"]) == ("draft service", 3)
-    assert len(command.left_behind()) == 3
+    assert len(command.left_behind()) == len([*tmp_path.glob("sitecustomize.py.*")]) == 3
     command.process.send_signal(signal.SIGTERM)
     code, out, err = command.ended()
     assert (code, err) == (0, "Stopped.\n")
