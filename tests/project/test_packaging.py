@@ -29,6 +29,8 @@ def wheel(tmp_path_factory: pytest.TempPathFactory) -> Iterator[zipfile.ZipFile]
         copy = tree / path.relative_to(ROOT)
         copy.parent.mkdir(parents=True, exist_ok=True)
         shutil.copyfile(path, copy)
+    manifest = tree / "pyproject.toml"
+    manifest.write_text(manifest.read_text().replace('"-O3"', '"-O0"'))  # takes a third of the time
     done = subprocess.run(
         [sys.executable, "-c", _BUILD, str(built)], cwd=tree, capture_output=True, text=True, check=False
     )
