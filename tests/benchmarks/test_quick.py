@@ -35,7 +35,8 @@ def check_pair(summary: Json, runs: list[Json]) -> None:
         assert sum(run["phases"][phase] for phase in PHASES) == pytest.approx(run["seconds"])
         assert run["drafted"] >= run["accepted"]
         assert run["drafted"] == 0 or run["arm"] not in ("generate", "Decode", "llama.cpp alone")
-        assert run["drafted"] > 0 or not run["arm"].startswith(("assisted", "llama.cpp drafting", "pair"))
+        # The policy `adaptive` may draft nothing where drafting does not pay.
+        assert run["drafted"] > 0 or not run["arm"].startswith(("assisted", "llama.cpp drafting", "pair, γ"))
 
 
 def check_load(summary: Json, runs: list[Json]) -> None:
