@@ -7,6 +7,7 @@ from __future__ import annotations
 import asyncio
 import json
 import shutil
+import signal
 from collections.abc import AsyncGenerator, Callable, Iterator, Sequence
 from contextlib import aclosing
 from functools import partial
@@ -180,8 +181,12 @@ class Killing(AsyncClient):
                 if written > 10 and self._count == self._window:
                     self._window = 0
                     sequences = partial(self._draft.count, "outrider_verifier_sequences")
+                    for each in self._victims:  # the window could end while the count is read
+                        each.send(signal.SIGSTOP)
                     (victim,) = [each for each in self._victims if sequences(verifier=each.address)]
                     victim.kill()
+                    for each in self._victims:
+                        each.send(signal.SIGCONT)
 
     async def windows(self) -> list[Completion]:
         """Those of 3 s of speech, under `coupled`."""
