@@ -23,7 +23,8 @@ ANYWHERE = ("--listen", "127.0.0.1:0", "--verifier-listen", "127.0.0.1:0")
 BLOCK = """
 import os, sys
 sys.modules["triton"] = sys.modules["accelerate"] = None
-open(f"{__file__}.{os.getpid()}", "w").close()
+with open(f"{__file__}.{os.getpid()}", "w") as file:
+    file.write(os.environ.get("GOMP_SPINCOUNT", ""))
 """
 
 
@@ -52,10 +53,11 @@ def test_the_demo_compares_and_leaves_no_process(monkeypatch: pytest.MonkeyPatch
 
 
 @linux
-def test_serve_answers_until_sigterm_and_leaves_no_process(tmp_path: Path) -> None:
+def test_serve_answers_until_sigterm_and_leaves_no_process(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """With another drafter, flags of the services, TLS and a token; without what only some machines have: on a CPU
     torch brings no triton, and a target on one device needs no package for several.
     """
+    monkeypatch.delenv("GOMP_SPINCOUNT", raising=False)
     (tmp_path / "sitecustomize.py").write_text(BLOCK)
     path = f"{tmp_path}{os.pathsep}{os.environ.get('PYTHONPATH', '')}"
     authority, tokens = Authority(tmp_path / "pki"), tmp_path / "tokens"
@@ -78,7 +80,9 @@ def test_serve_answers_until_sigterm_and_leaves_no_process(tmp_path: Path) -> No
     assert answer["drafter"] == "staged"
     shown = json.loads(CliRunner().invoke(main, ["info", found[1], "--json", *credentials]).stdout)
     assert (shown["service"], shown["model"]["limits"]["max_sequences"]) == ("draft service", 3)
-    assert len(command.left_behind()) == len([*tmp_path.glob("sitecustomize.py.*")]) == 3
+    assert len(command.left_behind()) == 3
+    spins = {file.read_text() for file in tmp_path.glob("sitecustomize.py.*")}
+    assert spins == {"", str(processes.DRAFT_SPINS), str(processes.TARGET_SPINS)}, "of the command and of its services"
     command.process.send_signal(signal.SIGTERM)
     code, out, err = command.ended()
     assert (code, err) == (0, "Stopped.\n")
