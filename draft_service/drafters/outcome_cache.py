@@ -39,7 +39,7 @@ WAITS_KEPT = 32
 OVERDUE = 4.0  # times the usual wait: from then on a sequence is not expected any more
 
 TRIAL_PAIRS, PAIRS_KEPT = 24, 128  # pairs of rounds that a decision needs, and that are kept
-FIRST_EVERY, EVERY = 4, 24  # one round in so many is done the other way: before there are TRIAL_PAIRS, and after
+OTHER_WAY = 1 / 24  # share of rounds done the other way, once half of the rounds has led to a decision or to no gain
 CERTAIN, HELD_UP = 2.0, 3.0  # standard errors that decide; ratio of two rounds at which a gain is cut off
 
 
@@ -138,31 +138,36 @@ class SpareTime:
 class Trial:
     """Decides whether rounds are shorter with branches, by times alone, so that it depends on no token.
 
-    Some rounds are done the other way, and compared with the round before.
+    It compares pairs of rounds, one with branches and one without, with proposals of the same length: a pass over more
+    tokens takes longer. The first round of a text is in no pair: its pass holds the prompt. Without a measured gain
+    there are no branches.
     """
 
     def __init__(self) -> None:
-        self.best = True
-        self._last: float | None = None  # seconds of the last round done as `best` says
-        self._gains = deque[float](maxlen=PAIRS_KEPT)  # of the other way: log ratios of times
+        self._best = self._is_certain = False
+        self._last: dict[int, tuple[float, bool]] = {}  # by γ: the last round that is in no pair
+        self._gains = deque[float](maxlen=PAIRS_KEPT)  # log ratios of times, above 0 where branches were faster
         self._coin = random.Random(0)
 
     def choose(self) -> bool:
         """Whether the round that begins now gets branches."""
-        every = FIRST_EVERY if len(self._gains) < TRIAL_PAIRS else EVERY
-        return self.best if self._coin.random() >= 1 / every else not self.best
+        is_decided = self._is_certain or len(self._gains) == PAIRS_KEPT
+        return self._best is not (self._coin.random() < (OTHER_WAY if is_decided else 1 / 2))
 
-    def add(self, seconds: float, *, on: bool) -> None:
-        """Records the time of a round; `on` is whether it had branches."""
-        if on is self.best:
-            self._last = seconds
-        elif self._last is not None:
-            gains, last = self._gains, self._last
-            self._last = None
-            gains.append(math.log(min(max(last / seconds, 1 / HELD_UP), HELD_UP)))
-            if len(gains) >= TRIAL_PAIRS and fmean(gains) > CERTAIN * stdev(gains) / len(gains) ** 0.5:
-                self.best = not self.best
-                gains.clear()
+    def add(self, seconds: float, gamma: int, *, on: bool) -> None:
+        """Records the time of a round whose verdict was on `gamma` tokens; `on` is whether it had branches."""
+        last, was_on = self._last.pop(gamma, (seconds, on))
+        if on is was_on:
+            self._last[gamma] = seconds, on
+            return
+        gains = self._gains
+        gain = math.log(min(max(last / seconds, 1 / HELD_UP), HELD_UP))
+        gains.append(gain if on else -gain)
+        if len(gains) >= TRIAL_PAIRS:
+            mean = fmean(gains)
+            self._is_certain = abs(mean) > CERTAIN * stdev(gains) / len(gains) ** 0.5
+            if self._is_certain:
+                self._best = mean > 0
 
 
 @dataclass(slots=True)
@@ -206,12 +211,12 @@ class OutcomeCache:
         self._pool, self._max_length = pool, max_length
         self._slots: set[int] = set()  # of branches
         self._predictors: dict[Hashable, Predictor] = {}
-        self._trials = defaultdict[Hashable, Trial](Trial)
+        self.trials = defaultdict[Hashable, Trial](Trial)
 
     def sent(self, sequence: ModelSequence, now: float) -> None:
         """A proposal leaves. The time since the last one shows the cost and the gain of branches."""
-        if sequence.opening.uses_outcome_cache and sequence.had_branches is not None:
-            self._trials[_kind(sequence)].add(now - sequence.sent, on=sequence.had_branches)
+        if sequence.opening.uses_outcome_cache and sequence.judged:
+            self.trials[_kind(sequence)].add(now - sequence.sent, sequence.judged, on=sequence.had_branches)
         sequence.sent = self.leaving[sequence] = self.spare.sent[sequence] = now
 
     def take(self, message: Propose, drafted: int, kept: int) -> ModelSequence | None:
@@ -223,7 +228,9 @@ class OutcomeCache:
         self.spare.requested(sequence, message.posted)
         entry = self.entries.get(sequence)
         is_next = drafted > 0 and len(committed) <= kept + 1  # otherwise a `Decode` came between
-        sequence.had_branches = entry is not None if is_next else None
+        sequence.had_branches = entry is not None
+        is_first = sequence.base - len(committed) == len(sequence.opening.prompt) + len(sequence.opening.committed)
+        sequence.judged = drafted if is_next and not is_first else 0
         if entry is not None and is_next:
             token = committed[kept] if len(committed) > kept else None
             entry.predictor.learn(entry.candidates, entry.drafted, kept, token)
@@ -305,7 +312,7 @@ class OutcomeCache:
 
     def _enter(self, sequence: ModelSequence) -> None:
         """Predicts the verdicts on a proposal that has left."""
-        if not (sequence.opening.uses_outcome_cache and sequence.has_scores and self._trials[_kind(sequence)].choose()):
+        if not (sequence.opening.uses_outcome_cache and sequence.has_scores and self.trials[_kind(sequence)].choose()):
             return
         assert sequence.slot is not None
         held = self._pool.length(sequence.slot)  # with the last token, where the draft was unsure of the next one

@@ -80,8 +80,8 @@ class ModelSequence:
         requested: when the proposal was requested, by `time.perf_counter()`.
         guessing: in staged drafting; None if the model drafts without guesses.
         parent: for a branch of the outcome cache, the sequence that it continues; None for a sequence itself.
-        had_branches: whether the outcome cache held branches when this round began; None if this round does not
-            follow the last proposal directly.
+        judged: tokens of the last proposal; 0 if it was the first, or if this round does not follow it directly.
+        had_branches: whether the outcome cache held branches when this round began.
         cache_use: the use of the outcome cache in this round; None if it drafted nothing.
         failed: whether a round failed; the KV cache may be bad then.
     """
@@ -100,7 +100,8 @@ class ModelSequence:
     guessing: GuessingState | None = None
     parent: "ModelSequence | None" = None
     sent: float = 0.0
-    had_branches: bool | None = None
+    judged: int = 0
+    had_branches: bool = False
     cache_use: CacheUse | None = None
     is_looked_up: bool = False
     prefix_kept: bool = False

@@ -2,6 +2,7 @@
 
 import queue
 import random
+from collections import defaultdict
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from itertools import pairwise
@@ -25,10 +26,16 @@ ADJUSTED = LogitRules(repetition_penalty=1.3, presence_penalty=0.4, banned_token
 GAMMA = 4
 
 
+class Always(Trial):
+    def choose(self) -> bool:
+        return True
+
+
 class Eager(DraftEngine):
-    """Drafts branches until a proposal is requested. `look` runs a function between two steps."""
+    """Drafts branches in each round until a proposal is requested. `look` runs a function between two steps."""
 
     def start(self) -> None:
+        self.cache.trials = defaultdict(Always)
         self.cache.spare.steps = lambda now, width: 64  # type: ignore[method-assign]
         super().start()
 
@@ -160,6 +167,18 @@ def test_gamma_may_change_and_tokens_of_decode_match_no_branch(
     assert_alike(draft, without)
 
 
+def test_rounds_are_compared_after_the_first(engine: Eager) -> None:
+    """The pass of the first one holds the prompt; after `Decode` a round does not follow the last proposal."""
+    driver = Driver(engine, opening(1.0, Rule.TOKENWISE))
+    committed, compared = list[int](), list[int]()
+    for more in ([], [], [12, 13], []):
+        draft = driver.propose(GAMMA, committed)
+        compared.append(driver.sequence.judged)
+        committed = [*driver.likeliest(draft), *more]
+    driver.propose(GAMMA, committed)
+    assert [*compared, driver.sequence.judged] == [0, 0, GAMMA, 0, GAMMA]
+
+
 def test_sequences_that_end_free_their_branches(engine: Eager) -> None:
     drivers = [Driver(engine, opening(1.0, rule, seed=i)) for i, rule in enumerate((Rule.COUPLED, Rule.BLOCK))]
     for driver in drivers:
@@ -211,7 +230,9 @@ def share_on(gain: float, *, seed: int, rounds: int = 6000) -> float:
         on = trial.choose()
         drift = 1.0 + 0.5 * round_ / rounds  # the machine becomes slower
         pause = 100.0 if coin.random() < 0.002 else 1.0
-        trial.add(pause * drift * (1.0 - gain * on) * coin.lognormvariate(0, 0.3), on=on)
+        gamma = coin.randint(1, 8)
+        seconds = pause * drift * (4 + gamma) * (1.0 - gain * on) * coin.lognormvariate(0, 0.3)
+        trial.add(seconds, gamma, on=on)
         on_count += on and round_ >= rounds // 2
     return on_count / (rounds // 2)
 
