@@ -1,19 +1,18 @@
-"""Speculation under many requests at once: the pair, the target alone, and another server of the target alone.
+"""Speculation under many requests at once: the pair, the target alone, and other servers of the target alone.
 
-The other one is transformers' continuous batching; with `--runtime llama.cpp`, which runs the pair from GGUF files of
-bfloat16, it is llama.cpp's own server.
+The others are transformers' continuous batching, and llama.cpp's own server with a GGUF file of bfloat16. With
+`--runtime llama.cpp` the pair runs from such files too.
 
 Three loops. `closed`: a number of streams, each with its next text when one has ended. `short-texts`: the same with
 `--short-streams` and texts of a few tokens. `open`: Poisson arrivals with a fixed seed, at shares of the highest
-request rate of Outrider in the closed loop; without transformers. Lengths of texts vary by half of their mean.
+request rate of Outrider in the closed loop; without the other servers. Lengths of texts vary by half of their mean.
 
     python -m benchmarks.load --only demo --parts closed --contenders Decode pair --streams 1 8 64 --repetitions 1
                                                      one minute; in two trees, in turns, it compares them
 
 γ is chosen by the policy `adaptive`; `--gamma` fixes it. The pair and the target alone (`Decode`) run on the same two
-services, with bfloat16 and a thread and a core each; with `all threads`, on two others, where the target has a thread
-for each core, as `outrider serve` starts them on two cores. Continuous batching has one thread: so it was fastest on
-two cores. llama.cpp's server has one thread or as many as cores, and sends a text in one piece.
+services in bfloat16, where the target has a thread for each core, as `outrider serve` starts them on two cores. So has
+llama.cpp's server, which sends a text in one piece. Continuous batching has one thread: so it was fastest on two cores.
 """
 
 import argparse
@@ -21,7 +20,7 @@ import random
 import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack
-from functools import cache, partial
+from functools import cache
 from itertools import pairwise
 from pathlib import Path
 from statistics import median
@@ -42,32 +41,24 @@ from benchmarks.contenders import (
 )
 from benchmarks.harness import Bench, Json, between, medians, number, percent, progress
 from benchmarks.llama_cpp import LlamaServer, find_server, gguf_pair
-from benchmarks.services import ANYWHERE, APART, Models, Services, models_of
+from benchmarks.services import ANYWHERE, Models, Services, models_of
 from outrider.cli.processes import processors
 from outrider.evaluation import pictures
 
-BATCHING, ALONE, PAIR = "batching", "Decode", "pair"
-SERVERS = {"llama-server, a thread": 1, "llama-server": len(processors())}
-"""llama.cpp's own server, with its threads."""
-ALONE_ALL, PAIR_ALL = f"{ALONE}, all threads", f"{PAIR}, all threads"
-CONTENDERS = (BATCHING, *SERVERS, ALONE, ALONE_ALL, PAIR, PAIR_ALL)
-REFERENCES = (BATCHING, *SERVERS, ALONE, ALONE_ALL)
-"""The ratio of the pair is to the best of these in the same repetition."""
+CONTENDERS = BATCHING, SERVER, ALONE, PAIR = "batching", "llama-server", "Decode", "pair"
 CLOSED, SHORT, OPEN = "closed", "short-texts", "open"
 LEVELS = {CLOSED: "streams", SHORT: "tokens a text", OPEN: "share of capacity"}
 """Differs between the levels of a loop."""
-MIX = "short"
-"""The only mix of prompts, a key of results: as they are in the file."""
 AIM = 0.97
 """The least ratio that the pair should have at any load."""
 
 _GOLDEN = 0.6180339887
 _USUAL: Json = {
-    "new_tokens": 64, "streams": [1, 2, 4, 8, 16, 32, 64], "parts": list(LEVELS), "contenders": [BATCHING, ALONE, PAIR],
+    "new_tokens": 64, "streams": [1, 2, 4, 8, 16, 32, 64], "parts": list(LEVELS), "contenders": CONTENDERS
 }  # fmt: skip
 # Its target takes twelve times as long, and continuous batching was never faster there than half of `Decode`.
-_DEEPENED: Json = {"streams": [1, 2, 4, 16], "parts": [CLOSED], "contenders": [ALONE, PAIR]}
-_BY_LLAMA: Json = {"streams": [1, 2, 4, 8, 16], "parts": [CLOSED], "contenders": [*SERVERS, ALONE, PAIR]}
+_DEEPENED: Json = {"streams": [1, 2, 4, 16], "parts": [CLOSED], "contenders": [SERVER, ALONE, PAIR]}
+_BY_LLAMA: Json = {"streams": [1, 2, 4, 8, 16], "parts": [CLOSED], "contenders": [SERVER, ALONE, PAIR]}
 TORCH, LLAMA_CPP = "torch", "llama.cpp"
 
 Server = OutriderServer | ContinuousBatching | LlamaServer
@@ -96,7 +87,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if given.output is None and given.only and not given.quick:
         runtime = "" if given.runtime == TORCH else "-llama-cpp"
         given.output = harness.RESULTS / f"load-{given.only}{runtime}.json"
-    summarise = harness.summary_of(("pair", "part", "mix", "level"), cell)
+    summarise = harness.summary_of(("pair", "part", "level"), cell)
     return harness.run("load", given, measure, summarise, table, draw)
 
 
@@ -135,17 +126,18 @@ class Loops:
         by_llama = given.runtime == LLAMA_CPP
         most = max(8, *given.streams, given.short_streams if SHORT in given.parts else 0)
 
+        threads = len(processors())
+
         @cache
-        def services(threads: int) -> Services:
+        def services() -> Services:
             if by_llama:
                 find_server()  # before any conversion
             files = gguf_pair(self._models) if by_llama else self._models
-            place = APART if threads == 1 else ANYWHERE
             return running.enter_context(
-                Services(files.target, files.draft, threads=threads, place=place, max_sequences=most)
+                Services(files.target, files.draft, threads=threads, place=ANYWHERE, max_sequences=most)
             )
 
-        def llama_server(threads: int) -> LlamaServer:
+        def llama_server() -> LlamaServer:
             program, files = find_server(), gguf_pair(self._models)
             return running.enter_context(LlamaServer(program, files, threads=threads, longest=longest, parallel=most))
 
@@ -156,11 +148,9 @@ class Loops:
         longest = max(map(len, self._prompts)) + 2 * max(given.new_tokens, *given.short_tokens)
         makers: dict[str, Callable[[], Server]] = {
             BATCHING: lambda: ContinuousBatching(target, threads=1, longest=longest),
-            **{name: partial(llama_server, threads) for name, threads in SERVERS.items()},
-            ALONE: lambda: OutriderServer(services(1), gamma=0),
-            ALONE_ALL: lambda: OutriderServer(services(len(processors())), gamma=0),
-            PAIR: lambda: OutriderServer(services(1), **options),
-            PAIR_ALL: lambda: OutriderServer(services(len(processors())), **options),
+            SERVER: llama_server,
+            ALONE: lambda: OutriderServer(services(), gamma=0),
+            PAIR: lambda: OutriderServer(services(), **options),
         }
         servers: dict[str, Server] = {}
         for name in given.contenders:
@@ -185,7 +175,7 @@ class Loops:
             if part in given.parts:
                 for repetition in range(given.repetitions):
                     for level in levels:
-                        keys = {"pair": self._models.name, "part": part, "mix": MIX, "level": f"{level:g}"}
+                        keys = {"pair": self._models.name, "part": part, "level": f"{level:g}"}
                         yield keys | {"repetition": repetition}
 
     def _missing(self, cell: Json) -> list[str]:
@@ -216,7 +206,7 @@ class Loops:
             if not repetition and isinstance(server, OutriderServer):  # it learns how long so many take
                 server.closed(tasks(self._prompts, count, 1000, given.new_tokens), streams)
             return figures(server.closed(tasks(self._prompts, count, repetition, given.new_tokens), streams))
-        key = f"{self._models.name} {MIX}"
+        key = self._models.name
         capacity = self._bench.document["capacity"][key] = self._bench.once(key, self._capacity)
         assert isinstance(server, OutriderServer)
         due = list(arrivals(float(cell["level"]) * capacity, given.open_seconds, seed=1 + repetition))
@@ -308,35 +298,35 @@ def _percentiles(seconds: Iterable[float | None]) -> Json | None:
 def cell(runs: Sequence[Json]) -> Json:
     """One level, by contender: medians over repetitions of the repetition's own figures.
 
-    `over_server`: to llama.cpp's server, with the better number of threads, in the same repetition; None without it.
+    The ratio is to the best of the other contenders than the pair in the same repetition. `over_server`: to llama.cpp's
+    server; None without it.
     """
     best: dict[int, float] = {}
-    server: dict[int, float] = {}
     for run in runs:
-        for names, known in ((REFERENCES, best), (SERVERS, server)):
-            if run["contender"] in names:
-                known[run["repetition"]] = max(known.get(run["repetition"], 0.0), run["tokens_per_second"])
+        if run["contender"] != PAIR:
+            best[run["repetition"]] = max(best.get(run["repetition"], 0.0), run["tokens_per_second"])
     found: Json = {}
     by_contender = harness.grouped(runs, "contender")
+    server = harness.by_repetition(by_contender.get(SERVER, []), "tokens_per_second")
     for name in sorted(by_contender, key=CONTENDERS.index):
         own = by_contender[name]
         rates = harness.by_repetition(own, "tokens_per_second")
-        keys = [key for key in own[0] if key not in ("pair", "part", "mix", "level", "repetition", "contender")]
+        keys = [key for key in own[0] if key not in ("pair", "part", "level", "repetition", "contender")]
         found[name] = {
             "repetitions": len(own),
             "tokens_per_second_range": [min(rates.values()), max(rates.values())],
             **({"ratio_range": None} | harness.ratio(rates, best)),
-            "over_server": harness.ratio(rates, server)["ratio"] if name not in SERVERS else None,
+            "over_server": harness.ratio(rates, server)["ratio"] if name != SERVER else None,
             **{key: medians([run[key] for run in own]) for key in keys},
         }
     return found
 
 
 def table(document: Json) -> str:
-    """Where the pair falls behind, who is missing, and a table for each pair, loop and mix."""
+    """Where the pair falls behind, who is missing, and a table for each pair and loop."""
     lines = [
         f"- BEHIND the better reference: {pair} pair, {part}, {LEVELS[part]} {level}: {found[PAIR]['ratio']:.2f}"
-        for (pair, part, _, level), found in harness.flat(document["summary"], 4)
+        for (pair, part, level), found in harness.flat(document["summary"], 3)
         if PAIR in found and (found[PAIR]["ratio"] or AIM) < AIM
     ]
     if document["summary"] and not lines:
@@ -346,8 +336,8 @@ def table(document: Json) -> str:
         for (pair, name), reason in harness.flat(document["unavailable"], 2)
     ]
     tables = [
-        harness.summary_table(by_level, [LEVELS[part], ""], _COLUMNS, f"{pair} pair, {mix} prompts, {part}")
-        for (pair, part, mix), by_level in harness.flat(document["summary"], 3)
+        harness.summary_table(by_level, [LEVELS[part], ""], _COLUMNS, f"{pair} pair, {part}")
+        for (pair, part), by_level in harness.flat(document["summary"], 2)
     ]
     return "\n".join([*lines, "", *tables])
 
@@ -375,11 +365,9 @@ _COLUMNS: harness.Columns = {
 }
 _COLOURS = {
     BATCHING: pictures.ORANGE,
-    **dict(zip(SERVERS, (pictures.SAND, pictures.ORANGE), strict=True)),
+    SERVER: pictures.VIOLET,
     ALONE: pictures.GREY,
-    ALONE_ALL: pictures.VIOLET,
     PAIR: pictures.BLUE,
-    PAIR_ALL: pictures.GREEN,
 }
 _PANELS: tuple[tuple[str, str, str | None], ...] = (
     ("tokens/s, all streams", "tokens_per_second", None),
@@ -390,24 +378,24 @@ _PANELS: tuple[tuple[str, str, str | None], ...] = (
 
 
 def draw(document: Json, path: Path) -> None:
-    """Writes a PNG for each loop, named after it: a row for each pair and mix."""
+    """Writes a PNG for each loop, named after it: a row for each pair."""
     for part in LEVELS:
-        rows = [(where, found) for where, found in harness.flat(document["summary"], 3) if where[1] == part]
+        rows = [(where, found) for where, found in harness.flat(document["summary"], 2) if where[1] == part]
         if rows:
             named = path.with_name(f"{path.stem}-{part}.png")
             with pictures.picture(
                 named, len(rows), len(_PANELS), size=(3.7, 3.1), note=plots.caption(document)
             ) as grid:
-                for panels, ((pair, _, mix), by_level) in zip(grid, rows, strict=True):
+                for panels, ((pair, _), by_level) in zip(grid, rows, strict=True):
                     for panel, (title, figure, dotted) in zip(panels, _PANELS, strict=True):
                         _draw_panel(panel, part, by_level, figure, dotted)
                         panel.set_title(title, fontsize=9)
-                    panels[0].set_ylabel(f"{pair} pair, {mix} prompts", fontsize=10)
+                    panels[0].set_ylabel(f"{pair} pair", fontsize=10)
 
 
 def _draw_panel(panel: Axes, part: str, by_level: Json, figure: str, dotted: str | None) -> None:
     for name, colour in _COLOURS.items():
-        if figure == "ratio" and name not in (PAIR, PAIR_ALL):
+        if figure == "ratio" and name != PAIR:
             continue
         cells = [(float(level), found[name][figure]) for level, found in by_level.items() if name in found]
         for percentile, style in (("p50", "-"), (dotted, ":")) if dotted else ((None, "-"),):

@@ -14,7 +14,7 @@ import pytest
 
 from benchmarks import load, plots, verification
 from benchmarks.harness import PHASES, Bench, flat
-from benchmarks.load import ALONE, BATCHING, PAIR
+from benchmarks.load import ALONE, BATCHING, PAIR, SERVER
 from tests.fork_server import ForkedService, noting
 from tests.project.tree import ROOT
 
@@ -40,10 +40,11 @@ def check_pair(summary: Json, runs: list[Json]) -> None:
 
 
 def check_load(summary: Json, runs: list[Json]) -> None:
-    closed, short, open_ = (summary["demo"][part]["short"] for part in load.LEVELS)
+    closed, short, open_ = (summary["demo"][part] for part in load.LEVELS)
     assert set(closed) == {"1", "2"}
     for found in (*closed.values(), short["1"], open_["40"]):
-        assert list(found) == [BATCHING, ALONE, PAIR][found is open_["40"] :]  # it takes no part in the open loop
+        others = [] if found is open_["40"] else [BATCHING]  # llama.cpp's server is seldom there
+        assert [name for name in found if name != SERVER] == [*others, ALONE, PAIR]
         assert found[PAIR]["draft_cpu_us"] is not None
         assert found[ALONE]["gamma"] is None
     assert all(found[PAIR]["gamma"] > 0 for found in closed.values())
