@@ -189,7 +189,8 @@ class Scheduler:
         reserved = int(PROMPT_SHARE * budget) if prompts else 0
         for sequence, round_ in order:
             left = budget if not prompts or self._is_prompt(sequence) else budget - reserved
-            encodes = self._lacks_encoder(sequence)
+            assert sequence.slot is not None
+            encodes = sequence.opening.encoder_input is not None and self._pool.lacks_encoder(sequence.slot)
             if (left < 1 and plan.work) or (encodes and has_encoder):
                 continue
             if not self._has_blocks(sequence, round_, plan):
@@ -244,13 +245,6 @@ class Scheduler:
             return None
         logits_from = min(max(0, sequence.scored - 1 - start), len(tokens))
         return TargetWork(sequence, None, Chunk(sequence.slot, tokens, start, logits_from))
-
-    def _lacks_encoder(self, sequence: TargetSequence) -> bool:
-        """Whether the sequence's encoder has to run."""
-        if sequence.opening.encoder_input is None or sequence.slot is None:
-            return False
-        encoder_slot = self._pool.encoder_slot(sequence.slot)
-        return encoder_slot is None or not self._pool.length(encoder_slot)
 
     def _is_prompt(self, sequence: TargetSequence) -> bool:
         """Whether tokens before its last one are not in the KV cache."""

@@ -165,6 +165,11 @@ class KVPool:
         """The slot of a sequence's encoder; None without one."""
         return self._of(slot).encoder
 
+    def lacks_encoder(self, slot: int) -> bool:
+        """Whether the encoder of a sequence that has one has not run."""
+        encoder = self._of(slot).encoder
+        return encoder is None or not self.length(encoder)
+
     # -------------------------------------------------------------------------------------------------------- lengths
 
     def length(self, slot: int) -> int:

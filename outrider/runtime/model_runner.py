@@ -208,10 +208,7 @@ class ModelRunner:
 
     def lacks_encoder(self, slot: int) -> bool:
         """Whether `encode` must run before `forward`."""
-        if self.loaded.encoder is None:
-            return False
-        encoder_slot = self.pool.encoder_slot(slot)
-        return encoder_slot is None or not self.pool.length(encoder_slot)
+        return self.loaded.encoder is not None and self.pool.lacks_encoder(slot)
 
     def allocate_for_trial(self) -> int:
         """Returns an empty slot, on which `forward` can run at once."""
