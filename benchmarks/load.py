@@ -125,7 +125,6 @@ class Loops:
         given, target = self._given, self._models.target
         by_llama = given.runtime == LLAMA_CPP
         most = max(8, *given.streams, given.short_streams if SHORT in given.parts else 0)
-
         threads = len(processors())
 
         @cache

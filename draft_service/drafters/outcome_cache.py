@@ -39,7 +39,7 @@ WAITS_KEPT = 32
 OVERDUE = 4.0  # times the usual wait: from then on a sequence is not expected any more
 
 TRIAL_PAIRS, PAIRS_KEPT = 24, 128  # pairs of rounds that a decision needs, and that are kept
-OTHER_WAY = 1 / 24  # share of rounds done the other way, once half of the rounds has led to a decision or to no gain
+OTHER_WAY = 1 / 24  # share of rounds done the other way, after a decision or PAIRS_KEPT pairs; before them a half
 CERTAIN, HELD_UP = 2.0, 3.0  # standard errors that decide; ratio of two rounds at which a gain is cut off
 
 
