@@ -248,10 +248,10 @@ def noise_of_the_round() -> None:
     base = 0
     original = verify_torch.__dict__["_walk_coupled"]
 
-    def walk(rows: np.ndarray, start: int, proposal: Any) -> Any:
+    def walk(rows: np.ndarray, proposal: Any) -> Any:
         nonlocal base
         base = proposal.base_length
-        return original(rows, start, proposal)
+        return original(rows, proposal)
 
     conditions.verification_by_torch()
     _replace(verify_torch, "_walk_coupled", walk)
