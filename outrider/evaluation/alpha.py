@@ -46,7 +46,6 @@ from outrider.evaluation.target_text import (
     Prompt,
     Report,
     Text,
-    block_rows,
     read_logits,
     text_length,
     write,
@@ -132,18 +131,19 @@ def measure(
     Raises:
         EvaluationError: logits of a model are NaN or infinite.
     """
-    rows = block_rows(target.loaded.vocab_size)
     total, done = sum(text.written for text in texts), 0
     found: dict[str, list[np.ndarray]] = {name: [] for name in drafters}
     for text in texts:
         parts: dict[str, list[np.ndarray]] = {name: [] for name in drafters}
-        each = [drafter.read(text, rows) for drafter in drafters.values()]
-        for z, *drafted in zip(read_logits(target, text, rows, "the target"), *each, strict=True):
+        drafted = {name: list(drafter.read(text)) for name, drafter in drafters.items()}
+        begin = 0
+        for z in read_logits(target, text, "the target"):
             if not len(z):
                 continue
             p = None if params.is_greedy else probabilities(z, params).cpu().numpy()
-            for name, q in zip(drafters, drafted, strict=True):
-                parts[name].append(acceptance(z, q, params, leniences, p))
+            for name, q in drafted.items():
+                parts[name].append(acceptance(z, q[begin : begin + len(z)], params, leniences, p))
+            begin += len(z)
         for name, betas in parts.items():
             found[name].append(np.concatenate(betas))
         done += text.written
@@ -340,8 +340,7 @@ def run(options: Options, report: Report = lambda *_: None) -> Measurement:
     check_environment()
     if options.threads is not None:
         torch.set_num_threads(options.threads)
-    passes = MODELS.intersection(options.drafters)  # each holds a sequence
-    draft_source = options.draft_source if passes else None
+    draft_source = options.draft_source if MODELS.intersection(options.drafters) else None
     report("loading", 0, 0)
     source = options.source(options.target)
     tokenizer = load_tokenizer_of(source, draft_source)
@@ -359,7 +358,7 @@ def run(options: Options, report: Report = lambda *_: None) -> Measurement:
     longest = length + max(len(prompt.tokens) for prompt in prompts)
     target = build_runner(loaded, min(SEQUENCES, -(-options.tokens // length)), longest)
     vocab_size = min(vocabulary_end(tokenizer), loaded.vocab_size)
-    draft = None if draft_model is None else build_runner(draft_model, len(passes), longest)
+    draft = None if draft_model is None else build_runner(draft_model, 1, longest)
     if COUNTING.intersection(options.drafters):
         report("counting", 0, 0)
     documents = _documents(options, tokenizer)

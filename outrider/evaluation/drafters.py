@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
-from itertools import islice
 from typing import Protocol
 
 import numpy as np
@@ -14,7 +13,7 @@ from torch import Tensor
 from kernels.adjustments import Adjuster
 from kernels.sampling import SamplingParams, probabilities
 from kernels.sparse import SparseConfig, SparseDistribution, evenly_spaced, truncate
-from outrider.evaluation.target_text import Text, adjusted, adjuster_of, blocks, read_logits, refuse_bad
+from outrider.evaluation.target_text import Text, adjusted, adjuster_of, read_logits, refuse_bad
 from outrider.runtime.batch import Chunk
 from outrider.runtime.lookup import TextIndex
 from outrider.runtime.model_runner import ModelRunner
@@ -24,8 +23,8 @@ from outrider.runtime.ngram import NGramCounts, back_off
 class Drafter(Protocol):
     """A drafter. Its `params` are those of the draft."""
 
-    def read(self, text: Text, rows: int) -> Iterator[Sequence[SparseDistribution | None]]:
-        """Yields q̂ at the positions of each block of `text`; None where it drafts nothing."""
+    def read(self, text: Text) -> Iterator[SparseDistribution | None]:
+        """Yields q̂ of each token that the target wrote; None where it drafts nothing."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,11 +36,11 @@ class ModelDrafter:
     params: SamplingParams
     sparse: SparseConfig
 
-    def read(self, text: Text, rows: int) -> Iterator[Sequence[SparseDistribution | None]]:
+    def read(self, text: Text) -> Iterator[SparseDistribution]:
         for z in read_logits(
-            self.runner, text.for_draft(), rows, "the draft", lambda z: _of_target(z, self.vocab_size, self.runner)
+            self.runner, text.for_draft(), "the draft", lambda z: _of_target(z, self.vocab_size, self.runner)
         ):
-            yield draft_distributions(z, self.params, self.sparse)
+            yield from draft_distributions(z, self.params, self.sparse)
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,13 +53,8 @@ class ParallelDrafter:
     sparse: SparseConfig
     tokens_per_pass: int
 
-    def read(self, text: Text, rows: int) -> Iterator[Sequence[SparseDistribution | None]]:
-        drafted = self._drafted(text)
-        for block in blocks(text, rows):
-            yield list(islice(drafted, block.end - block.start - block.first))
-
-    def _drafted(self, text: Text) -> Iterator[SparseDistribution]:
-        """Yields q̂ of each written token. A pass runs the tokens before the first of its positions, and masks."""
+    def read(self, text: Text) -> Iterator[SparseDistribution]:
+        # A pass runs the tokens before the first of its positions, and masks.
         runner, mask_token = self.runner, self.runner.loaded.mask_token
         assert mask_token is not None
         slot, adjuster = runner.pool.allocate(), adjuster_of(runner, text, self.vocab_size)
@@ -87,21 +81,17 @@ class NGramDrafter:
     params: SamplingParams
     sparse: SparseConfig
 
-    def read(self, text: Text, rows: int) -> Iterator[Sequence[SparseDistribution | None]]:
+    def read(self, text: Text) -> Iterator[SparseDistribution]:
         own = NGramCounts(self.corpus.order, len(self.corpus.singles), self.corpus.bound)
         adjuster = Adjuster.after(text.prompt.tokens, (), text.prompt.penalties, len(own.singles))
-        for block in blocks(text, rows):
-            drafted: list[SparseDistribution | None] = []
-            for position in range(block.start, block.end):
-                before = text.tokens[max(0, position + 1 - own.order) : position + 1]
-                own.add(before, len(before) - 1)
-                if position - block.start >= block.first:
-                    p = back_off([self.corpus, own], before)
-                    assert p is not None  # `own` has counted a token
-                    z = torch.from_numpy(np.log(p)).to(torch.float32).unsqueeze(0)
-                    z = adjusted(z, adjuster, text.tokens[position + 1 : position + 2])
-                    drafted += draft_distributions(z, self.params, self.sparse)
-            yield drafted
+        own.add(text.prompt.tokens)
+        for position in range(text.begin, len(text.tokens)):
+            before, token = text.tokens[max(0, position - own.order) : position], text.tokens[position]
+            p = back_off([self.corpus, own], before)
+            assert p is not None  # `own` has counted a token
+            z = torch.from_numpy(np.log(p)).to(torch.float32).unsqueeze(0)
+            yield from draft_distributions(adjusted(z, adjuster, [token]), self.params, self.sparse)
+            own.add([*before, token], len(before))
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,12 +105,11 @@ class RandomDrafter:
     size: int
     seed: int
 
-    def read(self, text: Text, rows: int) -> Iterator[Sequence[SparseDistribution | None]]:
+    def read(self, text: Text) -> Iterator[SparseDistribution]:
         """See `Drafter`."""
         generator = np.random.default_rng((self.seed, *text.tokens))
-        for block in blocks(text, rows):
-            begins = generator.integers(self.vocab_size, size=block.end - block.start - block.first)
-            yield [evenly_spaced(int(begin), self.vocab_size, self.size) for begin in begins]
+        for begin in generator.integers(self.vocab_size, size=text.written):
+            yield evenly_spaced(int(begin), self.vocab_size, self.size)
 
 
 @dataclass(frozen=True, slots=True)
@@ -129,16 +118,13 @@ class LookupDrafter:
 
     min_match: int
 
-    def read(self, text: Text, rows: int) -> Iterator[Sequence[SparseDistribution | None]]:
+    def read(self, text: Text) -> Iterator[SparseDistribution | None]:
         index = TextIndex(self.min_match)
-        for block in blocks(text, rows):
-            drafted: list[SparseDistribution | None] = []
-            for position in range(block.start, block.end):
-                index.read(text.tokens[position : position + 1])
-                if position - block.start >= block.first:
-                    copied = index.copy(1)
-                    drafted.append(point_mass(copied[0]) if copied else None)
-            yield drafted
+        index.read(text.prompt.tokens)
+        for token in text.tokens[text.begin :]:
+            copied = index.copy(1)
+            yield point_mass(copied[0]) if copied else None
+            index.read([token])
 
 
 def _of_target(z: Tensor, vocab_size: int, runner: ModelRunner) -> Tensor:

@@ -208,41 +208,17 @@ def refuse_bad(z: Tensor, name: str) -> None:
 # ------------------------------------------------------------------------------------------------------------ reading
 
 
-@dataclass(frozen=True, slots=True)
-class Block:
-    """Positions of a text that are read together.
-
-    Attributes:
-        start: of the tokens that run.
-        end: of them.
-        first: the first of them, from `start` on, after which a token is predicted.
-    """
-
-    start: int
-    end: int
-    first: int
-
-
 def block_rows(vocab_size: int) -> int:
     """The rows of a block."""
     return max(16, min(BATCH_TOKENS, _LOGITS // vocab_size))
 
 
-def blocks(text: Text, rows: int) -> Iterator[Block]:
-    """Cuts a text into blocks of at most `rows` positions."""
-    last = len(text.tokens) - 1
-    for start in range(0, last, rows):
-        end = min(start + rows, last)
-        yield Block(start, end, min(max(text.begin - 1 - start, 0), end - start))
-
-
 def read_logits(
-    runner: ModelRunner, text: Text, rows: int, name: str, change: Callable[[Tensor], Tensor] = lambda z: z
+    runner: ModelRunner, text: Text, name: str, change: Callable[[Tensor], Tensor] = lambda z: z
 ) -> Iterator[Tensor]:
-    """Yields the logits `[n, V]` after the tokens of each block, from `first` on, in float32, by the model's rules.
+    """Yields the logits `[n, V]` of the tokens that the target wrote, in blocks, in float32, by the model's rules.
 
     Args:
-        rows: of a block.
         name: of the model, for the error.
         change: to the logits, before the rules.
 
@@ -250,12 +226,15 @@ def read_logits(
         EvaluationError: logits are NaN or infinite.
     """
     slot, adjuster = _slot(runner, text.prompt), None
+    rows, last = block_rows(runner.loaded.vocab_size), len(text.tokens) - 1
     try:
-        for block in blocks(text, rows):
-            z = change(runner.logits([Chunk(slot, text.tokens[block.start : block.end], block.start, block.first)]))
-            if not block.start:
+        for start in range(0, last, rows):
+            end = min(start + rows, last)
+            first = min(max(text.begin - 1, start), end)  # after it the first token of the block is predicted
+            z = change(runner.logits([Chunk(slot, text.tokens[start:end], start, first - start)]))
+            if not start:
                 adjuster = adjuster_of(runner, text, z.shape[1])
-            z = adjusted(z, adjuster, text.tokens[block.start + block.first + 1 : block.end + 1])
+            z = adjusted(z, adjuster, text.tokens[first + 1 : end + 1])
             refuse_bad(z, name)
             yield z
     finally:

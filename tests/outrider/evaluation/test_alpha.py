@@ -25,7 +25,7 @@ from kernels.adjustments import LogitRules
 from kernels.sampling import SamplingParams, probabilities
 from kernels.sparse import SparseConfig, SparseDistribution, sparsify
 from kernels.verify import Proposed, Uniforms, verify
-from outrider.evaluation import EvaluationError, alpha, chisquare
+from outrider.evaluation import EvaluationError, alpha, chisquare, target_text
 from outrider.evaluation.alpha import FEW_PROMPTS, Estimate, Options, acceptance, clusters_of, estimate, measure
 from outrider.evaluation.drafters import (
     Drafter,
@@ -275,7 +275,7 @@ def test_blocks_change_nothing(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> N
         "lookup": LookupDrafter(1),
     }
     whole = measure(pair.target_runner, drafters, texts, SamplingParams(), (1.0,))
-    monkeypatch.setattr(alpha, "block_rows", lambda vocab_size: 3)
+    monkeypatch.setattr(target_text, "block_rows", lambda vocab_size: 3)
     parts = measure(pair.target_runner, drafters, texts, SamplingParams(), (1.0,))
     for name in drafters:
         np.testing.assert_allclose(np.concatenate(parts[name]), np.concatenate(whole[name]), atol=1e-5)
@@ -422,7 +422,7 @@ def test_counting_and_copying_drafters_are_those_of_the_draft_service(
         "lookup": cheap.LookupDrafter(min_match=2).guesser(sequence),
     }
     own: dict[str, Drafter] = {"ngram": NGramDrafter(counts, params, sparse), "lookup": LookupDrafter(2)}
-    drafted = {name: [q for block in drafter.read(text, 7) for q in block] for name, drafter in own.items()}
+    drafted = {name: list(drafter.read(text)) for name, drafter in own.items()}
     for guesser in served.values():
         guesser.read(tokens[:5])
     copied = 0
@@ -446,7 +446,7 @@ def test_counting_and_copying_drafters_are_those_of_the_draft_service(
 def test_random_drafts_are_those_of_the_draft_service() -> None:
     """Each support is one that the service draws; at temperature 0 a β of 1/8 in a third of 240 positions: α = 1/V."""
     text = Text(0, Prompt([1]), np.random.default_rng(3).integers(0, V, 241).tolist())
-    drafted = [q for block in RandomDrafter(V, 8, 0).read(text, 50) for q in block if q is not None]
+    drafted = list(RandomDrafter(V, 8, 0).read(text))
     served = {tuple(cheap.support(seed, 1, vocab_size=V, size=8).ids.tolist()) for seed in range(300)}
     assert {tuple(q.ids.tolist()) for q in drafted} == served
     assert {(q.total, *q.weights.tolist()) for q in drafted} == {(8, *[1] * 8)}
