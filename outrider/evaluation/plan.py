@@ -5,6 +5,7 @@ The formulas are those of `outrider.theory`; their inputs are given, or measured
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import pairwise
@@ -262,8 +263,8 @@ class _Sums:
     drafting: float = 0.0
     saved: float = 0.0  # of drafting, by the outcome cache
     at_verifier: float = 0.0
-    drafted_at: dict[int, int] = field(default_factory=dict)
-    accepted_at: dict[int, int] = field(default_factory=dict)
+    drafted_at: Counter[int] = field(default_factory=Counter)  # by position
+    accepted_at: Counter[int] = field(default_factory=Counter)
 
     def add(self, completion: Completion) -> None:
         times, statistics = completion.timings, completion.statistics
@@ -279,10 +280,8 @@ class _Sums:
         accepted_whole = sum(statistics.num_accepted_tokens_per_pos[-1:])  # proposals without a rejected token
         judged = statistics.num_drafts + statistics.num_accepted_tokens - accepted_whole
         self.judged += judged
-        for position, drafted in enumerate(statistics.num_draft_tokens_per_pos):
-            self.drafted_at[position] = self.drafted_at.get(position, 0) + drafted
-        for position, accepted in enumerate(statistics.num_accepted_tokens_per_pos):
-            self.accepted_at[position] = self.accepted_at.get(position, 0) + accepted
+        self.drafted_at.update(dict(enumerate(statistics.num_draft_tokens_per_pos)))
+        self.accepted_at.update(dict(enumerate(statistics.num_accepted_tokens_per_pos)))
         self.accepted += judged * statistics.alpha
         self.time += (times.total_us - times.time_to_first_token_us - times.failover_us) / 1e6
         self.drafting += later["draft"]
@@ -322,8 +321,8 @@ def _measurement(alone: _Sums, by_gamma: Mapping[int, _Sums], max_gamma: int) ->
 def _by_position(all_sums: Sequence[_Sums], max_gamma: int) -> tuple[float, ...]:
     """α of positions 1..max_gamma. They differ: where many tokens are accepted the text is easy."""
     reached = [1.0]  # share of proposals of which all tokens up to a position are accepted
-    while drafted := sum(sums.drafted_at.get(len(reached) - 1, 0) for sums in all_sums):
-        accepted = sum(sums.accepted_at.get(len(reached) - 1, 0) for sums in all_sums)
+    while drafted := sum(sums.drafted_at[len(reached) - 1] for sums in all_sums):
+        accepted = sum(sums.accepted_at[len(reached) - 1] for sums in all_sums)
         reached.append(min(reached[-1], accepted / drafted))
     alphas = [after / before if before else 0.0 for before, after in pairwise(reached)][:max_gamma]
     last = min(len(alphas), _LAST_POSITIONS)
