@@ -36,7 +36,6 @@ from outrider.client.transcription import most_tokens
 from outrider.environment import installed_version
 from outrider.evaluation.clips import clips_for
 from outrider.evaluation.deployment import PROMPTS, Json, Run, Settings, measure, missing, summarise
-from outrider.rpc.channel import is_local
 from protos.outrider.v1 import draft_service_pb2 as pb
 
 # In place of the defaults, with --quick.
@@ -160,8 +159,7 @@ async def _measure(
         settings = found.settings = _of_speech(pair, settings, speech)
         found.models = {"target": _model(pair.target), "draft": _model(pair.model)}
         _check(pair, settings)
-        if all(map(is_local, address.split(","))):
-            warn_of_busy_processors()
+        warn_of_busy_processors(address)
         written = 0
         with progress("texts") as update:
 

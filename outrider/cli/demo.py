@@ -31,6 +31,7 @@ from outrider.cli.output import (
 from outrider.cli.processes import Pair, busy_processors, processors, running_pair, terminated_as_interrupted
 from outrider.client import AcceptanceRule, Chunk, Client, Completion, Event, TokenOrigin, Unavailable
 from outrider.client.texts import parts_of_tokens
+from outrider.rpc.channel import is_local
 from outrider.rpc.errors import counted
 
 MODELS = Path(__file__).resolve().parents[2] / "models" / "demo"
@@ -73,7 +74,7 @@ def demo_command(prompt: str | None, max_new_tokens: int, repeats: int, as_json:
     options["max_new_tokens"] = max_new_tokens
     text = prompt if prompt is not None else _default_prompt()
     out, err = Console(highlight=False), Console(stderr=True, highlight=False)
-    warn_of_busy_processors()
+    warn_of_busy_processors(how["listen"])
     with (
         terminated_as_interrupted(),
         err.status("Starting the verifier service (target) and the draft service") as status,
@@ -111,8 +112,10 @@ def demo_command(prompt: str | None, max_new_tokens: int, repeats: int, as_json:
         warn_of_loss(shown.started)
 
 
-def warn_of_busy_processors() -> None:
-    """Warns on stderr if other processes use the processors: the times are then not comparable."""
+def warn_of_busy_processors(addresses: str) -> None:
+    """Warns on stderr if the services are on this machine and other processes use it: times are then not comparable."""
+    if not all(map(is_local, addresses.split(","))):
+        return
     busy, count = busy_processors(), len(processors())
     if busy > _BUSY_SHARE * count:
         click.echo(

@@ -34,7 +34,6 @@ from outrider.cli.output import Failure, check_picture, fails_in_one_line, table
 from outrider.client import Prompt
 from outrider.evaluation.deployment import PROMPTS
 from outrider.evaluation.plan import MAX_GAMMA, Measurement, Pair, Plan, make_plan, measure
-from outrider.rpc.channel import is_local
 
 MOST_PROMPTS = 8
 """Of a file, evenly spread over it, in a measurement."""
@@ -225,8 +224,7 @@ def _measured(draft: str, max_gamma: int | None, values: dict[str, Any]) -> Meas
     file = values.pop("prompts_file")
     prompts: Sequence[Prompt] = PROMPTS if file is None else read_prompts(file)
     prompts = prompts[:: -(-len(prompts) // MOST_PROMPTS)]
-    if all(map(is_local, draft.split(","))):
-        warn_of_busy_processors()
+    warn_of_busy_processors(draft)
     err = Console(stderr=True)
     with (
         connected(draft, values.pop("timeout"), RETRY_TIMEOUT_S, values) as client,

@@ -37,7 +37,6 @@ from outrider.cli.output import (
 from outrider.client import AcceptanceRule
 from outrider.environment import installed_version
 from outrider.evaluation.trace import Traced, chrome_trace, draw, record
-from outrider.rpc.channel import is_local
 
 _FILE = click.Path(dir_okay=False, path_type=Path)
 
@@ -83,8 +82,7 @@ def trace_command(
     with connected(draft, timeout, RETRY_TIMEOUT_S, values) as client:
         options = request_of(values)
         options.setdefault("temperature", 0.0)
-        if is_local(draft):
-            warn_of_busy_processors()
+        warn_of_busy_processors(draft)
         with Console(stderr=True).status("Writing the text with speculation and by the target alone"):
             runs = record(client.complete, text, options)
     about = {
