@@ -43,7 +43,6 @@ if TYPE_CHECKING:
 _TEXTS, _TOKENS = {True: 1536, False: 768}, {True: 9, False: 6}
 _QUICK = 6
 _STAGES = {"alone": "Texts one at a time", "under load": "Texts under load", "reference": "Reference"}
-_CALLING = ("tls", "tls_ca", "tls_cert", "tls_key", "tls_name", "token_file", "plaintext")
 _FILTERS = ("temperature", "top_k", "top_p", "min_p")
 
 
@@ -118,10 +117,9 @@ def check_command(draft: str, timeout: float, as_json: bool, **values: Any) -> N
     outrider check --top-p 0.9 --temperature 0.7 --json
     outrider check --audio clips --language en
     """  # noqa: D301  # click reads the backspace: no rewrapping of the paragraph
-    calling = {name: values.pop(name) for name in _CALLING}
     check_speech_options(values, values["prompts_file"])
     try:
-        report = _checked(draft, timeout, calling, values)
+        report = _checked(draft, timeout, values)
     except (Failure, OutriderError, EvaluationError, CheckpointError) as error:
         raise CheckFailure(str(error)) from error
     except KeyboardInterrupt:
@@ -137,7 +135,7 @@ def check_command(draft: str, timeout: float, as_json: bool, **values: Any) -> N
         click.get_current_context().exit(1)
 
 
-def _checked(address: str, timeout: float, calling: dict[str, Any], values: dict[str, Any]) -> Report:
+def _checked(address: str, timeout: float, values: dict[str, Any]) -> Report:
     with needs_extra("service"):
         from outrider.evaluation.check import check
         from outrider.evaluation.reference import Copy
@@ -149,7 +147,7 @@ def _checked(address: str, timeout: float, calling: dict[str, Any], values: dict
     speech = {"paths": values["audio"], "language": values["language"], "task": values["task"]}
 
     async def run(step: Step) -> Report:
-        async with connected(address, timeout, RETRY_TIMEOUT_S, calling, kind=AsyncClient) as client:
+        async with connected(address, timeout, RETRY_TIMEOUT_S, values, kind=AsyncClient) as client:
             return await check(client, plan, copy, step, speech)
 
     with _progress() as step:

@@ -157,16 +157,7 @@ def make_server(
 @framing_options
 @calling_options
 @http_options
-def gateway_command(
-    draft: str,
-    http: str,
-    retry_timeout: float,
-    vllm_metrics: bool,
-    frame_bytes: int | None,
-    frame_pace: float | None,
-    fixed_size_rounds: bool,
-    **values: Any,
-) -> None:
+def gateway_command(draft: str, http: str, retry_timeout: float, vllm_metrics: bool, **values: Any) -> None:
     """Serve OpenAI's HTTP API in front of the draft services at --draft, until a signal.
 
     /v1/models, /v1/completions, /v1/chat/completions, /v1/audio/transcriptions, /tokenize, /detokenize,
@@ -183,12 +174,11 @@ def gateway_command(
     \b
     outrider gateway --draft 127.0.0.1:50051 --http 127.0.0.1:8000
     """  # noqa: D301  # click reads the backspace: no rewrapping of the paragraph
-    calling = {name: value for name, value in values.items() if not name.startswith("http_")}
 
     def connect() -> AsyncClient:
-        return connected(draft, _ASK_S, retry_timeout, dict(calling), AsyncClient)
+        return connected(draft, _ASK_S, retry_timeout, dict(values), AsyncClient)
 
-    framing = request_of({"frame_bytes": frame_bytes, "frame_pace": frame_pace, "fixed_size_rounds": fixed_size_rounds})
+    framing = request_of({name: values.pop(name) for name in ("frame_bytes", "frame_pace", "fixed_size_rounds")})
     server = make_server(http, values, connect, framing=framing, vllm_metrics=vllm_metrics)
     try:
         with terminated_as_interrupted():
