@@ -6,7 +6,7 @@ import json
 import math
 import os
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from difflib import get_close_matches
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
@@ -228,7 +228,7 @@ def shared_out(arguments: Sequence[str]) -> tuple[list[str], list[str]]:
         name, equals, _ = argument.removeprefix("--").partition("=")
         if not argument.startswith("--"):
             raise click.UsageError(f"{argument!r} is not a flag; flags begin with --")
-        owners = dict(_owners(name, kinds))
+        owners = _owners(name, kinds)
         if not owners:
             near = get_close_matches(name, {flag for flags in kinds.values() for flag in flags}, n=1)
             hint = f"; did you mean --{near[0]}?" if near else ""
@@ -243,16 +243,14 @@ def shared_out(arguments: Sequence[str]) -> tuple[list[str], list[str]]:
     return shares["verifier"], shares["draft"]
 
 
-def _owners(name: str, kinds: dict[str, dict[str, bool]]) -> Iterator[tuple[str, str]]:
-    """Yields the services that have this flag, each with the name of the flag there."""
-    services = [service for service, flags in kinds.items() if name in flags]
+def _owners(name: str, kinds: dict[str, dict[str, bool]]) -> dict[str, str]:
+    """The services that have this flag, each with the name of the flag there."""
     if name in _ADDRESSES:
-        services = ["draft"]
-    for service in services:
-        yield service, name
-    for service, flags in kinds.items():
-        if not services and (flag := name.removeprefix(f"{service}-")) != name and flag in flags:
-            yield service, flag
+        return {"draft": name}
+    if services := [service for service, flags in kinds.items() if name in flags]:
+        return dict.fromkeys(services, name)
+    service, _, flag = name.partition("-")
+    return {service: flag} if flag in kinds.get(service, ()) else {}
 
 
 def _fields(package: str, settings: str) -> dict[str, bool]:
