@@ -25,7 +25,7 @@ from outrider.client import AsyncClient
 from outrider.evaluation import EvaluationError
 from outrider.evaluation.check_requests import Plan, Requester, Step, Text, requests
 from outrider.evaluation.clips import clips_for
-from outrider.evaluation.reference import Copy, DecodeReference, LocalTarget, Prefix, Reference, scores
+from outrider.evaluation.reference import Copy, DecodeReference, LocalTarget, Prefix, scores
 from outrider.evaluation.token_fit import next_tokens, three_tokens
 from outrider.evaluation.verdict import (
     ALONE,
@@ -212,7 +212,7 @@ def _summed(kind: str, reference: str, where: str, results: Sequence[Compared]) 
 
 
 async def _statistics(
-    texts: Sequence[Text], reference: Reference, rounding: float, plan: Plan, step: Step
+    texts: Sequence[Text], reference: LocalTarget | DecodeReference, rounding: float, plan: Plan, step: Step
 ) -> list[Sampled]:
     wanted = {prefix for text in texts for prefix in _prefixes(text)}
     step("reference", 0, len(wanted))

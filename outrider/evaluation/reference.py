@@ -11,7 +11,7 @@ import asyncio
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Protocol, TypeAlias
+from typing import TypeAlias
 
 import numpy as np
 import torch
@@ -43,12 +43,6 @@ TOP_N = 20
 """Log-probabilities that a service reports at most."""
 _KEPT = 64
 _AT_ONCE = 16
-
-
-class Reference(Protocol):
-    """What `check` compares sampled tokens with."""
-
-    async def distributions(self, wanted: Iterable[Prefix], progress: Progress) -> dict[Prefix, Distribution]: ...
 
 
 def distribution(ids: Array, scaled: Array, p: Array, params: SamplingParams, rounding: float) -> Distribution:
