@@ -70,24 +70,6 @@ def clips_for(target: model_pb2.ModelInfo, paths: Sequence[Path], **options: Any
     return [Clip(samples, **options) for samples in windows]
 
 
-def find_clips(paths: Sequence[Path]) -> list[Path]:
-    """Return the files, and those of each folder with one of `SUFFIXES`, in the order of their names.
-
-    Raises:
-        EvaluationError: a folder has none.
-    """
-    found: list[Path] = []
-    for path in paths:
-        if not path.is_dir():
-            found.append(path)
-            continue
-        own = sorted(each for each in path.iterdir() if each.suffix.lower() in SUFFIXES)
-        if not own:
-            raise EvaluationError(f"--audio {path}: the folder has no file that ends in {', '.join(SUFFIXES)}")
-        found += own
-    return found
-
-
 def read_clips(paths: Sequence[Path], sample_rate: int, frames: int) -> list[Samples]:
     """Return the windows of all clips, in turn.
 
@@ -100,12 +82,22 @@ def read_clips(paths: Sequence[Path], sample_rate: int, frames: int) -> list[Sam
         EvaluationError: a file cannot be read, the extra `audio` is not installed, or a folder has no audio.
     """
     windows: list[Samples] = []
-    for path in find_clips(paths):
+    for file in [file for path in paths for file in _files(path)]:
         try:
-            samples = read_samples(path, None, sample_rate)
+            samples = read_samples(file, None, sample_rate)
         except OutriderError as error:
-            raise EvaluationError(f"--audio {path}: {error.message.removeprefix('audio: ')}") from error
+            raise EvaluationError(f"--audio {file}: {error.message.removeprefix('audio: ')}") from error
         except ImportError as error:
             raise EvaluationError(str(error)) from error
         windows += [samples.part(begin, frames) for begin in range(0, samples.frames, frames)]
     return windows
+
+
+def _files(path: Path) -> list[Path]:
+    """The file, or those of the folder with one of `SUFFIXES`, in the order of their names."""
+    if not path.is_dir():
+        return [path]
+    found = sorted(each for each in path.iterdir() if each.suffix.lower() in SUFFIXES)
+    if not found:
+        raise EvaluationError(f"--audio {path}: the folder has no file that ends in {', '.join(SUFFIXES)}")
+    return found
