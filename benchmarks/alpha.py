@@ -17,7 +17,8 @@ from benchmarks import harness, plots
 from benchmarks.harness import ROOT, Bench, Json, progress
 from benchmarks.services import digest_of
 from models.corpus import training_text
-from outrider.evaluation.alpha import DRAFTERS, Estimate, Options, run
+from outrider.evaluation import ALPHA_DRAFTERS
+from outrider.evaluation.alpha import Estimate, Options, run
 from outrider.evaluation.pictures import COLOURS, Point, bars, line, picture
 
 DEMO, TRANSLATION = "demo", "translation"
@@ -29,7 +30,7 @@ SAMPLING: dict[str, Json] = {
 LENIENCES = (1.0, 0.5, 0.3, 0.1)
 PAPER = ("unigram", "bigram", "model", "parallel")
 """The drafters of [L Table 3], and the one that its section 3.6 asks for: first in tables and pictures."""
-ORDER = (*PAPER, *(name for name in DRAFTERS if name not in PAPER))
+ORDER = (*PAPER, *(name for name in ALPHA_DRAFTERS if name not in PAPER))
 PARALLEL_DRAFT = ROOT / "models" / "demo" / "parallel-draft"
 TOKENS_PER_PASS = 4
 

@@ -21,7 +21,7 @@ from outrider.cli.options import (
 )
 from outrider.cli.output import Failure, needs_extra, print_table, table, write_json
 from outrider.cli.progress import progress
-from outrider.evaluation import EvaluationError
+from outrider.evaluation import ALPHA_DRAFTERS, DRAFT_MODELS, EvaluationError
 from outrider.rpc.errors import counted
 from outrider.runtime.errors import CheckpointError
 
@@ -29,9 +29,6 @@ if TYPE_CHECKING:
     from outrider.evaluation.alpha import Estimate, Measurement, Options
     from outrider.evaluation.local_models import PromptText
 
-# As `outrider.evaluation.alpha.DRAFTERS`, which cannot be imported without torch.
-DRAFTERS = ("model", "parallel", "unigram", "bigram", "ngram", "lookup", "random")
-_WITH_MODEL = frozenset({"model", "parallel"})
 _COUNTING = {"unigram", "bigram"}
 _WORK = {
     "loading": "Loading the models",
@@ -70,7 +67,7 @@ class Leniences(click.ParamType[tuple[float, ...]]):
 @click.option(
     "--drafter",
     "drafters",
-    type=click.Choice(DRAFTERS),
+    type=click.Choice(ALPHA_DRAFTERS),
     multiple=True,
     help="Source of drafted tokens. unigram and bigram are ngram with n-grams of 1 and 2 tokens. The drafter staged "
     "has the α of model. Of parallel, α is the mean over a pass. Repeatable. Default: model.",
@@ -215,7 +212,7 @@ def alpha_command(
         raise click.UsageError("--skip-layers and --find-skip-layers make the draft: leave out --draft and --drafter")
     if values["skip_layers"] is not None and values["find_skip_layers"]:
         raise click.UsageError("give --skip-layers, or --find-skip-layers, not both")
-    if draft is None and not is_own_draft and _WITH_MODEL.intersection(drafters):
+    if draft is None and not is_own_draft and DRAFT_MODELS.intersection(drafters):
         if target is not None:
             raise click.UsageError("--target is given, so give --draft too, or a --drafter that needs no draft model")
         draft = demo_model("draft")

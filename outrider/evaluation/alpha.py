@@ -23,7 +23,7 @@ from torch import Tensor
 from kernels.adjustments import LogitRules
 from kernels.sampling import SamplingParams, probabilities
 from kernels.sparse import SparseConfig, SparseDistribution
-from outrider.evaluation import EvaluationError
+from outrider.evaluation import DRAFT_MODELS, EvaluationError
 from outrider.evaluation.drafters import (
     Drafter,
     LookupDrafter,
@@ -61,14 +61,8 @@ from protos.outrider.v1.draft_service_pb2 import Transcription
 FEW_PROMPTS = 8
 """With fewer prompts an interval treats each text as one observation, and holds for these prompts only."""
 
-DRAFTERS = ("model", "parallel", "unigram", "bigram", "ngram", "lookup", "random")
-"""Drafters that can be measured without a service."""
-
-MODELS = frozenset({"model", "parallel"})
-"""Of them, those that run the draft model."""
-
 COUNTING = frozenset({"unigram", "bigram", "ngram"})
-"""Of them, those that count n-grams."""
+"""Drafters that count n-grams."""
 
 
 # ------------------------------------------------------------------------------------------------------------------ β
@@ -232,8 +226,8 @@ def student_quantile(degrees: int) -> float:
 class Options:
     """What to measure: the options of `outrider alpha`, which describes them.
 
-    `drafters` are of `DRAFTERS`, and not used with `find_skip_layers`; `prompts` are for a target of text, `audio` for
-    one of speech. An empty `language` or `task` is the model's default.
+    `drafters` are of `ALPHA_DRAFTERS`, and not used with `find_skip_layers`; `prompts` are for a target of text,
+    `audio` for one of speech. An empty `language` or `task` is the model's default.
     """
 
     target: str
@@ -340,7 +334,7 @@ def run(options: Options, report: Report = lambda *_: None) -> Measurement:
     check_environment()
     if options.threads is not None:
         torch.set_num_threads(options.threads)
-    draft_source = options.draft_source if MODELS.intersection(options.drafters) else None
+    draft_source = options.draft_source if DRAFT_MODELS.intersection(options.drafters) else None
     report("loading", 0, 0)
     source = options.source(options.target)
     tokenizer = load_tokenizer_of(source, draft_source)

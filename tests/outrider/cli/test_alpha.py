@@ -11,8 +11,7 @@ from click.testing import CliRunner, Result
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from outrider.cli import main
-from outrider.cli.alpha import DRAFTERS
-from outrider.evaluation import alpha
+from outrider.evaluation import ALPHA_DRAFTERS, alpha
 from tests import encoder_decoders
 from tests.cluster import MODELS
 from tests.exactness import pairs
@@ -40,7 +39,7 @@ def run(
 
 
 def test_one_text_serves_all_drafters_and_leniences(pair: Path) -> None:
-    every = [word for name in DRAFTERS for word in ("--drafter", name)]
+    every = [word for name in ALPHA_DRAFTERS for word in ("--drafter", name)]
     corpus = ("--ngram-corpus", str(pair / "corpus.txt"), "--ngram-documents", "line")
     done = run(pair, *every, *corpus, "--lenience", "1,.5,.1", "--text-tokens", "20", "--json", draft="parallel")
     assert done.exit_code == 0, done.output
@@ -54,8 +53,8 @@ def test_one_text_serves_all_drafters_and_leniences(pair: Path) -> None:
     }
     assert 200 <= found["tokens"] < 220
     alphas = {(each["drafter"], each["lenience"]): each["alpha"] for each in found["estimates"]}
-    assert list(alphas) == [(name, lenience) for name in DRAFTERS for lenience in (1.0, 0.5, 0.1)]
-    for name in DRAFTERS:
+    assert list(alphas) == [(name, lenience) for name in ALPHA_DRAFTERS for lenience in (1.0, 0.5, 0.1)]
+    for name in ALPHA_DRAFTERS:
         assert 0 < alphas[name, 1.0] < alphas[name, 0.5] < alphas[name, 0.1] <= 1
     assert alphas["model", 1.0] > alphas["unigram", 1.0]
     for each in found["estimates"]:
@@ -86,7 +85,6 @@ def test_the_options_are_those_of_the_measurement() -> None:
     offered = {str(option.name) for option in main.commands["alpha"].params}
     own = {"as_json", "ngram_documents", "prompts_file"}
     assert offered - own == alpha.Options.__annotations__.keys() - {"ngram_by_line", "prompts"}
-    assert alpha.DRAFTERS == DRAFTERS
     defaults = {option.name: option.default for option in main.commands["alpha"].params}
     for name in ("tokens", "keep_mass", "max_support", "ngram_order", "ngram_entries", "lookup_min_match", "seed"):
         assert defaults[name] == getattr(alpha.Options("", "", (), ()), name)
