@@ -38,14 +38,6 @@ _WARM_UP_TOKENS = 16
 
 
 @dataclass(frozen=True, slots=True)
-class Arm:
-    """A way to write texts: its name, and the options of the client that select it."""
-
-    name: str
-    options: Json
-
-
-@dataclass(frozen=True, slots=True)
 class Settings:
     """The settings of a measurement.
 
@@ -71,23 +63,13 @@ class Settings:
     repeats: int = 3
     stop_at_eos: bool = False
 
-    @property
-    def gamma_of_drafters(self) -> int:
-        """The γ with which drafters are compared: the middle one."""
-        return sorted(self.gammas)[len(self.gammas) // 2]
-
-    def arms(self) -> list[Arm]:
-        """Return the arms, the target alone first."""
+    def arms(self) -> dict[str, Json]:
+        """Return the options of the client that select each arm, by its name, the target alone first."""
         first, *others = self.drafters
-        return [
-            Arm(ALONE, {"gamma": 0}),
-            *(Arm(f"γ = {gamma}", {"gamma": gamma, "drafter": first}) for gamma in self.gammas),
-            Arm(POLICY, {"drafter": first}),
-            *(
-                Arm(f"{drafter}, γ = {self.gamma_of_drafters}", {"gamma": self.gamma_of_drafters, "drafter": drafter})
-                for drafter in others
-            ),
-        ]
+        middle = sorted(self.gammas)[len(self.gammas) // 2]  # with it drafters are compared
+        fixed = {f"γ = {gamma}": {"gamma": gamma, "drafter": first} for gamma in self.gammas}
+        compared = {f"{drafter}, γ = {middle}": {"gamma": middle, "drafter": drafter} for drafter in others}
+        return {ALONE: {"gamma": 0}, **fixed, POLICY: {"drafter": first}, **compared}
 
     @property
     def num_texts(self) -> int:
@@ -153,12 +135,12 @@ async def measure(
     Raises:
         OutriderError: a request failed.
     """
-    salts = count()
+    salts, arms = count(), settings.arms()
 
-    async def write(stage: str, run: Run, arm: Arm, texts: int, max_new_tokens: int) -> Run:
-        name = f"T = {run.temperature:g}, {counted(run.streams, 'stream')}, {arm.name}"
+    async def write(stage: str, run: Run, texts: int, max_new_tokens: int) -> Run:
+        name = f"T = {run.temperature:g}, {counted(run.streams, 'stream')}, {run.arm}"
         report(stage, name, 0)
-        options = arm.options | {
+        options = arms[run.arm] | {
             "temperature": run.temperature, "max_new_tokens": max_new_tokens, "ignore_eos": not settings.stop_at_eos,
         }  # fmt: skip
         sources = list(_turn(settings.prompts, run.repeat, texts * run.streams))
@@ -170,19 +152,18 @@ async def measure(
         run.speech = [each.samples.seconds if isinstance(each, Clip) else 0.0 for each in sources]
         return run
 
-    arms = settings.arms()
-    for temperature, streams in product(settings.temperatures, settings.streams):
-        for arm in arms:  # the policy learns from whole texts
-            tokens = settings.max_new_tokens if arm.name == POLICY else _WARM_UP_TOKENS
-            await write("Warm-up", Run(temperature, streams, arm.name, 0), arm, 1, min(tokens, settings.max_new_tokens))
     cells = list(product(settings.temperatures, settings.streams))
+    for temperature, streams in cells:
+        for arm in arms:  # the policy learns from whole texts
+            tokens = settings.max_new_tokens if arm == POLICY else _WARM_UP_TOKENS
+            await write("Warm-up", Run(temperature, streams, arm, 0), 1, min(tokens, settings.max_new_tokens))
     for repeat in range(settings.repeats):
         stage = f"Repeat {repeat + 1} of {settings.repeats}"
         for nth, (temperature, streams) in enumerate(cells):
             first = (repeat + nth) % len(arms)  # none always follows the same one
-            for arm in (*arms[first:], *arms[:first]):
-                run = Run(temperature, streams, arm.name, repeat)
-                runs.append(await write(stage, run, arm, settings.texts, settings.max_new_tokens))
+            for arm in [*arms, *arms][first : first + len(arms)]:
+                run = Run(temperature, streams, arm, repeat)
+                runs.append(await write(stage, run, settings.texts, settings.max_new_tokens))
 
 
 def _turn(prompts: Sequence[Source], repeat: int, number: int) -> Iterator[Source]:
@@ -206,8 +187,8 @@ def summarise(runs: Sequence[Run], settings: Settings) -> list[Json]:
         here = [run for run in runs if (run.temperature, run.streams) == (temperature, streams)]
         alone = {run.repeat: run.tokens_per_second for run in here if run.arm == ALONE}
         for arm in settings.arms():
-            own = [run for run in here if run.arm == arm.name]
-            cells.append({"temperature": temperature, "streams": streams, "arm": arm.name, **_cell(own, alone)})
+            own = [run for run in here if run.arm == arm]
+            cells.append({"temperature": temperature, "streams": streams, "arm": arm, **_cell(own, alone)})
     return cells
 
 

@@ -96,7 +96,7 @@ def test_predictions_follow_the_theorem(gamma: float, tokens: float) -> None:
 
 def test_drafters_after_the_first_share_one_gamma() -> None:
     settings = Settings(prompts=["x"], gammas=(2, 8, 4), drafters=(Drafter.MODEL, Drafter.LOOKUP))
-    names = {arm.name: arm.options for arm in settings.arms()}
+    names = settings.arms()
     assert list(names) == [ALONE, "γ = 2", "γ = 8", "γ = 4", POLICY, "lookup, γ = 4"]
     assert names["lookup, γ = 4"] == {"gamma": 4, "drafter": Drafter.LOOKUP}
     assert settings.num_texts == 6 * 2 * (1 + 4 + 16) * (1 + 3 * 4)
