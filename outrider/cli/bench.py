@@ -266,8 +266,7 @@ def _of_speech(pair: pb.DraftServiceGetModelResponse, settings: Settings, speech
     Raises:
         EvaluationError: a clip cannot be used, or the pair takes text.
     """
-    options = dict(speech)
-    clips = clips_for(pair.target, options.pop("audio"), **options)
+    clips = clips_for(pair.target, **speech)
     if not clips:
         return settings
     most = min(settings.max_new_tokens, most_tokens(pair))

@@ -144,7 +144,7 @@ def _checked(address: str, timeout: float, values: dict[str, Any]) -> Report:
         copy = Copy(values["target"], values["dtype"], values["device"], values["trust_remote_code"])
     plan = _plan(values)
     # Without timestamps: whether their rules ban text may depend on rounding.
-    speech = {"paths": values["audio"], "language": values["language"], "task": values["task"]}
+    speech = {name: values[name] for name in ("audio", "language", "task")}
 
     async def run(step: Step) -> Report:
         async with connected(address, timeout, RETRY_TIMEOUT_S, values, kind=AsyncClient) as client:

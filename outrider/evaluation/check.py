@@ -43,7 +43,7 @@ from outrider.evaluation.verdict import (
     Sampled,
     judged,
 )
-from protos.outrider.v1 import draft_service_pb2, model_pb2
+from protos.outrider.v1 import draft_service_pb2
 
 ROUNDING = {"float32": 5e-4, "float16": 0.03, "bfloat16": 0.2}
 """Difference of two logits that may be due to rounding, in nats: about six standard deviations between passes of
@@ -59,7 +59,7 @@ async def check(
         plan: what to ask for.
         copy: a local copy of the target; None: the deployment without a draft is the reference.
         step: progress.
-        speech: for a target of speech: `paths`, and options of `Clip`; its clips replace the prompts of the plan.
+        speech: for a target of speech: `audio`, and options of `Clip`; its clips replace the prompts of the plan.
 
     Raises:
         CheckpointError: the copy cannot be loaded, or has other weights.
@@ -68,7 +68,8 @@ async def check(
     """
     began = time.perf_counter()
     pair = await client.get_model()
-    plan = _fitted(_of_speech(plan, pair.target, speech or {}), pair)
+    clips = clips_for(pair.target, **(speech or {"audio": ()}))
+    plan = _fitted(replace(plan, prompts=clips or plan.prompts), pair)
     rounding = plan.rounding if plan.rounding is not None else ROUNDING[pair.target.dtype]
     requester = await Requester.of(client, plan, pair.target)
     local = None
@@ -112,11 +113,6 @@ def _drafted(texts: Sequence[Text]) -> tuple[dict[str, int], dict[str, int]]:
                 f"nothing was drafted under {rule}: there is no speculation to check; give another --drafter"
             )
     return dict(drafted), dict(accepted)
-
-
-def _of_speech(plan: Plan, target: model_pb2.ModelInfo, speech: Mapping[str, Any]) -> Plan:
-    clips = clips_for(target, **({"paths": ()} | dict(speech)))
-    return replace(plan, prompts=clips) if clips else plan
 
 
 def _fitted(plan: Plan, pair: draft_service_pb2.DraftServiceGetModelResponse) -> Plan:

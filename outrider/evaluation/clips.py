@@ -52,21 +52,21 @@ def request_of(source: Source) -> tuple[Prompt | None, Options]:
     return (None, source.options) if isinstance(source, Clip) else (source, Options())
 
 
-def clips_for(target: model_pb2.ModelInfo, paths: Sequence[Path], **options: Any) -> list[Clip]:
+def clips_for(target: model_pb2.ModelInfo, audio: Sequence[Path], **options: Any) -> list[Clip]:
     """Return the windows of audio for a target, with options of `Clip`; none if it takes text and no path is given.
 
     Raises:
         EvaluationError: the target takes speech and no path is given, or the reverse; or a clip cannot be used.
     """
     if target.encoder.kind != model_pb2.ENCODER_KIND_SPEECH:
-        if paths:
+        if audio:
             raise EvaluationError(
                 f"--audio is given, and the target {target.name} takes no speech: give --prompts-file"
             )
         return []
-    if not paths:
+    if not audio:
         raise EvaluationError(f"the target {target.name} takes speech: give --audio FILE_OR_FOLDER")
-    windows = read_clips(paths, target.encoder.sample_rate, target.encoder.frames)
+    windows = read_clips(audio, target.encoder.sample_rate, target.encoder.frames)
     return [Clip(samples, **options) for samples in windows]
 
 

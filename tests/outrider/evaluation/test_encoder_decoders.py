@@ -108,7 +108,7 @@ def checked(pair: Pair, *, local: bool, speech: dict[str, Any] | None = None) ->
 )
 def test_an_exact_deployment_passes(name: str, local: bool, pairs: Callable[[str], Pair], clips: Path) -> None:
     """Speech; and text whose rules force the last token, and forbid repeated n-grams."""
-    speech = {"paths": [clips], "language": "de"} if name == "whisper" else None
+    speech = {"audio": [clips], "language": "de"} if name == "whisper" else None
     report = checked(pairs(name), local=local, speech=speech)
     assert report.verdict[0] == "No bias found."
     assert (LOCAL_TARGET in {each.reference for each in report.equalities}) == local
