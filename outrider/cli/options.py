@@ -141,7 +141,7 @@ class DeviceName(click.ParamType[str]):
 
 
 # Hides token counts from observers of the network.
-_FRAMING = (
+framing_options = group(
     click.option(
         "--frame-bytes",
         metavar="BYTES",
@@ -160,7 +160,6 @@ _FRAMING = (
         help="Pad the messages between the services to one size for each direction.",
     ),
 )
-framing_options = group(*_FRAMING)
 
 # How to run both models; see `flags_of_pair`.
 model_options = group(
@@ -315,7 +314,7 @@ request_options = group(
     click.option(
         "--keep-special-tokens", is_flag=True, help="Keep special tokens, such as <|endoftext|>, in the text."
     ),
-    *_FRAMING,
+    framing_options,
     click.option("--request-id", metavar="NAME", help="Name of the request in the services' logs. Default: random."),
 )
 
