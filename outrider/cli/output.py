@@ -189,17 +189,16 @@ def started_document(started: Started) -> dict[str, Any]:
     return {name: getattr(started, name) for name in ("seed", "rule", "lossy", "drafter", "weights_fingerprint")}
 
 
+def ended_document(text: Sample | Completion) -> dict[str, Any]:
+    """How a text ended, and what it took."""
+    parts = {name: asdict(getattr(text, name)) for name in ("usage", "statistics", "timings")}
+    return {"finish_reason": text.finish_reason, **parts}
+
+
 def sample_document(sample: Sample) -> dict[str, Any]:
     """One sample as a JSON object. Fields that are not set are left out."""
-    document: dict[str, Any] = {
-        "index": sample.index,
-        "text": sample.text,
-        "token_ids": sample.token_ids,
-        "finish_reason": sample.finish_reason,
-        "usage": asdict(sample.usage),
-        "statistics": asdict(sample.statistics),
-        "timings": asdict(sample.timings),
-    }
+    document: dict[str, Any] = {name: getattr(sample, name) for name in ("index", "text", "token_ids")}
+    document |= ended_document(sample)
     stops = {"stop": sample.stop, "stop_token_id": sample.stop_token_id}
     document |= {name: value for name, value in stops.items() if value is not None}
     if sample.logprobs:

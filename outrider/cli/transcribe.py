@@ -23,7 +23,7 @@ from outrider.cli.options import (
     temperature_option,
     timeout_option,
 )
-from outrider.cli.output import Failure, fails_in_one_line, started_document, warn_of_loss, write_json
+from outrider.cli.output import Failure, ended_document, fails_in_one_line, started_document, warn_of_loss, write_json
 from outrider.client import Segment, Transcription
 
 
@@ -119,14 +119,6 @@ def _document(transcription: Transcription) -> dict[str, Any]:
         "text": transcription.text,
         "duration": transcription.duration,
         "segments": [asdict(segment) for segment in transcription.segments],
-        "windows": [
-            {
-                "finish_reason": completion.finish_reason,
-                "usage": asdict(completion.usage),
-                "statistics": asdict(completion.statistics),
-                "timings": asdict(completion.timings),
-            }
-            for completion in transcription.completions
-        ],
+        "windows": [ended_document(completion) for completion in transcription.completions],
         **started_document(transcription.completions[0].started),
     }
