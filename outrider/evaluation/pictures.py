@@ -69,7 +69,11 @@ def picture(
     if note:
         figure.text(0.5, 0.005, note, ha="center", va="bottom", fontsize=7, color="#555555")
     figure.tight_layout(rect=(0, (0.1 + 0.14 * (note.count("\n") + 1)) / height, 1, 1 - inches / height), h_pad=1.4)
-    _write(figure, destination)
+    if isinstance(destination, Path) and destination.suffix != ".svg":
+        figure.savefig(destination, dpi=130)
+        return
+    with matplotlib.rc_context(_SVG):
+        figure.savefig(destination, format="svg", metadata={"Date": None})
 
 
 def svg(draw: Callable[[io.StringIO], None]) -> str:
@@ -149,11 +153,3 @@ def powers_of_two(panel: Axes, levels: Sequence[float]) -> None:
     panel.set_xscale("log", base=2)
     panel.set_xticks(levels, [f"{each:g}" for each in levels])
     panel.minorticks_off()
-
-
-def _write(figure: Figure, destination: Destination) -> None:
-    if isinstance(destination, Path) and destination.suffix != ".svg":
-        figure.savefig(destination, dpi=130)
-        return
-    with matplotlib.rc_context(_SVG):
-        figure.savefig(destination, format="svg", metadata={"Date": None})
