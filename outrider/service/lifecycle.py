@@ -9,6 +9,7 @@ import threading
 import time
 from abc import ABC, abstractmethod
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine
+from concurrent.futures import Future
 from contextlib import AsyncExitStack, ExitStack, asynccontextmanager
 from functools import partial
 from typing import Any, TypeVar
@@ -246,28 +247,17 @@ _IN_THREAD = "in_thread"
 
 async def in_thread(function: Callable[[], Result]) -> Result:
     """Runs a function on a daemon thread, which does not delay the exit of the process as a pool's would."""
-    loop = asyncio.get_running_loop()
-    future: asyncio.Future[Result] = loop.create_future()
-
-    def settle(result: Result | None, error: BaseException | None) -> None:
-        if future.done():
-            return
-        if error is not None:
-            future.set_exception(error)
-        else:
-            future.set_result(result)  # type: ignore[arg-type]
+    future: Future[Result] = Future()
+    future.set_running_or_notify_cancel()  # a cancelled caller does not cancel it: `work` still sets its result
 
     def work() -> None:
-        result, error = None, None
         try:
-            result = function()
-        except BaseException as caught:  # without a result the caller would wait for ever
-            error = caught
-        if not loop.is_closed():
-            loop.call_soon_threadsafe(settle, result, error)
+            future.set_result(function())
+        except BaseException as error:  # without a result the caller would wait for ever
+            future.set_exception(error)
 
     threading.Thread(target=work, daemon=True, name=_IN_THREAD).start()
-    return await future
+    return await asyncio.wrap_future(future)
 
 
 async def first_result(engine: Engine[Any, Any, Any], work: Awaitable[Result]) -> Result:
