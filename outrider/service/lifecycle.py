@@ -8,9 +8,9 @@ import sys
 import threading
 import time
 from abc import ABC, abstractmethod
-from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine
+from collections.abc import Awaitable, Callable, Coroutine
 from concurrent.futures import Future
-from contextlib import AsyncExitStack, ExitStack, asynccontextmanager
+from contextlib import AsyncExitStack, ExitStack
 from functools import partial
 from typing import Any, TypeVar
 
@@ -34,34 +34,15 @@ from outrider.service.tracing import Tracing
 _MAX_MESSAGE_BYTES = 4096
 
 
-@asynccontextmanager
-async def health_port(health: HealthState, address: str) -> AsyncIterator[str]:
-    """Serves health at `address`, `HOST:PORT`; yields the address with the real port.
-
-    Raises:
-        StartupError: the port is taken, or the host is not this machine's.
-    """
-    server = create_server(max_message_bytes=_MAX_MESSAGE_BYTES, max_concurrent_streams=64)
-    health.register(server)
-    bound = bind(server, address)
-    await server.start()
-    try:
-        yield bound
-    finally:
-        await server.stop(None)
-
-
-def export_health(
-    metrics: Metrics, health: HealthState, engine: Callable[[], Engine[Any, Any, Any] | None], bound: float
-) -> None:
-    """Adds the gauges of health and of the engine's step. `engine` returns None until there is one. If the event loop
-    has not run for `bound` seconds, liveness and readiness are 0: a probe would get no answer.
+def export_health(service: "Service", health: HealthState, bound: float) -> None:
+    """Adds the gauges of health and of the engine's step. If the event loop has not run for `bound` seconds, liveness
+    and readiness are 0: a probe would get no answer.
     """
     gauge = Gauge(
         "outrider_health",
         "Health status by probe (readiness, liveness, startup): 1 is SERVING.",
         ("probe",),
-        registry=metrics.registry,
+        registry=service.metrics.registry,
     )
 
     def is_serving(probe: str) -> bool:
@@ -71,11 +52,10 @@ def export_health(
         gauge.labels(probe).set_function(partial(is_serving, probe))
 
     def step_seconds() -> float:
-        running = engine()
-        return 0.0 if running is None else running.heartbeat.step_seconds()
+        return 0.0 if service.engine is None else service.engine.heartbeat.step_seconds()
 
     text = "Time that the engine's current step has lasted; 0 while the engine waits for work or is not loaded."
-    metrics.gauge("engine_step_seconds", text, step_seconds)
+    service.metrics.gauge("engine_step_seconds", text, step_seconds)
 
 
 _log = structlog.get_logger()
@@ -178,14 +158,18 @@ async def _serve(service: Service, settings: ServiceSettings) -> None:
         first=how.first,
     )
     health = HealthState(server, [service.name, *service.also])
-    export_health(service.metrics, health, lambda: service.engine, max(settings.liveness_timeout, SLOW_LOOP_SECONDS))
+    export_health(service, health, max(settings.liveness_timeout, SLOW_LOOP_SECONDS))
     service.register(server)
     enable_reflection(server, [service.name, *service.also])
     address = bind(server, settings.listen, None if how.tls is None else how.tls.credentials())
     async with AsyncExitStack() as beside:
         probed = ""
         if settings.health_listen is not None:
-            probed = await beside.enter_async_context(health_port(health, settings.health_listen))
+            probe_server = create_server(max_message_bytes=_MAX_MESSAGE_BYTES, max_concurrent_streams=64)
+            health.register(probe_server)
+            probed = bind(probe_server, settings.health_listen)
+            await probe_server.start()
+            beside.push_async_callback(probe_server.stop, None)
         await server.start()
         # First the address, for the parent process; health stays NOT_SERVING until the model is loaded.
         _log.info("listening", address=address, model=settings.model, transport=how.transport)

@@ -58,7 +58,8 @@ def test_a_service_that_loads_ends_with_0_after_a_signal() -> None:
 
 async def test_an_event_loop_that_does_not_run_is_neither_alive_nor_ready() -> None:
     metrics, health = Metrics(), HealthState(create_server(max_message_bytes=1 << 20), [])
-    export_health(metrics, health, lambda: None, 60.0)
+    service: Any = SimpleNamespace(metrics=metrics, engine=None)
+    export_health(service, health, 60.0)
 
     def shown() -> dict[str, float | None]:
         return {probe: metrics.registry.get_sample_value("outrider_health", {"probe": probe}) for probe in PROBES}
@@ -67,7 +68,6 @@ async def test_an_event_loop_that_does_not_run_is_neither_alive_nor_ready() -> N
     assert shown() == {"readiness": 1, "liveness": 1, "startup": 1}
     health.last_check -= 61
     assert shown() == {"readiness": 0, "liveness": 0, "startup": 1}
-    service: Any = SimpleNamespace(engine=None)
     watching = asyncio.create_task(_watch(service, health, bound=0.04))
     async with asyncio.timeout(60):
         while not shown()["liveness"]:  # noqa: ASYNC110  # a metric is no event
