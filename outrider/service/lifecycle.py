@@ -150,18 +150,19 @@ async def live(service: Service, settings: ServiceSettings, program: str) -> Non
 
 
 async def _serve(service: Service, settings: ServiceSettings) -> None:
-    how = listening(settings)
+    tls, first = listening(settings)
+    transport = "plaintext" if tls is None else "mutual TLS" if tls.requires_client_certificate else "TLS"
     server = create_server(
         max_message_bytes=service.max_message_bytes(),
         max_concurrent_streams=settings.max_concurrent_streams,
         max_connection_age_s=settings.max_connection_age,
-        first=how.first,
+        first=first,
     )
     health = HealthState(server, [service.name, *service.also])
     export_health(service, health, max(settings.liveness_timeout, SLOW_LOOP_SECONDS))
     service.register(server)
     enable_reflection(server, [service.name, *service.also])
-    address = bind(server, settings.listen, None if how.tls is None else how.tls.credentials())
+    address = bind(server, settings.listen, None if tls is None else tls.credentials())
     async with AsyncExitStack() as beside:
         probed = ""
         if settings.health_listen is not None:
@@ -172,7 +173,7 @@ async def _serve(service: Service, settings: ServiceSettings) -> None:
             beside.push_async_callback(probe_server.stop, None)
         await server.start()
         # First the address, for the parent process; health stays NOT_SERVING until the model is loaded.
-        _log.info("listening", address=address, model=settings.model, transport=how.transport)
+        _log.info("listening", address=address, model=settings.model, transport=transport)
         if probed:
             _log.info("health", address=probed)
         await _run(service, settings, server, health)

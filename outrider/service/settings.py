@@ -5,7 +5,6 @@ a service listens, who may call it, and how it calls others.
 import sys
 from argparse import ArgumentParser, HelpFormatter
 from collections.abc import Callable
-from dataclasses import dataclass
 from difflib import get_close_matches
 from functools import partial
 from pathlib import Path
@@ -350,26 +349,8 @@ _REQUIREMENTS = {
 Made = TypeVar("Made")
 
 
-@dataclass(frozen=True)
-class Listening:
-    """How a service listens.
-
-    Attributes:
-        tls: None: plaintext.
-        first: the first interceptors.
-    """
-
-    tls: ServerTLS | None
-    first: list[Authentication]
-
-    @property
-    def transport(self) -> str:
-        """For the log."""
-        return "plaintext" if self.tls is None else "mutual TLS" if self.tls.requires_client_certificate else "TLS"
-
-
-def listening(settings: ServiceSettings) -> Listening:
-    """How a service with these settings listens.
+def listening(settings: ServiceSettings) -> tuple[ServerTLS | None, list[Authentication]]:
+    """How a service with these settings listens: its TLS, None for plaintext, and its first interceptors.
 
     Raises:
         SettingsError: the settings contradict each other, a file has the wrong content, or plaintext would leave this
@@ -394,8 +375,8 @@ def listening(settings: ServiceSettings) -> Listening:
     allowed = AllowedClients(settings.allow_client_san) if settings.allow_client_san else None
     limits = _limits(settings)
     if allowed is None and tokens is None and limits is None:
-        return Listening(tls, [])
-    return Listening(tls, [Authentication(allowed=allowed, tokens=tokens, limits=limits)])
+        return tls, []
+    return tls, [Authentication(allowed=allowed, tokens=tokens, limits=limits)]
 
 
 def check_plaintext(flag: str, address: str, allowed: bool, instead: str) -> None:

@@ -10,7 +10,9 @@ from draft_service.app import verifier_tls
 from draft_service.settings import DraftSettings
 from outrider.client import TLS, AsyncClient
 from outrider.environment import SERVICE_SETTINGS
-from outrider.service.settings import Listening, ServiceSettings, SettingsError, listening
+from outrider.rpc.auth import Authentication
+from outrider.rpc.tls import ServerTLS
+from outrider.service.settings import ServiceSettings, SettingsError, listening
 from tests.certificates import Authority
 from verifier_service.settings import VerifierSettings
 
@@ -36,7 +38,7 @@ def parse(kind: type[ServiceSettings], *flags: str) -> Any:
     return kind.from_command_line(["--model", "m", *flags], program="test")
 
 
-def listens(*flags: str, kind: type[ServiceSettings] = DraftSettings) -> Listening:
+def listens(*flags: str, kind: type[ServiceSettings] = DraftSettings) -> tuple[ServerTLS | None, list[Authentication]]:
     return listening(parse(kind, *flags))
 
 
@@ -53,10 +55,10 @@ def test_plaintext_leaves_the_machine_only_on_request(files: Files, kind: type[S
     refused = refusal("--listen", address, kind=kind)
     assert f"--listen {address} is not a loopback address" in refused
     assert "--plaintext" in refused
-    assert listens("--listen", address, "--plaintext", kind=kind).tls is None
-    assert listens("--listen", address, *files.tls, kind=kind).tls is not None
+    assert listens("--listen", address, "--plaintext", kind=kind)[0] is None
+    assert listens("--listen", address, *files.tls, kind=kind)[0] is not None
     for local in ("127.0.0.1:0", "unix:/run/outrider.sock"):
-        assert listens("--listen", local, kind=kind) == Listening(None, [])
+        assert listens("--listen", local, kind=kind) == (None, [])
 
 
 def test_a_flag_without_the_flag_or_the_file_that_it_needs_is_refused(files: Files) -> None:
@@ -72,11 +74,11 @@ def test_a_flag_without_the_flag_or_the_file_that_it_needs_is_refused(files: Fil
 def test_a_verifier_requires_allowed_names_beside_the_ca(files: Files) -> None:
     flags = (*files.tls, "--tls-client-ca", files.ca)
     assert "--tls-client-ca needs --allow-client-san" in refusal(*flags, kind=VerifierSettings)
-    found = listens(*flags, "--allow-client-san", "a", kind=VerifierSettings)
-    assert found.tls is not None
-    assert found.tls.requires_client_certificate
-    assert len(found.first) == 1
-    assert listens(*flags).first == []  # a draft service may admit every certificate of its CA
+    tls, first = listens(*flags, "--allow-client-san", "a", kind=VerifierSettings)
+    assert tls is not None
+    assert tls.requires_client_certificate
+    assert len(first) == 1
+    assert listens(*flags)[1] == []  # a draft service may admit every certificate of its CA
 
 
 def test_values_come_from_flags_and_from_the_environment(files: Files, monkeypatch: pytest.MonkeyPatch) -> None:
