@@ -305,8 +305,13 @@ def guarded(method: Servicer) -> Servicer:
     async def call(self: Any, request: Any, context: grpc.aio.ServicerContext[Any, Any]) -> Any:
         try:
             return await method(self, request, context)
+        except grpc.aio.AbortError:
+            raise
+        except RequestError as error:
+            await abort(context, error)
         except Exception as error:
-            await _end(context, method, error)
+            _logger.error("%s failed", method.__qualname__, exc_info=error)
+            await abort(context, internal("INTERNAL", "internal error; the service's log has the cause"))
 
     return cast("Servicer", call)
 
@@ -323,12 +328,3 @@ def outcome(record: Callable[[str], None]) -> Iterator[None]:
         raise
     finally:
         record(status)
-
-
-async def _end(context: grpc.aio.ServicerContext[Any, Any], method: Callable[..., Any], error: Exception) -> NoReturn:
-    if isinstance(error, grpc.aio.AbortError):
-        raise error
-    if isinstance(error, RequestError):
-        await abort(context, error)
-    _logger.error("%s failed", method.__qualname__, exc_info=error)
-    await abort(context, internal("INTERNAL", "internal error; the service's log has the cause"))
