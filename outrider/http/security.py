@@ -7,7 +7,6 @@ time.
 from __future__ import annotations
 
 import asyncio
-import ipaddress
 import logging
 import time
 from contextlib import ExitStack
@@ -20,6 +19,7 @@ from outrider.http.errors import ApiError, of_service
 from outrider.http.metrics import FrontMetrics
 from outrider.http.settings import ServerSettings
 from outrider.rpc.auth import ClientLimits, Tokens
+from outrider.rpc.channel import ip_address
 from outrider.rpc.errors import RequestError
 
 _logger = logging.getLogger("outrider.http")
@@ -80,7 +80,7 @@ class Guard:
         """A page whose name was pointed at this machine's address cannot change the Host header of its requests."""
         host = header.rsplit(":", 1)[0] if header.rpartition("]")[2].count(":") else header
         host = host.strip("[]").lower().rstrip(".")
-        if host == "localhost" or _is_address(host):
+        if host == "localhost" or ip_address(host) is not None:
             return
         for allowed in self._settings.allowed_hosts:
             if allowed in ("*", host) or (allowed.startswith("*.") and host.endswith(allowed[1:])):
@@ -193,11 +193,3 @@ def _header(scope: Scope, name: bytes) -> str:
     """The value of a header that may come once; empty: it is missing, or there are several."""
     found = [value for key, value in scope["headers"] if key == name]
     return found[0].decode("latin-1") if len(found) == 1 else ""
-
-
-def _is_address(host: str) -> bool:
-    try:
-        ipaddress.ip_address(host.partition("%")[0])
-    except ValueError:
-        return False
-    return True

@@ -48,17 +48,19 @@ def checked_address(address: str, least_port: int = 1) -> str:
     return address
 
 
+def ip_address(host: str) -> ipaddress.IPv4Address | ipaddress.IPv6Address | None:
+    """The IP address of a host without brackets, which may have a zone; None: it is a name."""
+    try:
+        return ipaddress.ip_address(host.partition("%")[0])
+    except ValueError:
+        return None
+
+
 def is_local(address: str) -> bool:
     """Whether `HOST:PORT` or `unix:PATH` is on this machine. Of names only `localhost` is."""
-    if address.startswith(SOCKET):
-        return True
-    host = address.rpartition(":")[0].strip("[]").partition("%")[0]
-    if host == "localhost":
-        return True
-    try:
-        return ipaddress.ip_address(host).is_loopback
-    except ValueError:
-        return False
+    host = address.rpartition(":")[0].strip("[]")
+    ip = ip_address(host)
+    return address.startswith(SOCKET) or host == "localhost" or (ip is not None and ip.is_loopback)
 
 
 def check_plaintext(address: str, instead: str) -> None:
@@ -145,13 +147,7 @@ class Resolver:
 
 def _is_address(name: str) -> bool:
     """Whether it needs no resolution: an IP address or a Unix socket."""
-    if name.startswith(SOCKET):
-        return True
-    try:
-        ipaddress.ip_address(name.rpartition(":")[0].strip("[]").partition("%")[0])
-    except ValueError:
-        return False
-    return True
+    return name.startswith(SOCKET) or ip_address(name.rpartition(":")[0].strip("[]")) is not None
 
 
 DEFAULT_MAX_MESSAGE_BYTES = 4 * 1024 * 1024
