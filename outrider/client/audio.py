@@ -16,8 +16,8 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any, Protocol, TypeAlias
 
-from outrider.client.errors import InvalidRequest, typed
-from outrider.rpc.errors import failed_precondition, invalid_field
+from outrider.client.errors import refused, typed
+from outrider.rpc.errors import failed_precondition
 from protos.outrider.v1 import input_pb2, model_pb2
 
 MISSING = "speech needs the packages numpy, soundfile and soxr: pip install '.[audio]'"
@@ -110,14 +110,14 @@ def read_samples(audio: AudioSource, sample_rate: int | None, target_rate: int) 
     np = package("numpy")
     if isinstance(audio, str | os.PathLike | bytes | bytearray | memoryview):
         if sample_rate is not None:
-            raise _refused("sample_rate is set; leave it out for a file, which has its own", "sample_rate")
+            raise refused("sample_rate", "sample_rate is set; leave it out for a file, which has its own")
         blocks = _blocks_of_file(audio)
     else:
         blocks = _blocks_of_array(np, audio, sample_rate)
     pieces = list(_converted(np, blocks, target_rate))
     values = np.concatenate(pieces) if pieces else np.zeros(0, "<i2")
     if not len(values):
-        raise _refused("audio has no samples; at least 1 is needed")
+        raise refused("audio", "audio has no samples; at least 1 is needed")
     return Samples(values, target_rate)
 
 
@@ -159,33 +159,35 @@ def _unreadable_refused(soundfile: ModuleType, audio: object) -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        raise _refused(f"audio: cannot read {name}: {error.strerror or error}") from error
+        raise refused("audio", f"audio: cannot read {name}: {error.strerror or error}") from error
     except soundfile.LibsndfileError as error:
-        raise _refused(
-            f"audio: cannot decode {name}: {error.error_string.rstrip('.')}; give WAV, FLAC, OGG or MP3"
+        raise refused(
+            "audio", f"audio: cannot decode {name}: {error.error_string.rstrip('.')}; give WAV, FLAC, OGG or MP3"
         ) from error
     except TypeError as error:  # soundfile needs the format of a name that ends in .raw
-        raise _refused(f"audio: cannot decode {name}: it has no header; give WAV, FLAC, OGG or MP3") from error
+        raise refused("audio", f"audio: cannot decode {name}: it has no header; give WAV, FLAC, OGG or MP3") from error
 
 
 def _blocks_of_array(np: ModuleType, audio: Array, sample_rate: int | None) -> Iterator[_Block]:
     if sample_rate is None:
-        raise _refused("sample_rate is not set; audio as an array needs it", "sample_rate")
+        raise refused("sample_rate", "sample_rate is not set; audio as an array needs it")
     try:
         rate = operator.index(sample_rate)
     except TypeError:
         rate = 0
     if not 0 < rate < 1 << 31:
-        raise _refused(
-            f"sample_rate is {sample_rate!r}; it must be a positive integer, in samples a second", "sample_rate"
+        raise refused(
+            "sample_rate", f"sample_rate is {sample_rate!r}; it must be a positive integer, in samples a second"
         )
     array = np.asarray(audio)
     if array.ndim not in (1, 2) or (array.ndim == 2 and not 1 <= array.shape[1] <= _MOST_CHANNELS):
         shape = "×".join(map(str, array.shape))
-        raise _refused(f"audio has the shape {shape}; it must be [samples] or [samples, channels]")
+        raise refused("audio", f"audio has the shape {shape}; it must be [samples] or [samples, channels]")
     kind = array.dtype.name
     if kind not in ("float16", "float32", "float64", "uint8", "int16", "int32"):
-        raise _refused(f"audio has the type {kind}; it must be float16, float32, float64, uint8, int16 or int32")
+        raise refused(
+            "audio", f"audio has the type {kind}; it must be float16, float32, float64, uint8, int16 or int32"
+        )
     for begin in range(0, len(array), _BLOCK_FRAMES):
         block = array[begin : begin + _BLOCK_FRAMES].reshape(-1, 1 if array.ndim == 1 else array.shape[1])
         if kind.startswith("int"):
@@ -206,7 +208,7 @@ def _converted(np: ModuleType, blocks: Iterator[_Block], target_rate: int) -> It
                 if largest == largest
                 else "a sample that is NaN; samples must be finite"
             )
-            raise _refused(f"audio has {found}")
+            raise refused("audio", f"audio has {found}")
         mono = block.mean(axis=1, dtype="float32")
         if rate != target_rate:
             resampler = resampler or package("soxr").ResampleStream(rate, target_rate, 1, dtype="float32")
@@ -218,12 +220,6 @@ def _converted(np: ModuleType, blocks: Iterator[_Block], target_rate: int) -> It
 
 def _to_integers(np: ModuleType, values: Any) -> Any:
     return np.clip(np.rint(values * _FULL_SCALE), -_FULL_SCALE, _FULL_SCALE - 1).astype("<i2")
-
-
-def _refused(message: str, field: str = "audio") -> InvalidRequest:
-    error = typed(invalid_field(field, message))
-    assert isinstance(error, InvalidRequest)
-    return error
 
 
 def package(name: str) -> ModuleType:

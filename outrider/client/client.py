@@ -14,13 +14,13 @@ import grpc
 
 from outrider.client.audio import FRAME_S, AudioSource, Samples, read_samples, speech_encoder
 from outrider.client.endpoints import Endpoints, split
-from outrider.client.errors import explained, typed
+from outrider.client.errors import explained, refused, typed
 from outrider.client.events import Completion, Detokenized, Event, Tokenized, TokenizerInfo, read
 from outrider.client.request import CommonOptions, Message, Options, Prompt, build, build_detokenize, build_tokenize
 from outrider.client.resume import Call, Generation
 from outrider.client.transcription import AsyncTranscription, Transcription
 from outrider.rpc.channel import check_plaintext
-from outrider.rpc.errors import UNSPECIFIED, invalid_field, unavailable
+from outrider.rpc.errors import UNSPECIFIED, unavailable
 from outrider.rpc.timeouts import InactivityTimer
 from outrider.rpc.tls import TLS
 from protos.outrider.v1 import draft_service_pb2 as pb
@@ -261,12 +261,10 @@ class AsyncClient:
         encoder = speech_encoder((await self.get_model(timeout=timeout)).target)
         samples = await asyncio.to_thread(read_samples, audio, options.get("sample_rate"), encoder.sample_rate)
         if samples.frames > encoder.frames:
-            raise typed(
-                invalid_field(
-                    "audio",
-                    f"audio has {samples.seconds:.2f} s; at most {encoder.frames * FRAME_S:g} s at once with this "
-                    "model: call `transcribe`, which takes any length",
-                )
+            raise refused(
+                "audio",
+                f"audio has {samples.seconds:.2f} s; at most {encoder.frames * FRAME_S:g} s at once with this "
+                "model: call `transcribe`, which takes any length",
             )
         return {**options, "audio": samples.part(0, encoder.frames), "sample_rate": None}
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import grpc
 
-from outrider.rpc.errors import UNSPECIFIED, ConnectionFailure, RequestError, from_rpc_error
+from outrider.rpc.errors import UNSPECIFIED, ConnectionFailure, RequestError, from_rpc_error, invalid_field
 from outrider.rpc.tls import speaks_tls
 
 
@@ -113,6 +113,11 @@ def typed(error: RequestError, timeout: float | None = None) -> OutriderError:
     if kind is DeadlineExceeded and error.reason == UNSPECIFIED and timeout is not None:
         message = f"the call did not end within its timeout of {timeout:g} s; raise it, or set time_limit"
     return kind(message, code=error.code, reason=error.reason, metadata=error.metadata, retry_after=error.retry_after)
+
+
+def refused(field: str, message: str) -> OutriderError:
+    """An `InvalidRequest` of the client itself."""
+    return typed(invalid_field(field, message))
 
 
 async def explained(error: grpc.RpcError, address: str, timeout: float | None, *, uses_tls: bool) -> OutriderError:

@@ -13,10 +13,9 @@ from typing import Any, TypeAlias, TypedDict
 from google.protobuf.descriptor import FieldDescriptor
 
 from outrider.client.audio import Array, AudioSource, Samples, features_message
-from outrider.client.errors import typed
+from outrider.client.errors import refused
 from outrider.client.events import AcceptanceRule, Drafter, SpeculationPolicy
 from outrider.client.mirror import Named
-from outrider.rpc.errors import invalid_field
 from protos.outrider.v1 import draft_service_pb2
 
 
@@ -122,7 +121,7 @@ def build(prompt: Prompt | None, options: Mapping[str, Any]) -> draft_service_pb
     given = [name for name, value in inputs.items() if value is not None]
     if len(given) != 1:
         found = f"{' and '.join(given)} are given" if given else "none is given"
-        raise typed(invalid_field("prompt", f"{found}; give exactly one of prompt, audio and features"))
+        raise refused("prompt", f"{found}; give exactly one of prompt, audio and features")
     if prompt is not None:
         _carry(request, "prompt", prompt)
     for name, value in options.items():
@@ -142,7 +141,7 @@ def build_tokenize(
     options = draft_service_pb2.GenerateRequest()
     _carry(options, "prompt", prompt)
     if options.HasField("token_ids"):
-        raise typed(invalid_field("prompt", f"prompt is {short_repr(prompt)}; it must be text or a list of messages"))
+        raise refused("prompt", f"prompt is {short_repr(prompt)}; it must be text or a list of messages")
     request = draft_service_pb2.TokenizeRequest(add_special_tokens=add_special_tokens)
     if options.HasField("chat"):
         request.chat.CopyFrom(options.chat)
@@ -161,7 +160,7 @@ def build_detokenize(token_ids: Sequence[int], keep_special_tokens: bool) -> dra
         return draft_service_pb2.DetokenizeRequest(token_ids=token_ids, keep_special_tokens=keep_special_tokens)
     except (TypeError, ValueError) as error:
         text = f"token_ids is {short_repr(token_ids)}; it must be a list of token ids ({_TOKEN_IDS})"
-        raise typed(invalid_field("token_ids", text)) from error
+        raise refused("token_ids", text) from error
 
 
 def _carry(request: draft_service_pb2.GenerateRequest, name: str, value: Any) -> None:
@@ -169,10 +168,10 @@ def _carry(request: draft_service_pb2.GenerateRequest, name: str, value: Any) ->
     try:
         setter(request, value)
     except UnicodeEncodeError as error:  # Python reads an argument that is not UTF-8 as lone surrogates
-        raise typed(invalid_field(name, f"{name} is {short_repr(value)}; it must be {_STRING}")) from error
+        raise refused(name, f"{name} is {short_repr(value)}; it must be {_STRING}") from error
     except (TypeError, ValueError, AttributeError, OverflowError) as error:
         text = f"{name} is {short_repr(value)}; it must be {expected}" if expected else str(error)
-        raise typed(invalid_field(name, text)) from error
+        raise refused(name, text) from error
 
 
 _TOKEN_IDS = f"integers from 0 to {2**32 - 1}"

@@ -11,10 +11,9 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Self
 
 from outrider.client.audio import FRAME_S, AudioSource, Samples, read_samples, speech_encoder
-from outrider.client.errors import typed
+from outrider.client.errors import refused
 from outrider.client.events import Chunk, Completion, Event, Finished, FinishReason
 from outrider.client.texts import parts_of_tokens
-from outrider.rpc.errors import invalid_field
 from protos.outrider.v1 import draft_service_pb2, model_pb2
 
 if TYPE_CHECKING:
@@ -160,19 +159,15 @@ class Transcription:
 def _check(options: Mapping[str, Any]) -> None:
     for name in _SINGLE:
         if options.get(name) is not None:
-            raise typed(
-                invalid_field(name, f"{name} is set; leave it out: transcribe writes one text from its beginning")
-            )
+            raise refused(name, f"{name} is set; leave it out: transcribe writes one text from its beginning")
 
 
 def _check_timestamps(encoder: model_pb2.EncoderInfo, samples: Samples) -> None:
     if not encoder.first_timestamp_token_id:
-        raise typed(
-            invalid_field(
-                "audio",
-                f"audio has {samples.seconds:.2f} s; at most {encoder.frames * FRAME_S:g} s with this model, which "
-                "writes no timestamps to cut longer audio by: cut it, or serve a model with timestamps",
-            )
+        raise refused(
+            "audio",
+            f"audio has {samples.seconds:.2f} s; at most {encoder.frames * FRAME_S:g} s with this model, which "
+            "writes no timestamps to cut longer audio by: cut it, or serve a model with timestamps",
         )
 
 
