@@ -9,7 +9,6 @@ import io
 import operator
 import os
 from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
 from importlib import import_module
 from pathlib import Path
@@ -143,21 +142,15 @@ _Block: TypeAlias = "tuple[int, Any]"
 
 def _blocks_of_file(audio: str | os.PathLike[str] | bytes | bytearray | memoryview) -> Iterator[_Block]:
     soundfile = package("soundfile")
-    with _unreadable_refused(soundfile, audio):
+    try:
         if isinstance(audio, str | os.PathLike):
+            name = f"'{os.fspath(audio)}'"
             stream: Any = Path(audio).open("rb")  # noqa: SIM115  # closed below
         else:
-            stream = io.BytesIO(audio)
+            name, stream = "its bytes", io.BytesIO(audio)
         with stream, soundfile.SoundFile(stream) as file:
             while len(block := file.read(_BLOCK_FRAMES, dtype="float32", always_2d=True)):
                 yield file.samplerate, block
-
-
-@contextmanager
-def _unreadable_refused(soundfile: ModuleType, audio: object) -> Iterator[None]:
-    name = f"'{os.fspath(audio)}'" if isinstance(audio, str | os.PathLike) else "its bytes"
-    try:
-        yield
     except OSError as error:
         raise refused("audio", f"audio: cannot read {name}: {error.strerror or error}") from error
     except soundfile.LibsndfileError as error:
