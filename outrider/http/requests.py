@@ -129,6 +129,13 @@ class StreamOptions(Body):
     include_obfuscation: Literal[False] = False
 
 
+# Fields that are options of the client, with the same values.
+_AS_GIVEN = (
+    "temperature", "top_p", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty",
+    "stop_token_ids", "ignore_eos", "cache_salt",
+)  # fmt: skip
+
+
 class _Generation(Body):
     """What both forms of a request for text have."""
 
@@ -186,22 +193,12 @@ class _Generation(Body):
 
     def options(self) -> dict[str, Any]:
         """The options of each sample, without its seed and the number of tokens."""
-        top_k = None if self.top_k is None else max(self.top_k, 0)
-        found = {
-            "temperature": self.temperature,
-            "top_p": self.top_p,
-            "top_k": top_k,
-            "min_p": self.min_p,
-            "repetition_penalty": self.repetition_penalty,
-            "presence_penalty": self.presence_penalty,
-            "frequency_penalty": self.frequency_penalty,
+        found = {name: getattr(self, name) for name in _AS_GIVEN} | {
+            "top_k": None if self.top_k is None else max(self.top_k, 0),
             "logit_bias": {int(key): bias for key, bias in (self.logit_bias or {}).items()} or None,
             "stop": [self.stop] if isinstance(self.stop, str) else self.stop,
-            "stop_token_ids": self.stop_token_ids,
             "min_new_tokens": self.min_tokens,
-            "ignore_eos": self.ignore_eos or None,
-            "keep_special_tokens": True if not self.skip_special_tokens else None,
-            "cache_salt": self.cache_salt,
+            "keep_special_tokens": not self.skip_special_tokens,
             "logprobs": self.top_logprobs_asked,
         }
         return {name: value for name, value in found.items() if value is not None}
