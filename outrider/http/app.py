@@ -5,8 +5,9 @@ from __future__ import annotations
 import asyncio
 import json
 import uuid
-from collections.abc import AsyncGenerator, Awaitable, Callable, Coroutine, Sequence
+from collections.abc import AsyncGenerator, Awaitable, Callable, Coroutine, Mapping, Sequence
 from contextlib import aclosing
+from functools import partial
 from typing import Any, TypeVar
 
 from starlette.applications import Starlette
@@ -23,7 +24,7 @@ from outrider.client.errors import typed
 from outrider.environment import installed_version
 from outrider.http import playground
 from outrider.http.answers import DONE, ChatForm, CompletionForm, Form, tokens_of, usage_field
-from outrider.http.errors import ApiError, of_service, unsupported
+from outrider.http.errors import ApiError, invalid, of_service, unsupported
 from outrider.http.generation import Call, Generation
 from outrider.http.metrics import TEXT_TYPE, FrontMetrics
 from outrider.http.pair import Pair
@@ -158,12 +159,7 @@ class Front:
         generation = Generation(self._pair, calls, self._settings.timeout)
         has_logprobs = body.top_logprobs_asked is not None
         headers = {"x-request-id": form.id}
-
-        def explain(error: OutriderError) -> ApiError:
-            failure = self._explained(error, names)
-            failure.headers |= headers
-            return failure
-
+        explain = partial(self._explained, names=names, headers=headers)
         try:
             if not body.stream:
                 choices = await generation.whole()
@@ -215,10 +211,7 @@ class Front:
         body = parse(playground.PlaygroundRequest, read_json(await request.body()))
         await self._check_model(None)
         events = playground.events(self._pair, body, self._settings.timeout)
-
-        def explain(error: OutriderError) -> ApiError:
-            return self._explained(error, {"max_new_tokens": "max_tokens", "text": "prompt"})
-
+        explain = partial(self._explained, names={"max_new_tokens": "max_tokens", "text": "prompt"})
         try:
             first = await anext(events, b"")
         except OutriderError as error:
@@ -239,7 +232,7 @@ class Front:
         body = parse(TokenizeRequest, read_json(await request.body()))
         await self._check_model(body.model)
         if (body.prompt is None) == (body.messages is None):
-            raise ApiError(400, "give exactly one of prompt and messages", param="prompt", code="invalid_value")
+            raise invalid("prompt", "give exactly one of prompt and messages")
         prompt: str | Sequence[Message] = body.prompt if body.prompt is not None else conversation(body.messages or [])
         more = {} if body.add_special_tokens is None else {"add_special_tokens": body.add_special_tokens}
         found = await self._pair.client.tokenize(prompt, **more)
@@ -318,7 +311,7 @@ class Front:
         most = self._settings.max_samples
         if n * prompts > most:
             text = f"n is {n} and prompt has {prompts} prompts: {n * prompts} texts; at most {most} in one request"
-            raise ApiError(400, text, param="n" if n > most else "prompt", code="invalid_value")
+            raise invalid("n" if n > most else "prompt", text)
         count_sequences("n", n * prompts)
 
     async def service_error(self, request: Request, error: Exception) -> Response:
@@ -327,8 +320,10 @@ class Front:
         names = {"/tokenize": {"text": "prompt"}, "/detokenize": {"token_ids": "tokens"}}.get(request.url.path, {})
         return await _api_error(request, self._explained(error, names))
 
-    def _explained(self, error: OutriderError, names: dict[str, str]) -> ApiError:
-        return of_service(error, names=names, models=self._pair.paths)
+    def _explained(self, error: OutriderError, names: dict[str, str], headers: Mapping[str, str] = {}) -> ApiError:
+        failure = of_service(error, names=names, models=self._pair.paths)
+        failure.headers |= headers
+        return failure
 
 
 # ---------------------------------------------------------------------------------------------------------- streams

@@ -99,7 +99,7 @@ def of_service(
         models: names of models that may be paths, with those to show instead.
     """
     code = error.code
-    if code in _HIDDEN or code not in _SHOWN:
+    if code not in _SHOWN:
         status, message = _HIDDEN.get(code, (500, "internal error; the server's log has the cause"))
         _logger.warning("a request failed with %d: %s", status, error)
         headers = {"retry-after": _seconds(error.retry_after)} if status == 503 else {}
