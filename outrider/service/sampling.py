@@ -81,8 +81,8 @@ def check_sampling(
 ) -> Sampling:
     """Checks every field against the ranges that the contract states."""
     temperature = check_temperature("sampling.temperature", params.temperature if params.HasField("temperature") else 1)
-    top_p = _within("top_p", params.top_p if params.HasField("top_p") else 1.0, 0.0, 1.0, open_below=True)
-    min_p = _within("min_p", params.min_p, 0.0, 1.0)
+    top_p = _within("sampling.top_p", params.top_p if params.HasField("top_p") else 1.0, 0.0, 1.0, open_below=True)
+    min_p = _within("sampling.min_p", params.min_p, 0.0, 1.0)
     if params.top_k >= 2**31:
         raise invalid_field(
             "sampling.top_k",
@@ -94,9 +94,9 @@ def check_sampling(
     return Sampling(
         params=SamplingParams(temperature=temperature, top_k=params.top_k, top_p=top_p, min_p=min_p),
         logit_rules=LogitRules(
-            repetition_penalty=_within("repetition_penalty", repetition, *_REPETITION_PENALTIES),
-            presence_penalty=_within("presence_penalty", params.presence_penalty, -100.0, 100.0),
-            frequency_penalty=_within("frequency_penalty", params.frequency_penalty, -100.0, 100.0),
+            repetition_penalty=_within("sampling.repetition_penalty", repetition, *_REPETITION_PENALTIES),
+            presence_penalty=_within("sampling.presence_penalty", params.presence_penalty, -100.0, 100.0),
+            frequency_penalty=_within("sampling.frequency_penalty", params.frequency_penalty, -100.0, 100.0),
             logit_bias=_check_bias(params, vocab_size),
             banned_tokens=_check_banned(params, vocab_size),
         ),
@@ -139,22 +139,13 @@ def check_prompt_logprobs(params: sampling_pb2.LogprobsParams, target: model_pb2
 
 def check_temperature(field: str, value: float) -> float:
     """Checks a temperature: 0, or within `TEMPERATURES`."""
-    if value == 0:
-        return 0.0
-    low, high = TEMPERATURES
-    if not _float32(low) <= value <= high:  # also refuses NaN
-        interval = f"[{low:g}, {high:g}]"
-        raise invalid_field(
-            field, f"{field} is {value:g}; it must be 0 or lie in {interval}", given=value, range=interval
-        )
-    return value
+    return 0.0 if value == 0 else _within(field, value, *TEMPERATURES, must="be 0 or lie")
 
 
-def _within(name: str, value: float, low: float, high: float, *, open_below: bool = False) -> float:
+def _within(field: str, value: float, low: float, high: float, *, open_below: bool = False, must: str = "lie") -> float:
     if not _float32(low) <= value <= high or (open_below and value <= low):  # also refuses NaN
         interval = f"{'(' if open_below else '['}{low:g}, {high:g}]"
-        field = f"sampling.{name}"
-        raise invalid_field(field, f"{field} is {value:g}; it must lie in {interval}", given=value, range=interval)
+        raise invalid_field(field, f"{field} is {value:g}; it must {must} in {interval}", given=value, range=interval)
     return value
 
 
@@ -189,7 +180,7 @@ def _check_rule(params: sampling_pb2.SamplingParams, rules: tuple[Rule, ...], de
 
 def _check_sigmoid(scales: sampling_pb2.SigmoidScales) -> SigmoidScales:
     for name, value in (("alpha", scales.alpha), ("beta", scales.beta)):
-        _within(f"sigmoid.{name}", value, -_MAX_SIGMOID_SCALE, _MAX_SIGMOID_SCALE)
+        _within(f"sampling.sigmoid.{name}", value, -_MAX_SIGMOID_SCALE, _MAX_SIGMOID_SCALE)
     if not scales.beta - scales.alpha >= _float32(_MIN_SIGMOID_WIDTH):
         raise invalid_field(
             "sampling.sigmoid.alpha",
@@ -203,7 +194,7 @@ def _check_sigmoid(scales: sampling_pb2.SigmoidScales) -> SigmoidScales:
 
 
 def _check_lenience(params: sampling_pb2.SamplingParams, rule: Rule) -> float:
-    lenience = _within("lenience", params.lenience if params.HasField("lenience") else 1.0, *_LENIENCES)
+    lenience = _within("sampling.lenience", params.lenience if params.HasField("lenience") else 1.0, *_LENIENCES)
     if lenience < 1.0 and rule in (Rule.BLOCK, Rule.COUPLED):
         raise invalid_field(
             "sampling.lenience",
@@ -222,7 +213,9 @@ def _check_bias(params: sampling_pb2.SamplingParams, vocab_size: int) -> tuple[t
         raise invalid_field(
             "sampling.logit_bias", f"sampling.logit_bias has the token {twice} twice; give each token once", given=twice
         )
-    return tuple((entry.token_id, _within("logit_bias", entry.bias, -100.0, 100.0)) for entry in params.logit_bias)
+    return tuple(
+        (entry.token_id, _within("sampling.logit_bias", entry.bias, -100.0, 100.0)) for entry in params.logit_bias
+    )
 
 
 def _check_banned(params: sampling_pb2.SamplingParams, vocab_size: int) -> tuple[int, ...]:
