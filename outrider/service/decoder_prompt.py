@@ -1,7 +1,7 @@
 """The first tokens of the decoder of an encoder–decoder model, by its generation config."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Self
 
 from outrider.rpc.errors import RequestError, invalid_field
@@ -26,8 +26,8 @@ class DecoderPrompts:
 
     start: int
     forced: tuple[int, ...] = ()
-    languages: Mapping[str, int] | None = None
-    tasks: Mapping[str, int] | None = None
+    languages: Mapping[str, int] = field(default_factory=dict)
+    tasks: Mapping[str, int] = field(default_factory=dict)
     no_timestamps: int | None = None
     language: str = ""
     task: str = ""
@@ -54,10 +54,9 @@ class DecoderPrompts:
 
     def tokens(self, language: str = "", task: str = "", *, timestamps: bool = False) -> list[int]:
         """The tokens for a language and a task of the model; empty names are its defaults."""
-        languages, tasks = self.languages or {}, self.tasks or {}
         tokens = [self.start, *self.forced]
-        tokens += [languages[language or self.language]] if languages else []
-        tokens += [tasks[task or self.task]] if tasks else []
+        tokens += [self.languages[language or self.language]] if self.languages else []
+        tokens += [self.tasks[task or self.task]] if self.tasks else []
         if self.no_timestamps is not None and not timestamps:
             tokens.append(self.no_timestamps)
         return tokens
@@ -68,12 +67,11 @@ class DecoderPrompts:
         Raises:
             RequestError: INVALID_ARGUMENT: the model lacks the language or the task, or has no timestamps.
         """
-        languages, tasks = self.languages or {}, self.tasks or {}
-        language = _spelled(message.language, languages)
+        language = _spelled(message.language, self.languages)
         if message.language and not language:
-            raise _unknown("language", message.language, [name.strip("<|>") for name in languages])
-        if message.task and message.task not in tasks:
-            raise _unknown("task", message.task, list(tasks))
+            raise _unknown("language", message.language, [name.strip("<|>") for name in self.languages])
+        if message.task and message.task not in self.tasks:
+            raise _unknown("task", message.task, list(self.tasks))
         if message.timestamps and self.no_timestamps is None:
             raise invalid_field(
                 "transcription.timestamps", "transcription.timestamps is set; the model writes none: unset it"
