@@ -87,7 +87,7 @@ class AsyncTranscription:
         _check(options)
         pair = await client.get_model(timeout=timeout)
         encoder = speech_encoder(pair.target)
-        samples = await asyncio.to_thread(read_samples, audio, options.pop("sample_rate"), encoder.sample_rate)
+        samples = await asyncio.to_thread(read_samples, audio, options.pop("sample_rate", None), encoder.sample_rate)
         self.duration = samples.seconds
         if samples.frames > encoder.frames:
             _check_timestamps(encoder, samples)

@@ -71,7 +71,6 @@ class Pair:
         def generate(**of_window: Any) -> AsyncGenerator[Event, None]:
             return self.generate(None, began=time.monotonic(), **of_window)
 
-        options = {"task": None, "sample_rate": None, **options}
         return AsyncTranscription(self.client, audio, timeout, options, generate)
 
     async def describe(self) -> None:
