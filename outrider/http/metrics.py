@@ -87,7 +87,6 @@ class TextWatch:
         self._last: float | None = None  # when the last tokens came
         self._prompt = 0  # its tokens
         self._tokens = 0
-        self._is_counted = False
         self._state = ""
         self._become("waiting")
 
@@ -109,7 +108,7 @@ class TextWatch:
     def ends(self) -> None:
         """The text has ended, one way or another: what came of one that was cancelled, or failed, counts as well."""
         self._become("")
-        self._count(self._prompt)
+        self._texts.ended(prompt=0 if self._is_repeat else self._prompt, generated=self._tokens)
 
     def _become(self, state: str) -> None:
         if state != self._state:
@@ -130,11 +129,6 @@ class TextWatch:
 
     def _finish(self, end: Finished) -> None:
         statistics = end.statistics
-        self._count(end.usage.prompt_tokens)
+        self._prompt = end.usage.prompt_tokens
         self._texts.whole.observe(time.monotonic() - self._began)
         self._texts.judged(statistics.num_drafts, statistics.num_draft_tokens, statistics.num_accepted_tokens_per_pos)
-
-    def _count(self, prompt: int) -> None:
-        if not self._is_counted:
-            self._is_counted = True
-            self._texts.ended(prompt=0 if self._is_repeat else prompt, generated=self._tokens)
