@@ -18,7 +18,6 @@ import grpc
 import structlog
 from prometheus_client import Gauge
 
-from outrider.environment import installed_version
 from outrider.rpc.errors import RequestError, internal
 from outrider.rpc.health import PROBES, STARTUP, HealthState
 from outrider.rpc.server import StartupError, bind, create_server, cut_off, enable_reflection, serve_until_signal
@@ -135,12 +134,7 @@ async def live(service: Service, settings: ServiceSettings, program: str) -> Non
     """
     with ExitStack() as running:
         if settings.otlp_endpoint is not None:
-            service.tracing.open(
-                service=program,
-                version=installed_version(),
-                endpoint=settings.otlp_endpoint,
-                ratio=settings.trace_sample,
-            )
+            service.tracing.open(service=program, endpoint=settings.otlp_endpoint, ratio=settings.trace_sample)
             running.callback(service.tracing.close)
             _log.info("tracing", endpoint=settings.otlp_endpoint, ratio=settings.trace_sample)
         if settings.metrics_listen is not None:

@@ -20,6 +20,7 @@ from opentelemetry.context import Context, attach
 from opentelemetry.trace import SpanKind, Status, StatusCode, get_current_span, set_span_in_context
 from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
 
+from outrider.environment import installed_version
 from outrider.service.best_effort import Component
 from outrider.service.settings import SettingsError
 
@@ -107,13 +108,12 @@ class Tracing:
         self._provider: Any = None
         self._tracer: Any = None
 
-    def open(self, *, service: str, version: str, endpoint: str, ratio: float) -> None:
+    def open(self, *, service: str, endpoint: str, ratio: float) -> None:
         """Starts recording: a share `ratio` of the calls without a trace context, and the calls whose trace context is
         sampled.
 
         Args:
             service: the resource's `service.name`.
-            version: its `service.version`.
             endpoint: `http://HOST:PORT` or `https://HOST:PORT` of a collector for OTLP over gRPC.
             ratio: in [0, 1].
 
@@ -139,7 +139,7 @@ class Tracing:
                 {
                     "service.namespace": "outrider",
                     "service.name": service,
-                    "service.version": version,
+                    "service.version": installed_version(),
                     "service.instance.id": f"{socket.gethostname()}:{os.getpid()}",
                 }
             ),
@@ -148,7 +148,7 @@ class Tracing:
         self._provider.add_span_processor(
             BatchSpanProcessor(exporter, max_queue_size=MAX_QUEUE, max_export_batch_size=MAX_BATCH)
         )
-        self._tracer = self._provider.get_tracer("outrider", version)
+        self._tracer = self._provider.get_tracer("outrider", installed_version())
 
     @contextmanager
     def call(self, name: str, metadata: Iterable[Any] | None) -> Iterator[CallTrace]:
