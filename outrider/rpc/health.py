@@ -31,13 +31,11 @@ class HealthState:
     """
 
     def __init__(self, server: grpc.aio.Server, services: Iterable[str]):
-        self._ready_names = ("", READINESS, *services)
+        self._services = ("", *services)
         self._is_ready = self._is_warm = self._is_stuck = self._drains = False
         self.last_check = time.monotonic()
         self._servicer: Any = health.aio.HealthServicer()  # it would report the empty name as SERVING from its start
-        self._servicer._server_status = dict.fromkeys((*self._ready_names, STARTUP), _NOT_SERVING) | {
-            LIVENESS: _SERVING
-        }
+        self._servicer._server_status = self._statuses()
         self.register(server)
 
     def register(self, server: grpc.aio.Server) -> None:
@@ -74,8 +72,10 @@ class HealthState:
         self._drains = True
         await self._publish()
 
+    def _statuses(self) -> dict[str, int]:
+        probes = dict.fromkeys(self._services, READINESS) | {probe: probe for probe in PROBES}
+        return {name: _SERVING if self.is_serving(probe) else _NOT_SERVING for name, probe in probes.items()}
+
     async def _publish(self) -> None:
-        statuses = dict.fromkeys(self._ready_names, self.is_serving(READINESS))
-        statuses |= {STARTUP: self.is_serving(STARTUP), LIVENESS: self.is_serving(LIVENESS)}
-        for name, is_serving in statuses.items():
-            await self._servicer.set(name, _SERVING if is_serving else _NOT_SERVING)
+        for name, status in self._statuses().items():
+            await self._servicer.set(name, status)
