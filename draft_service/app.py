@@ -48,7 +48,7 @@ from outrider.service.loading import (
 )
 from outrider.service.metrics import VllmMetrics
 from outrider.service.model_info import describe, describe_tokenizer
-from outrider.service.sampling import OFFERED_RULES, RULE_TO_WIRE
+from outrider.service.sampling import RULES
 from outrider.service.settings import SettingsError, certificate_and_key, check_plaintext, from_files
 from outrider.service.wire import largest_generate_request, largest_verify_message, server_limit
 from protos.outrider.v1 import model_pb2
@@ -274,8 +274,7 @@ def limit_by(draft: model_pb2.ModelInfo, target: model_pb2.ModelInfo) -> None:
     limits.max_support = min(limits.max_support, bound.max_support)
     limits.max_sequence_tokens = bound.max_sequence_tokens
     limits.max_stop_token_ids = bound.max_stop_token_ids
-    known = {RULE_TO_WIRE[rule] for rule in OFFERED_RULES}
-    draft.rules[:] = [rule for rule in target.rules if rule in known]
+    draft.rules[:] = [rule for rule in target.rules if rule in RULES]
     draft.lossy_rules[:] = [rule for rule in draft.lossy_rules if rule in draft.rules]
     draft.default_rule = target.default_rule
 

@@ -26,7 +26,6 @@ from outrider.rpc.errors import above_limit, counted, invalid_field, outside
 from outrider.service.encoder_input import misfit
 from outrider.service.model_info import check_features, check_fingerprint, check_name
 from outrider.service.sampling import (
-    OFFERED_RULES,
     RULES,
     Sampling,
     check_logprobs,
@@ -173,7 +172,7 @@ def check_target_sampling(
 
     Without a rule, takes the target's default; with `seed_decides` and a seed, `coupled`.
     """
-    rules = [RULES[number] for number in target.rules if RULES.get(number) in OFFERED_RULES]
+    rules = [RULES[number] for number in target.rules if number in RULES]
     default_rule = RULES[target.default_rule]
     # A seed promises the same text again. Only `coupled` keeps this promise with any drafts (invariant 7). With a
     # lenience below 1, `check_sampling` takes `tokenwise` instead.

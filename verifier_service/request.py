@@ -21,7 +21,7 @@ from outrider.service.encoder_input import check_opening_input
 from outrider.service.model_info import check_features, check_fingerprint, check_name
 from outrider.service.sampling import (
     DEFAULT_RULE,
-    OFFERED_RULES,
+    RULES,
     Sampling,
     check_logprobs,
     check_prompt_logprobs,
@@ -120,7 +120,7 @@ def check_open(
     committed = check_token_ids("committed_token_ids", message.committed_token_ids, model.vocab_size)
     _check_lengths(message, len(prompt), len(committed), model.limits.max_sequence_tokens)
     sampling = check_sampling(
-        message.sampling, vocab_size=model.vocab_size, rules=OFFERED_RULES, default_rule=DEFAULT_RULE
+        message.sampling, vocab_size=model.vocab_size, rules=RULES.values(), default_rule=DEFAULT_RULE
     )
     if sampling.seed is None:
         raise invalid_field("sampling.seed", "sampling.seed is not set; OpenSequence needs a seed")

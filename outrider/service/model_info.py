@@ -10,7 +10,7 @@ from outrider.runtime.loader import LoadedModel
 from outrider.runtime.tokenizer import Tokenizer
 from outrider.service.decoder_prompt import DecoderPrompts
 from outrider.service.encoder_input import SAMPLE_RATE
-from outrider.service.sampling import DEFAULT_RULE, LOSSY_RULES, OFFERED_RULES, RULE_TO_WIRE, RULES
+from outrider.service.sampling import DEFAULT_RULE, LOSSY_RULES, RULE_TO_WIRE, RULES
 from protos.outrider.v1 import model_pb2
 
 PROTOCOL_VERSION = 1
@@ -88,7 +88,7 @@ def describe_tokenizer(
     features: Iterable[str],
 ) -> model_pb2.ModelInfo:
     """The `ModelInfo` of a service without a model, by its tokenizer. Fields that need weights are empty."""
-    rules = sorted(OFFERED_RULES, key=lambda rule: rule.value)
+    rules = sorted(RULES.values(), key=lambda rule: rule.value)
     return model_pb2.ModelInfo(
         name=name,
         vocabulary_fingerprint=tokenizer.fingerprint,

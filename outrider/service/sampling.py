@@ -16,9 +16,6 @@ from kernels.verify import Rule
 from outrider.rpc.errors import above_limit, invalid_field
 from protos.outrider.v1 import model_pb2, sampling_pb2
 
-OFFERED_RULES = frozenset({Rule.TOKENWISE, Rule.BLOCK, Rule.COUPLED, Rule.SIGMOID})
-"""The rules that both services offer."""
-
 LOSSY_RULES = frozenset({Rule.SIGMOID})
 """The rules that do not keep the target's distribution."""
 
@@ -43,6 +40,7 @@ RULES = {
     sampling_pb2.ACCEPTANCE_RULE_COUPLED: Rule.COUPLED,
     sampling_pb2.ACCEPTANCE_RULE_SIGMOID: Rule.SIGMOID,
 }
+"""The rules that both services offer, by their numbers in messages."""
 RULE_TO_WIRE = {rule: number for number, rule in RULES.items()}
 
 

@@ -13,7 +13,7 @@ from kernels.sigmoid import draft_logits
 from kernels.sparse import SparseConfig
 from kernels.verify import Proposed, Rule, Status
 from outrider.rpc.errors import RequestError
-from outrider.service.sampling import DEFAULT_RULE, OFFERED_RULES, RULE_TO_WIRE, Sampling, check_sampling
+from outrider.service.sampling import DEFAULT_RULE, RULE_TO_WIRE, RULES, Sampling, check_sampling
 from protos.outrider.v1 import sampling_pb2
 from tests.kernels.paths import HOST, verify
 
@@ -46,12 +46,12 @@ BEYOND: list[dict[str, Any]] = [
 
 def checked(**fields: Any) -> Sampling:
     params = sampling_pb2.SamplingParams(**fields)
-    return check_sampling(params, vocab_size=V, rules=OFFERED_RULES, default_rule=DEFAULT_RULE)
+    return check_sampling(params, vocab_size=V, rules=RULES.values(), default_rule=DEFAULT_RULE)
 
 
 def at_some_ends(rng: random.Random) -> Sampling:
     """Each number at an end of its range, as the wire rounds it."""
-    rule = rng.choice(sorted(OFFERED_RULES, key=lambda rule: rule.value))
+    rule = rng.choice(sorted(RULES.values(), key=lambda rule: rule.value))
     fields: dict[str, Any] = {name: rng.choice(ends) for name, ends in ENDS.items()}
     if rule in (Rule.BLOCK, Rule.COUPLED):
         fields["lenience"] = 1.0
