@@ -6,7 +6,7 @@ import asyncio
 import functools
 import logging
 import re
-from collections.abc import Awaitable, Callable, Iterator, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
 from enum import Enum
@@ -63,7 +63,7 @@ class RequestError(Exception):
         code: grpc.StatusCode,
         reason: str,
         message: str,
-        metadata: dict[str, str] | None = None,
+        metadata: Mapping[str, object] | None = None,
         *,
         retry_after: float | None = None,
     ):
@@ -73,7 +73,7 @@ class RequestError(Exception):
         self.code = code
         self.reason = reason
         self.message = message
-        self.metadata = dict(metadata or {})
+        self.metadata = {name: str(value) for name, value in (metadata or {}).items()}
         self.retry_after = retry_after
         self.connection: ConnectionFailure | None = None
 
@@ -91,9 +91,8 @@ def counted(number: int, noun: str) -> str:
 
 def invalid_field(field: str, message: str, **numbers: object) -> RequestError:
     """A field is out of its range: INVALID_ARGUMENT. `numbers` are the given value and the limits."""
-    metadata = {"field": field, **_texts(numbers)}
     text = message if field in message else f"{field}: {message}"
-    return RequestError(grpc.StatusCode.INVALID_ARGUMENT, "INVALID_FIELD", text, metadata)
+    return RequestError(grpc.StatusCode.INVALID_ARGUMENT, "INVALID_FIELD", text, {"field": field, **numbers})
 
 
 def above_limit(field: str, given: int, most: int, advice: str = "", *, noun: str = "") -> RequestError:
@@ -115,18 +114,18 @@ def out_of_order(message: str) -> RequestError:
 
 def wrong_base(message: str, **numbers: object) -> RequestError:
     """A round refers to a prefix that the sequence never had: INVALID_ARGUMENT."""
-    return RequestError(grpc.StatusCode.INVALID_ARGUMENT, "WRONG_BASE", message, _texts(numbers))
+    return RequestError(grpc.StatusCode.INVALID_ARGUMENT, "WRONG_BASE", message, numbers)
 
 
 def failed_precondition(reason: str, message: str, **metadata: object) -> RequestError:
     """The request is valid, but this server cannot serve it: UNKNOWN_FEATURE, PAIR_MISMATCH or NO_CHAT_TEMPLATE."""
-    return RequestError(grpc.StatusCode.FAILED_PRECONDITION, reason, message, _texts(metadata))
+    return RequestError(grpc.StatusCode.FAILED_PRECONDITION, reason, message, metadata)
 
 
 def overloaded(message: str, *, retry_after: float | None = None, **metadata: object) -> RequestError:
     """No capacity now: RESOURCE_EXHAUSTED. Retry later, in `retry_after` seconds if given."""
     code = grpc.StatusCode.RESOURCE_EXHAUSTED
-    return RequestError(code, "OVERLOADED", message, _texts(metadata), retry_after=retry_after)
+    return RequestError(code, "OVERLOADED", message, metadata, retry_after=retry_after)
 
 
 def unauthenticated(message: str) -> RequestError:
@@ -136,7 +135,7 @@ def unauthenticated(message: str) -> RequestError:
 
 def permission_denied(message: str, **metadata: object) -> RequestError:
     """The caller is authenticated, and not allowed: PERMISSION_DENIED."""
-    return RequestError(grpc.StatusCode.PERMISSION_DENIED, "PERMISSION_DENIED", message, _texts(metadata))
+    return RequestError(grpc.StatusCode.PERMISSION_DENIED, "PERMISSION_DENIED", message, metadata)
 
 
 def draining() -> RequestError:
@@ -153,22 +152,18 @@ def unavailable(reason: str, message: str) -> RequestError:
 
 def idle(message: str, **numbers: object) -> RequestError:
     """A stream was idle for too long: DEADLINE_EXCEEDED."""
-    return RequestError(grpc.StatusCode.DEADLINE_EXCEEDED, "IDLE", message, _texts(numbers))
+    return RequestError(grpc.StatusCode.DEADLINE_EXCEEDED, "IDLE", message, numbers)
 
 
 def yielded(message: str, *, retry_after: float, **numbers: object) -> RequestError:
     """A stream was idle while others waited in the queue: RESOURCE_EXHAUSTED. Retry later."""
     code = grpc.StatusCode.RESOURCE_EXHAUSTED
-    return RequestError(code, "IDLE", message, _texts(numbers), retry_after=retry_after)
+    return RequestError(code, "IDLE", message, numbers, retry_after=retry_after)
 
 
 def internal(reason: str, message: str) -> RequestError:
     """The server failed: INTERNAL, with BAD_LOGITS, STEP_FAILED or INTERNAL."""
     return RequestError(grpc.StatusCode.INTERNAL, reason, message)
-
-
-def _texts(values: dict[str, object]) -> dict[str, str]:
-    return {name: str(value) for name, value in values.items()}
 
 
 # -------------------------------------------------------------------------------------------------------- to the wire
@@ -246,7 +241,7 @@ def from_rpc_error(error: grpc.RpcError) -> RequestError:
         failure.connection = connection
         return failure
     reason = info.reason if info.reason in _REASONS else UNSPECIFIED
-    return RequestError(code, reason, message, dict(info.metadata), retry_after=retry_after)
+    return RequestError(code, reason, message, info.metadata, retry_after=retry_after)
 
 
 _NOT_CONNECTED = re.compile(r"failed to connect to all addresses; last error: \w+: (?:ipv[46]:)?(\S+): (.*)", re.DOTALL)
