@@ -41,8 +41,7 @@ class Pane {
       const judged = Math.min(round.accepted + 1, round.drafted.length);
       this.judged += judged;
       for (let i = 0; i < judged; i++) this.likely += round.beta[i] ?? (i < round.accepted ? 1 : 0);
-      for (let i = 0; i < round.accepted; i++) told.set(round.at + i, { round, i });
-      told.set(round.at + round.accepted, { round, i: round.accepted });
+      for (let i = 0; i <= round.accepted; i++) told.set(round.at + i, { round, i });
     }
     chunk.tokens.forEach((text, nth) => {
       const found = told.get(this.tokens);
