@@ -12,7 +12,7 @@ from typing import TypeVar
 
 from draft_service.drafters.base import DraftError
 from draft_service.drafters.outcome_cache import LEAVING_SECONDS, OutcomeCache
-from draft_service.drafters.sequence import Close, DraftWork, Drawn, DrawnToken, ModelSequence, Propose
+from draft_service.drafters.sequence import Close, DraftWork, Drawn, ModelSequence, Propose
 from draft_service.drafters.staged import Staging, row_draws
 from kernels.adjustments import RowAdjustment, apply
 from kernels.sampling import UNSURE, Draw, sample
@@ -39,7 +39,7 @@ EXPECTED_OUTPUT = 512
 BRANCHES_ON_CPU, BRANCHES_ELSEWHERE = 4, 8
 
 
-class DraftEngine(Engine[Propose | Close, DraftWork, list[Drawn]]):
+class DraftEngine(Engine[Propose | Close, DraftWork, Sequence[Drawn]]):
     """All sequences of one draft model.
 
     Attributes:
@@ -231,7 +231,7 @@ class DraftEngine(Engine[Propose | Close, DraftWork, list[Drawn]]):
         pool = self.model_runner.pool
         return grow_with_preemption(pool, slot, end, victims, encoder_length=positions) is not None
 
-    def forward(self, work: Sequence[DraftWork]) -> list[Drawn]:
+    def forward(self, work: Sequence[DraftWork]) -> Sequence[Drawn]:
         """The tokens drawn for each work: none, one, or the rest of its proposal."""
         try:
             return self.draw(work)
@@ -241,7 +241,7 @@ class DraftEngine(Engine[Propose | Close, DraftWork, list[Drawn]]):
                 pool.rollback(item.chunk.slot, min(pool.length(item.chunk.slot), item.chunk.start))
             raise
 
-    def draw(self, work: Sequence[DraftWork]) -> list[Drawn]:
+    def draw(self, work: Sequence[DraftWork]) -> Sequence[Drawn]:
         """As `forward`. If it raises, slots may have changed their length."""
         for item in work:
             if item.encodes and item.sequence.opening.encoder_input is not None:
@@ -269,23 +269,22 @@ class DraftEngine(Engine[Propose | Close, DraftWork, list[Drawn]]):
             own = samples[row : row + item.rows]
             if item.guesses:
                 own = self.staging.judge(item, own, pool)
-            tokens = [DrawnToken(*each) for each in own]
             if item.sequence.opening.needs_logits:
                 logits = draft_logits(z[row : row + len(own)], item.sequence.params, self._target_size)
-                tokens = [each._replace(distribution=values) for each, values in zip(tokens, logits, strict=True)]
-            drawn.append(tokens)
+                drawn.append([(each.token, values, each.scores) for each, values in zip(own, logits, strict=True)])
+            else:
+                drawn.append(own)
             row += item.rows
         return drawn
 
-    def _decode(self, work: Sequence[DraftWork]) -> list[Drawn] | None:
+    def _decode(self, work: Sequence[DraftWork]) -> Sequence[Drawn] | None:
         """The rest of each proposal, in one call of the decode loop; None if it cannot draw them."""
         if not all(item.may_be_decoded for item in work):
             return None
         draws = [[item.sequence.draw(i) for i in range(item.sequence.drafted, item.sequence.gamma)] for item in work]
         if self.loop.obstacle(draws) is not None:
             return None
-        decoded = self.loop.decode([item.chunk for item in work], draws)
-        return [[DrawnToken(*token) for token in each] for each in decoded]
+        return self.loop.decode([item.chunk for item in work], draws)
 
     def process(self, work: Sequence[DraftWork], output: Sequence[Drawn]) -> None:
         for item, drawn in zip(work, output, strict=True):

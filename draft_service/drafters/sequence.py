@@ -21,21 +21,8 @@ DraftDistribution = SparseDistribution | DraftLogits | None
 Done = Callable[[Draft | DraftError], None]
 
 
-class DrawnToken(NamedTuple):
-    """A drafted token.
-
-    Attributes:
-        token: its id; or `kernels.sampling.NO_LOGITS`; or `kernels.sampling.UNSURE`, which ends the proposal.
-        distribution: sent with the token: q̂, or the draft's logits (`DraftSequence.needs_logits`).
-        scores: the scores of all tokens, if no uniform draw decided; see `kernels.sampling.Sample`.
-    """
-
-    token: int
-    distribution: DraftDistribution
-    scores: torch.Tensor | None
-
-
-Drawn = list[DrawnToken]
+Drawn = Sequence[tuple[int, DraftDistribution, torch.Tensor | None]]
+"""Drafted tokens, each as a `kernels.sampling.Sample`, but with the draft's logits if `DraftSequence.needs_logits`."""
 
 
 class Candidates(NamedTuple):
@@ -75,7 +62,7 @@ class ModelSequence:
         slot: in the KV pool; None before the first step and after the end.
         gamma: tokens to draft in the round in progress; 0 between rounds.
         distributions: sent with each drafted token: q̂, or the draft's logits.
-        scores: of each drafted token; see `DrawnToken`.
+        scores: of each drafted token; see `kernels.sampling.Sample`.
         done: takes the round's result; any thread may call it.
         requested: when the proposal was requested, by `time.perf_counter()`.
         guessing: in staged drafting; None if the model drafts without guesses.

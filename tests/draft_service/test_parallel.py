@@ -42,7 +42,7 @@ class CountingEngine(DraftEngine):
 
     passes = 0
 
-    def draw(self, work: Sequence[DraftWork]) -> list[Drawn]:
+    def draw(self, work: Sequence[DraftWork]) -> Sequence[Drawn]:
         self.passes += 1
         return super().draw(work)
 
