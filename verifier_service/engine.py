@@ -32,51 +32,38 @@ from verifier_service.sequence import TargetSequence, seconds_to_linger
 from verifier_service.target_runner import Scoring, StepResult, TargetRunner
 
 
-@dataclass(frozen=True, slots=True)
-class Open:
+@dataclass(frozen=True)
+class _OfSequence:
+    sequence: TargetSequence
+
+
+class Open(_OfSequence):
     """A new sequence."""
 
-    sequence: TargetSequence
 
-
-@dataclass(frozen=True, slots=True)
-class Submit:
+@dataclass(frozen=True)
+class Submit(_OfSequence):
     """A round of a sequence."""
 
-    sequence: TargetSequence
     round: Round
 
 
-@dataclass(frozen=True, slots=True)
-class Read:
-    """The client has read this many replies."""
-
-    sequence: TargetSequence
-    replies: int
+class Read(_OfSequence):
+    """The client has read a reply."""
 
 
-@dataclass(frozen=True, slots=True)
-class Remind:
+class Remind(_OfSequence):
     """Repeat the notice QUEUED if the sequence waits."""
 
-    sequence: TargetSequence
 
-
-@dataclass(frozen=True, slots=True)
-class HalfClose:
+class HalfClose(_OfSequence):
     """The client sends no more rounds."""
 
-    sequence: TargetSequence
 
-
-@dataclass(frozen=True, slots=True)
-class Close:
+class Close(_OfSequence):
     """The stream has ended: free the sequence."""
 
-    sequence: TargetSequence
 
-
-@dataclass(frozen=True, slots=True)
 class Drain:
     """The service drains: send every sequence a notice."""
 
@@ -177,8 +164,8 @@ class VerifierEngine(Engine[Message, TargetWork, StepResult]):
                 sequence.received += 1
                 if not sequence.finished:
                     _run_for(sequence, lambda: sequence.submit(round_))
-            case Read(sequence, replies):
-                sequence.backlog -= replies
+            case Read(sequence):
+                sequence.backlog -= 1
             case Remind(sequence):
                 NOTICES.run(lambda: self._remind(sequence), None)
             case HalfClose(sequence):

@@ -206,7 +206,7 @@ class VerifyStream:
                 self._heard = time.monotonic()
                 kind = reply.WhichOneof("kind")
                 if kind in ("verdict", "prompt_logprobs"):
-                    self._engine.post(Read(sequence, 1))
+                    self._engine.post(Read(sequence))
                 if kind == "verdict":
                     STREAM_LOG.run(lambda: self._tally.add(reply.verdict), None)
                     if self._trace.is_recorded:

@@ -231,7 +231,7 @@ def test_a_message_ends_a_row_after_its_current_token(
         "submit": Submit(other.sequence, a_round(1, other.sequence.tokens, decode=1)),
         "close": Close(other.sequence),
         "drain": Drain(),
-        "read": Read(other.sequence, 0),
+        "read": Read(other.sequence),
         "half-close": HalfClose(other.sequence),
         "close at the end": Close(expected.sequence),
     }
