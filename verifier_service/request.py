@@ -170,7 +170,7 @@ def check_proposal(
     is_greedy: bool = False,
 ) -> Round:
     """Checks a proposal against the model, and the sequence's rule and temperature."""
-    _check_round("proposal", message)
+    common = _check_round("proposal", message)
     gamma, limit = len(message.token_ids), model.limits.max_gamma
     if gamma > limit:
         raise above_limit("proposal.token_ids", gamma, limit, " (--max-gamma)", noun="token")
@@ -192,28 +192,15 @@ def check_proposal(
         )
     else:
         distributions = _check_distributions(message.distributions, tokens, model)
-    return Round(
-        number=message.round,
-        base_length=message.base_length,
-        prefix_hash=message.prefix_hash,
-        seen_round=message.seen_round,
-        tokens=tokens,
-        distributions=distributions,
-    )
+    return Round(*common, tokens=tokens, distributions=distributions)
 
 
 def check_decode(message: verifier_service_pb2.Decode) -> Round:
     """Checks a Decode."""
-    _check_round("decode", message)
+    common = _check_round("decode", message)
     if message.num_tokens < 1:
         raise invalid_field("decode.num_tokens", "decode.num_tokens is 0; it must be at least 1", given=0)
-    return Round(
-        number=message.round,
-        base_length=message.base_length,
-        prefix_hash=message.prefix_hash,
-        seen_round=message.seen_round,
-        decode=message.num_tokens,
-    )
+    return Round(*common, decode=message.num_tokens)
 
 
 def _check_lengths(
@@ -248,7 +235,10 @@ def _check_stops(message: verifier_service_pb2.OpenSequence, model: model_pb2.Mo
     return frozenset(own if message.ignore_eos else (*own, *model.eos_token_ids))
 
 
-def _check_round(kind: str, message: speculation_pb2.Proposal | verifier_service_pb2.Decode) -> None:
+def _check_round(
+    kind: str, message: speculation_pb2.Proposal | verifier_service_pb2.Decode
+) -> tuple[int, int, bytes, int]:
+    """Returns the first fields of the `Round`, which both kinds have."""
     if message.round < 1:
         raise invalid_field(f"{kind}.round", f"{kind}.round is 0; it must be at least 1", given=0)
     if message.base_length < 1:
@@ -260,6 +250,7 @@ def _check_round(kind: str, message: speculation_pb2.Proposal | verifier_service
             given=len(message.prefix_hash),
             expected=HASH_BYTES,
         )
+    return message.round, message.base_length, message.prefix_hash, message.seen_round
 
 
 def _check_distributions(
