@@ -11,7 +11,6 @@ import structlog
 
 from kernels import paths
 from kernels.paths import AUTO, PathUnavailable, VerifyPath, choose, try_out
-from kernels.verify import Rule
 from outrider.environment import served_name
 from outrider.rpc.errors import RequestError, internal
 from outrider.runtime.checkpoint import vocabulary_size
@@ -39,7 +38,7 @@ from protos.outrider.v1 import model_pb2, sampling_pb2, speculation_pb2, verifie
 from protos.outrider.v1.verifier_service_pb2_grpc import add_VerifierServiceServicer_to_server
 from verifier_service.engine import Close, Drain, Open, Submit, VerifierEngine
 from verifier_service.metrics import SequenceMetrics, SpeculationMetrics
-from verifier_service.request import FEATURES, check_decode, check_open, check_proposal
+from verifier_service.request import FEATURES, Round, check_open
 from verifier_service.sequence import Reply, TargetSequence, encoded
 from verifier_service.service import SERVICE_NAME, VerifierService
 from verifier_service.settings import VerifierSettings
@@ -278,28 +277,21 @@ async def warm_up(engine: VerifierEngine, model: model_pb2.ModelInfo, inputs: En
     engine.post(Open(sequence))
     try:
         if opening.max_new_tokens > 1:
-            drafted = [0] * min(model.limits.max_gamma, opening.max_new_tokens - 1)
-            point = speculation_pb2.TokenDistribution(point_mass=speculation_pb2.PointMass())
-            proposal = speculation_pb2.Proposal(
-                round=1,
-                base_length=len(prompt),
-                prefix_hash=PrefixHash(prompt).digest(),
-                token_ids=drafted,
-                distributions=[point] * len(drafted),
+            gamma = min(model.limits.max_gamma, opening.max_new_tokens - 1)
+            proposal = Round(
+                1,
+                len(prompt),
+                PrefixHash(prompt).digest(),
+                seen_round=0,
+                tokens=(0,) * gamma,
+                distributions=(None,) * gamma,
             )
-            engine.post(Submit(sequence, check_proposal(proposal, model, rule=Rule.TOKENWISE)))
+            engine.post(Submit(sequence, proposal))
             verdict = await _verdict(engine, replies)
             if verdict.finish_reason:
                 return
             prompt += verdict.token_ids
-        decode = verifier_service_pb2.Decode(
-            round=2,
-            base_length=len(prompt),
-            prefix_hash=PrefixHash(prompt).digest(),
-            num_tokens=1,
-            seen_round=1,
-        )
-        engine.post(Submit(sequence, check_decode(decode)))
+        engine.post(Submit(sequence, Round(2, len(prompt), PrefixHash(prompt).digest(), seen_round=1, decode=1)))
         await _verdict(engine, replies)
     finally:
         engine.post(Close(sequence))
