@@ -50,7 +50,7 @@ class Sample:
         self.sequence.on_prompt_logprobs = self._send_prompt_logprobs
         self._drafting: Drafting | None = None
         self._draft_start = 0.0  # of the last draft, by `time.perf_counter()`
-        self._uncounted: tuple[Round, speculation_pb2.Verdict, float] | None = None  # with the seconds waited
+        self._uncounted: tuple[Round, speculation_pb2.Verdict] | None = None
 
     async def run(self, verifiers: Verifiers, drafter: Drafter, *, timeout: float | None, on_open: OnOpen) -> None:
         """Writes the sample. Both services have freed the sequence when this returns or raises.
@@ -222,11 +222,11 @@ class Sample:
             self._drafting.advance(verdict.token_ids)
         # From here on nothing raises.
         round_, now = self.sequence.round, time.perf_counter()
+        self._count_verdict()  # of the same round, if it is a Decode
         round_.waited = now - round_.sent - target.pause
         round_.sent = now  # the wait for the next verdict of a Decode starts here
-        self._count_verdict()
         self._gamma.judged(verdict)
-        self._uncounted = round_, verdict, round_.waited
+        self._uncounted = round_, verdict
         return verdict
 
     def _count_verdict(self) -> None:
@@ -234,15 +234,9 @@ class Sample:
         if self._uncounted is None:
             return
         self._gamma.learn()
-        (round_, verdict, waited), self._uncounted = self._uncounted, None
-        self._count(round_, verdict, waited)
-        self._watch.judged(
-            verdict,
-            gamma=round_.gamma,
-            drafted=len(round_.draft_tokens),
-            draft=round_.draft_seconds,
-            waited=waited,
-        )
+        (round_, verdict), self._uncounted = self._uncounted, None
+        self._count(round_, verdict)
+        self._watch.judged(round_, verdict)
 
     def _report(self, verdict: speculation_pb2.Verdict) -> draft_service_pb2.RoundReport | None:
         if not self._request.report_rounds:
@@ -250,9 +244,9 @@ class Sample:
         return STATISTICS.run(lambda: self.sequence.report(verdict), None)
 
     @STATISTICS.quiet
-    def _count(self, round_: Round, verdict: speculation_pb2.Verdict, waited: float) -> None:
-        self.sequence.timings.add(waited, verdict)
-        self.sequence.counts.add(len(round_.draft_tokens), verdict, gamma=round_.gamma)
+    def _count(self, round_: Round, verdict: speculation_pb2.Verdict) -> None:
+        self.sequence.timings.add(round_.waited, verdict)
+        self.sequence.counts.add(round_, verdict)
 
     @STATISTICS.quiet
     def _count_draft(self, draft: Draft) -> None:

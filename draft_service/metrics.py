@@ -11,6 +11,7 @@ from draft_service.drafters.base import RUN_A_MODEL, Kind
 from draft_service.drafters.engine import DraftEngine
 from draft_service.drafters.guard import Cost, GuardedDrafter
 from draft_service.replicas import LOAD_SECONDS, STATUSES, Replica, Replicas, State
+from draft_service.sequence import Round
 from outrider.runtime.kv_cache import KVPool
 from outrider.service.best_effort import Component
 from outrider.service.metrics import FIRST_TOKEN_S, SHORT_S, Collected, Metrics, TextMetrics, VllmMetrics
@@ -106,18 +107,11 @@ class SampleWatch:
         self._metrics.texts.next_tokens(seconds, count)
 
     @REQUEST_METRICS.quiet
-    def judged(
-        self, verdict: speculation_pb2.Verdict, *, gamma: int, drafted: int, draft: float | None, waited: float
-    ) -> None:
-        """Records a verdict.
-
-        Args:
-            gamma: the chosen γ; 0 for a `Decode`.
-            draft: seconds of drafting; None for a `Decode`.
-            waited: seconds from the proposal to the verdict, without time of failover.
-        """
+    def judged(self, round_: Round, verdict: speculation_pb2.Verdict) -> None:
+        """Records the last verdict of a round."""
         self.ends()
-        timings = verdict.timings
+        drafted, draft = len(round_.draft_tokens), round_.draft_seconds  # None for a `Decode`
+        waited, timings = round_.waited, verdict.timings
         queue, forward, verify = timings.queue_us / 1e6, timings.forward_us / 1e6, timings.verify_us / 1e6
         wire = max(0.0, waited - queue - forward - verify)
         for phase, seconds in zip(self._metrics.phases, (draft, wire, queue, forward, verify), strict=True):
@@ -135,7 +129,7 @@ class SampleWatch:
                     "outrider.sample": self._index,
                     "outrider.round": verdict.round,
                     "outrider.base_length": verdict.base_length,
-                    "outrider.gamma": gamma,
+                    "outrider.gamma": round_.gamma,
                     "outrider.drafted": drafted,
                     "outrider.accepted": verdict.accepted,
                     "outrider.committed": len(verdict.token_ids),

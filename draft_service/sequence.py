@@ -60,12 +60,12 @@ class SpeculationCounts:
     _beta_count: int = 0
     _gamma_sum: int = 0
 
-    def add(self, drafted: int, verdict: speculation_pb2.Verdict, *, gamma: int | None = None) -> None:
-        """Records the verdict on a proposal of `drafted` tokens, 0 for a `Decode`. `gamma` defaults to `drafted`."""
-        gamma = drafted if gamma is None else gamma
+    def add(self, round_: "Round", verdict: speculation_pb2.Verdict) -> None:
+        """Records a verdict on a round."""
+        drafted = len(round_.draft_tokens)
         self.num_rounds += 1
-        self.num_short_drafts += drafted < gamma
-        self._gamma_sum += gamma
+        self.num_short_drafts += drafted < round_.gamma
+        self._gamma_sum += round_.gamma
         if not drafted:
             return
         self.num_drafts += 1
