@@ -43,7 +43,7 @@ class Sample:
         """`arrived` is the arrival of the request, by `time.perf_counter()`."""
         self.sequence = Sequence(request, index, arrived=arrived, watch=watch)
         self._request = request
-        self._emitter = emitter
+        self.emitter = emitter
         self._gamma = gamma
         self._watch = watch
         self.on_scored: Callable[[], None] = lambda: None
@@ -98,14 +98,14 @@ class Sample:
     def _finish(self) -> None:
         self._count_verdict()
         sequence = self.sequence
-        sequence.finish_reason = self._emitter.finish(sequence.finish_reason, sequence.counts, sequence.timings)
+        sequence.finish_reason = self.emitter.finish(sequence.finish_reason, sequence.counts, sequence.timings)
 
     def _has_ended(self) -> sampling_pb2.FinishReason:
         """The finish reason, if the committed tokens end the text already; otherwise unspecified."""
         committed, held = self._request.committed, self._request.held
         may_stop = len(committed) >= self._request.min_new_tokens
         is_stop = may_stop and committed[-1] in self._request.sampling.logit_rules.stop_token_ids
-        if held and self._emitter.resume(committed[-held:], is_silent=is_stop):
+        if held and self.emitter.resume(committed[-held:], is_silent=is_stop):
             return sampling_pb2.FINISH_REASON_STOP_STRING
         if is_stop:
             return sampling_pb2.FINISH_REASON_STOP_TOKEN
@@ -133,7 +133,7 @@ class Sample:
         if draft is None:
             self._begin_round(None)  # the opening carries it
         opened = await target.open()
-        self._emitter.cached_tokens = opened.cached_tokens
+        self.emitter.cached_tokens = opened.cached_tokens
         on_open(opened)
         if not self.sequence.needs_prompt_logprobs:
             self.on_scored()
@@ -149,23 +149,23 @@ class Sample:
             self._gamma.prepare()
             while self.sequence.round.owed and not self.sequence.finish_reason:
                 verdict = await self._next_verdict(target)
-                self._emitter.take(verdict, self.sequence.round.draft_tokens, self._report(verdict))
+                self.emitter.take(verdict, self.sequence.round.draft_tokens, self._report(verdict))
                 draft = None if self.sequence.round.owed or self.sequence.finish_reason else self._begin_draft()
                 if draft is None or self.sequence.timings.first_token is None:
                     await self._emit()
 
     async def _send_prompt_logprobs(self, part: sampling_pb2.PromptLogprobs) -> None:
-        self._emitter.send_prompt_logprobs(part)
+        self.emitter.send_prompt_logprobs(part)
         if not self.sequence.needs_prompt_logprobs:
             self.on_scored()
-        if await self._emitter.wait_for_client():
+        if await self.emitter.wait_for_client():
             self._gamma.disturbed()
 
     async def _emit(self) -> None:
         """Sends committed tokens and text, and waits if the client has too many responses unread."""
-        if self._emitter.send(self.sequence.timings):
+        if self.emitter.send(self.sequence.timings):
             self.sequence.finish_reason = sampling_pb2.FINISH_REASON_STOP_STRING
-        if await self._emitter.wait_for_client():
+        if await self.emitter.wait_for_client():
             self._gamma.disturbed()
 
     # -------------------------------------------------------------------------------------------------------- a round

@@ -272,10 +272,6 @@ _DRAFT = draft_service_pb2.TOKEN_ORIGIN_DRAFT
 _CORRECTION = draft_service_pb2.TOKEN_ORIGIN_CORRECTION
 _TARGET = draft_service_pb2.TOKEN_ORIGIN_TARGET
 
-ShowToken = Callable[[int], str]
-
-_NOTHING = Released("", 0)
-
 
 @dataclass(frozen=True, slots=True)
 class _Token:
@@ -301,7 +297,7 @@ class Emitter:
         index: int,
         prompt_tokens: int,
         committed: Sequence[int] = (),
-        show_token: ShowToken | None = None,
+        show_token: Callable[[int], str] | None = None,
         one_by_one: bool = False,
     ) -> None:
         """`committed` are tokens that an earlier call sent. `show_token` turns one token into text; it also turns on
@@ -415,7 +411,7 @@ class Emitter:
         tokens, self._tokens = self._tokens, []
         if self._one_by_one:
             for token in tokens:
-                self._send_chunk([token], _NOTHING, timings)
+                self._send_chunk([token], Released("", 0), timings)
             for part in released.by_token():
                 self._send_chunk([], part, timings)
         elif tokens or released.text or released.tokens or (also_rounds and self._rounds and not released.tail):

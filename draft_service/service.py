@@ -118,7 +118,6 @@ class GenerateCall:
         self._arrived = time.perf_counter()
         self._responses = Responses()
         self._samples: list[Sample] = []
-        self._emitters: list[Emitter] = []
         self._started = False
         self._prompt_scored = asyncio.Event()  # the first sample sends no more log-probabilities of the prompt
 
@@ -202,7 +201,6 @@ class GenerateCall:
         sample = Sample(request, index, emitter, self._pair.gamma.of(request), watch, arrived=self._arrived)
         if index == 0:
             sample.on_scored = self._prompt_scored.set
-        self._emitters.append(emitter)
         self._samples.append(sample)
         await sample.run(
             self._pair.verifiers,
@@ -266,7 +264,7 @@ class GenerateCall:
         first = [each.first_token for each in timings if each.first_token is not None]
         seconds = time.perf_counter() - self._arrived
         prompt = request.prompt_tokens if request else 0
-        tokens = sum(emitter.completion_tokens for emitter in self._emitters)
+        tokens = sum(sample.emitter.completion_tokens for sample in self._samples)
         request_id = request.request_id if request else message.request_id
         REQUEST_METRICS.run(lambda: self._metrics.ended(status, seconds, prompt=prompt, generated=tokens), None)
         self._trace.describe(
