@@ -146,7 +146,7 @@ class DraftApp(Service):
         if built is not None:
             self.engine = await in_thread(lambda: build_engine(built, target, sparse, settings))
             self.engine.start()
-            drafters |= model_drafters(settings, self.engine, drafters, target)
+            drafters |= model_drafters(settings, self.engine, drafters)
             await warm_up(drafters[Kind.MODEL], self.engine, probe)
         else:  # lossy rules need logits
             draft.rules[:] = [rule for rule in draft.rules if rule not in draft.lossy_rules]

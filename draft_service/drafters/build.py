@@ -87,20 +87,18 @@ def cheap_drafters(
     return drafters
 
 
-def model_drafters(
-    settings: DraftSettings, engine: DraftEngine, cheap: Mapping[Kind, Drafter], target: model_pb2.ModelInfo
-) -> dict[Kind, Drafter]:
+def model_drafters(settings: DraftSettings, engine: DraftEngine, cheap: Mapping[Kind, Drafter]) -> dict[Kind, Drafter]:
     """The drafters with a draft model; `parallel` is among them if it has a mask token. One of the `cheap` ones guesses
     for `staged`.
     """
     guesses = cheap[Kind(settings.staged_by)]
     assert isinstance(guesses, GuessingDrafter)
     drafters: dict[Kind, Drafter] = {
-        Kind.MODEL: ModelDrafter(engine, vocab_size=target.vocab_size),
-        Kind.STAGED: ModelDrafter(engine, vocab_size=target.vocab_size, cheap=guesses),
+        Kind.MODEL: ModelDrafter(engine),
+        Kind.STAGED: ModelDrafter(engine, cheap=guesses),
     }
     if engine.mask_token is not None:
-        drafters[Kind.PARALLEL] = ModelDrafter(engine, vocab_size=target.vocab_size, parallel=True)
+        drafters[Kind.PARALLEL] = ModelDrafter(engine, parallel=True)
     return drafters
 
 

@@ -43,6 +43,7 @@ class DraftEngine(Engine[Propose | Close, DraftWork, Sequence[Drawn]]):
     """All sequences of one draft model.
 
     Attributes:
+        vocab_size: the target's: higher ids are padding and never drafted.
         mask_token: of the model, for parallel drafting; None without one. It is never drafted.
         staging: adds guesses to the work of sequences with a guesser.
         prefix_queries: prompt and committed tokens that were looked up in the prefix cache.
@@ -60,12 +61,11 @@ class DraftEngine(Engine[Propose | Close, DraftWork, Sequence[Drawn]]):
         threads: int | None = None,
         prefix_cache: bool = True,
     ) -> None:
-        """`vocab_size` is the target's: higher ids are padding and never drafted."""
         super().__init__(model_runner, name="draft-engine", threads=threads)
         self.mask_token = model_runner.loaded.mask_token
         self._config = config
         self.loop = DecodeLoop(model_runner, min(vocab_size, model_runner.loaded.vocab_size), config)
-        self._target_size = vocab_size
+        self.vocab_size = vocab_size
         self.staging = staging
         self._prefill_tokens = prefill_tokens
         self._busy: list[ModelSequence] = []  # with a round in progress, in the order of requests
@@ -270,7 +270,7 @@ class DraftEngine(Engine[Propose | Close, DraftWork, Sequence[Drawn]]):
             if item.guesses:
                 own = self.staging.judge(item, own, pool)
             if item.sequence.opening.needs_logits:
-                logits = draft_logits(z[row : row + len(own)], item.sequence.params, self._target_size)
+                logits = draft_logits(z[row : row + len(own)], item.sequence.params, self.vocab_size)
                 drawn.append([(each.token, values, each.scores) for each, values in zip(own, logits, strict=True)])
             else:
                 drawn.append(own)

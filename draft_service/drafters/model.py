@@ -16,15 +16,12 @@ class ModelDrafter(Drafter):
     (staged drafting, [L 6]).
     """
 
-    def __init__(
-        self, engine: DraftEngine, *, vocab_size: int, cheap: GuessingDrafter | None = None, parallel: bool = False
-    ) -> None:
-        """`vocab_size` is the target's. `cheap` guesses tokens, which the model judges several at a time. `parallel`
-        drafts `DraftSequence.tokens_per_pass` tokens a pass; it needs a model with a mask token.
+    def __init__(self, engine: DraftEngine, *, cheap: GuessingDrafter | None = None, parallel: bool = False) -> None:
+        """`cheap` guesses tokens, which the model judges several at a time. `parallel` drafts
+        `DraftSequence.tokens_per_pass` tokens a pass; it needs a model with a mask token.
         """
         assert not parallel or engine.mask_token is not None
         self._engine = engine
-        self._vocab_size = vocab_size
         self._cheap = cheap
         self._parallel = parallel
 
@@ -33,13 +30,14 @@ class ModelDrafter(Drafter):
 
     def begin(self, sequence: DraftSequence) -> ModelSequence:
         """The engine's state of a sequence."""
+        vocab_size = self._engine.vocab_size
         if self._parallel and sequence.tokens_per_pass > 1:
-            return ModelSequence.begin(replace(sequence, uses_outcome_cache=False), self._vocab_size)
+            return ModelSequence.begin(replace(sequence, uses_outcome_cache=False), vocab_size)
         sequence = replace(sequence, tokens_per_pass=1)
         if self._cheap is None:
-            return ModelSequence.begin(sequence, self._vocab_size)
+            return ModelSequence.begin(sequence, vocab_size)
         # Staged drafting has neither the entropy bound nor the outcome cache.
-        begun = ModelSequence.begin(replace(sequence, max_entropy=None, uses_outcome_cache=False), self._vocab_size)
+        begun = ModelSequence.begin(replace(sequence, max_entropy=None, uses_outcome_cache=False), vocab_size)
         begun.guessing = GuessingState(self._cheap.guesser(sequence, Domain.STAGED_DRAFT))
         return begun
 

@@ -71,11 +71,10 @@ class Driver:
         opening: DraftSequence,
         cheap: GuessingDrafter | None = None,
         *,
-        vocab_size: int = VOCABULARY,
         parallel: bool = False,
     ) -> None:
         self.engine = engine
-        self.sequence = ModelDrafter(engine, vocab_size=vocab_size, cheap=cheap, parallel=parallel).begin(opening)
+        self.sequence = ModelDrafter(engine, cheap=cheap, parallel=parallel).begin(opening)
         self._results: queue.SimpleQueue[Draft | DraftError] = queue.SimpleQueue()
 
     def request(self, gamma: int, committed: Sequence[int] = ()) -> None:

@@ -63,10 +63,7 @@ def test_proposals_are_the_models_likeliest_tokens(name: str, is_short: bool) ->
     how: dict[str, Any] = {"blocks": blocks} if is_short else {}
     with running(engine_of(loaded(name), vocab_size=V, max_length=64, **how)) as engine:
         assert isinstance(engine, DraftEngine)
-        drivers = [
-            Driver(engine, sequence(temperature=0.0, prompt=[START], encoder_input=each), vocab_size=V)
-            for each in own_inputs
-        ]
+        drivers = [Driver(engine, sequence(temperature=0.0, prompt=[START], encoder_input=each)) for each in own_inputs]
         texts, committed = [[START] for _ in drivers], [list[int]() for _ in drivers]
         for _ in range(ROUNDS):
             for driver, own in zip(drivers, committed, strict=True):

@@ -109,7 +109,7 @@ def test_padding_is_never_drafted(loaded: LoadedModel, fresh: ModelRunner) -> No
     logits = fresh.forward([Chunk(fresh.pool.allocate(), PROMPT, 0, len(PROMPT) - 1)])[0]
     end = int(logits.argmax())
     with running(engine_of(loaded, vocab_size=end)) as engine:
-        drafted = Driver(engine, sequence(0.0), vocab_size=end).propose(6).token_ids
+        drafted = Driver(engine, sequence(0.0)).propose(6).token_ids
     assert drafted[0] == int(logits[:end].argmax())
     assert max(drafted) < end
 
@@ -118,13 +118,13 @@ def test_a_target_may_know_more_tokens_than_the_draft_has(loaded: LoadedModel) -
     """It drafts its own tokens, in one call as by steps."""
     vocab_size = loaded.vocab_size + 7
     with running(engine_of(loaded, vocab_size=vocab_size)) as wide:
-        lone, *both = [Driver(wide, sequence(rule=Rule.COUPLED), vocab_size=vocab_size) for _ in range(3)]
+        lone, *both = [Driver(wide, sequence(rule=Rule.COUPLED)) for _ in range(3)]
         alone = lone.propose(6).token_ids
         for driver in both:
             driver.request(6)
         assert [driver.result().token_ids for driver in both] == [alone] * 2
         opening = sequence(rule=Rule.SIGMOID, params=SamplingParams())
-        (logits,) = Driver(wide, opening, vocab_size=vocab_size).propose(1).distributions
+        (logits,) = Driver(wide, opening).propose(1).distributions
     assert isinstance(logits, DraftLogits)
     assert (logits.values == EXCLUDED).tolist() == [False] * loaded.vocab_size + [True] * 7
 
@@ -286,7 +286,7 @@ def test_only_equal_salts_share_a_prefix(loaded: LoadedModel) -> None:
 
 async def test_an_engine_that_has_ended_keeps_no_later_sequence(loaded: LoadedModel) -> None:
     with running(engine_of(loaded)) as engine:
-        drafter = ModelDrafter(engine, vocab_size=VOCABULARY)
+        drafter = ModelDrafter(engine)
     before = engine._inbox.qsize()
     drafter.open(sequence()).close()
     assert engine._inbox.qsize() == before
@@ -313,8 +313,8 @@ def test_a_prompt_that_waits_is_looked_up_once(loaded: LoadedModel) -> None:
     ids=["bias", "ban", "stop"],
 )
 def test_rules_may_name_tokens_of_the_target_that_the_draft_lacks(loaded: LoadedModel, rules: LogitRules) -> None:
-    with running(engine_of(loaded)) as engine:
-        driver = Driver(engine, sequence(logit_rules=rules), vocab_size=VOCABULARY + 7)
+    with running(engine_of(loaded, vocab_size=VOCABULARY + 7)) as engine:
+        driver = Driver(engine, sequence(logit_rules=rules))
         assert len(driver.propose(4).token_ids) == 4
         driver.close()
 

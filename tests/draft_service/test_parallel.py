@@ -76,7 +76,7 @@ def sequence(s: int, temperature: float = 1.0, **changes: object) -> DraftSequen
 
 
 def drive(engine: DraftEngine, opening: DraftSequence) -> Driver:
-    return Driver(engine, opening, vocab_size=VOCABULARY, parallel=True)
+    return Driver(engine, opening, parallel=True)
 
 
 @torch.no_grad()
@@ -147,7 +147,7 @@ def test_masks_count_against_the_context_and_the_kv_cache(loaded: LoadedModel) -
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
 def test_one_token_a_pass_drafts_as_model(engine: DraftEngine, temperature: float, rule: Rule) -> None:
     opening = sequence(1, temperature, rule=rule)
-    model = Driver(engine, replace(opening, tokens_per_pass=4), vocab_size=VOCABULARY)  # which `model` ignores
+    model = Driver(engine, replace(opening, tokens_per_pass=4))  # which `model` ignores
     parallel = drive(engine, opening)
     for committed in ([], [3, 4], [5]):
         assert parallel.propose(6, committed).token_ids == model.propose(6, committed).token_ids

@@ -161,7 +161,7 @@ def test_the_joint_distribution_of_a_proposal_is_the_drafts(guesser: str, tiny: 
     engine = staged_engine(tiny, vocab_size=size, config=CUT, guesses=2, max_length=64)
     engine.start()
     opening = DraftSequence(PROMPT, [], SamplingParams(), LogitRules(), 0)
-    drivers = [Driver(engine, opening, cheap, vocab_size=size) for _ in range(4)]
+    drivers = [Driver(engine, opening, cheap) for _ in range(4)]
     outcomes = np.zeros((SIZE,) * GAMMA, dtype=np.int64)
     for first in range(0, 1600, len(drivers)):
         for number, driver in enumerate(drivers):
