@@ -244,14 +244,14 @@ def _of_model(engine: DraftEngine, costs: Sequence[Cost]) -> Iterator[Metric]:
     found = "Looked-up tokens that were found, so that the draft model did not run them again."
     steps = "Steps of the draft model that judged guessed tokens; each counts once for each sequence."
     failures = "Sequences for which guessing failed, so that the draft model drafts without guesses."
-    counts = engine.staging.counts
+    staging = engine.staging
     totals: list[tuple[str, str, float]] = [
         ("draft_prefix_cache_queries", looked_up, engine.prefix_queries),
         ("draft_prefix_cache_hits", found, engine.prefix_hits),
-        ("staged_steps", steps, counts.steps),
-        ("staged_guessed_tokens", "Guessed tokens.", counts.guessed),
-        ("staged_accepted_tokens", "Guessed tokens that the draft model accepted.", counts.accepted),
-        ("staged_failures", failures, counts.failures),
+        ("staged_steps", steps, staging.steps),
+        ("staged_guessed_tokens", "Guessed tokens.", staging.guessed),
+        ("staged_accepted_tokens", "Guessed tokens that the draft model accepted.", staging.accepted),
+        ("staged_failures", failures, staging.failures),
     ]
     for name, text, field in (
         ("queries", "Verdicts before which tokens were drafted for likely outcomes.", "cache_queries"),

@@ -7,7 +7,7 @@ of their own, keyed by the base of the round and by the inner base, the number o
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 import numpy as np
 
@@ -25,28 +25,19 @@ GUESSES = Component("staged_guesses")
 _BITS = 53
 
 
-@dataclass(slots=True)
-class StagedCounts:
-    """Totals over all sequences.
+class Staging:
+    """Adds guesses to the engine's work, and judges them with the draft model's samples.
 
     Attributes:
         steps: of the draft model that judged guesses, counted once for each sequence.
+        guessed: tokens in those steps.
         accepted: guessed tokens that the draft model accepted.
         failures: guessers that failed; the model drafts for their sequences without guesses.
     """
 
-    steps: int = 0
-    guessed: int = 0
-    accepted: int = 0
-    failures: int = 0
-
-
-class Staging:
-    """Adds guesses to the engine's work, and judges them with the draft model's samples."""
-
     def __init__(self, guesses: int, known: int) -> None:
         """`guesses` is the most tokens guessed at once; `known` is the draft model's vocabulary size."""
-        self.counts = StagedCounts()
+        self.steps = self.guessed = self.accepted = self.failures = 0
         self._guesses = guesses
         self._known = known
 
@@ -58,9 +49,9 @@ class Staging:
         kept = _walk(work.sequence, work.guesses, samples)
         accepted = len(kept) - 1
         pool.rollback(work.chunk.slot, len(work.sequence.tokens) + accepted)
-        self.counts.steps += 1
-        self.counts.guessed += len(work.guesses)
-        self.counts.accepted += accepted
+        self.steps += 1
+        self.guessed += len(work.guesses)
+        self.accepted += accepted
         return kept
 
     def with_guesses(self, item: DraftWork) -> DraftWork:
@@ -70,7 +61,7 @@ class Staging:
         guessed = GUESSES.run(lambda: self._with_guesses(item), None)
         if guessed is not None:
             return guessed
-        self.counts.failures += 1
+        self.failures += 1
         item.sequence.guessing = None  # its state is unknown
         return item
 

@@ -17,7 +17,7 @@ from draft_service.drafters.cheap import Copier, LookupDrafter
 from draft_service.drafters.engine import DraftEngine
 from draft_service.drafters.ngram import NGramDrafter
 from draft_service.drafters.sequence import GuessingState
-from draft_service.drafters.staged import StagedCounts, accepts, resample
+from draft_service.drafters.staged import accepts, resample
 from kernels.adjustments import LogitRules
 from kernels.rng import Domain, uniform
 from kernels.sampling import SamplingParams, probabilities
@@ -38,10 +38,6 @@ TEXT = [5, 17, 300, 42, 7, 7, 1999, 5, 17, 300, 42, 8, 9, 5, 17, 300]
 def tiny(tmp_path_factory: pytest.TempPathFactory) -> LoadedModel:
     folder = pairs.write_target(tmp_path_factory.mktemp("tiny") / "model", seed=1, sharpness=0.8)
     return load_model(ModelSource(str(folder), dtype="float32", device="cpu"))
-
-
-def counts_of(engine: DraftEngine) -> StagedCounts:
-    return engine.staging.counts
 
 
 @pytest.fixture
@@ -95,8 +91,8 @@ def test_tokens_are_those_of_the_model_alone_over_many_rounds(
         assert drafts[0].token_ids == drafts[1].token_ids
         assert drafts[0].distributions == drafts[1].distributions
         committed = [*drafts[0].token_ids[:accepted], 11 + accepted, 5, 17]
-    assert counts_of(engine).steps > 0
-    assert counts_of(engine).failures == 0
+    assert engine.staging.steps > 0
+    assert engine.staging.failures == 0
 
 
 def test_a_broken_guesser_affects_its_own_sequence_only(engine: DraftEngine) -> None:
@@ -115,8 +111,8 @@ def test_a_broken_guesser_affects_its_own_sequence_only(engine: DraftEngine) -> 
             driver.request(6, committed)
         broken, guessed, alone = (driver.result().token_ids for driver in drivers)
         assert broken == guessed == alone
-    assert counts_of(engine).failures == 1
-    assert counts_of(engine).steps > 0
+    assert engine.staging.failures == 1
+    assert engine.staging.steps > 0
 
 
 CUT = SparseConfig(keep_mass=1.0, max_support=4)
@@ -170,9 +166,9 @@ def test_the_joint_distribution_of_a_proposal_is_the_drafts(guesser: str, tiny: 
         for driver in drivers:
             outcomes[tuple(driver.result().token_ids)] += 1
     engine.stop()
-    fit, counts = chisquare.goodness_of_fit(outcomes.ravel(), joint_distribution(tiny).ravel()), counts_of(engine)
+    fit, staging = chisquare.goodness_of_fit(outcomes.ravel(), joint_distribution(tiny).ravel()), engine.staging
     assert chisquare.detectable(fit.df, fit.n, level=0.01, power=0.95) <= 0.1
-    assert 0.05 * counts.guessed < counts.accepted < 0.9 * counts.guessed
+    assert 0.05 * staging.guessed < staging.accepted < 0.9 * staging.guessed
     assert fit.p_value > 0.01
 
 
