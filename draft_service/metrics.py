@@ -3,7 +3,7 @@
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
-from prometheus_client import Counter, Gauge, Histogram
+from prometheus_client import Gauge, Histogram
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 
 from draft_service.concurrency import ConcurrencyLimit
@@ -31,14 +31,9 @@ class RequestMetrics:
 
     def __init__(self, metrics: Metrics) -> None:
         self.texts = TextMetrics(metrics.registry, "outrider_", "Generate calls")
-        self._requests = Counter(
-            "outrider_requests",
-            "Generate calls that ended, by gRPC status.",
-            ("status",),
-            registry=metrics.registry,
+        self._requests = metrics.counter(
+            "requests", "Generate calls that ended, by gRPC status.", status=("OK", "CANCELLED")
         )
-        for status in ("OK", "CANCELLED"):
-            self._requests.labels(status)
         self.queued = Histogram(
             "outrider_request_queue_seconds",
             "Time of a call in the queue of this service; 0 if it did not wait.",
@@ -270,18 +265,13 @@ class FailoverMetrics:
 
     def __init__(self, metrics: Metrics, reasons: Iterable[str]) -> None:
         """`reasons` are the labels of `switched`."""
-        self._switches = Counter(
-            "outrider_verifier_switches",
+        self._switches = metrics.counter(
+            "verifier_switches",
             "Sequences opened again, at another verifier or the same, by the reason why the last one was left.",
-            ("reason",),
-            registry=metrics.registry,
+            reason=reasons,
         )
-        for reason in reasons:
-            self._switches.labels(reason)
-        self._seconds = Counter(
-            "outrider_failover_seconds",
-            "Seconds that sequences were without a verifier, summed over sequences.",
-            registry=metrics.registry,
+        self._seconds = metrics.counter(
+            "failover_seconds", "Seconds that sequences were without a verifier, summed over sequences."
         )
 
     @FAILOVER_METRICS.quiet

@@ -3,7 +3,7 @@
 The engine updates them (`accounting.Observer`). Gauges read pool and queue when Prometheus scrapes.
 """
 
-from prometheus_client import Counter, Gauge, Histogram
+from prometheus_client import Gauge, Histogram
 
 from outrider.runtime.kv_cache import BLOCK_TOKENS, KVPool
 from outrider.service.best_effort import Component
@@ -22,14 +22,11 @@ class SequenceMetrics:
     """Counts ended streams. Used on the event loop only."""
 
     def __init__(self, metrics: Metrics) -> None:
-        self._ended = Counter(
-            "outrider_sequences",
+        self._ended = metrics.counter(
+            "sequences",
             "Verify streams that ended, by gRPC status; CANCELLED: the draft service ended the stream.",
-            ("status",),
-            registry=metrics.registry,
+            status=("OK", "CANCELLED"),
         )
-        for status in ("OK", "CANCELLED"):
-            self._ended.labels(status)
 
     @STREAM_METRICS.quiet
     def ended(self, status: str) -> None:
@@ -40,21 +37,19 @@ class SpeculationMetrics:
     """Metrics of the engine: an `accounting.Observer`."""
 
     def __init__(self, metrics: Metrics, verify_path: str) -> None:
-        def counter(name: str, text: str, *labels: str) -> Counter:
-            return Counter(f"outrider_{name}", text, labels, registry=metrics.registry)
-
         def seconds(name: str, text: str, *labels: str) -> Histogram:
             return Histogram(f"outrider_{name}_seconds", text, labels, buckets=_SECONDS, registry=metrics.registry)
 
+        counter = metrics.counter
         self._metrics = metrics
-        self._drafts = counter("spec_decode_num_drafts", "Proposals of at least one token that were judged.", "rule")
-        self._draft_tokens = counter("spec_decode_num_draft_tokens", "Drafted tokens in judged proposals.", "rule")
-        self._accepted = counter("spec_decode_num_accepted_tokens", "Drafted tokens that were accepted.", "rule")
+        self._drafts = counter("spec_decode_num_drafts", "Proposals of at least one token that were judged.", rule=())
+        self._draft_tokens = counter("spec_decode_num_draft_tokens", "Drafted tokens in judged proposals.", rule=())
+        self._accepted = counter("spec_decode_num_accepted_tokens", "Drafted tokens that were accepted.", rule=())
         self._accepted_at = counter(
             "spec_decode_num_accepted_tokens_per_pos",
             "Accepted tokens by position in the proposal, from 0.",
-            "rule",
-            "position",
+            rule=(),
+            position=(),
         )
         self._queried = counter("prefix_cache_queries", "Prompt and committed tokens looked up in the prefix cache.")
         self._hit = counter(
@@ -66,10 +61,8 @@ class SpeculationMetrics:
         self._checks = counter(
             "kv_integrity_checks",
             "Consistency checks of the KV block tables, made when no sequence is in progress.",
-            "outcome",
+            outcome=("intact", "corrupted"),
         )
-        for outcome in ("intact", "corrupted"):
-            self._checks.labels(outcome)
         self._verify = seconds("verify", "Time of one verification, for all sequences of a step.", "path").labels(
             verify_path
         )

@@ -10,7 +10,7 @@ import math
 import socket
 import threading
 from bisect import bisect_left
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from itertools import accumulate
 from socketserver import TCPServer
@@ -72,6 +72,14 @@ class Metrics:
     def gauge(self, name: str, text: str, value: Callable[[], float]) -> None:
         """Adds the gauge `outrider_name`, whose value is read at each scrape."""
         Gauge(f"outrider_{name}", text, registry=self.registry).set_function(value)
+
+    def counter(self, name: str, text: str, **labels: Iterable[str]) -> Counter:
+        """Adds the counter `outrider_name`. Values of a single label are shown from the start."""
+        counter = Counter(f"outrider_{name}", text, tuple(labels), registry=self.registry)
+        if len(labels) == 1:
+            for value in next(iter(labels.values())):
+                counter.labels(value)
+        return counter
 
 
 class Collected(Collector):

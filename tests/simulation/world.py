@@ -48,7 +48,13 @@ SLOW_READS = 12  # of a slow client; then it reads at once
 TRACE_LINES = 40  # of a failed seed
 OK = grpc.StatusCode.OK
 
-_UNREGISTERED = cast("Metrics", SimpleNamespace(registry=None))
+
+class _Unregistered(Metrics):
+    def __init__(self) -> None:
+        self.registry = cast("Any", None)
+
+
+_UNREGISTERED = _Unregistered()
 
 _REQUEST_METRICS = RequestMetrics(_UNREGISTERED)  # shared by all seeds, because making it is slow
 
