@@ -362,9 +362,11 @@ class FailoverStream:
         try:
             async with asyncio.timeout(MOVING_TIMEOUT):
                 await new.stream.open(reopened=True)
-        except (RequestError, TimeoutError) as error:
+        except BaseException as error:
             new.cancel()
             self._verifiers.budget.give_back()
+            if not isinstance(error, RequestError | TimeoutError):
+                raise
             kind = None if isinstance(error, TimeoutError) else kind_of(error)
             if kind is None or kind is FailureKind.STEP_FAILED:
                 # `_report` leaves it usable, and each round would try it again.
@@ -372,10 +374,6 @@ class FailoverStream:
             elif isinstance(error, RequestError):
                 _report(new, kind, error)
             return
-        except BaseException:
-            new.cancel()
-            self._verifiers.budget.give_back()
-            raise
         finally:
             self._add_pause(time.monotonic() - started)
         self._lease = new
