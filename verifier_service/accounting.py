@@ -58,7 +58,7 @@ class Step:
         self.forward_seconds = output.forward_seconds
         self.verify_seconds = output.verify_seconds
         self.judged: list[JudgedRound] = []
-        self.has_rounds = bool(output.proposals)
+        self.has_rounds = bool(output.results)
         self.is_of_rounds = self.has_rounds and all(
             item.round is not None and item.chunk.logits_from == 0 and not item.encodes for item in work
         )

@@ -48,7 +48,6 @@ class StepResult:
         verify_seconds: of the verification and the transfer of its results.
     """
 
-    proposals: Sequence[Proposed]
     results: list[VerifyResult]
     scores: list[tuple[TokenLogprobs, ...] | None]
     forward_seconds: float
@@ -114,7 +113,7 @@ class TargetRunner:
             for chunk in chunks:  # the forward pass may have lengthened them
                 self._model_runner.pool.rollback(chunk.slot, chunk.start)
             raise
-        return StepResult(proposals, results, scores, forward + scoring, verifying)
+        return StepResult(results, scores, forward + scoring, verifying)
 
     def most_in_a_row(self, pass_seconds: float, seconds: float) -> int:
         """The most tokens that `decode` may draw for a sequence in `seconds`, where a pass takes `pass_seconds`."""
@@ -152,7 +151,7 @@ class TargetRunner:
                 *before, last = before
             results.append(VerifyResult(Status.OK, 0, last) if last >= 0 else BAD_LOGITS)
             earlier.append(before)
-        return StepResult(proposals, results, [], seconds, 0.0, earlier, passes=max(map(len, drawn)))
+        return StepResult(results, [], seconds, 0.0, earlier, passes=max(map(len, drawn)))
 
 
 def _draws(proposal: Proposed, count: int) -> list[Draw]:

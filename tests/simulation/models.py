@@ -214,7 +214,7 @@ class TokenRunner:
                 proposed = left.pop(0)
                 results.append(self._oracle.verify(proposed.seed, context, proposed))
         seconds = 1e-3 + 1e-4 * sum(len(chunk.tokens) for chunk in chunks)
-        return StepResult(proposals, results, [], seconds, 1e-4)
+        return StepResult(results, [], seconds, 1e-4)
 
     def most_in_a_row(self, pass_seconds: float, seconds: float) -> int:
         return 8
@@ -249,7 +249,7 @@ class TokenRunner:
                 self._pool.extend(chunk.slot, len(context) + 1)
             results.append(result)
             earlier.append(drawn)
-        return StepResult(proposals, results, [], 1e-3, 0.0, earlier, max(map(len, earlier)) + 1)
+        return StepResult(results, [], 1e-3, 0.0, earlier, max(map(len, earlier)) + 1)
 
     def _fails(self, proposals: Sequence[Proposed]) -> bool:
         return self._chance.random() < self.broken or any(each.seed in self.poisoned for each in proposals)

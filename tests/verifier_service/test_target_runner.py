@@ -84,7 +84,6 @@ def rounds(packed: ModelRunner, judged: TargetRunner, seed: int) -> list[VerifyR
             proposals.append(Proposed(drafted, q, params, seed=seed + i, base_length=len(texts[i]), rule=rule))
             chunks.append(Chunk(slots[i], [texts[i][-1], *drafted], len(texts[i]) - 1, 0))
         output = judged(chunks, proposals)
-        assert output.proposals == proposals
         assert min(output.forward_seconds, output.verify_seconds) >= 0
         results += output.results
         for i, proposal, result in zip(present, proposals, output.results, strict=True):
