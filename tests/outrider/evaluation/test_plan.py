@@ -101,14 +101,17 @@ def test_alpha_by_position_limits_the_oracle() -> None:
         Pair(alpha=0.8, by_position=(0.9, 0.8, 0.5), c=0.1, parallel=True),
     ],
 )
-def test_the_figures_hold_the_pair(tmp_path: Path, pair: Pair) -> None:
+def test_the_figures_hold_the_pair(pair: Pair) -> None:
     plan = make_plan(pair)
     text = svg(lambda to: draw_plan(to, plan))
     written = "\n".join("".join(each.itertext()) for each in ElementTree.fromstring(text).iter())
     for title in ("Figure 2", "Figure 3", "Figure 4", "This pair"):
         assert title in written
     assert f"α = {pair.alpha:.3g}, γ = {plan.fastest.gamma}, c = {pair.c:.3g}" in written
-    draw_plan(tmp_path / "plan.png", plan)
+
+
+def test_a_file_of_the_figures_has_the_format_of_its_suffix(tmp_path: Path) -> None:
+    draw_plan(tmp_path / "plan.png", make_plan(Pair(alpha=0.8, c=0.05, round_trip=0.1)))
     assert (tmp_path / "plan.png").read_bytes().startswith(b"\x89PNG")
 
 
