@@ -1,8 +1,5 @@
 """The verifier as a process: rounds, bad input, limits, queue. `tests/exactness` has its drain and failures."""
 
-import os
-import subprocess
-import sys
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from pathlib import Path
@@ -13,7 +10,7 @@ import pytest
 
 from protos.outrider.v1 import sampling_pb2, verifier_service_pb2
 from protos.outrider.v1.verifier_service_pb2 import VerifyRequest
-from tests.cluster import MODELS, Cluster, Service, wait_until
+from tests.cluster import Cluster, Service, wait_until
 from tests.slow_steps import STEP_SECONDS, slow_steps
 from tests.verifier_service.streams import PROMPT, Stream, decode, error_of, opening
 
@@ -225,25 +222,10 @@ def test_a_sequence_whose_prompt_is_scored_is_not_idle(tmp_path: Path) -> None:
     assert len(reply.prompt_logprobs.logprobs) == len(PROMPT) - 1
 
 
-_TRY = """
-import os, sys, time, torch
-from verifier_service.app import find_path
-from verifier_service.settings import VerifierSettings
-settings = VerifierSettings.from_command_line(["--model", sys.argv[1], "--device", "cpu"], program="verifier_service")
-torch.ones(64, 64)
-before = set(os.listdir("/proc/self/task"))
-find_path(settings)
-until = time.monotonic() + 2  # a pool ends just after its thread
-while (left := set(os.listdir("/proc/self/task")) - before) and time.monotonic() < until:
-    time.sleep(0.01)
-print(torch.get_num_threads(), len(left))
-"""
-
-
 @pytest.mark.skipif(not Path("/proc/self/task").is_dir(), reason="needs Linux's list of threads")
 def test_trying_the_verification_leaves_no_threads() -> None:
     """A pool beside the engine's keeps libgomp from spinning: passes with two threads took 3 to 6 times as long."""
-    environment = os.environ | {"OMP_NUM_THREADS": "2"}
-    command = [sys.executable, "-c", _TRY, str(MODELS / "target")]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=True, timeout=120)
-    assert done.stdout.split() == ["2", "0"]
+    with Cluster(fault="tries_with_two_threads") as cluster:
+        verifier = cluster.verifier(flags="--verify-path torch")  # C's has no pool
+        wait_until(lambda: verifier.returncode is not None)
+        assert (verifier.stop(), verifier.plain_lines()) == (0, ["2 0"])

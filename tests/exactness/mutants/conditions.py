@@ -10,6 +10,7 @@ import os
 import time
 from collections import Counter
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from typing import Any
 
 
@@ -75,6 +76,50 @@ def briskly_interpreted() -> None:
     from tests.kernels.interpreter import patch_once_a_launch
 
     patch_once_a_launch()
+
+
+def loads_for_ever() -> None:
+    """The verifier loads until its process ends. Code 3 stands for Python's own end, which aborts amid C++ code."""
+    import torch
+
+    from outrider.service.lifecycle import run as original
+    from verifier_service import __main__ as service
+    from verifier_service.app import VerifierApp
+
+    def build(self: VerifierApp) -> Any:
+        print("loading", flush=True)
+        while True:
+            torch.ones(64, 64) @ torch.ones(64, 64)
+
+    def run(program: str, settings: Any, make: Any) -> int:
+        with suppress(SystemExit):
+            original(program, settings, make)
+        return 3
+
+    VerifierApp._build = build  # type: ignore[method-assign]
+    setattr(service, "run", run)  # noqa: B010  # it exports none
+
+
+def tries_with_two_threads() -> None:
+    """The verifier ends after it tried its verification, and prints torch's threads and those that it left."""
+    import torch
+
+    from verifier_service import app
+
+    original = app.find_path
+
+    def find_path(settings: Any) -> Any:
+        torch.set_num_threads(2)
+        torch.ones(64, 64)
+        before = set(os.listdir("/proc/self/task"))
+        original(settings)
+        until = time.monotonic() + 2  # a pool ends just after its thread
+        while (left := set(os.listdir("/proc/self/task")) - before) and time.monotonic() < until:
+            time.sleep(0.01)
+        print(torch.get_num_threads(), len(left), flush=True)
+        raise SystemExit(0)
+
+    app.find_path = find_path
 
 
 def broken_components() -> None:

@@ -1,8 +1,6 @@
 """The health metric is right while the event loop, which answers probes, does not run."""
 
 import asyncio
-import subprocess
-import sys
 from types import SimpleNamespace
 from typing import Any
 
@@ -12,6 +10,7 @@ from outrider.rpc.health import PROBES, HealthState
 from outrider.rpc.server import create_server
 from outrider.service.lifecycle import _watch, export_health, in_thread
 from outrider.service.metrics import Metrics
+from tests.cluster import Cluster, wait_until
 
 
 class Panic(BaseException):
@@ -27,33 +26,12 @@ async def test_what_ends_a_thread_is_raised_where_its_result_is_awaited() -> Non
             await in_thread(panic)
 
 
-_LOADS_FOR_EVER = """
-import sys, torch
-from outrider.service.lifecycle import run
-from verifier_service.app import VerifierApp
-from verifier_service.settings import VerifierSettings
-
-def build(app):
-    print("loading", flush=True)
-    while True:
-        torch.ones(64, 64) @ torch.ones(64, 64)
-
-VerifierApp._build = build
-settings = VerifierSettings.from_command_line(program="verifier_service")
-sys.exit(run("verifier_service", settings, lambda: VerifierApp(settings)))
-"""
-
-
 def test_a_service_that_loads_ends_with_0_after_a_signal() -> None:
-    flags = ["--model", "models/demo/target", "--listen", "127.0.0.1:0"]
-    command = [sys.executable, "-c", _LOADS_FOR_EVER, *flags]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
-        assert process.stdout is not None
-        assert any("loading" in line for line in process.stdout)
-        process.terminate()
-        output, errors = process.communicate(timeout=60)
-    assert process.returncode == 0, errors
-    assert '"stopped"' in output
+    with Cluster(fault="loads_for_ever") as cluster:
+        verifier = cluster.verifier()
+        wait_until(lambda: "loading" in verifier.plain_lines())
+        assert verifier.stop() == 0
+        assert verifier.logged("stopped")
 
 
 async def test_an_event_loop_that_does_not_run_is_neither_alive_nor_ready() -> None:
