@@ -99,25 +99,16 @@ class CrossLayers(nn.Module):
     """The whole decoder. Values of the layers are in lists, which TorchScript supports."""
 
     positions: Tensor | None
-    first_norm: Tensor | None
-    first_norm_bias: Tensor | None
-    last_norm: Tensor | None
-    last_norm_bias: Tensor | None
-    head_bias: Tensor | None
-    norm_weights: list[Tensor]
-    norm_biases: list[Tensor | None]
-    qkv: list[Tensor]
-    qkv_bias: list[Tensor | None]
-    output: list[Tensor]
-    output_bias: list[Tensor | None]
-    query: list[Tensor]
-    query_bias: list[Tensor | None]
-    cross_output: list[Tensor]
-    cross_output_bias: list[Tensor | None]
-    up: list[Tensor]
-    up_bias: list[Tensor | None]
-    down: list[Tensor]
-    down_bias: list[Tensor | None]
+    first_norm: Linear | None
+    last_norm: Linear | None
+    head: Linear
+    norms: list[Linear]
+    qkv: list[Linear]
+    output: list[Linear]
+    query: list[Linear]
+    cross_output: list[Linear]
+    up: list[Linear]
+    down: list[Linear]
 
     def __init__(self, shared: _Shared, layers: Sequence[_Layer]) -> None:
         super().__init__()
@@ -126,14 +117,10 @@ class CrossLayers(nn.Module):
         self.gated, self.activation = shared.gated, shared.activation
         self.embedding, self.embedding_scale = shared.embedding, shared.embedding_scale
         self.positions, self.output_scale = shared.positions, shared.output_scale
-        self.first_norm, self.first_norm_bias = shared.first_norm or (None, None)
-        self.last_norm, self.last_norm_bias = shared.last_norm or (None, None)
-        self.head, self.head_bias = shared.head
-        self.norm_weights = [norm.weight for layer in layers for norm in layer.norms]
-        self.norm_biases = [norm.bias for layer in layers for norm in layer.norms]
+        self.first_norm, self.last_norm, self.head = shared.first_norm, shared.last_norm, shared.head
+        self.norms = [norm for layer in layers for norm in layer.norms]
         for name in ("qkv", "output", "query", "cross_output", "up", "down"):
-            setattr(self, name, [getattr(layer, name).weight for layer in layers])
-            setattr(self, f"{name}_bias", [getattr(layer, name).bias for layer in layers])
+            setattr(self, name, [getattr(layer, name) for layer in layers])
         self.small = SMALL if shared.embedding.device.type == "cpu" else 0
         self.signs = make_signs(shared.embedding)
 
@@ -173,7 +160,7 @@ class CrossLayers(nn.Module):
         x = x.unsqueeze(1)  # [T, 1, E]
         first_norm = self.first_norm
         if first_norm is not None:
-            x = self.normed(x, first_norm, self.first_norm_bias)
+            x = self.normed(x, first_norm)
         T, heads, head_dim = x.size(0), self.heads, stores[0].size(4)
         width = 3 * heads * head_dim
         pool_dtype = stores[0].dtype
@@ -181,7 +168,7 @@ class CrossLayers(nn.Module):
         encoded_by_layer = [store.unbind(0) for store in encoded]
         none: list[Tensor] = []
         for i in range(len(self.qkv)):
-            qkv = linear(self.before(3 * i, x), self.qkv[i], self.qkv_bias[i], self.packed)
+            qkv = self.product(self.before(3 * i, x), self.qkv[i])
             at = heads * head_dim
             keys: list[Tensor] = []
             values: list[Tensor] = []
@@ -199,19 +186,18 @@ class CrossLayers(nn.Module):
             else:
                 attended = attend(query, counts, keys, values, masks, self.scaling, 0)
             attended = attended.to(x.dtype).reshape(T, 1, heads * head_dim)
-            x = self.after(3 * i, linear_add(x, attended, self.output[i], self.output_bias[i], self.packed))
+            x = self.after(3 * i, self.added(x, attended, self.output[i]))
 
-            rows_of = linear(self.before(3 * i + 1, x), self.query[i], self.query_bias[i], self.packed)
+            rows_of = self.product(self.before(3 * i + 1, x), self.query[i])
             query = rows_of.view(T, heads, head_dim).to(pool_dtype)
             keys = [each[i].select(0, 0).unsqueeze(1) for each in encoded_by_layer]
             values = [each[i].select(0, 1).unsqueeze(1) for each in encoded_by_layer]
             attended = attend_all(query, counts, keys, values, none, self.scaling)
             attended = attended.to(x.dtype).reshape(T, 1, heads * head_dim)
-            x = linear_add(x, attended, self.cross_output[i], self.cross_output_bias[i], self.packed)
-            x = self.after(3 * i + 1, x)
+            x = self.after(3 * i + 1, self.added(x, attended, self.cross_output[i]))
 
-            inner = self.activated(linear(self.before(3 * i + 2, x), self.up[i], self.up_bias[i], self.packed))
-            x = self.after(3 * i + 2, linear_add(x, inner, self.down[i], self.down_bias[i], self.packed))
+            inner = self.activated(self.product(self.before(3 * i + 2, x), self.up[i]))
+            x = self.after(3 * i + 2, self.added(x, inner, self.down[i]))
         if rows is not None:
             x = x.index_select(0, rows)
         elif last < T:
@@ -220,23 +206,29 @@ class CrossLayers(nn.Module):
             return torch.empty([0, self.embedding.size(0)], device=x.device)
         last_norm = self.last_norm
         if last_norm is not None:
-            x = self.normed(x, last_norm, self.last_norm_bias)
+            x = self.normed(x, last_norm)
         if self.output_scale != 1.0:
             x = x * self.output_scale
-        return linear(x, self.head, self.head_bias, self.packed).squeeze(1).float()
+        return self.product(x, self.head).squeeze(1).float()
 
     def before(self, at: int, x: Tensor) -> Tensor:
         """The input of an attention or MLP, from the residual stream."""
-        return self.normed(x, self.norm_weights[at], self.norm_biases[at]) if self.norm_first else x
+        return self.normed(x, self.norms[at]) if self.norm_first else x
 
     def after(self, at: int, x: Tensor) -> Tensor:
         """The residual stream, from its sum with the output of an attention or MLP."""
-        return x if self.norm_first else self.normed(x, self.norm_weights[at], self.norm_biases[at])
+        return x if self.norm_first else self.normed(x, self.norms[at])
 
-    def normed(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    def normed(self, x: Tensor, norm: Linear) -> Tensor:
         if self.rms:
-            return rms_norm(x, weight, self.signs, self.eps, self.small)
-        return F.layer_norm(x, [x.size(-1)], weight, bias, self.eps)
+            return rms_norm(x, norm.weight, self.signs, self.eps, self.small)
+        return F.layer_norm(x, [x.size(-1)], norm.weight, norm.bias, self.eps)
+
+    def product(self, x: Tensor, layer: Linear) -> Tensor:
+        return linear(x, layer.weight, layer.bias, self.packed)
+
+    def added(self, residual: Tensor, x: Tensor, layer: Linear) -> Tensor:
+        return linear_add(residual, x, layer.weight, layer.bias, self.packed)
 
     def activated(self, x: Tensor) -> Tensor:
         gate, rest = x, x
