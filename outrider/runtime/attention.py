@@ -338,18 +338,13 @@ class TransformersProgram:
             "use_cache": False,
             "packed_batch": batch,
         }
-        if rows is None:
-            return self._logits(inputs)
-        if self._takes_rows:
-            inputs["logits_to_keep"] = rows
-            return self._logits(inputs)
+        if rows is None or self._takes_rows:
+            kept = {} if rows is None else {"logits_to_keep": rows}
+            return _tensor(self._model(**inputs, **kept).logits[0])
         # An older forward, without `logits_to_keep`. That head(base(x)) gives the same logits was checked at load time.
         hidden = self._model.base_model(**inputs).last_hidden_state[0]
         head = self._model.get_output_embeddings()
-        return _tensor(head(hidden.narrow(0, len(hidden) - rows, rows) if isinstance(rows, int) else hidden[rows]))
-
-    def _logits(self, inputs: dict[str, Any]) -> Tensor:
-        return _tensor(self._model(**inputs).logits[0])
+        return _tensor(head(hidden[-rows:] if isinstance(rows, int) else hidden[rows]))
 
 
 def _tensor(value: Any) -> Tensor:

@@ -138,8 +138,7 @@ def load_gguf(source: ModelSource) -> tuple[LlamaModel, Tokenizer]:
     path = resolve_file(source.name, source.revision)
     metadata = read_metadata(path)
     architecture = str(metadata.get("general.architecture"))
-    gpu_layers = _gpu_layers(llama_cpp, source.device)
-    handle = _load(llama_cpp, path, architecture, vocab_only=False, layers=gpu_layers)
+    handle = _load(llama_cpp, path, architecture, vocab_only=False, layers=_gpu_layers(llama_cpp, source.device))
     if (
         llama_cpp.llama_model_has_encoder(handle)
         or not llama_cpp.llama_model_has_decoder(handle)

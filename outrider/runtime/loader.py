@@ -151,8 +151,7 @@ def load_model(source: ModelSource) -> LoadedModel:
         if source.skip_layers is not None:
             skipped = skip_layers(model, source.skip_layers, source.name)
             fingerprint = hashlib.sha256(f"{fingerprint} without {skipped}".encode()).hexdigest()
-        loaded = _ready(model.to(device), source.name, fingerprint, device, dtype, dtype_reason, quantisation)
-        return loaded
+        return _ready(model.to(device), source.name, fingerprint, device, dtype, dtype_reason, quantisation)
 
 
 def adopt(model: Any, name: str, weights_fingerprint: str) -> LoadedModel:

@@ -110,11 +110,7 @@ class CausalMasks:
         self._masks[key] = mask
 
     def _build(self, rows: int, width: int, group: int, window: int) -> Tensor:
-        position = torch.arange(width, device=self._device)
-        row = torch.arange(width - rows, width, device=self._device).unsqueeze(1)
-        unseen = position > row
-        if window:
-            unseen |= position <= row - window
+        unseen = _unseen(rows, width, window, self._device)
         mask = torch.zeros(rows, width, dtype=self._dtype, device=self._device).masked_fill_(unseen, _NEVER)
         return mask.repeat_interleave(group, 0)
 
