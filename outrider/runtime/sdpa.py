@@ -250,14 +250,10 @@ def attend(
     """
     if len(counts) == 1:
         return _attend(query, keys[0], values[0], masks[0], scaling, window)
-    out = torch.empty(query.shape, dtype=query.dtype, device=query.device)
-    first = 0
-    for i, count in enumerate(counts):
-        rows = query.narrow(0, first, count)
-        attended = _attend(rows, keys[i], values[i], masks[i], scaling, window)
-        out.narrow(0, first, count).copy_(attended)
-        first += count
-    return out
+    parts: list[Tensor] = []
+    for i, rows in enumerate(query.split_with_sizes(counts)):
+        parts.append(_attend(rows, keys[i], values[i], masks[i], scaling, window))
+    return torch.cat(parts)
 
 
 def _attend(query: Tensor, keys: Tensor, values: Tensor, mask: Tensor, scaling: float, window: int) -> Tensor:
@@ -322,9 +318,8 @@ def attend_all(
         masks: of each chunk, `[heads, 1, n, end]` (`biased_mask`); none: each row sees all keys.
     """
     parts: list[Tensor] = []
-    first = 0
-    for i, count in enumerate(counts):
-        rows = query.narrow(0, first, count).transpose(0, 1).unsqueeze(1)
+    for i, chunk in enumerate(query.split_with_sizes(counts)):
+        rows = chunk.transpose(0, 1).unsqueeze(1)
         if len(masks) > 0:
             end = masks[i].size(3)
             own_keys, own_values = keys[i].narrow(2, 0, end), values[i].narrow(2, 0, end)
@@ -332,7 +327,6 @@ def attend_all(
         else:
             out = F.scaled_dot_product_attention(rows, keys[i], values[i], scale=scaling)
         parts.append(out.squeeze(1).transpose(0, 1))
-        first += count
     return parts[0] if len(parts) == 1 else torch.cat(parts)
 
 
