@@ -262,13 +262,11 @@ def _write_tokenizer(writer: Any, gguf: Any, folder: Path, config: dict[str, Any
     whole = path.read_text(encoding="utf-8")
     found = read_json(path)
     options = read_json(folder / "tokenizer_config.json") if (folder / "tokenizer_config.json").is_file() else {}
-    ids: dict[str, int] = {each["content"]: each["id"] for each in found.get("added_tokens", ())}
-    special = {each["content"] for each in found.get("added_tokens", ()) if each["special"]}
-    added = set(ids)
+    added = {each["content"]: each for each in found.get("added_tokens", ())}
     vocabulary = found["model"].get("vocab", {})
     if isinstance(vocabulary, list):  # of a unigram model: pairs of a token and its score
         vocabulary = {token: index for index, (token, _) in enumerate(vocabulary)}
-    ids = {**vocabulary, **ids}
+    ids = {**vocabulary, **{token: each["id"] for token, each in added.items()}}
     if max(ids.values(), default=-1) >= config["vocab_size"]:
         raise CheckpointError(f"the tokenizer of '{folder}' has more tokens than the model's {config['vocab_size']}")
     if _suits_llama_cpp(found):
@@ -280,7 +278,7 @@ def _write_tokenizer(writer: Any, gguf: Any, folder: Path, config: dict[str, Any
             tokens[index] = token
             kinds[index] = gguf.TokenType.NORMAL
             if token in added:
-                kinds[index] = gguf.TokenType.CONTROL if token in special else gguf.TokenType.USER_DEFINED
+                kinds[index] = gguf.TokenType.CONTROL if added[token]["special"] else gguf.TokenType.USER_DEFINED
         writer.add_token_list(tokens)
         writer.add_token_types(kinds)
         merges = found["model"]["merges"]
