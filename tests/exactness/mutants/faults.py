@@ -96,8 +96,8 @@ def neighbouring_q() -> None:
     def _shifted(drawn: Sequence[Any]) -> list[Any]:
         sent = []
         for own, following in zip(drawn, [*drawn[1:], *drawn[:1]], strict=True):
-            has_token = own.token in following.distribution.ids
-            sent.append(own._replace(distribution=following.distribution) if has_token else own)
+            has_token = own.token in following.q.ids
+            sent.append(own._replace(q=following.q) if has_token else own)
         return sent
 
     engine.DraftEngine.draw = draw  # type: ignore[method-assign]
