@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any
+from typing import Any, Self
 
 import grpc
 import structlog
@@ -68,22 +68,36 @@ HEARTBEAT_SECONDS = 5.0
 HEARTBEAT = Component("heartbeat")
 
 
-async def beat(responses: Responses) -> None:
-    """Sends an empty response after `HEARTBEAT_SECONDS` without another one, if all before were read."""
+class Heartbeat:
+    """Sends an empty response after `HEARTBEAT_SECONDS` without another one, if all before were read. Used on the event
+    loop.
+    """
 
-    def send() -> float:
+    def __init__(self, responses: Responses) -> None:
+        self._responses = responses
+        self._loop = asyncio.get_running_loop()
+        self._timer: asyncio.TimerHandle | None = None
+
+    def __enter__(self) -> Self:
+        self._timer = self._loop.call_later(HEARTBEAT_SECONDS, self._beat)
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
+
+    def _beat(self) -> None:
+        pause = HEARTBEAT.run(self._send, HEARTBEAT_SECONDS)
+        self._timer = self._loop.call_later(pause, self._beat)
+
+    def _send(self) -> float:
         """Returns the seconds until the next one may be due."""
-        left = responses.sent_at + HEARTBEAT_SECONDS - asyncio.get_running_loop().time()
+        left = self._responses.sent_at + HEARTBEAT_SECONDS - self._loop.time()
         if left > 0:
             return left
-        if responses.are_read:
-            responses.send(GenerateResponse())
+        if self._responses.are_read:
+            self._responses.send(GenerateResponse())
         return HEARTBEAT_SECONDS
-
-    pause = HEARTBEAT_SECONDS
-    while True:
-        await asyncio.sleep(pause)
-        pause = HEARTBEAT.run(send, HEARTBEAT_SECONDS)
 
 
 _log = structlog.get_logger()
@@ -128,19 +142,18 @@ class GenerateCall:
             request = await self._check(message)
             count_sequences("n", request.samples)
             with self._limit.claim(request.samples, resumed=bool(request.committed)) as claim:
-                tasks = [asyncio.create_task(each) for each in (self._produce(request, claim), beat(self._responses))]
+                producer = asyncio.create_task(self._produce(request, claim))
                 try:
                     await self._deliver(request, claim)
                 finally:
-                    for task in tasks:
-                        task.cancel()
-                    await asyncio.gather(*tasks, return_exceptions=True)
+                    producer.cancel()
+                    await asyncio.gather(producer, return_exceptions=True)
 
     async def _deliver(self, request: Generation, claim: Claim) -> None:
         """Writes responses until the last one, or until the client leaves one unread for too long."""
         emission = request.emission
         responses = aiter(self._responses) if emission is None else framed(self._responses, emission, held=request.held)
-        with claim.inactivity_timer(self._settings.slow_client_timeout) as timer:
+        with claim.inactivity_timer(self._settings.slow_client_timeout) as timer, Heartbeat(self._responses):
             async for response in responses:
                 try:
                     await timer.wait_for(write(self._context, response))

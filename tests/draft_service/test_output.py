@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from draft_service.output import MAX_BACKLOG, RESUME_BACKLOG, OutputText, Responses
-from draft_service.service import HEARTBEAT_SECONDS, beat
+from draft_service.service import HEARTBEAT_SECONDS, Heartbeat
 from outrider.runtime.loader import ModelSource
 from outrider.runtime.tokenizer import IncrementalDetokenizer, load_tokenizer
 from protos.outrider.v1.draft_service_pb2 import GenerateChunk, GenerateResponse
@@ -172,29 +172,27 @@ async def test_the_writer_waits_until_half_of_the_backlog_is_read() -> None:
 @fake_clock
 async def test_a_heartbeat_comes_so_long_after_the_last_event() -> None:
     responses, loop = Responses(), asyncio.get_running_loop()
-    heartbeat = asyncio.create_task(beat(responses))
-    reader = aiter(responses)
-    for share in (0.1, 0.9, 0.5):
-        await asyncio.sleep(share * HEARTBEAT_SECONDS)
-        responses.send(response(1))
-        sent = loop.time()
-        assert (await anext(reader)) == response(1)
-        assert (await anext(reader)).WhichOneof("event") is None
-        assert loop.time() - sent == pytest.approx(HEARTBEAT_SECONDS)
-    heartbeat.cancel()
+    with Heartbeat(responses):
+        reader = aiter(responses)
+        for share in (0.1, 0.9, 0.5):
+            await asyncio.sleep(share * HEARTBEAT_SECONDS)
+            responses.send(response(1))
+            sent = loop.time()
+            assert (await anext(reader)) == response(1)
+            assert (await anext(reader)).WhichOneof("event") is None
+            assert loop.time() - sent == pytest.approx(HEARTBEAT_SECONDS)
 
 
 @fake_clock
 async def test_heartbeats_fill_pauses_and_do_not_pile_up() -> None:
     responses = Responses()
-    heartbeat = asyncio.create_task(beat(responses))
-    reader = aiter(responses)
-    for _ in range(3):
-        assert (await anext(reader)).WhichOneof("event") is None
-    responses.send(response(1))
-    assert (await anext(reader)) == response(1)
-    await asyncio.sleep(10 * HEARTBEAT_SECONDS)
-    heartbeat.cancel()
+    with Heartbeat(responses):
+        reader = aiter(responses)
+        for _ in range(3):
+            assert (await anext(reader)).WhichOneof("event") is None
+        responses.send(response(1))
+        assert (await anext(reader)) == response(1)
+        await asyncio.sleep(10 * HEARTBEAT_SECONDS)
     assert not responses.are_read
     await asyncio.sleep(10 * HEARTBEAT_SECONDS)
     responses.end()
