@@ -161,7 +161,7 @@ class Adaptive(Policy):
 
     def observe(self, round_: JudgedRound) -> None:
         self._costs.add(round_)
-        self._statistics.add(round_)
+        self._statistics.add(round_, self._costs)
         if round_.drafted:
             if not self._rounds:
                 self._statistics.texts += 1

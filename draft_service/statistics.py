@@ -17,9 +17,8 @@ FIRM_TEXTS = 3
 # Tokens that each sequence writes with `Decode` after drafting stopped. The first pause only measures `Decode`: the
 # verifier writes several of its tokens in a step, and they may cost far less than the formula says. After a longer one
 # drafting is tried again: it is so long that a trial, if it is like the last one, costs no more than this share of the
-# time. It doubles after each trial that failed, up to this multiple: where sequences change over one by one, a trial
-# costs three times as much.
-FIRST_PAUSE, LEAST_PAUSE, LONGEST_PAUSE, TRIAL_SHARE, BACKOFF = 32, 64, 4096, 0.01, 4
+# time, or so long at most.
+FIRST_PAUSE, LEAST_PAUSE, LONGEST_PAUSE, TRIAL_SHARE = 32, 64, 4096, 0.0025
 # Weight, in judged tokens, that the old statistics of a position keep when drafting is tried again.
 KEPT_FOR_A_TRIAL = 16.0
 # Prior of a chance of acceptance, and its weight in judged tokens.
@@ -369,26 +368,28 @@ class _Choice:
         drafts: the choice.
         left: rounds of each sequence, or tokens of `Decode`, until the next choice; below 0 they count on.
         pause: `left` when drafting stopped the last time; 0 before that.
+        lost: measured cost of the last trial to each sequence, in tokens of `Decode`.
     """
 
     drafts: bool = True
     left: float = 0.0
     pause: float = 0.0
+    lost: float = 0.0
 
-    def stop(self, pause: float) -> None:
-        """Stop drafting, for so many tokens of each sequence, or longer, if it did not last."""
+    def stop(self, lost: float) -> None:
+        """Stop drafting. `lost` is the cost of a trial by the formula."""
         has_lasted = -self.left > self.pause
         if has_lasted:
             self.pause = FIRST_PAUSE
         else:
-            longer = min(2 * self.pause, BACKOFF * pause)
-            self.pause = min(max(pause, longer, LEAST_PAUSE), LONGEST_PAUSE)
+            self.pause = min(max(max(lost, self.lost) / TRIAL_SHARE, LEAST_PAUSE), LONGEST_PAUSE)
         self.left = self.pause
         self.drafts = False
 
     def resume(self) -> None:
         """Draft again: for a trial, or after the first pause only if it pays."""
         self.left = 0.0 if self.pause == FIRST_PAUSE else FIRM_ROUNDS
+        self.lost = 0.0
         self.drafts = True
 
 
@@ -429,8 +430,11 @@ class AcceptanceStatistics:
         own.texts = FIRM_TEXTS  # it decides for one text
         return own
 
-    def add(self, round_: JudgedRound) -> None:
-        """Record a round, without its acceptance."""
+    def add(self, round_: JudgedRound, costs: CostModel) -> None:
+        """Record a round, without its acceptance. In a trial, rounds of both kinds count: each delays the others."""
+        if self.is_trial and round_.seconds is not None and 0 < round_.seconds < math.inf:
+            tokens = round_.accepted + 1 if round_.drafted else round_.decoded
+            self._choice.lost += (round_.seconds / costs.cycle(0) - tokens) / max(1, round_.active)
         if round_.gamma:
             self.rounds += 1
             self.drafted_share += RECENT * (round_.drafted / max(round_.wanted, round_.gamma) - self.drafted_share)
@@ -454,7 +458,6 @@ class AcceptanceStatistics:
         is_untried = not costs.has_decoded and not choice.pause  # one pause: it may not have counted as typical
         if choice.left <= 0 and is_firm and (gain < 1 or is_untried):
             tokens = rates[self.gamma] * costs.cycle(self.drafted_share * self.gamma)
-            lost = FIRM_ROUNDS * tokens * (1 / gain - 1)  # in a trial, in tokens of `Decode`
-            choice.stop(lost / TRIAL_SHARE)
+            choice.stop(FIRM_ROUNDS * tokens * (1 / gain - 1))
         self.pause = 0.0 if choice.drafts else choice.left
         return self.gamma if choice.drafts else 0

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from itertools import pairwise
 
 import pytest
 
@@ -14,25 +13,30 @@ CEILING = 16
 STEP_COST = CostLine(0.008, 0.0003)
 
 
-def test_trials_of_drafting_cost_less_than_a_percent_while_it_does_not_pay() -> None:
+@pytest.mark.parametrize("delay", [0.0, 0.005])
+def test_trials_of_drafting_cost_less_than_half_a_percent_while_it_does_not_pay(delay: float) -> None:
+    """Also where the formula does not know what they cost: steps hold other sequences' tokens, and take longer."""
     statistics, costs, pauses = AcceptanceStatistics(), CostModel(), [0.0]
     seconds = lost = 0.0
-    for number in range(20_000):
+    for number in range(40_000):
         before = statistics.pause
         gamma = statistics.choose(costs, CEILING) if costs.is_measured else 5
         pauses += [statistics.pause] if statistics.pause > before else []
         round_ = judged(gamma, accepted=0)
-        if number > 5_000 and round_.seconds is not None:
+        assert round_.seconds is not None
+        if delay and statistics.is_trial:
+            round_ = replace(round_, seconds=round_.seconds + delay, tokens=10 * round_.tokens)
+        if number > 10_000 and round_.seconds is not None:
             seconds += round_.seconds
             lost += round_.seconds - STEP_COST.seconds(1)
         costs.add(round_)
-        statistics.add(round_)
+        statistics.add(round_, costs)
         if gamma:
             statistics.accepted.add(0, 0.0)
             statistics.texts += 1
     assert pauses[:2] == [0, 32]
-    assert 100 < pauses[2] < 240 < 900 < max(pauses) < 1200 < LONGEST_PAUSE
-    assert all(1 <= after / before <= 2.1 for before, after in pairwise(pauses[2:])), "it doubles at most"
+    assert 400 < pauses[2] < 1000
+    assert max(pauses) < (LONGEST_PAUSE if delay else 1500)
     assert 0.0005 * seconds < lost < 0.005 * seconds
 
 
@@ -153,7 +157,7 @@ def run(statistics: AcceptanceStatistics, costs: CostModel, *, active: int, roun
         gamma = statistics.choose(costs, CEILING) if costs.is_measured else 5
         round_ = judged(gamma, accepted=0, active=active)
         costs.add(round_)
-        statistics.add(round_)
+        statistics.add(round_, costs)
         if gamma:
             statistics.accepted.add(0, 0.0)
             statistics.texts = proposals = proposals + 1
@@ -176,7 +180,7 @@ def test_a_verdict_of_several_decoded_tokens_counts_as_so_many(decoded: int) -> 
     for _ in range(512 // decoded):
         verdict = JudgedRound(0, step=CostLine(0.01, 0.0), seconds=0.012 * decoded, decoded=decoded)
         costs.add(verdict)
-        statistics.add(verdict)
+        statistics.add(verdict, costs)
         decoded_so_far = 512 - statistics._choice.left
         assert costs.has_decoded == (decoded_so_far >= 9)
     assert costs.cycle(0) == pytest.approx(0.012, rel=0.03)
@@ -198,7 +202,7 @@ def test_decode_is_measured_once_though_drafting_pays_by_the_formula(share: floa
             round_ = replace(round_, seconds=16 * share * STEP_COST.seconds(1), decoded=16)
             decoded += 16
         costs.add(round_)
-        statistics.add(round_)
+        statistics.add(round_, costs)
     assert bool(gamma) is drafts
     assert decoded == 32 if drafts else decoded > 3000
 
