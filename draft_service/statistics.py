@@ -16,8 +16,8 @@ FIRM_ROUNDS = 10
 FIRM_TEXTS = 3
 # Tokens that each sequence writes with `Decode` after drafting stopped. The first pause only measures `Decode`: the
 # verifier writes several of its tokens in a step, and they may cost far less than the formula says. After a longer one
-# drafting is tried again: it is so long that a trial, if it is like the last one, costs no more than this share of the
-# time, or so long at most.
+# drafting is tried again. A trial like the last one may cost this share of the time: that decides how long the pause
+# is, between the least and the longest.
 FIRST_PAUSE, LEAST_PAUSE, LONGEST_PAUSE, TRIAL_SHARE = 32, 64, 4096, 0.0025
 # Weight, in judged tokens, that the old statistics of a position keep when drafting is tried again.
 KEPT_FOR_A_TRIAL = 16.0
