@@ -95,6 +95,7 @@ class VerifyStream:
         self._replies: asyncio.Queue[Reply] = asyncio.Queue()
         self._outbox = outbox
         self._heard = time.monotonic()
+        self._posted = 0  # rounds handed to the engine
         self._tally = _Tally()
 
     async def run(self) -> None:
@@ -131,6 +132,7 @@ class VerifyStream:
             sequence.opened = opened  # the engine sends it when the sequence's turn comes
         else:
             self._replies.put_nowait(opened)
+        self._posted = int(sequence.opening.first_round is not None)
         self._engine.post(Open(sequence))
         helpers = [asyncio.create_task(self._read(sequence)), asyncio.create_task(self._watch(sequence))]
         with outcome(partial(self._record_end, sequence)):
@@ -158,12 +160,10 @@ class VerifyStream:
         """Checks each message and hands it to the engine. An invalid message ends the stream."""
         rule, is_greedy = sequence.opening.sampling.rule, sequence.opening.sampling.params.is_greedy
         outstanding_limit = self._model.limits.max_outstanding
-        posted = int(sequence.opening.first_round is not None)
         try:
             while (message := await self._next()) is not None:
                 kind = kind_of_next(message, sequence.sequence_id, "OpenSequence", "open, proposal or decode")
-                # The engine takes no rounds during a step. `rounds` is read first: so no round is counted twice.
-                outstanding = len(sequence.rounds) + posted - sequence.received
+                outstanding = self._outstanding(sequence)
                 if outstanding >= outstanding_limit:
                     raise overloaded(
                         f"the stream has {counted(outstanding, 'round')} without a verdict; at most "
@@ -175,13 +175,17 @@ class VerifyStream:
                 else:
                     round_ = check_proposal(message.proposal, self._model, rule=rule, is_greedy=is_greedy)
                 self._engine.post(Submit(sequence, round_))
-                posted += 1
+                self._posted += 1
             self._engine.post(HalfClose(sequence))
         except RequestError as error:
             self._replies.put_nowait(error)
         except Exception as error:  # otherwise the stream would wait until the idle timeout
             _log.error("reading from a Verify stream failed", request_id=sequence.opening.request_id, exc_info=error)
             self._replies.put_nowait(internal("INTERNAL", "internal error; the service's log has the cause"))
+
+    def _outstanding(self, sequence: TargetSequence) -> int:
+        """Rounds without a verdict. The engine takes none during a step."""
+        return len(sequence.rounds) + self._posted - sequence.received  # `rounds` first: so none is counted twice
 
     async def _next(self) -> verifier_service_pb2.VerifyRequest | None:
         message = cast("Any", await self._context.read())
@@ -244,7 +248,7 @@ class VerifyStream:
             silent = time.monotonic() - self._heard
             pause = interval if silent >= interval else interval - silent
             runs_prompt = not (sequence.is_scored or sequence.is_isolated)  # without a round
-            if sequence.slot is None or sequence.rounds or sequence.awaits_turn or runs_prompt:
+            if sequence.slot is None or self._outstanding(sequence) or sequence.awaits_turn or runs_prompt:
                 if silent >= interval:
                     # The engine sends the notice: if it hangs, the client notices.
                     self._engine.post(Remind(sequence))

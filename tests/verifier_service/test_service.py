@@ -11,7 +11,7 @@ import pytest
 from protos.outrider.v1 import sampling_pb2, verifier_service_pb2
 from protos.outrider.v1.verifier_service_pb2 import VerifyRequest
 from tests.cluster import Cluster, Service, wait_until
-from tests.slow_steps import STEP_SECONDS, slow_steps
+from tests.slow_steps import SLOW_STEP, STEP_SECONDS, slow_steps
 from tests.verifier_service.streams import PROMPT, Stream, decode, error_of, opening
 
 MAX_SEQUENCES, WAITING = 4, 1
@@ -220,6 +220,28 @@ def test_a_sequence_whose_prompt_is_scored_is_not_idle(tmp_path: Path) -> None:
             while (reply := stream.take()).WhichOneof("kind") != "prompt_logprobs":
                 pass
     assert len(reply.prompt_logprobs.logprobs) == len(PROMPT) - 1
+
+
+def test_a_round_that_comes_during_a_step_ends_the_clients_silence(tmp_path: Path) -> None:
+    """The engine takes the round only after the step, which lasts longer than a client may be silent."""
+    file = tmp_path / "seconds"
+    with ExitStack() as stack:
+        verifier = stack.enter_context(Cluster("--idle-timeout 0.5")).verifier(
+            fault="slow_steps", env={STEP_SECONDS: str(file)}
+        )
+        verifier.wait_healthy()
+        channel = stack.enter_context(grpc.insecure_channel(verifier.address))
+        waits, runs = (stack.enter_context(Stream(channel, name)) for name in ("waits", "runs"))
+        waits.open()
+        waits.decode(1, PROMPT)
+        alone = list(waits.verdict().token_ids)
+        with slow_steps(file, 1.5):
+            runs.open()
+            runs.decode(1, PROMPT)
+            wait_until(lambda: bool(verifier.logged(SLOW_STEP)))
+            waits.decode(2, [*PROMPT, *alone], seen=1)
+            assert list(runs.verdict().token_ids) == alone
+            assert waits.verdict().round == 2
 
 
 @pytest.mark.skipif(not Path("/proc/self/task").is_dir(), reason="needs Linux's list of threads")
