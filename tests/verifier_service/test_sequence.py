@@ -65,6 +65,23 @@ def test_a_round_overtaken_by_a_verdict_is_stale() -> None:
     assert sequence.tokens == [*PROMPT, 21, 40, 61, 70]
 
 
+@pytest.mark.parametrize("guess", [[40, 55], [40, 41, 42]])
+def test_a_round_overtaken_by_the_last_verdict_of_a_decode_is_stale(guess: list[int]) -> None:
+    """Its sender had read the first one."""
+    replies: list[Reply] = []
+    sequence = make(replies)
+    sequence.submit(a_round(1, PROMPT, decode=2))
+    judge(sequence, 0, 40)
+    sequence.submit(a_round(2, [*PROMPT, *guess], seen=0))
+    judge(sequence, 0, 41)
+    assert sequence.next_round() is None
+    assert [(v.round, v.status) for v in verdicts(replies)] == [
+        (1, speculation_pb2.VERDICT_STATUS_JUDGED),
+        (1, speculation_pb2.VERDICT_STATUS_JUDGED),
+        (2, speculation_pb2.VERDICT_STATUS_STALE),
+    ]
+
+
 @pytest.mark.parametrize(
     ("prefix", "words"),
     [
