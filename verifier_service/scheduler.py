@@ -77,6 +77,7 @@ class Scheduler:
         self._isolated: TargetSequence | None = None  # the one whose turn it is
         self._turn_began = 0.0
         self._was_isolated = False  # whether the last step was that of an isolated sequence
+        self._prompts_waited = False  # whether prompts had no share of the last step
         self._arrivals = 0
 
     # -------------------------------------------------------------------------------------------------- come and go
@@ -169,8 +170,9 @@ class Scheduler:
         """Plans a step from sequences and their next rounds, in this order.
 
         Rounds of sequences whose other tokens are all in the KV cache come first, and leave a share of the step to
-        prompts. Prompts are cut to fit. While blocks are short, the oldest sequences come first instead. An isolated
-        sequence gets every other step for itself. In the planned step, rounds are before pieces of prompts.
+        prompts; if a long round took that too, prompts come first in the next step. Prompts are cut to fit. While
+        blocks are short, the oldest sequences come first instead. An isolated sequence gets every other step for
+        itself. In the planned step, rounds are before pieces of prompts.
         """
         ready = self._isolate([item for item in rounds if _may_run(*item)])
         order, prompts = list[_Ready](), list[_Ready]()
@@ -179,7 +181,7 @@ class Scheduler:
                 prompts.append(item)
             elif item[1] is not None:
                 order.append(item)
-        order += prompts
+        order = prompts + order if self._prompts_waited else order + prompts
         if self.is_short:
             order.sort(key=lambda item: item[0].arrival)
             self.is_short = False
@@ -205,6 +207,7 @@ class Scheduler:
         if plan.work:
             plan.work.sort(key=lambda item: item.round is None)
             served = {id(item.sequence) for item in plan.work}
+            self._prompts_waited = bool(prompts) and all(id(sequence) not in served for sequence, _ in prompts)
             self.running.sort(key=lambda sequence: id(sequence) in served)
         elif self._was_isolated and any(_may_run(*item) and not item[0].is_isolated for item in rounds):
             return self.plan(rounds)  # the isolated sequence waits for blocks: the turn goes to the others

@@ -112,6 +112,22 @@ def test_a_round_longer_than_a_step_is_run_and_a_short_prompt_with_its_round() -
     assert driver.tokens == [12]
 
 
+@pytest.mark.parametrize(("step", "drafted"), [(4, 3), (4, 8), (1, 0)])
+def test_a_prompt_gets_every_other_step_where_a_round_fills_one(step: int, drafted: int) -> None:
+    driver = Driver(max_batch_tokens=step)
+    busy = [driver.open(1, output=64) for _ in range(2)]
+    driver.submit(*busy, drafted=drafted)
+    driver.run()
+    late = driver.open(2 * step + 1, output=1)
+    served = list[int]()
+    while not late.finished:
+        driver.submit(*busy, drafted=drafted)
+        driver.submit(late, drafted=0)
+        assert len(served) < 8
+        served.append(len(driver.run(accepted=0)))
+    assert served == [1, 0, 1, 0, 1, 1, 1]
+
+
 def test_sequences_take_turns_if_a_step_holds_few_rounds() -> None:
     driver = Driver(max_batch_tokens=7, max_sequences=16)
     many = [driver.open(1, output=90) for _ in range(8)]
