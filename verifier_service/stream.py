@@ -94,7 +94,7 @@ class VerifyStream:
         self._encoder_inputs = encoder_inputs
         self._replies: asyncio.Queue[Reply] = asyncio.Queue()
         self._outbox = outbox
-        self._heard = time.monotonic()
+        self._heard = time.perf_counter()
         self._posted = 0  # rounds handed to the engine
         self._tally = _Tally()
 
@@ -189,7 +189,7 @@ class VerifyStream:
 
     async def _next(self) -> verifier_service_pb2.VerifyRequest | None:
         message = cast("Any", await self._context.read())
-        self._heard = time.monotonic()
+        self._heard = time.perf_counter()
         return None if message is grpc.aio.EOF else cast("verifier_service_pb2.VerifyRequest", message)
 
     # ------------------------------------------------------------------------------------------------------- writing
@@ -207,7 +207,7 @@ class VerifyStream:
                 except TimeoutError:
                     text = f"the client read no responses for {limit:g} s (--slow-client-timeout)"
                     raise idle(text, seconds=limit) from None
-                self._heard = time.monotonic()
+                self._heard = time.perf_counter()
                 kind = reply.WhichOneof("kind")
                 if kind in ("verdict", "prompt_logprobs"):
                     self._engine.post(Read(sequence))
@@ -245,10 +245,12 @@ class VerifyStream:
         pause = interval = min(NOTICE_INTERVAL, limit / 4)
         while True:
             await asyncio.sleep(pause)
-            silent = time.monotonic() - self._heard
-            pause = interval if silent >= interval else interval - silent
             runs_prompt = not (sequence.is_scored or sequence.is_isolated)  # without a round
-            if sequence.slot is None or self._outstanding(sequence) or sequence.awaits_turn or runs_prompt:
+            waits = sequence.slot is None or self._outstanding(sequence) or sequence.awaits_turn or runs_prompt
+            # After `waits`: a verdict may be committed meanwhile, and is written later.
+            silent = time.perf_counter() - max(self._heard, sequence.judged_at)
+            pause = interval if silent >= interval else interval - silent
+            if waits:
                 if silent >= interval:
                     # The engine sends the notice: if it hangs, the client notices.
                     self._engine.post(Remind(sequence))

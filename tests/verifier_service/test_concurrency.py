@@ -1,12 +1,21 @@
-"""The verifier's concurrency limit on a fake clock: `retry_after` of its refusals, preemption of idle streams."""
+"""The verifier's concurrency limit on a fake clock: `retry_after` of its refusals, preemption of idle streams. And when
+a client counts as silent.
+"""
 
+import asyncio
+import time
 from contextlib import ExitStack
+from unittest.mock import Mock
 
 import pytest
 
 from outrider.rpc.errors import RequestError
 from outrider.rpc.timeouts import FIRST_GUESS
+from protos.outrider.v1 import model_pb2
+from tests.verifier_service.engines import make
 from verifier_service.service import ConcurrencyLimit
+from verifier_service.settings import VerifierSettings
+from verifier_service.stream import Outbox, VerifyStream
 
 MAXIMUM, WAITING = 2, 1
 
@@ -48,3 +57,23 @@ def test_no_more_sequences_are_preempted_than_are_queued() -> None:
         assert [ending.enter_context(limit.preempt()) for _ in range(4)] == [True, True, False, False]
     with limit.preempt() as is_preempted:
         assert is_preempted, "earlier ones have ended"
+
+
+@pytest.mark.parametrize("judged_ago", [0.0, 5.0])
+def test_a_client_is_silent_from_its_last_verdict_on_though_that_is_not_written_yet(judged_ago: float) -> None:
+    """Replies of a step leave together, after all are committed; its message came before the step."""
+    settings = VerifierSettings.from_command_line(["--model", "m", "--idle-timeout", "2"], program="verifier_service")
+
+    async def ends() -> bool:
+        outbox = Outbox(asyncio.get_running_loop())
+        limit = ConcurrencyLimit(MAXIMUM, WAITING)
+        stream = VerifyStream(Mock(), model_pb2.ModelInfo(), settings, limit, Mock(), outbox=outbox, trace=Mock())
+        sequence = make([])
+        sequence.slot, sequence.judged_at = 0, time.perf_counter() - judged_ago
+        stream._heard -= 10.0
+        watching = asyncio.create_task(stream._watch(sequence))
+        await asyncio.sleep(1.0)
+        watching.cancel()
+        return not stream._replies.empty()
+
+    assert asyncio.run(ends()) == (judged_ago > settings.idle_timeout)
