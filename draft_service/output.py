@@ -4,6 +4,7 @@ import asyncio
 from collections import deque
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from dataclasses import dataclass
+from itertools import groupby
 from typing import Protocol
 
 from draft_service.sequence import STATISTICS, SpeculationCounts, Timings
@@ -88,13 +89,14 @@ class Released:
     tail: str = ""
     ends: tuple[int, ...] = ()
 
-    def by_token(self) -> Iterator["Released"]:
-        """The same, one token at a time, without the tail. Of tokens that end together, the last one has the text."""
+    def by_end(self) -> Iterator["Released"]:
+        """The same without the tail, in parts of tokens that end together: a text that is resumed after a part neither
+        repeats nor lacks anything.
+        """
         begin = 0
-        for i, end in enumerate(self.ends):
-            stop = begin if self.ends[i + 1 : i + 2] == (end,) else end
-            yield Released(self.text[begin:stop], 1)
-            begin = stop
+        for end, tokens in groupby(self.ends):
+            yield Released(self.text[begin:end], len(list(tokens)))
+            begin = end
 
 
 class OutputText:
@@ -301,7 +303,8 @@ class Emitter:
         one_by_one: bool = False,
     ) -> None:
         """`committed` are tokens that an earlier call sent. `show_token` turns one token into text; it also turns on
-        reports of rounds. `one_by_one` sends each token, and the text of each token, in a response of its own.
+        reports of rounds. `one_by_one` sends each token, and each text whose tokens end together, in a response of
+        its own.
         """
         self.cached_tokens = 0
         self._responses = responses
@@ -412,7 +415,7 @@ class Emitter:
         if self._one_by_one:
             for token in tokens:
                 self._send_chunk([token], Released("", 0), timings)
-            for part in released.by_token():
+            for part in released.by_end():
                 self._send_chunk([], part, timings)
         elif tokens or released.text or released.tokens or (also_rounds and self._rounds and not released.tail):
             self._send_chunk(tokens, released, timings)

@@ -161,7 +161,8 @@ async def framed(
 ) -> AsyncGenerator[GenerateResponse, None]:
     """Yields the responses in frames as `emission` says, from `started` on.
 
-    Each chunk must have one token, or the text of one. An earlier call sent `held` tokens without text.
+    Each chunk must have one token, or a text whose tokens end together. An earlier call sent `held` tokens without
+    text.
 
     Raises:
         BaseException: the error of `responses`, after all earlier responses.
@@ -224,7 +225,7 @@ class Frames:
         return bool(self._size) and self._bytes >= _FULL * self._size
 
     def put(self, response: GenerateResponse) -> None:
-        """Adds a response. A chunk must hold one token, or the text of one or of a part of one."""
+        """Adds a response. A chunk must hold one token, or a text whose tokens end together, or a part of one."""
         self._waiting.append(response)
         self._bytes += response.ByteSize()
 

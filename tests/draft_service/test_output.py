@@ -8,10 +8,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from draft_service.output import MAX_BACKLOG, RESUME_BACKLOG, OutputText, Responses
+from draft_service.output import MAX_BACKLOG, RESUME_BACKLOG, Emitter, OutputText, Responses
+from draft_service.sequence import SpeculationCounts, Timings
 from draft_service.service import HEARTBEAT_SECONDS, Heartbeat
 from outrider.runtime.loader import ModelSource
 from outrider.runtime.tokenizer import IncrementalDetokenizer, load_tokenizer
+from protos.outrider.v1 import sampling_pb2, speculation_pb2
 from protos.outrider.v1.draft_service_pb2 import GenerateChunk, GenerateResponse
 from tests.cluster import MODELS
 from tests.fake_clock import fake_clock
@@ -143,6 +145,27 @@ def test_tokens_of_broken_characters_before_a_stop_string_are_part_of_the_output
     assert (released.text, released.tail) == ("\N{REPLACEMENT CHARACTER}" * count, "")
     assert released.ends == tuple(range(1, count + 1))
     assert out.finish().tokens == 0
+
+
+@pytest.mark.parametrize("reason", [sampling_pb2.FINISH_REASON_LENGTH, sampling_pb2.FINISH_REASON_STOP_TOKEN])
+async def test_text_sent_in_parts_resumes_after_any(reason: sampling_pb2.FinishReason) -> None:
+    """Also inside a character, and before a token without text."""
+    tokenizer = load_tokenizer(ModelSource(str(MODELS / "target")))
+    special = "<|endoftext|>"
+    tokens = tokenizer.encode(f"ab\N{GRINNING FACE}{special}c\n{special}", add_special=False)
+    responses, counts, timings = Responses(), SpeculationCounts(), Timings(0.0)
+    text = OutputText(IncrementalDetokenizer(tokenizer))
+    emitter = Emitter(responses, text, index=0, prompt_tokens=1, one_by_one=True)
+    emitter.take(speculation_pb2.Verdict(token_ids=tokens, finish_reason=reason), [])
+    emitter.finish(reason, counts, timings)
+    sent, count = "", 0
+    while (response := responses.take_now()) is not None and response.HasField("chunk"):
+        sent += response.chunk.text
+        count += len(response.chunk.token_ids)
+        whole = count - response.chunk.held_tokens
+        rest = IncrementalDetokenizer(tokenizer, tokens[:whole])
+        assert sent + "".join(rest.push(token) for token in tokens[whole:]) == tokenizer.decode(tokens)
+    assert whole == len(tokens)
 
 
 def test_resumed_output_counts_the_tokens_before_it() -> None:
