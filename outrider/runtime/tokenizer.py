@@ -3,6 +3,7 @@
 import hashlib
 from collections.abc import Mapping, Sequence
 from functools import cached_property
+from itertools import takewhile
 from typing import Any
 
 from jinja2 import TemplateError
@@ -205,7 +206,7 @@ class IncrementalDetokenizer:
         if is_stuck:
             complete = text[:-1]  # so many bytes cannot be one character: only the last one can still become complete
         new = self._return(complete)
-        self.kept = max(0, len(text) - self._returned) if self.pending else 0
+        self.kept = max(0, len(text) - self._begin(text)) if self.pending else 0
         if is_stuck:
             self._restart(self._tokens[-4:])
         elif not self.pending:
@@ -220,11 +221,14 @@ class IncrementalDetokenizer:
         return self._return(self._decode(self._tokens))
 
     def _return(self, text: str) -> str:
-        begin = self._returned
-        if text.startswith(self._prompt_end):  # the last character of the prompt stays incomplete
-            begin = max(begin, len(self._prompt_end))
+        begin = self._begin(text)
         self._returned = max(begin, len(text))
         return text[begin:]
+
+    def _begin(self, text: str) -> int:
+        """Where the part begins that was not returned. Of the prompt's end only the last character may still change."""
+        same = takewhile(lambda pair: pair[0] == pair[1], zip(text, self._prompt_end, strict=False))
+        return max(self._returned, sum(1 for _ in same))
 
     def _restart(self, tokens: list[int]) -> None:
         """Continues with the tokens of the last characters as context. Tokens without text are no context."""
