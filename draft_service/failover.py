@@ -339,7 +339,9 @@ class FailoverStream:
                 raise failures.no_verifier(replicas.names, ", and the failover budget is used up")
             started = time.monotonic()
             try:
-                replica = await replicas.wait(min(latest, started + left), failures.avoid, failed=failures.suspected)
+                # Out of time, a replica that has refused is not tried again: many full ones would go on for ever.
+                avoid = failures.avoid if left > 0 else dict.fromkeys(failures.avoid, math.inf)
+                replica = await replicas.wait(min(latest, started + left), avoid, failed=failures.suspected)
                 if replica is None:
                     raise failures.no_verifier(replicas.names)
                 self._lease = self._lease_at(replica)

@@ -10,7 +10,7 @@ import asyncio
 import random
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
-from contextlib import ExitStack, asynccontextmanager
+from contextlib import AsyncExitStack, ExitStack, asynccontextmanager
 from itertools import count
 from types import SimpleNamespace
 from typing import Any
@@ -27,7 +27,7 @@ from kernels.sparse import SparseDistribution
 from kernels.verify import Rule
 from outrider.cli.processes import ServiceProcess
 from outrider.rpc.errors import RequestError, failed_precondition, overloaded, to_status
-from protos.outrider.v1 import sampling_pb2, verifier_service_pb2
+from protos.outrider.v1 import model_pb2, sampling_pb2, verifier_service_pb2
 from tests.cluster import Cluster
 from tests.draft_service.records import record
 from tests.draft_service.verifiers import NO_VERIFIER, Switches, fake_verifier, matched, model_of, status_of
@@ -328,6 +328,25 @@ async def test_a_sequence_refused_by_all_waits_for_retry_after_or_ends_with_it(
     assert error.retry_after == retry_after
     assert len(peer.openings) in tries
     assert waited < 30.0
+
+
+async def test_many_full_verifiers_end_an_opening_in_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Though each may be tried again before all others have refused."""
+    seconds, full = 1.0, overloaded("full", retry_after=0.05)
+    monkeypatch.setattr(failover, "OPENING_TIMEOUT", seconds)
+    model = model_pb2.ModelInfo(weights_fingerprint="a")
+
+    async def verify(_: Any, context: Any) -> None:
+        await context.read()
+        await asyncio.sleep(0.05)
+        await context.abort_with_status(to_status(full))
+
+    async with AsyncExitStack() as stack:
+        peers = [await stack.enter_async_context(fake_verifier(verify, model=model)) for _ in range(4)]
+        verifiers = await stack.enter_async_context(matched(*peers))
+        error, waited = await error_of(FailoverStream(verifiers, text(), timeout=20.0).open())
+    assert status_of(error) == (grpc.StatusCode.RESOURCE_EXHAUSTED, "OVERLOADED")
+    assert seconds <= waited < 10.0
 
 
 def test_failovers_are_bounded_by_burst_rounds_and_seconds() -> None:
