@@ -1,6 +1,7 @@
 """The verifiers of a draft service: name resolution, matching with the draft, health, and load balancing."""
 
 import asyncio
+import math
 import random
 import time
 from collections.abc import Callable, Collection, Mapping
@@ -408,12 +409,13 @@ class Replicas:
         """As `choose`, but waits until `until` by `time.monotonic()`, unless no replica can become usable by then."""
         while (replica := self.choose(avoid, failed=failed)) is None:
             now = time.monotonic()
-            free = [(avoid or {}).get(each, 0.0) for each in self.all() if each.is_usable()]
-            hopeless = bool(self._replicas) and all(each.mismatch for each in self.all())
-            if now >= until or hopeless or (free and min(free) > until):
+            free = [(avoid or {}).get(each, 0.0) for each in self.all() if not each.mismatch]
+            hopeless = bool(self._replicas) and min(free, default=math.inf) > until
+            if now >= until or hopeless:
                 return None
+            next_free = min((each for each in free if each > now), default=until)
             with suppress(TimeoutError):
-                async with asyncio.timeout(min(SEARCH_SECONDS, min(until, *free) - now if free else until - now)):
+                async with asyncio.timeout(min(SEARCH_SECONDS, next_free - now, until - now)):
                     await self._changed.wait()
         return replica
 

@@ -330,6 +330,26 @@ async def test_a_sequence_refused_by_all_waits_for_retry_after_or_ends_with_it(
     assert waited < 30.0
 
 
+async def test_a_sequence_waits_for_a_verifier_that_restarts_though_another_is_full(
+    proxies: list[Proxy], real: ServiceProcess
+) -> None:
+    """The full one names a time that is too late."""
+    async with matched(real) as verifiers:
+        alone = await write(verifiers, text())
+    restarts, peers = proxies[0], list[Any]()
+
+    def disturb(step: int) -> None:
+        if step == 4:
+            restarts.close()
+            asyncio.get_running_loop().call_later(1.0, restarts.heal)
+
+    async with faulty(overloaded("full", retry_after=90.0), real, opens=False) as full:
+        peers += [restarts, full]
+        async with matched(*peers, failover_timeout=60.0) as verifiers:
+            assert await write(verifiers, text(), disturb) == alone
+    assert len(full.openings) in (1, 2)
+
+
 async def test_many_full_verifiers_end_an_opening_in_time(monkeypatch: pytest.MonkeyPatch) -> None:
     """Though each may be tried again before all others have refused."""
     seconds, full = 1.0, overloaded("full", retry_after=0.05)
