@@ -14,6 +14,7 @@ from outrider.cli.bench import read_prompts
 from outrider.cli.demo import MODELS, demo_model
 from outrider.cli.options import (
     DeviceName,
+    FloatRange,
     check_speech_options,
     prompts_file_option,
     speech_options,
@@ -84,45 +85,45 @@ class Leniences(click.ParamType[tuple[float, ...]]):
 )
 @click.option(
     "--temperature",
-    type=click.FloatRange(0, 100),
+    type=FloatRange(0, 100),
     default=1.0,
     help="Divides the target's logits, and the draft's; 0: the most probable token.",
 )
 @click.option("--top-k", type=click.IntRange(min=0), default=0, help="Keep the K most probable tokens; 0: all.")
 @click.option(
     "--top-p",
-    type=click.FloatRange(0, 1, min_open=True),
+    type=FloatRange(0, 1, min_open=True),
     default=1.0,
     help="Keep the most probable tokens whose probabilities sum to this.",
 )
 @click.option(
     "--min-p",
-    type=click.FloatRange(0, 1),
+    type=FloatRange(0, 1),
     default=0.0,
     help="Drop tokens less probable than this share of the most probable one.",
 )
 @click.option(
     "--repetition-penalty",
-    type=click.FloatRange(0.01, 100),
+    type=FloatRange(0.01, 100),
     default=1.0,
     help="Divides positive and multiplies negative logits of tokens in prompt or text.",
 )
 @click.option(
     "--presence-penalty",
-    type=click.FloatRange(-100, 100),
+    type=FloatRange(-100, 100),
     default=0.0,
     help="Subtracted from the logit of each token in the text.",
 )
 @click.option(
     "--frequency-penalty",
-    type=click.FloatRange(-100, 100),
+    type=FloatRange(-100, 100),
     default=0.0,
     help="Subtracted from the logit of a token for each time it is in the text.",
 )
 @click.option(
     "--draft-temperature",
     metavar="FLOAT",
-    type=click.FloatRange(0, 100),
+    type=FloatRange(0, 100),
     help="Temperature of the draft, above --temperature 0. Default: --temperature.",
 )
 @click.option(
@@ -169,7 +170,7 @@ class Leniences(click.ParamType[tuple[float, ...]]):
 )
 @click.option(
     "--keep-mass",
-    type=click.FloatRange(0, 1, min_open=True),
+    type=FloatRange(0, 1, min_open=True),
     default=0.99,
     help="Probability mass to keep of the draft's distribution.",
 )

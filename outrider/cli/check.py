@@ -20,6 +20,7 @@ from outrider.cli.options import (
     POSITIVE,
     RETRY_TIMEOUT_S,
     DeviceName,
+    FloatRange,
     Numbers,
     calling_options,
     check_speech_options,
@@ -82,10 +83,10 @@ class CheckFailure(Failure):
 @click.option("--at-once", type=click.IntRange(min=1), default=32, help="Requests under load.")
 @prompts_file_option("built-in ones")
 @speech_options
-@click.option("--temperature", type=click.FloatRange(min=1e-6, max=100), help="Sample with this setting alone.")
+@click.option("--temperature", type=FloatRange(min=1e-6, max=100), help="Sample with this setting alone.")
 @click.option("--top-k", type=click.IntRange(min=0), help="Sample with this setting alone.")
-@click.option("--top-p", type=click.FloatRange(min=0, max=1, min_open=True), help="Sample with this setting alone.")
-@click.option("--min-p", type=click.FloatRange(min=0, max=1), help="Sample with this setting alone.")
+@click.option("--top-p", type=FloatRange(min=0, max=1, min_open=True), help="Sample with this setting alone.")
+@click.option("--min-p", type=FloatRange(min=0, max=1), help="Sample with this setting alone.")
 @click.option(
     "--gammas", type=Numbers(int, least=1), help="Fixed gammas, in turn. Default: 1,2,4 and the service's own policy."
 )
@@ -93,7 +94,7 @@ class CheckFailure(Failure):
 @click.option(
     "--rounding",
     metavar="NATS",
-    type=click.FloatRange(min=0),
+    type=FloatRange(min=0),
     help="Difference of two logits that counts as rounding. Default: 0.0005 in float32, 0.03 in float16, 0.2 in "
     "bfloat16.",
 )

@@ -9,7 +9,17 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from outrider.cli.options import Address, calling_options, connected, draft_option, framing_options, group, request_of
+from outrider.cli.options import (
+    POSITIVE,
+    Address,
+    FloatRange,
+    calling_options,
+    connected,
+    draft_option,
+    framing_options,
+    group,
+    request_of,
+)
 from outrider.cli.output import Failure, needs_extra
 from outrider.cli.processes import terminated_as_interrupted
 from outrider.client import AsyncClient
@@ -55,7 +65,7 @@ http_options = group(
     click.option(
         "--http-client-rate",
         metavar="N",
-        type=click.FloatRange(min=0, min_open=True),
+        type=POSITIVE,
         help="Texts a second that one HTTP client may start in the long run. Default: no limit.",
     ),
     click.option(
@@ -87,7 +97,7 @@ http_options = group(
     click.option(
         "--http-timeout",
         metavar="SECONDS",
-        type=click.FloatRange(min=0, min_open=True),
+        type=POSITIVE,
         default=600.0,
         help="Time after which an HTTP request fails.",
     ),
@@ -147,7 +157,7 @@ def make_server(
 @click.option(
     "--retry-timeout",
     metavar="SECONDS",
-    type=click.FloatRange(min=0),
+    type=FloatRange(min=0),
     default=30.0,
     help="How long to retry, or to continue a text that has begun, while no draft service accepts it.",
 )

@@ -15,7 +15,19 @@ from outrider.rpc.channel import checked_address
 Command = TypeVar("Command", bound=Callable[..., Any])
 
 _FILE = click.Path(exists=True, dir_okay=False)
-POSITIVE = click.FloatRange(min=0, min_open=True)
+
+
+class FloatRange(click.FloatRange):
+    """A range without NaN, which click takes for a number in every range."""
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> float:
+        number = float(super().convert(value, param, ctx))
+        if math.isnan(number):
+            self.fail("nan is not a number", param, ctx)
+        return number
+
+
+POSITIVE, _FROM_0 = FloatRange(min=0, min_open=True), FloatRange(min=0)
 _RULES = [rule.value for rule in AcceptanceRule if rule is not AcceptanceRule.UNSPECIFIED]
 POLICIES = [policy.value for policy in SpeculationPolicy if policy is not SpeculationPolicy.UNSPECIFIED]
 DRAFTERS = [drafter.value for drafter in Drafter if drafter is not Drafter.UNSPECIFIED]
@@ -371,7 +383,7 @@ def draft_option(continued: str = "", *, several: bool = True) -> Callable[[Comm
     )
 
 
-def timeout_option(text: str, *, kind: Any = float, default: float = 300.0) -> Callable[[Command], Command]:
+def timeout_option(text: str, *, kind: FloatRange = _FROM_0, default: float = 300.0) -> Callable[[Command], Command]:
     """`--timeout`, with this help."""
     return click.option("--timeout", metavar="SECONDS", type=kind, default=default, help=text)
 
@@ -379,7 +391,7 @@ def timeout_option(text: str, *, kind: Any = float, default: float = 300.0) -> C
 def retry_timeout_option(what: str) -> Callable[[Command], Command]:
     """`--retry-timeout` of commands with `--timeout`; `what` is for the help."""
     text = f"How long to retry while no draft service accepts {what}. Default: --timeout."
-    return click.option("--retry-timeout", metavar="SECONDS", type=click.FloatRange(min=0), help=text)
+    return click.option("--retry-timeout", metavar="SECONDS", type=_FROM_0, help=text)
 
 
 def prompts_file_option(default: str, begin: str = "Prompts: ") -> Callable[[Command], Command]:

@@ -54,8 +54,8 @@ class AsyncClient:
         plaintext: allow plaintext to addresses that are not loopback.
 
     Raises:
-        ValueError: no address, or a malformed one; a file is missing or has the wrong content; or an address is not
-            loopback, and neither `tls` nor `plaintext` is given.
+        ValueError: no address, or a malformed one; a negative number of seconds, or a silence of 0; a file is
+            missing or has the wrong content; or an address is not loopback, and neither `tls` nor `plaintext` is given.
 
     >>> import asyncio
     >>> from outrider.client import AsyncClient, Chunk
@@ -89,6 +89,11 @@ class AsyncClient:
         for name in names:
             if tls is None and not plaintext:
                 check_plaintext(name, "give tls=TLS(...), or plaintext=True")
+        for name, seconds in (("timeout", timeout), ("retry_timeout", retry_timeout), ("silence", silence)):
+            if seconds is not None and not seconds >= 0:  # NaN is not
+                raise ValueError(f"{name} is {seconds:g}; it must be at least 0, in seconds, or None")
+        if silence == 0:
+            raise ValueError("silence is 0; it must be above 0, in seconds, or None")
         self.address = ",".join(names)
         self._uses_tls = tls is not None
         self._timeout = timeout

@@ -16,7 +16,7 @@ from typing import cast
 
 import grpc
 
-from outrider.client.errors import OutriderError
+from outrider.client.errors import OutriderError, refused
 from outrider.client.events import (
     Chunk,
     Event,
@@ -50,16 +50,21 @@ class Call:
     """One call with its retries.
 
     Args:
-        timeout: seconds for all attempts together; None: no limit.
+        timeout: seconds for all attempts together; None: no limit. With none left, as 0 and -1, the call ends at once.
         retry_timeout: seconds of retries while no service accepts the call; None: until the timeout.
         spent: seconds of the timeout that have passed.
 
     Attributes:
         address: the endpoint of the current attempt.
         failures: failed attempts since the last progress.
+
+    Raises:
+        InvalidRequest: the timeout is not a number.
     """
 
     def __init__(self, timeout: float | None, retry_timeout: float | None, *, spent: float = 0.0) -> None:
+        if timeout is not None and math.isnan(timeout):
+            raise refused("timeout", "timeout is nan; it must be a number of seconds")
         self.address = ""
         self.timeout = timeout
         self.failures = 0

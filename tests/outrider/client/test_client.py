@@ -4,6 +4,7 @@ import asyncio
 import doctest
 import gc
 import json
+import math
 import re
 import socket
 import threading
@@ -174,6 +175,34 @@ async def test_a_timeout_between_retries_names_the_last_error() -> None:
     assert type(error) in (Overloaded, DeadlineExceeded)
     assert re.search(r"full.*tries at", str(error))
     assert error.tries[address] >= 2, "the hint is longer than the time, and the last try comes late"
+
+
+@pytest.mark.parametrize(
+    ("option", "seconds"),
+    [
+        ("timeout", math.nan),
+        ("timeout", -1.0),
+        ("retry_timeout", math.nan),
+        ("retry_timeout", -0.5),
+        ("silence", math.nan),
+        ("silence", -1.0),
+        ("silence", 0.0),
+    ],
+)
+async def test_a_time_that_is_none_is_refused_at_once(option: str, seconds: float) -> None:
+    """A silence of 0 or below repeated each call for ever; a timer of NaN seconds disorders those of the loop."""
+    with pytest.raises(ValueError, match=f"^{option} is {seconds:g}; it must be "):
+        AsyncClient("127.0.0.1:9", **{option: seconds})  # type: ignore[arg-type]
+
+
+async def test_a_timeout_of_a_call_is_a_number() -> None:
+    async with AsyncClient("127.0.0.1:9", timeout=math.inf, retry_timeout=math.inf, silence=math.inf) as client:
+        for call in (client.complete("x", timeout=math.nan), client.get_model(timeout=math.nan)):
+            with pytest.raises(InvalidRequest, match="timeout is nan; it must be a number of seconds") as caught:
+                await call
+            assert caught.value.field == "timeout"
+        with pytest.raises(DeadlineExceeded):  # what is left of a caller's own time may be negative
+            await client.get_model(timeout=-1.0)
 
 
 async def test_a_call_tries_an_address_that_another_call_found_failing() -> None:
