@@ -6,6 +6,7 @@ import asyncio
 import logging
 import socket
 import ssl
+import sys
 import threading
 from collections.abc import Callable
 from contextlib import suppress
@@ -167,6 +168,7 @@ class _Connection(Protocol):
         self._quiet_since = self.loop.time()
         self._stuck_since: float | None = None
         self._head_bytes = 0
+        self._data = self._unread = b""
 
     @property
     def _is_idle(self) -> bool:
@@ -184,13 +186,32 @@ class _Connection(Protocol):
         if self._head_bytes > MAX_HEAD_BYTES:
             self.transport.abort()
             return
-        super().data_received(data)
+        self._unread = data
+        while self._unread:
+            self._data, self._unread = self._unread, b""
+            super().data_received(self._data)
         self._head_bytes = self._head_bytes + len(data) if self._is_idle else 0
+
+    def _should_upgrade(self) -> bool:
+        """Whether `handle_websocket_upgrade` takes the request. h11, which has no such parser, needs no help."""
+        parser: Any = getattr(self, "parser", None)
+        return parser is not None and parser.should_upgrade() and parser.get_method() != b"CONNECT"
+
+    def handle_websocket_upgrade(self, event: Any = None) -> None:
+        """Reads a request that asks for an upgrade again, as one that does not: httptools would drop its body. Java's
+        HttpClient asks for HTTP/2 with its requests in plaintext, and takes an answer in HTTP/1.1.
+        """
+        paused: Any = sys.exception()  # of the parser, with the length of the head
+        this: Any = self
+        head = [f"{self.scope['method']} ".encode(), this.url, f" HTTP/{self.scope['http_version']}\r\n".encode()]
+        head += [b"%s: %s\r\n" % header for header in self.headers if header[0] != b"upgrade"]
+        self._unread = b"".join([*head, b"\r\n", self._data[paused.args[0] :]])
+        this.parser = type(this.parser)(self)  # the old one reads no more after `Connection: close`
 
     def on_headers_complete(self) -> None:
         """Of httptools alone. uvicorn's part for h11 sends HTTP/1.0 no chunks by itself."""
         super().on_headers_complete()  # type: ignore[misc]
-        if self.scope["http_version"] == "1.0":
+        if self.scope["http_version"] == "1.0" and not self._should_upgrade():
             cycle: Any = self.cycle
             send, cycle.chunked_encoding = cycle.send, False
 

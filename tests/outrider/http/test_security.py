@@ -223,6 +223,23 @@ def test_an_answer_in_http_1_0_has_no_chunks(chat_draft: Service, is_stream: boo
     assert content.endswith(b"data: [DONE]\n\n" if is_stream else b"}")
 
 
+@pytest.mark.parametrize("is_chunked", [False, True])
+def test_a_request_to_upgrade_is_answered_without_one(chat_draft: Service, is_chunked: bool) -> None:
+    """Java's HttpClient asks for HTTP/2 so, with each request; its body was dropped."""
+    body = json.dumps(BODY).encode()
+    length = "Transfer-Encoding: chunked" if is_chunked else f"Content-Length: {len(body)}"
+    head = f"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\n{length}\r\n"
+    upgrade = "Upgrade: h2c\r\nHTTP2-Settings: AAEAAEAAAAIAAAAB\r\nConnection: Upgrade, HTTP2-Settings"
+    content = b"%x\r\n%s\r\n0\r\n\r\n" % (len(body), body) if is_chunked else body
+    one, last = (f"{head}{upgrade}{more}\r\n\r\n".encode() + content for more in ("", ", close"))
+    with running_front(chat_draft.address) as url, connected(url) as connection:
+        for piece in (one[:-3], one[-3:] + one, last):
+            connection.sendall(piece)
+            time.sleep(0.05)
+        answers = b"".join(iter(lambda: connection.recv(65536), b""))
+    assert answers.count(b"HTTP/1.1 200 OK") == answers.count(b'"choices"') == 3, answers
+
+
 def test_a_body_above_the_limit_is_refused_while_it_is_read(guarded: str) -> None:
     answer = plain.post(f"{guarded}/v1/completions", json=BODY | {"prompt": "x" * 30_000}, headers=key())
     assert answer.status_code == 413
