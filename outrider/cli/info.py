@@ -163,6 +163,7 @@ def _draw(out: Console, found: dict[str, Any]) -> None:
         state += ", not alive"
     out.print(f"{found['service']} at {found['address']}: {state}", soft_wrap=True)
     rows = table("", no_wrap=False)
+    rows.columns[0].overflow = "fold"
     models = {name: found[name] for name in ("model", "target") if name in found}
     for name in models:
         rows.add_column("draft" if "target" in found and name == "model" else "target", overflow="fold")

@@ -50,6 +50,13 @@ def test_a_draft_service_shows_both_models_and_its_drafters(draft_address: str) 
     assert "drafters: " in shown
 
 
+def test_a_narrow_terminal_shows_whole_names(draft_address: str) -> None:
+    """max_stop_string_c… and max_stop_stri… were all that it showed of two."""
+    shown = CliRunner().invoke(main, ["info", draft_address], env={"COLUMNS": "48"}).stdout
+    assert "max_stop_" in shown
+    assert "…" not in shown
+
+
 @pytest.mark.parametrize(
     ("address", "message"), [("127.0.0.1:1", "outrider: UNAVAILABLE"), ("box:1", "not a loopback")]
 )
