@@ -157,7 +157,9 @@ def of_validation(problem: Mapping[str, Any], known: Collection[str]) -> ApiErro
         case "missing":
             return ApiError(400, f"{param} is missing; it is required", param=param, code="missing_required_parameter")
         case "extra_forbidden":
-            near = get_close_matches(param, known, n=1) if len(problem["loc"]) == 1 else ()
+            *place, name = problem["loc"]
+            param = f"{_path(place)}.{_cut(name)}" if place else param
+            near = () if place else get_close_matches(param, known, n=1)
             hint = f"; did you mean {near[0]}?" if near else ""
             return unsupported(param, f"there is no field {param}{hint}")
         case "value_error":  # of our own, with the value

@@ -61,6 +61,7 @@ BASE: dict[str, dict[str, Any]] = {COMPLETION: {"prompt": "x"}, CHAT: {"messages
         (COMPLETION, {"suffix": "end"}, "suffix", "leave it out"),
         (COMPLETION, {"stream": "yes"}, "stream", "yes"),
         (COMPLETION, {"stream_options": {"include": True}}, "stream_options.include", "no field"),
+        (COMPLETION, {"stream_options": {"include-usage": True}}, "stream_options.include-usage", "no field"),
         (COMPLETION, {"stream_options": {"include_usage": True}}, "stream_options", "stream: true"),
         (CHAT, {"stream_options": {}}, "stream_options", "stream: true"),
         (COMPLETION, {"tempreature": 1}, "tempreature", "did you mean temperature"),
