@@ -80,7 +80,9 @@ def convert(name: str, output: Path, kind: str, *, revision: str | None = None) 
     try:
         import gguf
     except ImportError as error:
-        raise CheckpointError("outrider convert needs the package gguf: pip install 'outrider[llama]'") from error
+        raise CheckpointError(
+            "outrider convert needs the package gguf: pip install '.[llama]' in a clone of Outrider"
+        ) from error
     output = output.resolve()
     if output.exists() and not output.is_file():
         raise CheckpointError(f"'{output}' is not a regular file; give another path for the GGUF file")

@@ -61,7 +61,8 @@ def library() -> ModuleType:
         import llama_cpp
     except ImportError as error:
         raise CheckpointError(
-            f"a GGUF file needs llama.cpp, which is not installed ({error}): pip install 'outrider[llama]'"
+            f"a GGUF file needs llama.cpp, which is not installed ({error}): pip install '.[llama]' in a clone of "
+            "Outrider"
         ) from error
     except (OSError, RuntimeError) as error:  # of its shared library
         raise CheckpointError(f"the library of llama-cpp-python cannot be loaded: {error}") from error

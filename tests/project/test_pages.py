@@ -22,6 +22,16 @@ def test_files_that_pages_name_exist() -> None:
     assert not missing, missing
 
 
+def test_outrider_is_installed_from_a_clone() -> None:
+    """No index has it."""
+    wrong = [
+        str(path.relative_to(ROOT))
+        for path in (*sources(".md"), *sources(".py"))
+        if re.search(r"pip install [\"']?outrider", path.read_text(encoding="utf-8"))
+    ]
+    assert not wrong, wrong
+
+
 def test_pictures_are_those_of_their_sources() -> None:
     for name, svg in pictures().items():
         assert (HERE / name).read_text(encoding="utf-8") == svg, f"run `python docs/pictures/draw.py`: {name} is old"
