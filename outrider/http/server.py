@@ -169,6 +169,7 @@ class _Connection(Protocol):
         self._stuck_since: float | None = None
         self._head_bytes = 0
         self._data = self._unread = b""
+        self._cycles: list[Any] = []  # of requests without a whole answer, in order
 
     @property
     def _is_idle(self) -> bool:
@@ -180,6 +181,12 @@ class _Connection(Protocol):
         super().connection_made(transport)
         if len(self.connections) > MAX_CONNECTIONS:
             transport.abort()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        for cycle in self._cycles:  # uvicorn tells the last of several requests alone
+            cycle.disconnected = True
+            cycle.message_event.set()
+        super().connection_lost(exc)
 
     def data_received(self, data: bytes) -> None:
         # A body may come in the piece that ends the head: only pieces that did not end it count.
@@ -211,8 +218,11 @@ class _Connection(Protocol):
     def on_headers_complete(self) -> None:
         """Of httptools alone. uvicorn's part for h11 sends HTTP/1.0 no chunks by itself."""
         super().on_headers_complete()  # type: ignore[misc]
-        if self.scope["http_version"] == "1.0" and not self._should_upgrade():
-            cycle: Any = self.cycle
+        if self._should_upgrade():
+            return
+        cycle: Any = self.cycle
+        self._cycles.append(cycle)
+        if self.scope["http_version"] == "1.0":
             send, cycle.chunked_encoding = cycle.send, False
 
             async def unchunked(message: Any) -> None:
@@ -224,6 +234,7 @@ class _Connection(Protocol):
 
     def on_response_complete(self) -> None:
         super().on_response_complete()
+        del self._cycles[:1]
         self._quiet_since, self._head_bytes = self.loop.time(), 0
 
     def pause_writing(self) -> None:

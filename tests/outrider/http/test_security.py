@@ -329,15 +329,20 @@ def test_a_large_head_is_refused(guarded: str) -> None:
 # ----------------------------------------------------------------------------------------------- clients that are gone
 
 
+@pytest.mark.parametrize("requests", [1, 3])
 @pytest.mark.parametrize("streamed", [True, False])
-def test_a_client_that_goes_cancels_its_call(url: str, chat_draft: Service, *, streamed: bool) -> None:
+def test_a_client_that_goes_cancels_its_call(
+    url: str, chat_draft: Service, caplog: pytest.LogCaptureFixture, *, streamed: bool, requests: int
+) -> None:
+    """It may have sent further requests on the connection, which begin one after the other."""
     wait_until(lambda: running(chat_draft) == 0)
     body = json.dumps(LONG | {"stream": streamed, "prompt": ["x", "y"]}).encode()
     with connected(url) as connection:
         head = f"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Length: {len(body)}\r\n\r\n"
-        connection.sendall(head.encode() + body)
+        connection.sendall((head.encode() + body) * requests)
         wait_until(lambda: running(chat_draft) == 2, 5.0)
     wait_until(lambda: running(chat_draft) == 0, 5.0)
+    assert not caplog.records
 
 
 def test_a_client_that_goes_does_not_wait_for_a_draft_service() -> None:
