@@ -7,6 +7,9 @@ from pathlib import Path
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
+TEMPLATE = "{{ bos_token }}{% for m in messages %}[{{ m.role }}]{{ m.content }}{% endfor %}[answer]"
+TEXTS = ("the hat", " then and than ", "a<tool>b<end>", "thethe  the\n\nend", "", "é漢 🙂")
+
 
 def write_gguf(folder: Path, kind: str = "f32") -> Path:
     """Write the GGUF file of a checkpoint with a tokenizer, once, and return its path."""

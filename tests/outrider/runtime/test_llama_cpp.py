@@ -4,9 +4,6 @@ from __future__ import annotations
 
 import copy
 import ctypes
-import json
-import os
-import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -14,7 +11,6 @@ from typing import Any
 import pytest
 import torch
 import transformers
-from safetensors.torch import save_file
 from transformers import PreTrainedConfig
 
 from kernels.cpu_decoder import library as decoder_library
@@ -22,9 +18,8 @@ from kernels.sampling import Draw, SamplingParams
 from kernels.sparse import SparseConfig
 from outrider.runtime import gguf_tokenizer, llama_loader
 from outrider.runtime.block_pool import PoolExhausted
-from outrider.runtime.checkpoint import vocabulary_size
 from outrider.runtime.decode_loop import DecodeLoop
-from outrider.runtime.errors import CheckpointError, UnsupportedModel
+from outrider.runtime.errors import CheckpointError
 from outrider.runtime.gguf_convert import convert
 from outrider.runtime.llama_cpp import LlamaRunner
 from outrider.runtime.llama_loader import library, load_gguf, load_gguf_tokenizer
@@ -34,7 +29,7 @@ from outrider.runtime.tokenizer import load_tokenizer
 from outrider.service.loading import build_model_runner
 from outrider.service.settings import SettingsError
 from tests.cluster import MODELS
-from tests.gguf_files import save_tokenizer, write_gguf
+from tests.gguf_files import TEMPLATE, TEXTS, save_tokenizer, write_gguf
 from tests.outrider.runtime import tiny
 from tests.outrider.runtime.steps import MAX_LENGTH, random_steps, reference_logits
 from tests.outrider.runtime.tiny import SHAPE, VOCABULARY, WINDOW, Reference
@@ -58,8 +53,6 @@ FAMILIES: dict[str, Callable[[], PreTrainedConfig]] = {
 }
 # llama.cpp reads GELU from a table in float16 on a CPU, also between tensors of float32.
 NEAR = {"gemma3": 1e-3, "gpt2": 1e-3}
-TEMPLATE = "{{ bos_token }}{% for m in messages %}[{{ m.role }}]{{ m.content }}{% endfor %}[answer]"
-TEXTS = ("the hat", " then and than ", "a<tool>b<end>", "thethe  the\n\nend", "", "é漢 🙂")
 
 
 @pytest.fixture(scope="module")
@@ -79,55 +72,6 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
 def build(path: Path, *, sequences: int = 8, length: int = MAX_LENGTH) -> LlamaRunner:
     loaded, _ = load_gguf(ModelSource(str(path), device="cpu"))
     return LlamaRunner(loaded, blocks=sequences * -(-length // 32), max_length=length, threads=1)
-
-
-@pytest.mark.parametrize(
-    ("name", "entry", "message"),
-    [
-        ("llama", {"rope_scaling": {"type": "linear", "factor": 2.0}}, "rotary embeddings of type 'linear'"),
-        ("llama", {"hidden_act": "gelu"}, "hidden_act 'gelu'; outrider convert supports 'silu'"),
-        ("gpt2", {"scale_attn_by_inverse_layer_idx": True}, "scale_attn_by_inverse_layer_idx True"),
-    ],
-)
-def test_what_llama_cpp_would_not_do_is_not_converted(
-    name: str, entry: dict[str, Any], message: str, folders: Callable[[str], Path], tmp_path: Path
-) -> None:
-    folder = shutil.copytree(folders(name), tmp_path / name)
-    config = json.loads((folder / "config.json").read_text())
-    config.pop("rope_parameters", None)
-    (folder / "config.json").write_text(json.dumps(config | entry))
-    with pytest.raises(UnsupportedModel, match=message):
-        convert(str(folder), tmp_path / "out.gguf", "f32")
-
-
-def test_only_the_checkpoints_own_weights_are_converted(folders: Callable[[str], Path], tmp_path: Path) -> None:
-    """Some repositories hold the weights a second time, under other names."""
-    folder = shutil.copytree(folders("llama"), tmp_path / folders("llama").name)
-    save_file({"layers.0.attention.wq.weight": torch.zeros(32, 32)}, folder / "consolidated.safetensors")
-    convert(str(folder), tmp_path / "out.gguf", "f32")
-    assert (tmp_path / "out.gguf").read_bytes() == write_gguf(folders("llama")).read_bytes()
-    (folder / "model.safetensors").write_bytes(b"")
-    with pytest.raises(CheckpointError, match=r"cannot read '.*model.safetensors'"):
-        convert(str(folder), tmp_path / "out.gguf", "f32")
-
-
-def test_a_damaged_tokenizer_is_not_converted(folders: Callable[[str], Path], tmp_path: Path) -> None:
-    folder = shutil.copytree(folders("llama"), tmp_path / "llama")
-    (folder / "tokenizer.json").write_text((folder / "tokenizer.json").read_text()[:-9])
-    with pytest.raises(CheckpointError, match=r"cannot read '.*tokenizer.json'"):
-        convert(str(folder), tmp_path / "out.gguf", "f32")
-
-
-def test_the_output_of_a_conversion_is_a_file_or_a_link_to_one(tmp_path: Path) -> None:
-    pipe, link, file = (tmp_path / name for name in ("pipe", "link.gguf", "file.gguf"))
-    os.mkfifo(pipe)
-    link.symlink_to(file)
-    with pytest.raises(CheckpointError, match="pipe' is not a regular file"):
-        convert(str(MODELS / "draft"), pipe, "bf16")
-    assert pipe.is_fifo()
-    convert(str(MODELS / "draft"), link, "bf16")
-    assert link.is_symlink()
-    assert vocabulary_size(str(file))
 
 
 def test_a_model_whose_windows_no_layer_has_runs(tmp_path: Path) -> None:
@@ -423,17 +367,6 @@ def test_reset_drops_all_sequences(folders: Callable[[str], Path]) -> None:
 
 
 # ----------------------------------------------------------------------------------------------------------- tokenizers
-
-
-def test_a_converted_tokenizer_is_that_of_the_checkpoint(folders: Callable[[str], Path]) -> None:
-    theirs = load_tokenizer(ModelSource(str(folders("llama"))))
-    ours = load_gguf_tokenizer(ModelSource(str(write_gguf(folders("llama")))))
-    assert ours.fingerprint == theirs.fingerprint
-    assert ours.special_tokens() == theirs.special_tokens()
-    for text in TEXTS:
-        assert ours.encode(text) == theirs.encode(text)
-    chat = [("user", "the hat"), ("tool", "an")]
-    assert ours.encode_chat(chat) == theirs.encode_chat(chat)
 
 
 def test_llama_cpps_vocabulary_is_that_of_the_checkpoint(

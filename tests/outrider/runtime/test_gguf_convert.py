@@ -1,0 +1,98 @@
+"""`outrider convert`: what a GGUF file has of its checkpoint, and what is refused."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import save_file
+
+from outrider.runtime.checkpoint import vocabulary_size
+from outrider.runtime.errors import CheckpointError, UnsupportedModel
+from outrider.runtime.gguf_convert import convert
+from outrider.runtime.llama_loader import load_gguf_tokenizer
+from outrider.runtime.loader import ModelSource
+from outrider.runtime.tokenizer import load_tokenizer
+from tests.cluster import MODELS
+from tests.gguf_files import TEMPLATE, TEXTS, save_tokenizer, write_gguf
+from tests.outrider.runtime import tiny
+
+pytest.importorskip("llama_cpp", reason="the extra `llama` is not installed: make test-llama")
+pytest.importorskip("gguf", reason="the extra `llama` is not installed: make test-llama")
+
+
+def save(name: str, folder: Path) -> Path:
+    """Save a tiny model with a tokenizer."""
+    tiny.save(tiny.FAMILIES[name](), folder)
+    save_tokenizer(folder, tiny.VOCABULARY, chat_template=TEMPLATE)
+    return folder
+
+
+def edit(path: Path, **entries: Any) -> None:
+    """Change entries of a JSON file; None: remove."""
+    found = json.loads(path.read_text()) | entries
+    path.write_text(json.dumps({key: value for key, value in found.items() if value is not None}))
+
+
+@pytest.mark.parametrize(
+    ("name", "entry", "message"),
+    [
+        ("llama", {"rope_scaling": {"type": "linear", "factor": 2.0}}, "rotary embeddings of type 'linear'"),
+        ("llama", {"hidden_act": "gelu"}, "hidden_act 'gelu'; outrider convert supports 'silu'"),
+        ("gpt2", {"scale_attn_by_inverse_layer_idx": True}, "scale_attn_by_inverse_layer_idx True"),
+    ],
+)
+def test_what_llama_cpp_would_not_do_is_not_converted(
+    name: str, entry: dict[str, Any], message: str, tmp_path: Path
+) -> None:
+    folder = save(name, tmp_path)
+    edit(folder / "config.json", rope_parameters=None, **entry)
+    with pytest.raises(UnsupportedModel, match=message):
+        convert(str(folder), tmp_path / "out.gguf", "f32")
+
+
+def test_only_the_checkpoints_own_weights_are_converted(tmp_path: Path) -> None:
+    """Some repositories hold the weights a second time, under other names."""
+    folder = save("llama", tmp_path)
+    alone = write_gguf(folder).read_bytes()
+    save_file({"layers.0.attention.wq.weight": torch.zeros(32, 32)}, folder / "consolidated.safetensors")
+    convert(str(folder), tmp_path / "out.gguf", "f32")
+    assert (tmp_path / "out.gguf").read_bytes() == alone
+    (folder / "model.safetensors").write_bytes(b"")
+    with pytest.raises(CheckpointError, match=r"cannot read '.*model.safetensors'"):
+        convert(str(folder), tmp_path / "out.gguf", "f32")
+
+
+def test_a_damaged_tokenizer_is_not_converted(tmp_path: Path) -> None:
+    folder = save("llama", tmp_path)
+    (folder / "tokenizer.json").write_text((folder / "tokenizer.json").read_text()[:-9])
+    with pytest.raises(CheckpointError, match=r"cannot read '.*tokenizer.json'"):
+        convert(str(folder), tmp_path / "out.gguf", "f32")
+
+
+def test_the_output_of_a_conversion_is_a_file_or_a_link_to_one(tmp_path: Path) -> None:
+    pipe, link, file = (tmp_path / name for name in ("pipe", "link.gguf", "file.gguf"))
+    os.mkfifo(pipe)
+    link.symlink_to(file)
+    with pytest.raises(CheckpointError, match="pipe' is not a regular file"):
+        convert(str(MODELS / "draft"), pipe, "bf16")
+    assert pipe.is_fifo()
+    convert(str(MODELS / "draft"), link, "bf16")
+    assert link.is_symlink()
+    assert vocabulary_size(str(file))
+
+
+def test_a_converted_tokenizer_is_that_of_the_checkpoint(tmp_path: Path) -> None:
+    folder = save("llama", tmp_path)
+    theirs = load_tokenizer(ModelSource(str(folder)))
+    ours = load_gguf_tokenizer(ModelSource(str(write_gguf(folder))))
+    assert ours.fingerprint == theirs.fingerprint
+    assert ours.special_tokens() == theirs.special_tokens()
+    for text in TEXTS:
+        assert ours.encode(text) == theirs.encode(text)
+    chat = [("user", "the hat"), ("tool", "an")]
+    assert ours.encode_chat(chat) == theirs.encode_chat(chat)
