@@ -81,6 +81,11 @@ def read_metadata(path: Path) -> dict[str, Any]:
     return found
 
 
+def is_converted(metadata: dict[str, Any]) -> bool:
+    """Whether `outrider convert` wrote the file."""
+    return "outrider.tokenizer_config" in metadata
+
+
 def vocabulary_size(metadata: dict[str, Any]) -> int | None:
     """The number of tokens; None if the metadata has no vocabulary."""
     tokens = metadata.get("tokenizer.ggml.tokens")

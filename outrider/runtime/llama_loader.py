@@ -14,7 +14,7 @@ import torch
 from outrider.runtime.attention import AttentionLayer
 from outrider.runtime.checkpoint import file_fingerprint, model_fingerprint
 from outrider.runtime.errors import CheckpointError, UnsupportedModel
-from outrider.runtime.gguf import is_gguf, read_metadata, resolve_file
+from outrider.runtime.gguf import is_converted, is_gguf, read_metadata, resolve_file
 from outrider.runtime.gguf_tokenizer import gguf_tokenizer
 from outrider.runtime.loader import LoadedModel, ModelSource
 from outrider.runtime.selfcheck import Reference
@@ -156,11 +156,14 @@ def load_gguf(source: ModelSource) -> tuple[LlamaModel, Tokenizer]:
     llama_cpp.llama_model_desc(handle, description, len(description))
     weights = description.value.decode("utf-8", "replace")
     vocab_size = llama_cpp.llama_vocab_n_tokens(vocab)
-    ends = (token for token in range(vocab_size) if llama_cpp.llama_vocab_is_eog(vocab, token))
     heads = llama_cpp.llama_model_n_head(handle)
     size = metadata.get(f"{architecture}.attention.key_length") or llama_cpp.llama_model_n_embd(handle) // heads
     layer = AttentionLayer(heads, llama_cpp.llama_model_n_head_kv(handle), size, size**-0.5, None)
-    eos_token_ids = tuple(metadata.get("outrider.eos_token_ids") or ends)
+    if is_converted(metadata):  # where such a file names no end of sequence, llama.cpp takes one all the same
+        ends = metadata.get("outrider.eos_token_ids", ())
+    else:
+        ends = (token for token in range(vocab_size) if llama_cpp.llama_vocab_is_eog(vocab, token))
+    eos_token_ids = tuple(ends)
     return LlamaModel(
         model=None,
         device=torch.device("cpu"),

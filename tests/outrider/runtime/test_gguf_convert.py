@@ -14,8 +14,8 @@ from safetensors.torch import save_file
 from outrider.runtime.checkpoint import vocabulary_size
 from outrider.runtime.errors import CheckpointError, UnsupportedModel
 from outrider.runtime.gguf_convert import convert
-from outrider.runtime.llama_loader import load_gguf_tokenizer
-from outrider.runtime.loader import ModelSource
+from outrider.runtime.llama_loader import load_gguf, load_gguf_tokenizer
+from outrider.runtime.loader import ModelSource, load_model
 from outrider.runtime.tokenizer import load_tokenizer
 from tests.cluster import MODELS
 from tests.gguf_files import TEMPLATE, TEXTS, save_tokenizer, write_gguf
@@ -33,9 +33,8 @@ def save(name: str, folder: Path) -> Path:
 
 
 def edit(path: Path, **entries: Any) -> None:
-    """Change entries of a JSON file; None: remove."""
-    found = json.loads(path.read_text()) | entries
-    path.write_text(json.dumps({key: value for key, value in found.items() if value is not None}))
+    """Change entries of a JSON file."""
+    path.write_text(json.dumps(json.loads(path.read_text()) | entries))
 
 
 @pytest.mark.parametrize(
@@ -96,3 +95,16 @@ def test_a_converted_tokenizer_is_that_of_the_checkpoint(tmp_path: Path) -> None
         assert ours.encode(text) == theirs.encode(text)
     chat = [("user", "the hat"), ("tool", "an")]
     assert ours.encode_chat(chat) == theirs.encode_chat(chat)
+
+
+@pytest.mark.parametrize("role", [None, "eos_token"])
+def test_only_the_checkpoints_own_tokens_end_a_text(role: str | None, tmp_path: Path) -> None:
+    """llama.cpp takes token 11 of a byte-level vocabulary where a file names none, and else the tokenizer's."""
+    folder = save("llama", tmp_path)
+    (folder / "generation_config.json").unlink()
+    edit(folder / "config.json", eos_token_id=None)
+    if role is None:
+        edit(folder / "tokenizer_config.json", eos_token=None)
+    loaded, tokenizer = load_gguf(ModelSource(str(write_gguf(folder)), device="cpu"))
+    assert loaded.eos_token_ids == load_model(ModelSource(str(folder), device="cpu")).eos_token_ids == ()
+    assert tokenizer.eos_token_ids == load_tokenizer(ModelSource(str(folder))).eos_token_ids
