@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
+from transformers import AutoConfig
 
 from outrider.runtime.checkpoint import read_json, resolve_folder, token_ids
 from outrider.runtime.errors import CheckpointError, UnsupportedModel
@@ -94,6 +95,7 @@ def convert(name: str, output: Path, kind: str, *, revision: str | None = None) 
             f"'{name}' is a model of type '{config.get('model_type')}'; outrider convert supports "
             f"{', '.join(_ARCHITECTURES)}; for others use convert_hf_to_gguf.py of llama.cpp"
         )
+    config = _with_defaults(folder, name)
     _check_plain(config, name)
     part = output.with_name(output.name + ".part")
     writer = gguf.GGUFWriter(part, found.name)
@@ -113,11 +115,19 @@ def convert(name: str, output: Path, kind: str, *, revision: str | None = None) 
     return output.stat().st_size
 
 
+def _with_defaults(folder: Path, name: str) -> dict[str, Any]:
+    """The configuration with transformers' values for what the file leaves out."""
+    try:
+        return AutoConfig.from_pretrained(folder).to_dict()
+    except Exception as error:  # of many types
+        raise CheckpointError(f"cannot read the configuration of '{name}': {error}") from error
+
+
 def _check_plain(config: dict[str, Any], name: str) -> None:
     """Refuses what this converter would drop in silence."""
-    rope = config.get("rope_parameters") or config.get("rope_scaling") or {}
+    rope = config.get("rope_parameters") or {}
     for each in (rope, *(kind for kind in rope.values() if isinstance(kind, dict))):
-        kind = each.get("rope_type") or each.get("type", "default")  # "type": before transformers 4.43
+        kind = each.get("rope_type", "default")
         if kind != "default":
             raise UnsupportedModel(
                 f"'{name}' has rotary embeddings of type '{kind}'; outrider convert supports the default"
@@ -167,23 +177,20 @@ def _write_shape(writer: Any, gguf: Any, config: dict[str, Any], found: _Archite
     writer.add_key_length(size)
     writer.add_value_length(size)
     writer.add_rope_dimension_count(size)
-    rope = config.get("rope_parameters") or {}
-    whole = rope.get("full_attention", rope)
-    writer.add_rope_freq_base(float(whole.get("rope_theta") or config.get("rope_theta") or 10000.0))
+    rope = config["rope_parameters"]
+    writer.add_rope_freq_base(float(rope.get("full_attention", rope)["rope_theta"]))
     if found.name == "gemma3":
         _write_windows(writer, config, rope)
 
 
 def _write_windows(writer: Any, config: dict[str, Any], rope: dict[str, Any]) -> None:
     """The sliding windows of Gemma 3."""
-    kinds = config.get("layer_types") or []
-    local = rope.get("sliding_attention", {})
-    if kinds and "sliding_attention" not in kinds:
+    kinds = config["layer_types"]
+    if "sliding_attention" not in kinds:
         return  # llama.cpp aborts at a window that no layer has
     writer.add_sliding_window(config["sliding_window"])
-    writer.add_rope_freq_base_swa(float(local.get("rope_theta") or config.get("rope_local_base_freq") or 10000.0))
-    if kinds:
-        writer.add_sliding_window_pattern([each == "sliding_attention" for each in kinds])
+    writer.add_rope_freq_base_swa(float(rope["sliding_attention"]["rope_theta"]))
+    writer.add_sliding_window_pattern([each == "sliding_attention" for each in kinds])
 
 
 # ------------------------------------------------------------------------------------------------------------ weights

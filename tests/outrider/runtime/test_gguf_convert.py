@@ -9,13 +9,16 @@ from typing import Any
 
 import pytest
 import torch
+import transformers
 from safetensors.torch import save_file
 
 from outrider.runtime.checkpoint import vocabulary_size
 from outrider.runtime.errors import CheckpointError, UnsupportedModel
 from outrider.runtime.gguf_convert import convert
+from outrider.runtime.llama_cpp import LlamaRunner
 from outrider.runtime.llama_loader import load_gguf, load_gguf_tokenizer
 from outrider.runtime.loader import ModelSource, load_model
+from outrider.runtime.model_runner import Chunk
 from outrider.runtime.tokenizer import load_tokenizer
 from tests.cluster import MODELS
 from tests.gguf_files import TEMPLATE, TEXTS, save_tokenizer, write_gguf
@@ -52,6 +55,41 @@ def test_what_llama_cpp_would_not_do_is_not_converted(
     edit(folder / "config.json", rope_parameters=None, **entry)
     with pytest.raises(UnsupportedModel, match=message):
         convert(str(folder), tmp_path / "out.gguf", "f32")
+
+
+@pytest.mark.parametrize(
+    ("left_out", "given"),
+    [(("layer_types", "_sliding_window_pattern"), {"sliding_window_pattern": 2}), (("rope_parameters",), {})],
+    ids=["windows", "rotary embeddings"],
+)
+def test_what_a_configuration_leaves_out_has_transformers_values(
+    left_out: tuple[str, ...], given: dict[str, int], tmp_path: Path
+) -> None:
+    config = transformers.Gemma3TextConfig(
+        **tiny.SHAPE,
+        num_key_value_heads=2,
+        head_dim=8,
+        query_pre_attn_scalar=8,
+        sliding_window=tiny.WINDOW,
+        layer_types=["sliding_attention", "full_attention", "sliding_attention"],
+    )
+    save_tokenizer(tiny.save(config, tmp_path), tiny.VOCABULARY)
+    entries = json.loads((tmp_path / "config.json").read_text())
+    entries = {key: value for key, value in entries.items() if key not in left_out} | given
+    (tmp_path / "config.json").write_text(json.dumps(entries))
+    loaded, _ = load_gguf(ModelSource(str(write_gguf(tmp_path)), device="cpu"))
+    runner, tokens = LlamaRunner(loaded, blocks=2, max_length=64, threads=1), list(range(3, 40))
+    wanted = tiny.Reference(tmp_path)(tokens)
+    found = runner.logits([Chunk(runner.pool.allocate(), tokens, 0, 0)])
+    torch.testing.assert_close(found, wanted, rtol=0, atol=1e-3 * float(wanted.abs().max()))
+
+
+def test_an_old_configuration_without_a_context_length_is_converted(tmp_path: Path) -> None:
+    folder = save("llama", tmp_path)
+    entries = json.loads((folder / "config.json").read_text())
+    del entries["max_position_embeddings"]
+    (folder / "config.json").write_text(json.dumps(entries))
+    assert load_gguf(ModelSource(str(write_gguf(folder)), device="cpu"))[0].context_length == 2048
 
 
 def test_only_the_checkpoints_own_weights_are_converted(tmp_path: Path) -> None:
