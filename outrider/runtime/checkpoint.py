@@ -130,11 +130,16 @@ def weights_fingerprint(folder: str | os.PathLike[str]) -> str:
     return digest.hexdigest()
 
 
-def file_fingerprint(path: Path) -> str:
-    """SHA-256, in hex, of the size and of samples of one file that has weights and configuration (GGUF)."""
+def gguf_fingerprint(path: Path) -> str:
+    """SHA-256, in hex, of the sizes and of samples of the GGUF files of a model.
+
+    Raises:
+        CheckpointError: one of them is missing.
+    """
     digest = hashlib.sha256()
-    for part in _samples(path):
-        digest.update(len(part).to_bytes(8, "little") + part)
+    for file in gguf.parts(str(path)):
+        for part in _samples(Path(file)):
+            digest.update(len(part).to_bytes(8, "little") + part)
     return digest.hexdigest()
 
 

@@ -1,5 +1,6 @@
 """GGUF files: where they are, and their metadata. The values of arrays of text are skipped, their lengths kept."""
 
+import re
 import struct
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,6 +14,7 @@ MAGIC = b"GGUF"
 SUFFIX = ".gguf"
 _VERSIONS = (2, 3)
 _STRING, _ARRAY = 8, 9
+_PART = re.compile(r"-\d{5}-of-(\d{5})\.gguf$")
 # struct's format of each type of GGUF.
 _FORMATS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d"}
 
@@ -33,8 +35,17 @@ def is_gguf(name: str) -> bool:
     return name.lower().endswith(SUFFIX)
 
 
+def parts(name: str) -> list[str]:
+    """The names of all files of a model that is split (`NAME-00001-of-00003.gguf`); else `name` alone."""
+    found = _PART.search(name)
+    if found is None:
+        return [name]
+    return [f"{name[: found.start()]}-{number + 1:05}-of-{found[1]}.gguf" for number in range(int(found[1]))]
+
+
 def resolve_file(name: str, revision: str | None = None) -> Path:
-    """The local GGUF file of `name`. A file of the hub that is not in the local cache is downloaded.
+    """The local GGUF file of `name`. A file of the hub that is not in the local cache is downloaded, with all parts of
+    its model.
 
     Raises:
         CheckpointError: there is no such file, or the hub cannot be reached.
@@ -42,11 +53,12 @@ def resolve_file(name: str, revision: str | None = None) -> Path:
     path = Path(name).expanduser()
     if path.is_file():
         return path
-    parts = name.split("/")
-    if path.is_absolute() or name.startswith(("./", "../", "~")) or len(parts) < 3:
+    organisation, model, file = (*name.split("/", 2), "", "")[:3]
+    if path.is_absolute() or name.startswith(("./", "../", "~")) or not file:
         raise CheckpointError(f"there is no file '{name}'; give a GGUF file, or a file of the hub: ORG/MODEL/FILE.gguf")
     try:
-        return Path(hf_hub_download("/".join(parts[:2]), "/".join(parts[2:]), revision=revision))
+        found = {part: hf_hub_download(f"{organisation}/{model}", part, revision=revision) for part in parts(file)}
+        return Path(found[file])
     except Exception as error:  # of many types, from the hub's client
         raise CheckpointError(
             f"'{name}' is not a file here, and cannot be downloaded from the hub: {type(error).__name__}: {error}"

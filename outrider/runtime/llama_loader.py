@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from outrider.runtime.attention import AttentionLayer
-from outrider.runtime.checkpoint import file_fingerprint, model_fingerprint
+from outrider.runtime.checkpoint import gguf_fingerprint, model_fingerprint
 from outrider.runtime.errors import CheckpointError, UnsupportedModel
 from outrider.runtime.gguf import is_converted, is_gguf, read_metadata, resolve_file
 from outrider.runtime.gguf_tokenizer import gguf_tokenizer
@@ -137,7 +137,7 @@ def load_gguf(source: ModelSource) -> tuple[LlamaModel, Tokenizer]:
     """
     llama_cpp = library()
     path = resolve_file(source.name, source.revision)
-    metadata = read_metadata(path)
+    metadata, fingerprint = read_metadata(path), gguf_fingerprint(path)
     architecture = str(metadata.get("general.architecture"))
     handle = _load(llama_cpp, path, architecture, vocab_only=False, layers=_gpu_layers(llama_cpp, source.device))
     if (
@@ -174,7 +174,7 @@ def load_gguf(source: ModelSource) -> tuple[LlamaModel, Tokenizer]:
         context_length=llama_cpp.llama_model_n_ctx_train(handle),
         name=source.name,
         eos_token_ids=eos_token_ids,
-        weights_fingerprint=model_fingerprint(file_fingerprint(path), eos_token_ids, None),
+        weights_fingerprint=model_fingerprint(fingerprint, eos_token_ids, None),
         weight_bytes=llama_cpp.llama_model_size(handle),
         layers=(layer,) * llama_cpp.llama_model_n_layer(handle),
         reference=Reference(torch.empty(2, 0, dtype=torch.int64), torch.empty(2, 0, 0)),

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from huggingface_hub import constants
 
-from outrider.runtime.checkpoint import vocabulary_size
+from outrider.runtime.checkpoint import gguf_fingerprint, vocabulary_size
 from outrider.runtime.errors import CheckpointError
 from outrider.runtime.gguf import Texts, read_metadata, resolve_file
 from outrider.runtime.gguf_convert import convert
@@ -88,6 +88,32 @@ def test_a_hub_id_names_a_file_of_a_repository(tmp_path: Path, monkeypatch: pyte
     assert resolve_file("org/model/small/model-Q8_0.gguf").read_bytes() == WHOLE
     with pytest.raises(CheckpointError, match=r"'org/model/none\.gguf' is not a file here, and cannot be downloaded"):
         resolve_file("org/model/none.gguf")
+
+
+def test_all_parts_of_a_split_model_are_downloaded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked = list[str]()
+
+    def download(repository: str, file: str, revision: str | None) -> str:
+        asked.append(f"{repository} {file} {revision}")
+        return str(tmp_path / file)
+
+    monkeypatch.setattr("outrider.runtime.gguf.hf_hub_download", download)
+    first = "q4/model-00001-of-00003.gguf"
+    assert resolve_file(f"org/model/{first}", "main") == tmp_path / first
+    assert asked == [f"org/model q4/model-0000{number}-of-00003.gguf main" for number in (1, 2, 3)]
+
+
+def test_the_fingerprint_of_a_split_model_is_that_of_all_parts(tmp_path: Path) -> None:
+    """The first part may hold metadata alone."""
+    first, second = (tmp_path / f"model-0000{number}-of-00002.gguf" for number in (1, 2))
+    first.write_bytes(WHOLE)
+    second.write_bytes(bytes(5000))
+    before = gguf_fingerprint(first)
+    second.write_bytes(bytes(4999) + b"\1")
+    assert gguf_fingerprint(first) != before
+    second.unlink()
+    with pytest.raises(CheckpointError, match=r"cannot read '.*model-00002-of-00002\.gguf': .*No such file"):
+        gguf_fingerprint(first)
 
 
 def test_a_runtime_takes_its_own_kind_of_model() -> None:
