@@ -14,6 +14,7 @@ MAGIC = b"GGUF"
 SUFFIX = ".gguf"
 _VERSIONS = (2, 3)
 _STRING, _ARRAY = 8, 9
+_LONG_FACTORS = "rope_factors_long.weight"
 _PART = re.compile(r"-\d{5}-of-(\d{5})\.gguf$")
 # struct's format of each type of GGUF.
 _FORMATS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d"}
@@ -71,6 +72,20 @@ def read_metadata(path: Path) -> dict[str, Any]:
     Raises:
         CheckpointError: it is no GGUF file, or is cut off.
     """
+    return _read(path)[0]
+
+
+def has_long_factors(path: Path) -> bool:
+    """Whether a model has other rotary embeddings for long contexts (longrope).
+
+    Raises:
+        CheckpointError: see `read_metadata`.
+    """
+    return any(_LONG_FACTORS in _read(Path(file))[1] for file in parts(str(path)))
+
+
+def _read(path: Path) -> tuple[dict[str, Any], list[str]]:
+    """The metadata of a GGUF file, and the names of its tensors."""
     with path.open("rb") as file:
         magic = file.read(4)
         if magic != MAGIC:
@@ -79,18 +94,22 @@ def read_metadata(path: Path) -> dict[str, Any]:
             (version,) = struct.unpack("<I", file.read(4))
             if version not in _VERSIONS:
                 raise CheckpointError(f"'{path}' has version {version} of GGUF; versions 2 and 3 are supported")
-            _, count = struct.unpack("<QQ", file.read(16))
-            found = {}
+            tensors, count = struct.unpack("<QQ", file.read(16))
+            found, names = {}, []
             for _ in range(count):
                 key = _text(file)
                 (kind,) = struct.unpack("<I", file.read(4))
                 found[key] = _value(file, kind)
+            for _ in range(tensors):
+                names.append(_text(file))
+                (dimensions,) = struct.unpack("<I", file.read(4))
+                file.seek(8 * dimensions + 12, 1)  # the dimensions, type and offset
         # A damaged length gives any of the last four.
         except (struct.error, KeyError, ValueError, OSError, MemoryError, OverflowError) as error:
             raise CheckpointError(
                 f"'{path}' is cut off or damaged: its metadata cannot be read; copy it again"
             ) from error
-    return found
+    return found, names
 
 
 def is_converted(metadata: dict[str, Any]) -> bool:

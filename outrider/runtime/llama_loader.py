@@ -14,7 +14,7 @@ import torch
 from outrider.runtime.attention import AttentionLayer
 from outrider.runtime.checkpoint import gguf_fingerprint, model_fingerprint
 from outrider.runtime.errors import CheckpointError, UnsupportedModel
-from outrider.runtime.gguf import is_converted, is_gguf, read_metadata, resolve_file
+from outrider.runtime.gguf import has_long_factors, is_converted, is_gguf, read_metadata, resolve_file
 from outrider.runtime.gguf_tokenizer import gguf_tokenizer
 from outrider.runtime.loader import LoadedModel, ModelSource
 from outrider.runtime.selfcheck import Reference
@@ -22,6 +22,7 @@ from outrider.runtime.tokenizer import Tokenizer
 
 LLAMA_CPP = "llama.cpp"
 _ALL_F32 = 0  # `general.file_type`
+_ENDLESS = 2**31 - 1
 
 
 def chosen_runtime(runtime: str, model: str) -> str:
@@ -139,7 +140,16 @@ def load_gguf(source: ModelSource) -> tuple[LlamaModel, Tokenizer]:
     path = resolve_file(source.name, source.revision)
     metadata, fingerprint = read_metadata(path), gguf_fingerprint(path)
     architecture = str(metadata.get("general.architecture"))
-    handle = _load(llama_cpp, path, architecture, vocab_only=False, layers=_gpu_layers(llama_cpp, source.device))
+    original = f"{architecture}.rope.scaling.original_context_length"
+    # llama.cpp takes the factors for long contexts if the cells of all sequences are more than the original length. A
+    # text may not depend on that: all have the others, as by the first runtime, and no more positions.
+    override = original if has_long_factors(path) else None
+    handle = _load(
+        llama_cpp, path, architecture, vocab_only=False, layers=_gpu_layers(llama_cpp, source.device), endless=override
+    )
+    context_length = llama_cpp.llama_model_n_ctx_train(handle)
+    if override is not None:
+        context_length = min(context_length, metadata.get(original, context_length))
     if (
         llama_cpp.llama_model_has_encoder(handle)
         or not llama_cpp.llama_model_has_decoder(handle)
@@ -171,7 +181,7 @@ def load_gguf(source: ModelSource) -> tuple[LlamaModel, Tokenizer]:
         dtype_reason=f"logits of llama.cpp are float32; the weights: {weights}",
         quantisation=None,
         vocab_size=vocab_size,
-        context_length=llama_cpp.llama_model_n_ctx_train(handle),
+        context_length=context_length,
         name=source.name,
         eos_token_ids=eos_token_ids,
         weights_fingerprint=model_fingerprint(fingerprint, eos_token_ids, None),
@@ -196,9 +206,17 @@ def load_gguf_tokenizer(source: ModelSource) -> Tokenizer:
     return gguf_tokenizer(llama_cpp, handle, metadata, source.name)
 
 
-def _load(llama_cpp: ModuleType, path: Path, architecture: str, *, vocab_only: bool, layers: int) -> Any:
+def _load(
+    llama_cpp: ModuleType, path: Path, architecture: str, *, vocab_only: bool, layers: int, endless: str | None = None
+) -> Any:
+    """`endless` is an entry of the metadata that llama.cpp gets as the largest number."""
     parameters = llama_cpp.llama_model_default_params()
     parameters.vocab_only, parameters.n_gpu_layers = vocab_only, layers
+    overrides = (llama_cpp.llama_model_kv_override * 2)()  # the second, without a key, ends them
+    if endless is not None:
+        overrides[0].tag, overrides[0].key = llama_cpp.LLAMA_KV_OVERRIDE_TYPE_INT, endless.encode()
+        overrides[0].value.val_i64 = _ENDLESS
+        parameters.kv_overrides = overrides
     errors()
     handle = llama_cpp.llama_model_load_from_file(str(path).encode(), parameters)
     if not handle:

@@ -8,6 +8,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import transformers
@@ -16,7 +17,7 @@ from transformers import PreTrainedConfig
 from kernels.cpu_decoder import library as decoder_library
 from kernels.sampling import Draw, SamplingParams
 from kernels.sparse import SparseConfig
-from outrider.runtime import gguf_tokenizer, llama_loader
+from outrider.runtime import gguf_convert, gguf_tokenizer, llama_loader
 from outrider.runtime.block_pool import PoolExhausted
 from outrider.runtime.decode_loop import DecodeLoop
 from outrider.runtime.errors import CheckpointError
@@ -82,6 +83,27 @@ def test_a_model_whose_windows_no_layer_has_runs(tmp_path: Path) -> None:
     found = runner.logits([Chunk(runner.pool.allocate(), tokens, 0, 0)])
     allowed = NEAR["gemma3"] * float(found.abs().max())
     torch.testing.assert_close(found, Reference(tmp_path)(tokens), rtol=0, atol=allowed)
+
+
+def test_rotary_embeddings_do_not_depend_on_the_cells_of_all_sequences(
+    folders: Callable[[str], Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A file with other factors for contexts above 32 positions."""
+    write_tokenizer = gguf_convert._write_tokenizer
+
+    def with_factors(writer: Any, *others: Any) -> None:
+        write_tokenizer(writer, *others)
+        writer.add_string("llama.rope.scaling.type", "longrope")
+        writer.add_rope_scaling_orig_ctx_len(32)
+        for name, factor in (("long", 8), ("short", 1)):
+            writer.add_tensor(f"rope_factors_{name}.weight", np.full(4, factor, np.float32))
+
+    monkeypatch.setattr(gguf_convert, "_write_tokenizer", with_factors)
+    convert(str(folders("llama")), tmp_path / "long.gguf", "f32")
+    runner, tokens = build(tmp_path / "long.gguf"), list(range(3, 30))
+    assert runner.loaded.context_length == runner.max_length == 32
+    found = runner.logits([Chunk(runner.pool.allocate(), tokens, 0, 0)])
+    assert torch.allclose(found, Reference(folders("llama"))(tokens), rtol=0, atol=1e-4)
 
 
 @pytest.mark.parametrize(("name", "most"), [("llama", 256), ("gemma3", 128)], ids=["llama", "a window"])
