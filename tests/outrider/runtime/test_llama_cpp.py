@@ -20,7 +20,7 @@ from kernels.sparse import SparseConfig
 from outrider.runtime import gguf_convert, gguf_tokenizer, llama_loader
 from outrider.runtime.block_pool import PoolExhausted
 from outrider.runtime.decode_loop import DecodeLoop
-from outrider.runtime.errors import CheckpointError
+from outrider.runtime.errors import CheckpointError, UnsupportedModel
 from outrider.runtime.gguf_convert import convert
 from outrider.runtime.llama_cpp import LlamaRunner
 from outrider.runtime.llama_loader import library, load_gguf, load_gguf_tokenizer
@@ -435,6 +435,14 @@ def test_each_failure_is_one_clear_line(tmp_path: Path, folders: Callable[[str],
     assert "unknown model architecture: 'lxama'" in failure(unknown)
     with pytest.raises(CheckpointError, match="--device is cuda; llama-cpp-python is built for the CPU alone"):
         load_gguf(ModelSource(str(write_gguf(folders("llama"))), device="cuda"))
+
+
+def test_a_model_that_does_not_write_token_by_token_is_refused(tmp_path: Path, folders: Callable[[str], Path]) -> None:
+    """LLaDA, of diffusion, has the tensors of Llama."""
+    path = tmp_path / "model.gguf"
+    path.write_bytes(write_gguf(folders("llama")).read_bytes().replace(b"llama", b"llada"))
+    with pytest.raises(UnsupportedModel, match="has no keys and values to keep"):
+        build(path)
 
 
 def test_a_build_for_another_processor_is_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
