@@ -52,9 +52,11 @@ class LlamaTokenizer(Tokenizer):
         self._texts = [
             llama_cpp.llama_vocab_get_text(vocab, token).decode("utf-8", "replace") for token in range(count)
         ]
-        self._is_control = [llama_cpp.llama_vocab_is_control(vocab, token) for token in range(count)]
+        special = llama_cpp.LLAMA_TOKEN_ATTR_CONTROL | llama_cpp.LLAMA_TOKEN_ATTR_UNKNOWN
+        self._is_special = [bool(llama_cpp.llama_vocab_get_attr(vocab, token) & special) for token in range(count)]
         self._bytes = [self._piece(token) for token in range(count)]
-        self._strips = llama_cpp.llama_vocab_type(vocab) == llama_cpp.LLAMA_VOCAB_TYPE_SPM
+        is_spm = llama_cpp.llama_vocab_type(vocab) == llama_cpp.LLAMA_VOCAB_TYPE_SPM
+        self._strips = is_spm and metadata.get("tokenizer.ggml.add_space_prefix", True)
         self._anchor = self.encode("a", add_special=False)[-1:]
 
     def encode(self, text: str, *, add_special: bool = True) -> list[int]:
@@ -98,7 +100,7 @@ class LlamaTokenizer(Tokenizer):
         parts = [
             self._bytes[token]
             for token in ids
-            if 0 <= token < len(self._bytes) and not (skip_special and self._is_control[token])
+            if 0 <= token < len(self._bytes) and not (skip_special and self._is_special[token])
         ]
         text = b"".join(parts).decode("utf-8", "replace")
         return text[1:] if self._strips and text.startswith(" ") else text
