@@ -341,5 +341,5 @@ def _write_special(
     writer.add_string("outrider.tokenizer_config", json.dumps(options))
     template = folder / "chat_template.jinja"
     text = template.read_text(encoding="utf-8") if template.is_file() else options.get("chat_template")
-    if isinstance(text, str):
-        writer.add_chat_template(text)
+    if text:
+        writer.add_chat_template(text)  # one, or a list with names: then the default is the one that is read

@@ -146,3 +146,14 @@ def test_only_the_checkpoints_own_tokens_end_a_text(role: str | None, tmp_path: 
     loaded, tokenizer = load_gguf(ModelSource(str(write_gguf(folder)), device="cpu"))
     assert loaded.eos_token_ids == load_model(ModelSource(str(folder), device="cpu")).eos_token_ids == ()
     assert tokenizer.eos_token_ids == load_tokenizer(ModelSource(str(folder))).eos_token_ids
+
+
+def test_the_default_of_several_chat_templates_is_that_of_the_file(tmp_path: Path) -> None:
+    folder = save("llama", tmp_path)
+    (folder / "chat_template.jinja").unlink()
+    templates = [{"name": "tool_use", "template": "[tool]"}, {"name": "default", "template": TEMPLATE}]
+    edit(folder / "tokenizer_config.json", chat_template=templates)
+    theirs = load_tokenizer(ModelSource(str(folder)))
+    ours = load_gguf_tokenizer(ModelSource(str(write_gguf(folder))))
+    assert ours.chat_template == theirs.chat_template == TEMPLATE
+    assert ours.encode_chat([("user", "the hat")]) == theirs.encode_chat([("user", "the hat")])
