@@ -77,6 +77,8 @@ def load(settings: ServiceSettings) -> tuple[LoadedModel, Tokenizer]:
 
 
 def _load_gguf(source: ModelSource) -> tuple[LoadedModel, Tokenizer]:
+    if source.skip_layers is not None:
+        raise CheckpointError(f"--skip-layers {source.skip_layers}: llama.cpp runs all layers of '{source.name}'")
     if source.dtype != "auto":
         _log.warning("--dtype is ignored: a GGUF file has types of its own", dtype=source.dtype, model=source.name)
     loaded, tokenizer = load_gguf(source)

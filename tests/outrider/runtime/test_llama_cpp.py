@@ -14,6 +14,7 @@ import torch
 import transformers
 from transformers import PreTrainedConfig
 
+from draft_service.settings import DraftSettings
 from kernels.cpu_decoder import library as decoder_library
 from kernels.sampling import Draw, SamplingParams
 from kernels.sparse import SparseConfig
@@ -27,7 +28,7 @@ from outrider.runtime.llama_loader import library, load_gguf, load_gguf_tokenize
 from outrider.runtime.loader import ModelSource
 from outrider.runtime.model_runner import Chunk
 from outrider.runtime.tokenizer import load_tokenizer
-from outrider.service.loading import build_model_runner
+from outrider.service.loading import build_model_runner, load
 from outrider.service.settings import SettingsError
 from tests.cluster import MODELS
 from tests.gguf_files import TEMPLATE, TEXTS, save_tokenizer, write_gguf
@@ -117,6 +118,14 @@ def test_more_sequences_than_llama_cpp_holds_are_refused_at_the_start(
     )
     with pytest.raises(SettingsError, match=f"--max-sequences is {most + 1}; llama.cpp holds {most} sequences"):
         build_model_runner(settings, loaded, 64, max_batch_tokens=64)
+
+
+def test_no_layers_of_a_file_are_left_out(folders: Callable[[str], Path]) -> None:
+    path = write_gguf(folders("llama"))
+    flags = ["--model", str(path), "--verifier", "127.0.0.1:1", "--skip-layers", "1"]
+    settings = DraftSettings.from_command_line(flags, program="draft_service")
+    with pytest.raises(CheckpointError, match=r"--skip-layers 1: llama\.cpp runs all layers"):
+        load(settings)
 
 
 def test_there_is_room_for_the_sequences_and_forks_of_a_service(folders: Callable[[str], Path]) -> None:
