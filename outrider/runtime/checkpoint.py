@@ -40,6 +40,8 @@ def resolve_folder(name: str, revision: str | None = None, *, weights: bool = Tr
     path = Path(name).expanduser()
     if path.is_dir():
         return path
+    if path.is_file():
+        raise CheckpointError(f"'{name}' is a file; give the folder of a checkpoint, or a hub id such as ORG/MODEL")
     if path.is_absolute() or name.startswith(("./", "../", "~")) or name.count("/") > 1:
         raise CheckpointError(f"there is no folder '{name}'; give a folder, or a hub id such as ORG/MODEL")
     patterns = [*_TEXTS, *(["*.safetensors"] if weights else []), *(["*.py"] if code else [])]

@@ -18,6 +18,7 @@ from transformers import AutoConfig
 
 from outrider.runtime.checkpoint import read_json, resolve_folder, token_ids
 from outrider.runtime.errors import CheckpointError, UnsupportedModel
+from outrider.runtime.gguf import is_gguf
 
 _WORDS = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|"
 _REST = r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
@@ -75,8 +76,8 @@ def convert(name: str, output: Path, kind: str, *, revision: str | None = None) 
         revision: of a hub id.
 
     Raises:
-        CheckpointError: the package `gguf` is missing, the checkpoint cannot be converted, or `output` is a device; the
-            text is one line.
+        CheckpointError: the package `gguf` is missing, the checkpoint cannot be converted, or `output` is a device or
+            not named `*.gguf`; the text is one line.
     """
     try:
         import gguf
@@ -84,6 +85,8 @@ def convert(name: str, output: Path, kind: str, *, revision: str | None = None) 
         raise CheckpointError(
             "outrider convert needs the package gguf: pip install '.[llama]' in a clone of Outrider"
         ) from error
+    if not is_gguf(output.name):
+        raise CheckpointError(f"the name '{output}' does not end in .gguf, by which the services know such a file")
     output = output.resolve()
     if output.exists() and not output.is_file():
         raise CheckpointError(f"'{output}' is not a regular file; give another path for the GGUF file")

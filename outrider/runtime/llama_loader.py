@@ -35,7 +35,8 @@ def chosen_runtime(runtime: str, model: str) -> str:
         raise CheckpointError(f"--runtime torch: '{model}' is a GGUF file; only --runtime llama.cpp runs it")
     if runtime == LLAMA_CPP and not is_gguf(model):
         raise CheckpointError(
-            f"--runtime llama.cpp: '{model}' is no GGUF file; make one with: outrider convert {model} OUT.gguf"
+            f"--runtime llama.cpp: the name '{model}' does not end in .gguf; make a GGUF file of a checkpoint with: "
+            f"outrider convert {model} OUT.gguf"
         )
     return LLAMA_CPP if is_gguf(model) else "torch"
 

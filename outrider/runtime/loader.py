@@ -225,7 +225,11 @@ def _ready(
 
 def _config(folder: Path, source: ModelSource) -> Any:
     if not (folder / "config.json").is_file():
-        raise CheckpointError(f"'{source.name}' has no config.json; give the folder or hub id of a model")
+        files = sorted(each.name for each in folder.glob("*.gguf"))
+        raise CheckpointError(
+            f"'{source.name}' has no config.json; give "
+            + (f"one of its GGUF files: {', '.join(files)}" if files else "the folder or hub id of a model")
+        )
     try:
         config = AutoConfig.from_pretrained(folder, trust_remote_code=source.trust_remote_code)
     except Exception as error:

@@ -15,7 +15,7 @@ from outrider.runtime.gguf import Texts, read_metadata, resolve_file
 from outrider.runtime.gguf_convert import convert
 from outrider.runtime.gguf_tokenizer import gguf_tokenizer
 from outrider.runtime.llama_loader import chosen_runtime, library, load_gguf
-from outrider.runtime.loader import ModelSource
+from outrider.runtime.loader import ModelSource, load_model
 from tests.cluster import MODELS
 
 
@@ -76,6 +76,16 @@ def test_a_damaged_tokenizer_is_one_line() -> None:
 def test_a_missing_file_is_named() -> None:
     with pytest.raises(CheckpointError, match=r"there is no file './none\.gguf'; give a GGUF file, or"):
         resolve_file("./none.gguf")
+
+
+def test_errors_say_that_a_model_is_a_gguf_file(tmp_path: Path) -> None:
+    path = write(tmp_path, WHOLE)
+    with pytest.raises(CheckpointError, match=r"model\.gguf' is a file; give the folder of a checkpoint"):
+        load_model(ModelSource(str(path)))
+    with pytest.raises(CheckpointError, match=r"has no config\.json; give one of its GGUF files: model\.gguf"):
+        load_model(ModelSource(str(tmp_path)))
+    with pytest.raises(CheckpointError, match=r"the name 'model\.q8' does not end in \.gguf; make"):
+        chosen_runtime("llama.cpp", "model.q8")
 
 
 def test_a_hub_id_names_a_file_of_a_repository(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -112,10 +112,12 @@ def test_a_damaged_tokenizer_is_not_converted(tmp_path: Path) -> None:
 
 
 def test_the_output_of_a_conversion_is_a_file_or_a_link_to_one(tmp_path: Path) -> None:
-    pipe, link, file = (tmp_path / name for name in ("pipe", "link.gguf", "file.gguf"))
+    pipe, link, file = (tmp_path / name for name in ("pipe.gguf", "link.gguf", "file.gguf"))
     os.mkfifo(pipe)
     link.symlink_to(file)
-    with pytest.raises(CheckpointError, match="pipe' is not a regular file"):
+    with pytest.raises(CheckpointError, match=r"file\.q8' does not end in \.gguf"):
+        convert(str(MODELS / "draft"), tmp_path / "file.q8", "q8_0")
+    with pytest.raises(CheckpointError, match=r"pipe\.gguf' is not a regular file"):
         convert(str(MODELS / "draft"), pipe, "bf16")
     assert pipe.is_fifo()
     convert(str(MODELS / "draft"), link, "bf16")
