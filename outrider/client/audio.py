@@ -6,6 +6,7 @@ Needs the extra `audio`. The packages are imported when audio is read, and not b
 from __future__ import annotations
 
 import io
+import math
 import operator
 import os
 from collections.abc import Iterator
@@ -91,7 +92,9 @@ def speech_encoder(model: model_pb2.ModelInfo) -> model_pb2.EncoderInfo:
     return model.encoder
 
 
-def read_samples(audio: AudioSource, sample_rate: int | None, target_rate: int) -> Samples:
+def read_samples(
+    audio: AudioSource, sample_rate: int | None, target_rate: int, most_seconds: float = math.inf
+) -> Samples:
     """Reads audio: one channel, at `target_rate`. It blocks: call it in a thread.
 
     Args:
@@ -99,10 +102,11 @@ def read_samples(audio: AudioSource, sample_rate: int | None, target_rate: int) 
             of 8 bits (without sign), 16 or 32.
         sample_rate: of an array. A file has its own.
         target_rate: samples a second, as the model takes them.
+        most_seconds: of audio; more are refused as soon as they are decoded, as a header need not say how many follow.
 
     Raises:
         ImportError: the extra `audio` is not installed.
-        InvalidRequest: the audio cannot be read, or it is empty.
+        InvalidRequest: the audio cannot be read, it is empty, or it is too long.
     """
     if isinstance(audio, Samples):
         return audio
@@ -113,7 +117,7 @@ def read_samples(audio: AudioSource, sample_rate: int | None, target_rate: int) 
         blocks = _blocks_of_file(audio)
     else:
         blocks = _blocks_of_array(np, audio, sample_rate)
-    pieces = list(_converted(np, blocks, target_rate))
+    pieces = list(_converted(np, blocks, target_rate, most_seconds))
     values = np.concatenate(pieces) if pieces else np.zeros(0, "<i2")
     if not len(values):
         raise refused("audio", "audio has no samples; at least 1 is needed")
@@ -148,7 +152,7 @@ def _blocks_of_file(audio: str | os.PathLike[str] | bytes | bytearray | memoryvi
             stream: Any = Path(audio).open("rb")  # noqa: SIM115  # closed below
         else:
             name, stream = "its bytes", io.BytesIO(audio)
-        with stream, soundfile.SoundFile(stream) as file:
+        with stream, _reader(soundfile)(stream) as file:
             while len(block := file.read(_BLOCK_FRAMES, dtype="float32", always_2d=True)):
                 yield file.samplerate, block
     except OSError as error:
@@ -159,6 +163,16 @@ def _blocks_of_file(audio: str | os.PathLike[str] | bytes | bytearray | memoryvi
         ) from error
     except TypeError as error:  # soundfile needs the format of a name that ends in .raw
         raise refused("audio", f"audio: cannot decode {name}: it has no header; give WAV, FLAC, OGG or MP3") from error
+
+
+def _reader(soundfile: ModuleType) -> Any:
+    """`SoundFile` that does not seek after each block: a seek to the end of a file of unknown length fails."""
+
+    class Reader(soundfile.SoundFile):  # type: ignore[name-defined]
+        def seekable(self) -> bool:
+            return False
+
+    return Reader
 
 
 def _blocks_of_array(np: ModuleType, audio: Array, sample_rate: int | None) -> Iterator[_Block]:
@@ -190,10 +204,13 @@ def _blocks_of_array(np: ModuleType, audio: Array, sample_rate: int | None) -> I
         yield rate, block.astype("float32")
 
 
-def _converted(np: ModuleType, blocks: Iterator[_Block], target_rate: int) -> Iterator[Any]:
+def _converted(np: ModuleType, blocks: Iterator[_Block], target_rate: int, most_seconds: float) -> Iterator[Any]:
     """The blocks as 16-bit integers of one channel, at the target's rate."""
-    resampler = None
+    resampler, seconds = None, 0.0
     for rate, block in blocks:
+        seconds += len(block) / rate
+        if seconds > most_seconds:
+            raise refused("audio", f"audio has more than {most_seconds:g} s; cut it")
         largest = np.abs(block).max()
         if not largest <= _LARGEST:
             found = (

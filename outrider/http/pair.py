@@ -9,6 +9,7 @@ from contextlib import aclosing
 from typing import Any
 
 from outrider.client import AsyncClient, AsyncTranscription, Event, OutriderError, Prompt
+from outrider.client.audio import Samples
 from outrider.environment import served_name
 from outrider.http.metrics import FrontMetrics
 from protos.outrider.v1 import draft_service_pb2 as pb
@@ -65,7 +66,7 @@ class Pair:
                     watch.take(event)
                     yield event
 
-    def transcribe(self, audio: bytes, *, timeout: float, **options: Any) -> AsyncTranscription:
+    def transcribe(self, audio: Samples, *, timeout: float, **options: Any) -> AsyncTranscription:
         """`AsyncClient.transcribe` with the framing, and with metrics: each window is a text."""
 
         def generate(**of_window: Any) -> AsyncGenerator[Event, None]:

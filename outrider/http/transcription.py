@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import io
 import json
 import math
 from collections.abc import Awaitable, Callable, Sequence
@@ -16,7 +15,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from outrider.client import AsyncTranscription, DeadlineExceeded, OutriderError, Segment
-from outrider.client.audio import package
+from outrider.client.audio import read_samples
 from outrider.http.errors import ApiError, invalid, of_service, unsupported
 from outrider.http.pair import Pair
 from outrider.http.security import AUDIO_BYTES
@@ -57,15 +56,16 @@ async def transcribe(
     kind = text_fields.get("response_format", "json")
     has_times = kind in ("verbose_json", "srt", "vtt") and bool(encoder.first_timestamp_token_id)
     try:
-        await asyncio.to_thread(_check_length, data)
-        transcription = pair.transcribe(
-            data,
-            language=text_fields.get("language") or None,
-            timestamps=has_times,
-            timeout=timeout,
-            temperature=_temperature(text_fields.get("temperature") or "0"),
-        )
+        temperature = _temperature(text_fields.get("temperature") or "0")
         async with asyncio.timeout(timeout):
+            samples = await asyncio.to_thread(read_samples, data, None, encoder.sample_rate, MOST_SECONDS)
+            transcription = pair.transcribe(
+                samples,
+                language=text_fields.get("language") or None,
+                timestamps=has_times,
+                timeout=timeout,
+                temperature=temperature,
+            )
             await transcription.wait()
     except TimeoutError:
         text = f"the transcription did not end within {timeout:g} s"
@@ -123,17 +123,6 @@ def _temperature(text: str) -> float:
     if not math.isfinite(value):
         raise invalid("temperature", f"temperature is {text!r}; it must be a number")
     return value
-
-
-def _check_length(data: bytes) -> None:
-    """Refuses audio that is too long, by the length in its header. Other faults are found when it is decoded."""
-    soundfile = package("soundfile")
-    try:
-        seconds = soundfile.info(io.BytesIO(data)).duration
-    except (soundfile.LibsndfileError, TypeError):
-        return
-    if seconds > MOST_SECONDS:
-        raise invalid("file", f"file has {seconds:.0f} s of audio; at most {MOST_SECONDS} s: cut it")
 
 
 # ---------------------------------------------------------------------------------------------------------- answers

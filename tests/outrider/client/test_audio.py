@@ -31,6 +31,11 @@ def file(samples: Any, rate: int, kind: str = "WAV", subtype: str | None = None)
     return written.getvalue()
 
 
+def streamed(flac: bytes) -> bytes:
+    """The file as an encoder writes it to a pipe: its header does not say how many samples follow."""
+    return flac[:21] + bytes([flac[21] & 0xF0]) + bytes(4) + flac[26:]
+
+
 def assert_is_sine(samples: Samples, frequency: float, amplitude: float, tolerance: float = 1e-3) -> None:
     """It is the sine, but for the edges."""
     values = samples.values / 2**15
@@ -92,6 +97,24 @@ def test_a_long_file_is_read_in_blocks_without_a_seam() -> None:
     samples = read_samples(file(sine(441, 22_050, 40.0), 22_050), None, RATE)
     assert len(samples.values) == 40 * RATE
     assert_is_sine(samples, 441, 0.5)
+
+
+@pytest.mark.parametrize("seconds", [1.0, 40.0])
+def test_a_file_of_unknown_length_is_read_to_its_end(seconds: float) -> None:
+    written = file(sine(440, RATE, seconds), RATE, "FLAC")
+    values = read_samples(streamed(written), None, RATE).values
+    assert (values == read_samples(written, None, RATE).values).all()
+
+
+def test_a_file_is_refused_once_it_is_too_long() -> None:
+    """Its own rate counts: one of 1 sample a second would become 16,000 times as many."""
+    for written in (file(sine(440, RATE, 2.5), RATE), streamed(file(sine(440, RATE, 2.5), RATE, "FLAC"))):
+        assert read_samples(written, None, RATE, most_seconds=2.5).seconds == 2.5
+        with pytest.raises(InvalidRequest, match=re.escape("audio has more than 2.25 s; cut it")) as caught:
+            read_samples(written, None, RATE, most_seconds=2.25)
+        assert caught.value.field == "audio"
+    with pytest.raises(InvalidRequest, match="audio has more than 60 s"):
+        read_samples(file(np.zeros(1 << 18), 1), None, RATE, most_seconds=60)
 
 
 def test_full_scale_neither_wraps_nor_overflows() -> None:

@@ -1,6 +1,7 @@
 """/v1/audio/transcriptions of a pair of speech models, with OpenAI's own client too."""
 
 import asyncio
+import io
 import sys
 import tempfile
 from collections.abc import AsyncGenerator, Iterator
@@ -9,8 +10,10 @@ from typing import Any
 
 import openai
 import pytest
+import soundfile
 
 from outrider.client import Client, Event
+from outrider.http import transcription
 from outrider.http.pair import Pair
 from tests.cluster import Cluster, wait_healthy
 from tests.metrics import parse
@@ -47,6 +50,21 @@ def test_the_text_is_that_of_our_own_client(speech: tuple[str, Client]) -> None:
     assert found.text == wanted.text
     answer = plain.post(url + PATH, files={"file": CLIP.read_bytes()}, data={"response_format": "text"}, timeout=60)
     assert answer.text == wanted.text + "\n"
+
+
+def test_a_file_need_not_say_how_long_it_is(speech: tuple[str, Client], monkeypatch: pytest.MonkeyPatch) -> None:
+    """An encoder that writes FLAC to a pipe leaves the number of samples in its header at 0."""
+    url, ours = speech
+    values, rate = soundfile.read(CLIP, dtype="int16")
+    written = io.BytesIO()
+    soundfile.write(written, values, rate, format="FLAC")
+    flac = written.getvalue()
+    flac = flac[:21] + bytes([flac[21] & 0xF0]) + bytes(4) + flac[26:]
+    answer = plain.post(url + PATH, files={"file": flac}, timeout=60)
+    assert (answer.status_code, answer.json()["text"]) == (200, ours.transcribe(CLIP).wait().text)
+    monkeypatch.setattr(transcription, "MOST_SECONDS", 1)
+    error = plain.post(url + PATH, files={"file": flac}, timeout=60).json()["error"]
+    assert (error["param"], error["message"]) == ("file", "file has more than 1 s; cut it")
 
 
 def test_long_audio_has_segments_with_times(speech: tuple[str, Client]) -> None:
