@@ -150,6 +150,9 @@ def _blocks_of_file(audio: str | os.PathLike[str] | bytes | bytearray | memoryvi
         if isinstance(audio, str | os.PathLike):
             name = f"'{os.fspath(audio)}'"
             stream: Any = Path(audio).open("rb")  # noqa: SIM115  # closed below
+            if not stream.seekable():  # a pipe, as of <(ffmpeg ...): libsndfile seeks
+                with stream:
+                    stream = io.BytesIO(stream.read())
         else:
             name, stream = "its bytes", io.BytesIO(audio)
         with stream, _reader(soundfile)(stream) as file:

@@ -1,9 +1,11 @@
 """Speech is decoded, mixed down, resampled and sent as 16-bit samples; other values are refused."""
 
 import io
+import os
 import re
 import subprocess
 import sys
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -103,6 +105,17 @@ def test_a_long_file_is_read_in_blocks_without_a_seam() -> None:
 def test_a_file_of_unknown_length_is_read_to_its_end(seconds: float) -> None:
     written = file(sine(440, RATE, seconds), RATE, "FLAC")
     values = read_samples(streamed(written), None, RATE).values
+    assert (values == read_samples(written, None, RATE).values).all()
+
+
+def test_a_pipe_is_read_as_a_file(tmp_path: Path) -> None:
+    """As `outrider transcribe <(ffmpeg ...)` names one."""
+    pipe, written = tmp_path / "pipe", file(sine(440, 44_100), 44_100)
+    os.mkfifo(pipe)
+    writer = threading.Thread(target=pipe.write_bytes, args=(written,))
+    writer.start()
+    values = read_samples(pipe, None, RATE).values
+    writer.join()
     assert (values == read_samples(written, None, RATE).values).all()
 
 
