@@ -48,7 +48,7 @@ class DecoderPrompts:
             languages=languages,
             tasks=tasks,
             no_timestamps=no_timestamps,
-            language=_spelled(language, languages) or _default(languages, tokens),
+            language=_spelled(_code(language), languages) or _default(languages, tokens),
             task=task if task in tasks else _default(tasks, tokens, preferred=_TRANSCRIBE),
         )
 
@@ -83,6 +83,15 @@ def _spelled(language: object, languages: Mapping[str, int]) -> str:
     """The name in `languages` of "en" or "<|en|>"; empty if there is none."""
     name = language.lower() if isinstance(language, str) else ""
     return next((each for each in (name, f"<|{name}|>") if each in languages), "")
+
+
+def _code(language: object) -> object:
+    """The code of a language that a generation config names in English; anything else unchanged."""
+    if not isinstance(language, str):
+        return language
+    from transformers.models.whisper.tokenization_whisper import TO_LANGUAGE_CODE  # text models do without
+
+    return TO_LANGUAGE_CODE.get(language.lower(), language)
 
 
 def _default(names: Mapping[str, int], forced: list[int], preferred: str = "") -> str:

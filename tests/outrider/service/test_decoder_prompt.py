@@ -32,6 +32,8 @@ def prompts(**config: Any) -> DecoderPrompts:
         (MULTILINGUAL, [START, EN, TRANSCRIBE, SILENT]),
         (MULTILINGUAL | {"language": "de", "task": "translate"}, [START, DE, TRANSLATE, SILENT]),
         (MULTILINGUAL | {"language": "<|de|>"}, [START, DE, TRANSCRIBE, SILENT]),
+        (MULTILINGUAL | {"language": "german"}, [START, DE, TRANSCRIBE, SILENT]),
+        (MULTILINGUAL | {"language": "German", "task": "transcribe"}, [START, DE, TRANSCRIBE, SILENT]),
         (MULTILINGUAL | {"forced_decoder_ids": [[1, None], [2, TRANSCRIBE]]}, [START, EN, TRANSCRIBE, SILENT]),
         (MULTILINGUAL | {"forced_decoder_ids": [[1, DE], [2, TRANSLATE]]}, [START, DE, TRANSLATE, SILENT]),
         (
