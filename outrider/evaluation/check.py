@@ -50,6 +50,11 @@ ROUNDING = {"float32": 5e-4, "float16": 0.03, "bfloat16": 0.2}
 different widths."""
 
 
+_MOST_ALLOWED = 0.25
+"""Distance of two distributions, Σ (p' - p)²/p, beyond which rounding explains no more: near temperature 0 it could
+explain anything."""
+
+
 async def check(
     client: AsyncClient, plan: Plan, copy: Copy | None, step: Step, speech: Mapping[str, Any] | None = None
 ) -> Report:
@@ -219,7 +224,9 @@ async def _statistics(
         if text.ask.name != NO_DRAFT:
             groups.setdefault((EVERY, EVERY), []).append(text)
     generator = np.random.default_rng(plan.seed)
-    allowed = (rounding / 6) ** 2  # Σ (p' - p)²/p where logits have errors of this standard deviation
+    # Σ (p' - p)²/p where logits have errors of a sixth of `rounding`. Temperature divides these too.
+    coldest = max(1e-6, min(params.temperature for params in plan.settings))
+    allowed = min((rounding / 6 / coldest) ** 2, _MOST_ALLOWED)
     tests = []
     for (rule, where), own in sorted(groups.items()):
         counts: dict[Prefix, Counter[int]] = {}
