@@ -146,7 +146,11 @@ def plan_command(draft: str | None, picture: Path | None, as_json: bool, **value
         measurement = None
     else:
         measurement = _measured(draft, given["max_gamma"], values)
-    plan = make_plan(_pair(given, None if measurement is None else measurement.pair))
+    pair = _pair(given, None if measurement is None else measurement.pair)
+    try:
+        plan = make_plan(pair)
+    except ValueError as error:  # times that are infinite together
+        raise Failure(str(error)) from error
     if as_json:
         write_json(_document(plan, measurement))
     else:

@@ -126,6 +126,8 @@ def test_a_wrong_address_is_an_error_before_the_timeout(monkeypatch: pytest.Monk
         ([*GIVEN, "--tls"], 2, "--tls needs --draft"),
         ([*GIVEN, "--picture", "plan.pdf"], 2, "--picture is plan.pdf: its name must end in .png or .svg"),
         ([*GIVEN, "--picture", "/nowhere/plan.png"], 2, "--picture is /nowhere/plan.png: there is no folder /nowhere"),
+        ([*GIVEN, "--token-cost", "1e308"], 1, "verify_cost is inf; it must be finite and above 0"),
+        (["--alpha", "0.8", "--c", "1e308ms", "--target-step", "1e-9"], 1, "c is inf; it must be finite"),
         (["--draft", "nowhere"], 2, "'--draft': 'nowhere' is not HOST:PORT"),
         (["--draft", "127.0.0.1:1", "--prompts-file", "/dev/null"], 1, "--prompts-file /dev/null has no prompts"),
         (["--draft", "127.0.0.1:1", "--timeout", "0.5"], 1, "UNAVAILABLE: nothing listens at 127.0.0.1:1"),
