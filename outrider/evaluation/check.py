@@ -162,8 +162,14 @@ def compared(alone: Text, text: Text, rounding: float) -> Compared:
 
     A token without a reported one has at most that of the last one that is reported.
     """
-    pairs = enumerate(zip(alone.tokens, text.tokens, strict=True))
+    pairs = enumerate(zip(alone.tokens, text.tokens, strict=False))
     at = next((i for i, (own, other) in pairs if own != other), None)
+    if at is None and len(text.tokens) != len(alone.tokens):
+        return (
+            min(len(text.tokens), len(alone.tokens)),
+            0,
+            [f"{_where(text)}: there are {len(text.tokens)} tokens, the target alone wrote {len(alone.tokens)}"],
+        )
     if at is None:
         return len(text.tokens), 0, []
     entry = alone.logprobs[at]
@@ -188,11 +194,11 @@ def _scored(text: Text, local: LocalTarget, rounding: float) -> Compared:
 
 def _example(text: Text, at: int, expected: int | None, gap: float) -> str:
     instead = "" if expected is None else f", the target alone wrote {expected}"
-    gamma = text.ask.options.get("gamma", "default")
-    return (
-        f"prompt {text.ask.prompt + 1}, gamma {gamma}, {text.ask.where}: token {at + 1} is {text.tokens[at]}{instead}; "
-        f"its score is {gap:.2g} nats off"
-    )
+    return f"{_where(text)}: token {at + 1} is {text.tokens[at]}{instead}; its score is {gap:.2g} nats off"
+
+
+def _where(text: Text) -> str:
+    return f"prompt {text.ask.prompt + 1}, gamma {text.ask.options.get('gamma', 'default')}, {text.ask.where}"
 
 
 def _summed(kind: str, reference: str, where: str, results: Sequence[Compared]) -> Equality:

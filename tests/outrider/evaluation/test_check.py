@@ -187,6 +187,12 @@ def test_a_difference_within_rounding_is_a_near_tie(text: Text, tokens: int, nea
     assert (found[0], found[1], len(found[2])) == (tokens, near_ties, differences)
 
 
+def test_a_text_that_ends_early_is_a_difference() -> None:
+    found = compared(answer(1, 1, 1), answer(1, 1), 0.2)
+    assert found[:2] == (2, 0)
+    assert "there are 2 tokens, the target alone wrote 3" in found[2][0]
+
+
 def test_an_unreported_token_may_be_a_near_tie_by_its_noise() -> None:
     """Under `coupled` with this seed, token 9 has so much noise that it may have won with a log-probability of -3."""
     noise = gumbel(2, [1], 10)[0]
