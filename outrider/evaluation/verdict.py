@@ -143,13 +143,16 @@ def _exact(report: Report) -> list[str]:
     ties = sum(each.near_ties for each in report.equalities)
     kinds = " and ".join(dict.fromkeys(_TEXT[each.kind] for each in report.equalities)).replace("and Text", "and text")
     near = f", but for {ties} near-ties (scores within {report.rounding:g} nats)" if ties else ""
-    finds = ""
+    sampled = "Sampled tokens were too few, or too certain, for a test of their distribution."
     if report.finds is not None:
-        finds = f" A total variation of {report.finds:.2g} or more would have been found with a chance of {POWER:.0%}."
+        sampled = (
+            f"Sampled tokens fit the target's distribution. A total variation of {report.finds:.2g} or more would have "
+            f"been found with a chance of {POWER:.0%}."
+        )
     return [
         "No bias found.",
         f"{kinds}: the same tokens with a draft and without{near}.",
-        f"Sampled tokens fit the target's distribution.{finds}",
+        sampled,
         f"An exact deployment fails this check once in {1 / LEVEL:,.0f} runs.",
         *_scope(report),
     ]

@@ -26,6 +26,7 @@ from outrider.cli import main
 from outrider.client import AsyncClient, Client, Options, PositionLogprobs, TokenLogprob
 from outrider.evaluation.check import ROUNDING, check, compared
 from outrider.evaluation.check_requests import Ask, Plan, Text
+from outrider.evaluation.chisquare import Fit
 from outrider.evaluation.reference import Copy, DecodeReference, LocalTarget
 from outrider.evaluation.verdict import (
     ALONE,
@@ -34,10 +35,13 @@ from outrider.evaluation.verdict import (
     EVERY,
     LOAD,
     LOCAL_TARGET,
+    NEXT,
     NO_DRAFT,
     RESUMED,
     TARGET_ALONE,
     Report,
+    Sampled,
+    judged,
 )
 from tests.cluster import Cluster
 from tests.exactness.services import PairServices
@@ -191,6 +195,15 @@ def test_a_text_that_ends_early_is_a_difference() -> None:
     found = compared(answer(1, 1, 1), answer(1, 1), 0.2)
     assert found[:2] == (2, 0)
     assert "there are 2 tokens, the target alone wrote 3" in found[2][0]
+
+
+def test_a_check_without_a_test_does_not_say_that_tokens_fit() -> None:
+    """As of three sampled tokens, or of a temperature at which each token is certain."""
+    tests = judged([Sampled(NEXT, EVERY, EVERY, 3, Fit(0.0, 0, 1.0, 0))], 0.0)
+    report = Report("d", "t", "float32", TARGET_ALONE, "", 5e-4, {}, {}, 0, [], tests, 1.0)
+    said = " ".join(report.verdict)
+    assert "fit the target's distribution" not in said
+    assert "too few, or too certain, for a test" in said
 
 
 def test_an_unreported_token_may_be_a_near_tie_by_its_noise() -> None:
