@@ -120,7 +120,7 @@ def read_samples(
     pieces = list(_converted(np, blocks, target_rate, most_seconds))
     values = np.concatenate(pieces) if pieces else np.zeros(0, "<i2")
     if not len(values):
-        raise refused("audio", "audio has no samples; at least 1 is needed")
+        raise refused("audio", f"audio has no samples at {target_rate} a second; at least 1 is needed")
     return Samples(values, target_rate)
 
 

@@ -155,6 +155,7 @@ def test_samples_are_sent_as_16_bits_and_cut_at_frames() -> None:
         (file(np.zeros(0), RATE), None, "audio", "audio has no samples"),
         (file(sine(440, RATE), RATE), 8_000, "sample_rate", "leave it out for a file, which has its own"),
         (np.zeros(0), RATE, "audio", "audio has no samples"),
+        (file(np.zeros(1), 44_100), None, "audio", "audio has no samples at 16000 a second"),
         (np.zeros(9), None, "sample_rate", "audio as an array needs it"),
         (np.zeros(9), 0, "sample_rate", "sample_rate is 0"),
         (np.zeros(9), "16k", "sample_rate", "sample_rate is '16k'"),
