@@ -10,6 +10,7 @@ from __future__ import annotations
 import hashlib
 import hmac
 import logging
+import math
 import re
 import time
 from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Mapping
@@ -168,12 +169,12 @@ class ClientLimits:
     ) -> None:
         """
         Args:
-            rate: sequences a second on average; None: no limit.
+            rate: sequences a second on average; None or infinite: no limit.
             burst: sequences that may start at once after a pause; None: `rate`, at least 1.
             max_sequences: sequences in progress; None: no limit.
             prefix: of the flags, as errors name them.
         """
-        self._rate = rate
+        self._rate = rate = None if rate == math.inf else rate
         self._burst = max(1, round(rate or 0)) if burst is None else burst
         self._max_sequences = max_sequences
         self._prefix = prefix

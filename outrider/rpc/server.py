@@ -23,6 +23,9 @@ from outrider.rpc.channel import SOCKET, checked_address
 from outrider.rpc.health import HealthState
 from outrider.rpc.interceptor import Context, Decoder, Handler, Interceptor, wrapped
 
+LARGEST_OPTION = 2**31 - 1
+"""The largest value of a gRPC option, an int in C. As a connection's age it is no limit."""
+
 # gRPC accepts calls before their handlers begin, and a server that stops ends those. So the gate counts as idle after
 # `_QUIET_CHECKS` checks in a row without a new call. After `_MOST_CHECKS` it does not wait for new calls.
 _QUIET_CHECKS, _CHECK_S = 10, 0.01
@@ -143,7 +146,7 @@ def create_server(
     if max_concurrent_streams is not None:
         options.append(("grpc.max_concurrent_streams", max_concurrent_streams))
     if max_connection_age_s is not None:
-        options.append(("grpc.max_connection_age_ms", round(max_connection_age_s * 1e3)))
+        options.append(("grpc.max_connection_age_ms", round(min(max_connection_age_s * 1e3, LARGEST_OPTION))))
     gate = DrainGate()
     server = grpc.aio.server(interceptors=[*first, gate, Decoder()], options=options)
     _gates[server] = gate

@@ -18,6 +18,7 @@ from outrider.environment import COMMANDS, ENV_PREFIX, installed_version, unknow
 from outrider.rpc import channel
 from outrider.rpc.auth import AllowedClients, Authentication, ClientLimits, Tokens
 from outrider.rpc.channel import checked_address, checked_host_and_port, is_local
+from outrider.rpc.server import LARGEST_OPTION
 from outrider.rpc.tls import FileProblem, ServerTLS
 
 if TYPE_CHECKING:
@@ -59,7 +60,10 @@ class SecuritySettings(BaseSettings):
     )
     plaintext: bool = Field(False, description="allow plaintext at addresses that are not loopback")
     max_concurrent_streams: int = Field(
-        1024, ge=1, description="maximum calls in progress on one connection; more wait at the client"
+        1024,
+        ge=1,
+        le=LARGEST_OPTION,
+        description="maximum calls in progress on one connection; more wait at the client",
     )
     max_client_sequences: int | None = Field(
         None,
@@ -188,6 +192,7 @@ class ServiceSettings(SecuritySettings):
     max_message_bytes: int | None = Field(
         None,
         ge=1 << 16,
+        le=LARGEST_OPTION,
         description="largest message accepted, in bytes; default: the largest possible with this vocabulary and "
         "these settings, at least 4 MiB",
     )
@@ -335,7 +340,7 @@ def _described(problem: "ErrorDetails", arguments: list[str]) -> str:
 _REQUIREMENTS = {
     "greater_than": "be above {gt:g}",
     "greater_than_equal": "be at least {ge:g}",
-    "less_than_equal": "be at most {le:g}",
+    "less_than_equal": "be at most {le:.10g}",
     "int_parsing": "be a whole number",
     "int_from_float": "be a whole number",
     "float_parsing": "be a number",

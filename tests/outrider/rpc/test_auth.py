@@ -1,6 +1,7 @@
 """Authentication by certificate names and tokens, and limits per client, over real connections."""
 
 import logging
+import math
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager, suppress
 from pathlib import Path
@@ -277,6 +278,13 @@ def test_a_burst_passes_and_then_calls_at_the_rate() -> None:
             now[0] += 0.25
             with limits.enter("a"):
                 pass
+
+
+def test_an_infinite_rate_is_no_limit() -> None:
+    limits = ClientLimits(rate=math.inf, max_sequences=1)
+    for _ in range(100):
+        with limits.enter("a"):
+            assert_refused(limits)
 
 
 def test_concurrent_calls_are_bounded_and_released_however_they_end() -> None:

@@ -1,5 +1,6 @@
 """A server binds its address alone, limits messages, and drains on a signal."""
 
+import math
 import re
 import signal
 import subprocess
@@ -23,6 +24,11 @@ async def test_a_port_belongs_to_one_server() -> None:
     assert re.fullmatch(r"127\.0\.0\.1:[1-9]\d*", address)
     with pytest.raises(StartupError, match=f"cannot listen at {address}: the port is taken"):
         bind(second, address)
+
+
+@pytest.mark.parametrize("age", [math.inf, 1e30])
+async def test_a_connection_of_any_age_is_accepted(age: float) -> None:
+    create_server(max_message_bytes=1 << 20, max_connection_age_s=age)
 
 
 async def test_a_wrong_address_is_refused() -> None:

@@ -130,6 +130,11 @@ async def test_a_client_of_another_machine_needs_tls_or_plaintext_on_request(fil
         ([], {}, "test: --model is required, or OUTRIDER_MODEL in the environment"),
         (["--model", "m", "--max-gamma", "x"], {}, "test: --max-gamma is 'x'; it must be a whole number"),
         (["--model", "m"], {"MAX_GAMMA": "x"}, "test: OUTRIDER_MAX_GAMMA is 'x'; it must be a whole number"),
+        (
+            ["--model=m", "--max-message-bytes=4294967296"],
+            {},
+            "test: --max-message-bytes is '4294967296'; it must be at most 2147483647",
+        ),
         (["--model=m", "--max-gama=4"], {}, "there is no flag --max-gama; did you mean --max-gamma?"),
         (["--model=m", "--verifier=box:0"], {}, "--verifier: the port of 'box:0' is 0; it must be 1 to 65535"),
         (["--model=m", "--listen=box"], {}, "test: --listen: 'box' is not HOST:PORT, for example 127.0.0.1:50051"),
