@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import signal
+import socket
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Sequence
 from contextlib import asynccontextmanager, suppress
 from typing import Any
@@ -174,6 +175,8 @@ def bind(server: grpc.aio.Server, address: str, credentials: grpc.ServerCredenti
     except ValueError as error:
         raise StartupError(f"cannot listen: {error}") from error
     is_socket = address.startswith(SOCKET)
+    if is_socket and _is_answered(address.removeprefix(SOCKET)):
+        raise StartupError(f"cannot listen at {address}: another process listens there; choose another path")
     try:
         if credentials is None:
             bound = server.add_insecure_port(address)
@@ -183,12 +186,23 @@ def bind(server: grpc.aio.Server, address: str, credentials: grpc.ServerCredenti
         raise StartupError(
             f"cannot listen at {address}: "
             + (
-                "no socket can be created there; choose a path in a folder that exists and is writable"
+                "no socket can be created there; choose a path of at most 100 bytes in a writable folder"
                 if is_socket
                 else "the port is taken, or the host is not this machine's; choose another address"
             )
         ) from error
     return address if is_socket else f"{address.rpartition(':')[0]}:{bound}"
+
+
+def _is_answered(path: str) -> bool:
+    """Whether a process listens at a Unix socket. gRPC would replace it without a warning, and the other process would
+    remove the new socket when it ends.
+    """
+    with socket.socket(socket.AF_UNIX) as probe, suppress(OSError):
+        probe.settimeout(1.0)
+        probe.connect(path)
+        return True
+    return False
 
 
 async def serve_until_signal(

@@ -3,6 +3,7 @@
 import math
 import re
 import signal
+import socket
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -40,9 +41,18 @@ async def test_an_address_may_be_a_unix_socket(tmp_path: Path) -> None:
     address = f"unix:{tmp_path}/probe.sock"
     async with serving(Probe(), address=address) as bound, open_channel(address) as channel:
         assert bound == address
+        with pytest.raises(StartupError, match="another process listens there"):
+            bind(create_server(max_message_bytes=1 << 20), address)
         assert await once(channel)(b"x") == b"x"
     with pytest.raises(StartupError, match="no socket can be created there"):
         bind(create_server(max_message_bytes=1 << 20), f"unix:{tmp_path}/nowhere/probe.sock")
+
+
+async def test_a_socket_of_a_process_that_was_killed_is_replaced(tmp_path: Path) -> None:
+    with socket.socket(socket.AF_UNIX) as left:
+        left.bind(f"{tmp_path}/probe.sock")
+    async with serving(Probe(), address=f"unix:{tmp_path}/probe.sock") as address, open_channel(address) as channel:
+        assert await once(channel)(b"x") == b"x"
 
 
 @pytest.fixture
