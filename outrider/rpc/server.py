@@ -212,7 +212,8 @@ async def serve_until_signal(
     grace_s: float,
     on_drain: Callable[[], Awaitable[None]] | None = None,
 ) -> None:
-    """Serves until SIGTERM or SIGINT, then drains and returns. A second signal stops at once.
+    """Serves until SIGTERM or SIGINT, then drains and returns. A second signal ends the calls
+    in progress at once.
 
     Call it as soon as the server has started: an earlier signal has Python's default effect. Cancelling it stops the
     server without grace, for a service that fails to load.
@@ -233,6 +234,8 @@ async def serve_until_signal(
         for task in (draining, hurry):
             task.cancel()
         await asyncio.gather(draining, hurry, return_exceptions=True)
+        if second.is_set():
+            await cut_off(server)
     finally:
         # Remaining calls are cancelled, and the port closes.
         await server.stop(None)
@@ -242,7 +245,7 @@ async def serve_until_signal(
 
 async def cut_off(server: grpc.aio.Server) -> None:
     """Ends calls in progress and new calls with UNAVAILABLE, within `CUTTING_SECONDS`, so that clients continue at
-    another server. For a service that can never answer again.
+    another server. For a service that can never answer again, or must end at once.
     """
     gate = _gates[server]
     gate.close()

@@ -56,9 +56,9 @@ async def test_a_socket_of_a_process_that_was_killed_is_replaced(tmp_path: Path)
 
 
 @pytest.fixture
-def process() -> Iterator[tuple[subprocess.Popen[str], str]]:
-    """The probe as a process with a grace of 0.3 s, and its address."""
-    command = [sys.executable, "-m", "tests.outrider.rpc.probe", "0.3"]
+def process(request: pytest.FixtureRequest) -> Iterator[tuple[subprocess.Popen[str], str]]:
+    """The probe as a process with a grace of 0.3 s or as a test asks, and its address."""
+    command = [sys.executable, "-m", "tests.outrider.rpc.probe", str(getattr(request, "param", 0.3))]
     with subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, text=True) as started:
         try:
             assert started.stdout is not None
@@ -101,3 +101,20 @@ def test_calls_that_outlast_the_grace_are_cut(process: tuple[subprocess.Popen[st
     assert started.wait(45.0) == 0
     assert started.stdout is not None
     assert started.stdout.read().split() == ["draining", "stopped"]
+
+
+@pytest.mark.parametrize("process", [600.0], indirect=True)
+def test_a_second_signal_cuts_the_calls_in_progress_at_once(process: tuple[subprocess.Popen[str], str]) -> None:
+    started, address = process
+    with grpc.insecure_channel(address) as channel:
+        running = many(channel)(b"180")
+        assert next(running) == b"first"
+        started.send_signal(signal.SIGTERM)
+        assert started.stdout is not None
+        assert started.stdout.readline() == "draining\n"
+        started.send_signal(signal.SIGTERM)
+        with pytest.raises(grpc.RpcError) as caught:
+            next(running)
+    cut = errors.from_rpc_error(caught.value)
+    assert (cut.code, cut.reason) == (grpc.StatusCode.UNAVAILABLE, "DRAINING"), "its client resumes elsewhere"
+    assert started.wait(45.0) == 0
