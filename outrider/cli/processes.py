@@ -383,8 +383,8 @@ def running_pair(
 
     def launch(module: str, cores: Collection[int] | None, env: dict[str, str], *flags: str) -> ServiceProcess:
         return ServiceProcess.launch(
-            # Health on a port of its own is in plaintext, also with TLS on the other.
-            [module, *flags, "--health-listen", "127.0.0.1:0"],
+            # Health on a port of its own is in plaintext, also with TLS on the other. The caller's flag, later, wins.
+            [module, "--health-listen", "127.0.0.1:0", *flags],
             env=env,
             cores=cores,
             on_line=None if on_line is None else lambda line: on_line(module, line),

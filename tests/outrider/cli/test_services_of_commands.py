@@ -12,7 +12,7 @@ from click.testing import CliRunner
 
 from outrider.cli import demo, main, processes, serve
 from tests.certificates import Authority
-from tests.cluster import MODELS
+from tests.cluster import MODELS, free_address
 from tests.commands import Command, linux
 from tests.fork_server import ForkedService, noting
 from tests.project.tree import ROOT
@@ -66,8 +66,10 @@ def test_serve_answers_until_sigterm_and_leaves_no_process(tmp_path: Path, monke
     security = ["--tls-cert", str(server.cert), "--tls-key", str(server.key), "--tls-client-ca", str(authority.pem)]
     security += ["--allow-client-san", "me", "--auth-token-file", str(tokens)]
     drafting = ("--drafter", "staged", "--staged-by", "ngram", "--ngram-corpus", __file__)
-    limits = ("--max-sequences", "3", "--draft-gamma", "2")
-    command = Command("outrider.cli", "serve", *PAIR, *drafting, *ANYWHERE, *security, *limits, PYTHONPATH=path)
+    probed = [free_address(), free_address()]
+    flags = ["--max-sequences", "3", "--draft-gamma", "2"]
+    flags += ["--health-listen", probed[0], "--verifier-health-listen", probed[1]]
+    command = Command("outrider.cli", "serve", *PAIR, *drafting, *ANYWHERE, *security, *flags, PYTHONPATH=path)
     assert command.process.stderr is not None
     line = command.process.stderr.readline()
     found = re.search(r"^Serving at (127\.0\.0\.1:\d+)\.$", line)
@@ -87,6 +89,8 @@ def test_serve_answers_until_sigterm_and_leaves_no_process(tmp_path: Path, monke
     code, out, err = command.ended()
     assert (code, err) == (0, "Stopped.\n")
     lines = [json.loads(line) for line in out.splitlines()]
+    health = {line["service"]: line["address"] for line in lines if line["event"] == "health"}
+    assert health == dict(zip(("draft_service", "verifier_service"), probed, strict=True))
     for service in ("verifier_service", "draft_service"):
         events = [line["event"] for line in lines if line["service"] == service]
         assert events[0] == "listening"
