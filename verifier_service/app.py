@@ -151,8 +151,8 @@ def find_path(settings: VerifierSettings) -> VerifyPath:
     """Chooses the implementation of verification and tries it, before the model is loaded.
 
     Raises:
-        SettingsError: `--verify-path` does not work on the device.
-        CheckpointError: the device does not exist, or --runtime does not fit the model.
+        SettingsError: the device does not exist, or `--verify-path` does not work on it.
+        CheckpointError: --runtime does not fit the model.
     """
     device = find_device("cpu" if uses_llama(settings) else settings.device)  # llama.cpp's logits are on the host
     try:

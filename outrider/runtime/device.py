@@ -5,6 +5,11 @@ import importlib.metadata
 import torch
 
 from outrider.runtime.errors import CheckpointError
+from outrider.service.settings import SettingsError
+
+
+class DeviceNotFound(CheckpointError, SettingsError):
+    """No device of this machine has the name. A setting of the services; commands load models without any."""
 
 
 def check_environment() -> None:
@@ -35,22 +40,22 @@ def find_device(name: str) -> torch.device:
     CUDA devices are numbered among those that `CUDA_VISIBLE_DEVICES` allows.
 
     Raises:
-        CheckpointError: there is no such device.
+        DeviceNotFound: there is no such device.
     """
     if name == "auto":
         name = "cuda" if torch.cuda.is_available() else "cpu"
     try:
         device = torch.device(name)
     except RuntimeError as error:
-        raise CheckpointError(f"--device is '{name}'; it must be auto, cpu, cuda or cuda:N") from error
+        raise DeviceNotFound(f"--device is '{name}'; it must be auto, cpu, cuda or cuda:N") from error
     if device.type not in ("cpu", "cuda"):
-        raise CheckpointError(f"--device is '{name}'; it must be auto, cpu, cuda or cuda:N")
+        raise DeviceNotFound(f"--device is '{name}'; it must be auto, cpu, cuda or cuda:N")
     if device.type == "cpu":
         return device
     index, count = device.index or 0, torch.cuda.device_count()
     if index >= count:
         found = f"{count} CUDA devices, numbered from 0" if count else "no CUDA device: use --device cpu, or auto"
-        raise CheckpointError(f"--device is '{name}'; torch finds {found}")
+        raise DeviceNotFound(f"--device is '{name}'; torch finds {found}")
     return torch.device("cuda", index)
 
 
