@@ -33,6 +33,7 @@ _SECOND = tl.constexpr(SECOND_MULTIPLIER)
 PART = tl.constexpr(512)
 """Logits of a tile that a warp reads at once, 16 a lane: two reads of 8 neighbours."""
 _LANES, _NEIGHBOURS = tl.constexpr(32), tl.constexpr(8)
+_READ = tl.constexpr(256)
 _NO_TOKEN = tl.constexpr(2**31 - 1)
 _SLACK = tl.constexpr(1e-3)  # bits, more than rounding
 
@@ -263,6 +264,16 @@ def most_noise(keys, ids):
 
 
 @triton.jit
+def _by_lane(one, two, OWN_TILES: tl.constexpr):
+    """Return what a warp's lanes did with two reads `[OWN_TILES, _READ]`, `[OWN_TILES, _LANES, 16]`.
+
+    A read has a row for each warp, so that each version of Triton gives a warp a tile. With more dimensions Triton 3.6
+    divides a tile among the warps, and sums cross lanes.
+    """
+    return tl.reshape(tl.join(one, two), [OWN_TILES, _LANES, 2 * _NEIGHBOURS])
+
+
+@triton.jit
 def tile_stats(rows, row, tile, terms, least, OWN_TILES: tl.constexpr, TILE: tl.constexpr, ADJUSTED: tl.constexpr,
                WITH_BEST: tl.constexpr, WITH_NOISE: tl.constexpr):  # fmt: skip
     """Return the statistics of OWN_TILES tiles, `[OWN_TILES]` each; a warp reads a tile.
@@ -285,25 +296,25 @@ def tile_stats(rows, row, tile, terms, least, OWN_TILES: tl.constexpr, TILE: tl.
     """
     first = (tile + tl.arange(0, OWN_TILES)) * TILE
     keys = noise_keys(terms.seed, terms.base_length + row - terms.first_row)
-    reads = tl.arange(0, PART // (_LANES * _NEIGHBOURS))[:, None, None, None] * (_LANES * _NEIGHBOURS)
-    lanes = tl.arange(0, _LANES)[None, None, :, None] * _NEIGHBOURS
-    # In this order of the dimensions, Triton gives each warp a tile.
-    offsets = first[None, :, None, None] + reads + lanes + tl.arange(0, _NEIGHBOURS)[None, None, None, :]
+    offsets = first[:, None] + tl.arange(0, _READ)[None, :]
     peak = tl.full([OWN_TILES, _LANES], -float("inf"), tl.float32)
     mass = tl.zeros([OWN_TILES, _LANES], tl.float32)
     bound = tl.zeros([OWN_TILES, _LANES], tl.float32)  # no score of the lane exceeds its peak by more bits
     for start in range(0, TILE, PART):
         ids = start + offsets
-        z = load_tiles(rows, row, tile, ids, OWN_TILES, ADJUSTED, False)
+        one = load_tiles(rows, row, tile, ids, OWN_TILES, ADJUSTED, False)
+        two = load_tiles(rows, row, tile, ids + _READ, OWN_TILES, ADJUSTED, False)
+        z = _by_lane(one, two, OWN_TILES)
         z = tl.where(z < least, -float("inf"), z)
-        own_peak = tl.max(tl.max(z, 3), 0)
+        own_peak = tl.max(z, 2)
         level = tl.where(own_peak == -float("inf"), 0.0, own_peak)
-        bits = (z - level[None, :, :, None]) * terms.scale
-        own_mass = tl.sum(tl.sum(tl.exp2(bits), 3), 0)
+        bits = (z - level[:, :, None]) * terms.scale
+        own_mass = tl.sum(tl.exp2(bits), 2)
         own_bound = tl.zeros_like(own_peak)
         if WITH_NOISE:
             if terms.rule == COUPLED:
-                own_bound = tl.max(tl.max(bits + most_noise(keys, ids), 3), 0)
+                noise = _by_lane(most_noise(keys, ids), most_noise(keys, ids + _READ), OWN_TILES)
+                own_bound = tl.max(bits + noise, 2)
         higher = tl.maximum(peak, own_peak)
         level = tl.where(higher == -float("inf"), 0.0, higher)
         before = (peak - level) * terms.scale
