@@ -353,7 +353,7 @@ class VerifierEngine(Engine[Message, TargetWork, StepResult]):
             sequence.send()
 
     def has_work(self) -> bool:
-        return any(sequence.rounds or not sequence.judged_at for sequence in self.scheduler.running)
+        return any(sequence.rounds or sequence.prefills for sequence in self.scheduler.running)
 
     # ---------------------------------------------------------------------------------------------------- accounting
 

@@ -181,6 +181,8 @@ class Scheduler:
                 prompts.append(item)
             elif item[1] is not None:
                 order.append(item)
+            else:
+                item[0].prefilled_at = time.perf_counter()
         order = prompts + order if self._prompts_waited else order + prompts
         if self.is_short:
             order.sort(key=lambda item: item[0].arrival)
@@ -317,10 +319,10 @@ class Scheduler:
 
 
 def _may_run(sequence: TargetSequence, round_: Round | None) -> bool:
-    """Whether the sequence has work: a round, or a prompt before its first verdict."""
+    """Whether the sequence has work: a round, or a prompt that runs before one."""
     return (
         sequence.slot is not None
         and not sequence.finished
         and sequence.backlog < MAX_BACKLOG
-        and (round_ is not None or not sequence.judged_at)
+        and (round_ is not None or sequence.prefills)
     )

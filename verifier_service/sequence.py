@@ -131,6 +131,7 @@ class TargetSequence:
     tokens: list[int] = field(init=False)
     decoded: int = 0  # tokens written by the current `Decode`
     judged_at: float = 0.0  # time.perf_counter() at its last verdict
+    prefilled_at: float = 0.0  # time.perf_counter() when its prompt had run without a round
     turnaround: Turnaround = field(default_factory=Turnaround)
     last_round: int = 0
     finished: bool = False
@@ -157,6 +158,11 @@ class TargetSequence:
     def is_scored(self) -> bool:
         """Whether all wanted log-probabilities of the prompt were sent. Until then nothing but the prompt runs."""
         return self.opening.top_prompt_logprobs < 0 or self.scored >= len(self.opening.prompt)
+
+    @property
+    def prefills(self) -> bool:
+        """Whether its prompt runs without a round: at the beginning, and not again after a preemption."""
+        return not (self.judged_at or self.prefilled_at)
 
     @property
     def awaits_turn(self) -> bool:
@@ -187,7 +193,7 @@ class TargetSequence:
 
     def idle_since(self, now: float) -> float:
         """Seconds for which it has owed a round; 0 if it owes none."""
-        return 0.0 if self.rounds or not self.judged_at else now - self.judged_at
+        return 0.0 if self.rounds or self.prefills else now - (self.judged_at or self.prefilled_at)
 
     def takes_part(self, now: float) -> bool:
         """Whether it has rounds to judge, or had one recently. Silent sequences do not count as active."""

@@ -192,6 +192,25 @@ def test_a_silent_sequence_is_preempted_first() -> None:
     assert driver.run() == [silent]
 
 
+def test_a_sequence_that_never_sent_a_round_is_preempted_and_prefills_again_with_its_round(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    driver = Driver(blocks=8, max_batch_tokens=32, max_length=32)
+    silent = driver.open(20, output=8)
+    driver.run()
+    assert driver.pool.length(silent.slot or 0) == 19
+    late = driver.open(20, output=8)
+    driver.submit(late)
+    assert driver.run() == [], "not at once: drafting takes time"
+    monkeypatch.setattr(scheduler, "IDLE_SECONDS", 0.0)
+    assert driver.run() == [late]
+    assert driver.preempted() == [silent]
+    driver.run()
+    assert driver.preempted() == [silent], "otherwise the two would preempt each other in turn"
+    driver.submit(silent)
+    assert driver.run() == [silent]
+
+
 def test_a_new_sequence_leaves_each_other_one_a_block() -> None:
     """Otherwise the next rounds of the others would preempt it."""
     driver = Driver(blocks=14, max_batch_tokens=64)
