@@ -13,7 +13,7 @@ from outrider.seeds import derive_seed
 from outrider.service.best_effort import Component
 from outrider.service.model_info import MAX_NAME_CHARS
 from outrider.service.sampling import RULE_TO_WIRE
-from outrider.service.wire import PrefixHash, draft_probability, micros
+from outrider.service.wire import PrefixHash, draft_probability, micros, round_micros
 from protos.outrider.v1 import draft_service_pb2, sampling_pb2, speculation_pb2, verifier_service_pb2
 
 if TYPE_CHECKING:
@@ -158,7 +158,7 @@ class Timings:
         self.forward_us += verdict.timings.forward_us
         self.verify_us += verdict.timings.verify_us
         if self.first_round is None:
-            self.first_round = draft_service_pb2.RoundTimings(**self._phases())
+            self.first_round = draft_service_pb2.RoundTimings(**self._phases(round_micros))
 
     @STATISTICS.quiet
     def tokens_out(self, count: int) -> None:
@@ -179,14 +179,14 @@ class Timings:
             saved_us=micros(self.saved),
             failover_us=micros(self.failovers.seconds),
             first_round=self.first_round,
-            **self._phases(),
+            **self._phases(micros),
         )
 
-    def _phases(self) -> dict[str, int]:
+    def _phases(self, whole: Callable[[float], int]) -> dict[str, int]:
         """The times of all rounds so far, by their names in messages."""
         return {
-            "draft_us": micros(self.draft),
-            "verdict_us": micros(self.verdict),
+            "draft_us": whole(self.draft),
+            "verdict_us": whole(self.verdict),
             "queue_us": self.queue_us,
             "forward_us": self.forward_us,
             "verify_us": self.verify_us,
@@ -322,8 +322,8 @@ class Sequence:
             draft_start_us=micros(start - arrived),
             sent_us=micros(sent - arrived),
             timings=draft_service_pb2.RoundTimings(
-                draft_us=micros(round_.draft_seconds or 0.0),
-                verdict_us=micros(round_.waited),
+                draft_us=round_micros(round_.draft_seconds or 0.0),
+                verdict_us=round_micros(round_.waited),
                 queue_us=verdict.timings.queue_us,
                 forward_us=verdict.timings.forward_us,
                 verify_us=verdict.timings.verify_us,

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
-from outrider.service.wire import micros
+from outrider.service.wire import round_micros
 from protos.outrider.v1 import speculation_pb2
 from verifier_service.scheduler import Plan, TargetWork
 from verifier_service.sequence import TargetSequence
@@ -71,9 +71,9 @@ class Step:
     def timings(self, queued: float) -> speculation_pb2.VerdictTimings:
         """Timings for the verdict of a round that waited `queued` seconds."""
         return speculation_pb2.VerdictTimings(
-            queue_us=micros(queued),
-            forward_us=micros(self.forward_seconds),
-            verify_us=micros(self.verify_seconds),
+            queue_us=round_micros(queued),
+            forward_us=round_micros(self.forward_seconds),
+            verify_us=round_micros(self.verify_seconds),
             pass_tokens=self.tokens,
             pass_sequences=self.sequences,
         )

@@ -52,6 +52,11 @@ def micros(seconds: float) -> int:
     return max(0, round(seconds * 1e6))
 
 
+def round_micros(seconds: float) -> int:
+    """The same for a part of one round: at most 71 minutes, the most that its 32 bits hold."""
+    return min(micros(seconds), 2**32 - 1)
+
+
 def encode_proposal(
     message: speculation_pb2.Proposal,
     token_ids: Sequence[int],

@@ -12,7 +12,7 @@ import pytest
 
 from draft_service.privacy import RoundSizes
 from draft_service.replicas import Replica
-from draft_service.sequence import Sequence
+from draft_service.sequence import Round, Sequence
 from draft_service.verify_stream import VerifyStream
 from outrider.rpc.errors import RequestError, invalid_field, overloaded, to_status
 from outrider.rpc.server import bind, create_server
@@ -247,3 +247,14 @@ async def test_a_verifier_with_another_rule_is_an_error() -> None:
     assert "uses the rule ACCEPTANCE_RULE_TOKENWISE, and the request ACCEPTANCE_RULE_COUPLED" in error.message
     async with fake_verifier(responding(OPENED)) as address, stream_to(address) as stream:
         assert (await stream.open()).rule == COUPLED
+
+
+def test_a_verdict_that_took_hours_is_counted_and_reported() -> None:
+    sequence = record()
+    sequence.round = Round(1, owed=1, draft_tokens=[7], draft_seconds=7200.0, waited=7200.0)
+    verdict = speculation_pb2.Verdict(round=1, base_length=3, token_ids=[7, 8], accepted=1)
+    sequence.timings.add(7200.0, verdict)
+    sequence.commit(verdict)
+    whole, report = sequence.timings.to_message(), sequence.report(verdict)
+    assert whole.verdict_us == 7200 * 10**6
+    assert whole.first_round.verdict_us == report.timings.verdict_us == report.timings.draft_us == 2**32 - 1

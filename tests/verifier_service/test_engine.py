@@ -5,6 +5,7 @@ The engine is real and runs a demo model. The tests take its turns, so that none
 
 from __future__ import annotations
 
+import time
 from typing import Any
 
 import pytest
@@ -133,6 +134,15 @@ def test_the_load_in_a_verdict_is_that_after_the_previous_step(engine: VerifierE
         first.submit(())
         engine.turn()
     assert first.verdicts[-1].load.active == 1
+
+
+def test_a_round_that_waited_for_hours_gets_its_verdict(engine: VerifierEngine) -> None:
+    """Its time in the queue is the longest that the verdict can hold."""
+    client = Client(engine)
+    client.submit(arrived=time.perf_counter() - 7200)
+    engine.turn()
+    assert client.error is None
+    assert [verdict.timings.queue_us for verdict in client.verdicts] == [2**32 - 1]
 
 
 def test_a_step_is_accounted_for_under_the_next_pass_or_when_idle(
