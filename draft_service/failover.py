@@ -385,7 +385,9 @@ class FailoverStream:
 
     def _lease_at(self, replica: Replica) -> Lease:
         timeout = None if self._deadline is None else max(0.0, self._deadline - time.monotonic())
-        return replica.open(self._sequence, timeout=timeout)
+        target = self._verifiers.replicas.target
+        assert target is not None
+        return replica.open(self._sequence, target, timeout=timeout)
 
     def _add_pause(self, seconds: float) -> None:
         self.pause += seconds

@@ -220,12 +220,13 @@ class Replica:
         if self.status != before:
             self.on_change(self)
 
-    def open(self, sequence: Sequence, *, timeout: float | None) -> "Lease":
-        """Begins a call of Verify for a sequence; `timeout` is the time left of the client's deadline, in seconds."""
+    def open(self, sequence: Sequence, target: model_pb2.ModelInfo, *, timeout: float | None) -> "Lease":
+        """Begins a call of Verify for a sequence. `target` is the model that the pair was matched with, or an empty
+        one; `timeout` is the time left of the client's deadline, in seconds.
+        """
         metadata = tracing.outgoing()
         call = self._channel.begin(lambda stub: stub.Verify(timeout=timeout, wait_for_ready=False, metadata=metadata))
-        fingerprint = "" if self.model is None else self.model.weights_fingerprint
-        stream = VerifyStream(call, sequence, address=self.address, fingerprint=fingerprint, timeout=self._timeout)
+        stream = VerifyStream(call, sequence, address=self.address, target=target, timeout=self._timeout)
         return Lease(self, stream)
 
     async def close(self) -> None:

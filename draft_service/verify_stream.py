@@ -11,8 +11,9 @@ from draft_service.sequence import Round, Sequence
 from outrider.rpc import errors
 from outrider.rpc.errors import RequestError, counted, failed_precondition, internal, unavailable
 from outrider.rpc.timeouts import Ending, InactivityTimer
+from outrider.service.model_info import check_limits
 from outrider.service.wire import encode_proposal, pad
-from protos.outrider.v1 import sampling_pb2, speculation_pb2, verifier_service_pb2
+from protos.outrider.v1 import model_pb2, sampling_pb2, speculation_pb2, verifier_service_pb2
 from protos.outrider.v1.verifier_service_pb2 import VerifyRequest, VerifyResponse
 
 _log = structlog.get_logger()
@@ -30,15 +31,17 @@ class VerifyStream:
         draining: the verifier has sent the notice DRAINING.
     """
 
-    def __init__(self, call: Any, sequence: Sequence, *, address: str, fingerprint: str, timeout: float) -> None:
-        """`call` is a new call of `Verify` at `address`. `fingerprint` is that of the target's weights when the pair
-        was matched. `timeout` is the longest time, in seconds, until the verifier's next message.
+    def __init__(
+        self, call: Any, sequence: Sequence, *, address: str, target: model_pb2.ModelInfo, timeout: float
+    ) -> None:
+        """`call` is a new call of `Verify` at `address`. `target` is the model that the pair was matched with, or an
+        empty one. `timeout` is the longest time, in seconds, until the verifier's next message.
         """
         self.draining = False
         self._call = call
         self._sequence = sequence
         self._address = address
-        self._fingerprint = fingerprint
+        self._target = target
         self._ending = Ending(call)
         self._timer = InactivityTimer(timeout)
         self._opened: verifier_service_pb2.Opened | None = None
@@ -70,8 +73,8 @@ class VerifyStream:
         """Opens the sequence (see `Sequence.opening`), and returns the answer.
 
         Raises:
-            RequestError: the verifier refuses the sequence, is unreachable, runs another model than before, or uses
-                another acceptance rule than the requested one.
+            RequestError: the verifier refuses the sequence, is unreachable, runs another model than before or with
+                lower limits, or uses another acceptance rule than the requested one.
         """
         message, round_ = VerifyRequest(), self._sequence.round
         opening = message.open
@@ -84,12 +87,16 @@ class VerifyStream:
         while self._opened is None:
             self._note(await self._read())
         rule = opening.sampling.rule
-        if self._opened.weights_fingerprint != self._fingerprint:  # another model since the pair was matched
+        fingerprint = self._target.weights_fingerprint
+        if self._opened.weights_fingerprint != fingerprint:  # another model since the pair was matched
             raise failed_precondition(
                 "PAIR_MISMATCH",
                 f"the verifier at {self._address} has the weights fingerprint {self._opened.weights_fingerprint[:16]}, "
-                f"and had {self._fingerprint[:16]} when the draft service started: restart the draft service",
+                f"and had {fingerprint[:16]} when the draft service started: restart the draft service",
             )
+        if lower := check_limits(self._opened.limits, self._target.limits):  # it was restarted with other settings
+            text = f"the verifier at {self._address} has changed: {lower}; restart the draft service"
+            raise failed_precondition("PAIR_MISMATCH", text)
         if self._opened.rule != rule:
             needed, taken = (sampling_pb2.AcceptanceRule.Name(each) for each in (rule, self._opened.rule))
             raise internal(

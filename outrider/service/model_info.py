@@ -222,8 +222,13 @@ def check_target(model: model_pb2.ModelInfo, target: model_pb2.ModelInfo) -> str
     missing |= {RULES[number].value if number in RULES else str(number) for number in lacking}
     if missing:
         return f"it lacks features or rules of the first verifier: {', '.join(sorted(missing))}"
+    return check_limits(model.limits, target.limits)
+
+
+def check_limits(limits: model_pb2.Limits, expected: model_pb2.Limits) -> str:
+    """Which of a verifier's limits is below that of the first one; empty if none is."""
     for bound in _BOUNDS:
-        given, expected = getattr(model.limits, bound), getattr(target.limits, bound)
-        if given < expected:
-            return f"its limit {bound} is {given}; it must be at least the first verifier's, {expected}"
+        given, least = getattr(limits, bound), getattr(expected, bound)
+        if given < least:
+            return f"its limit {bound} is {given}; it must be at least the first verifier's, {least}"
     return ""

@@ -258,8 +258,9 @@ async def faulty(error: RequestError, real: ServiceProcess, *, opens: bool = Tru
         opening = (await context.read()).open
         openings.append(opening.isolated)
         if opens or opening.isolated:
-            fingerprint = model.weights_fingerprint
-            opened = verifier_service_pb2.Opened(rule=opening.sampling.rule, weights_fingerprint=fingerprint)
+            opened = verifier_service_pb2.Opened(
+                rule=opening.sampling.rule, weights_fingerprint=model.weights_fingerprint, limits=model.limits
+            )
             await context.write(verifier_service_pb2.VerifyResponse(opened=opened))
             await context.read()
         await context.abort_with_status(to_status(error))

@@ -17,7 +17,7 @@ from draft_service.verify_stream import VerifyStream
 from outrider.rpc.errors import RequestError, invalid_field, overloaded, to_status
 from outrider.rpc.server import bind, create_server
 from outrider.rpc.tls import TLS, ChannelTLS
-from protos.outrider.v1 import sampling_pb2, speculation_pb2, verifier_service_pb2
+from protos.outrider.v1 import model_pb2, sampling_pb2, speculation_pb2, verifier_service_pb2
 from protos.outrider.v1.verifier_service_pb2 import VerifyResponse
 from tests.draft_service.records import record
 from tests.draft_service.verifiers import NO_VERIFIER, Verify, fake_verifier, status_of
@@ -49,9 +49,10 @@ async def stream_to(
     silence: float = 30.0,
     timeout: float | None = None,
     tls: ChannelTLS | None = None,
+    target: model_pb2.ModelInfo | None = None,
 ) -> AsyncIterator[VerifyStream]:
     replica = Replica(address, max_message_bytes=1 << 20, timeout=silence, tls=tls)
-    lease = replica.open(sequence or record(), timeout=timeout)
+    lease = replica.open(sequence or record(), target or model_pb2.ModelInfo(), timeout=timeout)
     try:
         yield lease.stream
     finally:
@@ -238,6 +239,28 @@ async def test_errors_reach_the_client_except_those_about_proposals(
     assert error.code is code
     assert metadata.items() <= error.metadata.items()
     assert (error.message == given.message) == bool(metadata)
+
+
+@pytest.mark.parametrize(
+    ("given", "words"),
+    [
+        ({"max_gamma": 4, "max_support": 64}, "its limit max_gamma is 4; it must be at least the first verifier's, 8"),
+        ({"max_gamma": 8, "max_support": 32}, "its limit max_support is 32"),
+        ({"max_gamma": 9, "max_support": 64}, ""),
+    ],
+)
+async def test_a_verifier_with_lower_limits_than_the_first_is_another_one(given: dict[str, int], words: str) -> None:
+    """It was restarted with other settings, and would refuse the rounds of the sequence."""
+    target = model_pb2.ModelInfo(limits=model_pb2.Limits(max_gamma=8, max_support=64))
+    opened = verifier_service_pb2.Opened(rule=COUPLED, limits=model_pb2.Limits(**given))
+    async with fake_verifier(responding(opened)) as address, stream_to(address, target=target) as stream:
+        if not words:
+            assert await stream.open() == opened
+            return
+        with pytest.raises(RequestError) as caught:
+            await stream.open()
+    assert status_of(caught.value) == (grpc.StatusCode.FAILED_PRECONDITION, "PAIR_MISMATCH")
+    assert words in caught.value.message
 
 
 async def test_a_verifier_with_another_rule_is_an_error() -> None:
