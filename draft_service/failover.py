@@ -195,14 +195,18 @@ class _Failures:
             if self.lost >= MOST_LOST_IN_A_ROUND:
                 raise error
 
-    def no_verifier(self, names: str, why: str = "") -> RequestError:
-        """The error for the client if none of `names` opens the sequence."""
+    def no_verifier(self, replicas: Replicas, why: str = "") -> RequestError:
+        """The error for the client if none of the replicas opens the sequence."""
         if self.step_error is not None:
             return self.step_error
         if self.last is not None and self.kind not in (FailureKind.DIED, FailureKind.SILENT):
             return self.last
-        last = "" if self.last is None else f": {self.last.message}"
-        return unavailable("NO_VERIFIER", f"no verifier at {names} opened the sequence{why}{last}")
+        if self.last is not None:
+            reasons = [self.last.message]
+        else:
+            reasons = [f"{each.address} is not used: {each.mismatch}" for each in replicas.all() if each.mismatch]
+        text = f"no verifier at {replicas.names} opened the sequence{why}"
+        return unavailable("NO_VERIFIER", ": ".join([text, *reasons[:1]]))
 
 
 class FailoverStream:
@@ -336,14 +340,14 @@ class FailoverStream:
         while True:
             # A failover: the text runs again.
             if self.is_open and not await budget.take(latest):
-                raise failures.no_verifier(replicas.names, ", and the failover budget is used up")
+                raise failures.no_verifier(replicas, ", and the failover budget is used up")
             started = time.monotonic()
             try:
                 # Out of time, a replica that has refused is not tried again: many full ones would go on for ever.
                 avoid = failures.avoid if left > 0 else dict.fromkeys(failures.avoid, math.inf)
                 replica = await replicas.wait(min(latest, started + left), avoid, failed=failures.suspected)
                 if replica is None:
-                    raise failures.no_verifier(replicas.names)
+                    raise failures.no_verifier(replicas)
                 self._lease = self._lease_at(replica)
                 return await self._lease.stream.open(reopened=self.is_open, isolated=bool(failures.suspected))
             except BaseException as error:

@@ -351,6 +351,15 @@ async def test_a_sequence_waits_for_a_verifier_that_restarts_though_another_is_f
     assert len(full.openings) in (1, 2)
 
 
+async def test_the_error_says_why_no_verifier_is_used() -> None:
+    model = model_pb2.ModelInfo(weights_fingerprint="a")
+    async with fake_verifier(model=model) as peer, matched(peer) as verifiers:
+        verifiers.replicas.all()[0].probed(model, "its weights fingerprint is b")
+        error, _ = await error_of(FailoverStream(verifiers, text(), timeout=20.0).open())
+    assert status_of(error) == NO_VERIFIER
+    assert error.message.endswith(f"opened the sequence: {peer} is not used: its weights fingerprint is b")
+
+
 async def test_many_full_verifiers_end_an_opening_in_time(monkeypatch: pytest.MonkeyPatch) -> None:
     """Though each may be tried again before all others have refused."""
     seconds, full = 1.0, overloaded("full", retry_after=0.05)
