@@ -167,14 +167,13 @@ class Generation(Call):
         self._eos_token_ids: frozenset[int] | None = None  # the target's, once requested
         self._has_encoder = _has_encoder(request)
         self._is_single = request.n <= 1
-        self._call_began = self._began
         self._started: Started | None = None
         self._scored = 1  # position of the next log-probabilities of the prompt to deliver
         self._is_scored = False  # all of them were delivered
         self._tokens: list[int] = list(request.committed_token_ids)
         self._given = len(self._tokens)  # given by the caller, of an earlier request
         self._held = request.held_tokens  # of the last tokens, whose text has not been delivered
-        self._first_token: float | None = None  # seconds until it arrived
+        self._first_tokens: dict[int, float] = {}  # by sample: seconds until its first token arrived
         self._parts: list[Chunk] = []  # of the text of a token that is held
         self._has_text = False
         self._ends = 0  # of samples
@@ -214,8 +213,8 @@ class Generation(Call):
         return [PromptLogprobs(first, new)]
 
     def _take_chunk(self, chunk: Chunk) -> list[Event]:
-        if self._first_token is None and chunk.token_ids:
-            self._first_token = time.monotonic() - self._began
+        if chunk.token_ids and chunk.index not in self._first_tokens:
+            self._first_tokens[chunk.index] = time.monotonic() - self._began
         self._has_text = True
         self._is_scored = True  # its log-probabilities come before the text
         whole = len(self._tokens) - self._held
@@ -236,7 +235,6 @@ class Generation(Call):
 
     def request(self) -> pb.GenerateRequest:
         """The request for the rest: the original one if nothing was delivered."""
-        self._call_began = time.monotonic()
         self._parts.clear()
         started = self._started
         if started is None:
@@ -320,15 +318,13 @@ class Generation(Call):
         usage, timings = finished.usage, finished.timings
         if self._is_single:
             usage = replace(usage, completion_tokens=max(0, self.delivered - finished.cut_tokens))
-            if self._first_token is not None:
-                timings = replace(timings, time_to_first_token_us=round(self._first_token * 1e6))
-        before = round((self._call_began - self._began) * 1e6)
-        timings = replace(timings, total_us=timings.total_us + before)
+        first, total = self._times(finished.index)
+        timings = replace(timings, time_to_first_token_us=first, total_us=total)
         return replace(finished, num_resumes=self.resumes, usage=usage, timings=timings)
 
     def _finished(self, started: Started, reason: FinishReason, stop_token_id: int | None = None) -> Finished:
         """An end without a service's `Finished`: its statistics are lost."""
-        first, total = self._first_token or 0.0, time.monotonic() - self._began
+        first, total = self._times(0)
         return Finished(
             index=0,
             finish_reason=reason,
@@ -336,8 +332,11 @@ class Generation(Call):
             stop_token_id=stop_token_id,
             usage=Usage(len(started.prompt_token_ids), self.delivered, 0),
             statistics=replace(Statistics.of(pb.SpeculationStatistics()), drafter=started.drafter),
-            timings=Timings.of(
-                pb.GenerateTimings(time_to_first_token_us=round(first * 1e6), total_us=round(total * 1e6))
-            ),
+            timings=Timings.of(pb.GenerateTimings(time_to_first_token_us=first, total_us=total)),
             num_resumes=self.resumes + 1,
         )
+
+    def _times(self, index: int) -> tuple[int, int]:
+        """Microseconds to the first token and to the end of a sample that ends now, by this clock."""
+        first, total = self._first_tokens.get(index, 0.0), time.monotonic() - self._began
+        return round(first * 1e6), round(total * 1e6)

@@ -6,6 +6,7 @@ and log-probabilities: `tests/exactness/test_draft_failover.py`.
 
 import asyncio
 import signal
+import time
 from collections.abc import AsyncGenerator, Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
@@ -22,6 +23,7 @@ from outrider.client import (
     Client,
     Completion,
     Event,
+    Finished,
     FinishReason,
     Options,
     PositionLogprobs,
@@ -306,6 +308,26 @@ def test_only_what_is_delivered_is_progress() -> None:
         generation.take(event)
         progress.append(not generation.failures)
     assert progress == [False, True, False, False, True]
+
+
+@pytest.mark.parametrize("samples", [1, 2])
+def test_the_times_of_a_continued_text_are_of_this_clock(samples: int) -> None:
+    """Those of its last service begin later, at the request that continues the text, and lack the way to the client."""
+    began = time.monotonic()
+    generation = Generation(pb.GenerateRequest(text="a text", n=samples), None, None)
+    generation.request()
+    generation.take(STARTED)
+    generation.request()
+    generation.take(STARTED)
+    for index in range(samples):
+        time.sleep(0.01)
+        generation.take(replace(CHUNK, index=index))
+        timings = {"time_to_first_token_us": 1, "total_us": 2}
+        [*_, end] = generation.take(Finished.of(pb.GenerateFinished(index=index, timings=timings)))
+        assert isinstance(end, Finished)
+        passed = 1e6 * (time.monotonic() - began)
+        first, total = end.timings.time_to_first_token_us, end.timings.total_us
+        assert 10_000 * (index + 1) <= first <= total <= passed + 1
 
 
 def assert_continues(generation: Generation, expected: pb.GenerateRequest) -> None:
