@@ -11,6 +11,7 @@ from draft_service.drafters.model import ModelDrafter
 from draft_service.drafters.ngram import NGramDrafter
 from draft_service.settings import DraftSettings
 from kernels.sparse import SparseConfig
+from outrider.runtime.gguf import is_gguf
 from outrider.runtime.loader import LoadedModel
 from outrider.runtime.ngram import read_documents
 from outrider.runtime.tokenizer import Tokenizer
@@ -54,10 +55,10 @@ def default_kind(settings: DraftSettings, loaded: LoadedModel | None) -> Kind:
     """
     kind, has_mask = Kind(settings.drafter), loaded is not None and loaded.mask_token is not None
     if kind is Kind.PARALLEL and not has_mask:
-        raise SettingsError(
-            f"--drafter parallel: '{settings.model}' has no mask token: its config.json has neither pard_token nor "
-            "ptd_token_id; give a draft that was trained for it, or --drafter model"
-        )
+        why = "its config.json has neither pard_token nor ptd_token_id; give a draft that was trained for it"
+        if is_gguf(settings.model):
+            why = "a GGUF file keeps none; give a checkpoint folder"
+        raise SettingsError(f"--drafter parallel: '{settings.model}' has no mask token: {why}, or --drafter model")
     return Kind.PARALLEL if has_mask and "drafter" not in settings.model_fields_set else kind
 
 

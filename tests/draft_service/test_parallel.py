@@ -226,7 +226,7 @@ def test_a_draft_with_a_mask_token_drafts_in_parallel_unless_told_otherwise(
     folder: Path, tmp_path: Path, loaded: LoadedModel
 ) -> None:
     def settings(**given: Any) -> DraftSettings:
-        return DraftSettings(model=str(folder), **given)
+        return DraftSettings(**{"model": str(folder), **given})
 
     plain = load_model(
         ModelSource(str(changed(folder, tmp_path / "plain", pard_token=None)), dtype="float32", device="cpu")
@@ -244,6 +244,8 @@ def test_a_draft_with_a_mask_token_drafts_in_parallel_unless_told_otherwise(
     for without in (plain, None):
         with pytest.raises(SettingsError, match=rf"--drafter parallel: '{folder}' has no mask token.*pard_token"):
             default_kind(settings(drafter="parallel"), without)
+    with pytest.raises(SettingsError, match=r"'d.gguf' has no mask token: a GGUF file keeps none"):
+        default_kind(settings(model="d.gguf", drafter="parallel"), plain)
 
 
 @pytest.mark.parametrize("requested", [0, 257])
