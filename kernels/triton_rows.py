@@ -265,10 +265,10 @@ def most_noise(keys, ids):
 
 @triton.jit
 def _by_lane(one, two, OWN_TILES: tl.constexpr):
-    """Return what a warp's lanes did with two reads `[OWN_TILES, _READ]`, `[OWN_TILES, _LANES, 16]`.
+    """Return two reads `[OWN_TILES, _READ]` by lane, `[OWN_TILES, _LANES, 16]`.
 
-    A read has a row for each warp, so that each version of Triton gives a warp a tile. With more dimensions Triton 3.6
-    divides a tile among the warps, and sums cross lanes.
+    A read has a row for each warp and a lane reads neighbours, so every version of Triton gives a warp a tile. Of reads
+    with more dimensions Triton 3.6 divides a tile among the warps, and sums cross lanes.
     """
     return tl.reshape(tl.join(one, two), [OWN_TILES, _LANES, 2 * _NEIGHBOURS])
 
