@@ -22,6 +22,9 @@ TABLE = ROOT / "docs" / "reference" / "metrics.md"
 GIVEN = frozenset({"job", "instance", "le"})
 """Labels that Prometheus gives each target, or a histogram its buckets."""
 
+OPERATORS = frozenset({"container", "endpoint", "namespace", "pod", "service"})
+"""Labels that Prometheus' operator gives each target of a ServiceMonitor. They replace a metric's own of that name."""
+
 Labels = dict[str, set[str]]
 """Labels, with the values they have."""
 

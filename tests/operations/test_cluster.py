@@ -22,6 +22,7 @@ from tests.operations.metrics_in_use import (
     ALERTS,
     GIVEN,
     OPERATOR_RULES,
+    OPERATORS,
     Shown,
     documented,
     expressions,
@@ -180,6 +181,12 @@ def test_dashboard_and_alerts_query_existing_metrics(watched: Watched) -> None:
 
 def test_the_operator_gets_the_same_rules() -> None:
     assert read_rules(OPERATOR_RULES)["spec"] == read_rules(ALERTS)
+
+
+def test_no_query_needs_a_label_that_the_operator_replaces() -> None:
+    for title, expression in expressions():
+        matchers, _ = query(expression)
+        assert OPERATORS.isdisjoint(label for _, matched in matchers for label, _ in matched), title
 
 
 def test_the_tables_of_metrics_are_whole(watched: Watched) -> None:
