@@ -2,6 +2,7 @@
 
 import re
 import shlex
+import subprocess
 from typing import Any
 
 import kubernetes_validate
@@ -10,7 +11,7 @@ import yaml
 
 from outrider.cli.generate import generate_command
 from tests.deploy.image_builder import stages
-from tests.deploy.manifests import DEPLOY, overlaid, rendered, selects, the
+from tests.deploy.manifests import DEPLOY, of_kind, overlaid, rendered, selects, the
 from tests.docs.pages import blocks
 from tests.project.tree import ROOT
 
@@ -49,6 +50,25 @@ def test_files_that_a_reader_writes_render(document: dict[str, Any]) -> None:
         kubernetes_validate.validate(each, "1.37", strict=True)
     text = yaml.safe_dump_all(objects)
     assert all(image["newName"] in text for image in document.get("images", ()))
+
+
+def test_the_page_names_the_components_that_groups_of_pods_exclude() -> None:
+    broken, idle = set(), set()
+    for path in (DEPLOY / "components").glob("*/kustomization.yaml"):
+        name = path.parent.name
+        try:
+            objects = overlaid({"resources": ["../tensor-parallel"], "components": [f"../../components/{name}"]})
+        except subprocess.CalledProcessError:
+            broken.add(name)
+            continue
+        deployments = {each["metadata"]["name"] for each in of_kind(objects, "Deployment")}
+        scalers = [each for kind in ("HorizontalPodAutoscaler", "ScaledObject") for each in of_kind(objects, kind)]
+        if not {each["spec"]["scaleTargetRef"]["name"] for each in scalers} <= deployments:
+            idle.add(name)
+    text = " ".join(SEVERAL_GPUS.read_text(encoding="utf-8").split())
+    (sentence,) = re.findall(r"Its verifiers are no Deployment: (.*?)\. ", text)
+    excluded, limited = (set(re.findall(r"`([\w-]+)`", part)) for part in sentence.split(" do not go with it, "))
+    assert (excluded, limited) == (broken, idle)
 
 
 def test_policies_admit_the_client_of_the_example() -> None:
