@@ -1,5 +1,6 @@
 """Metrics of the front: its texts, under its own names and under vLLM's, against the usage of the answers."""
 
+import re
 import time
 from collections.abc import Iterator
 from typing import Any
@@ -13,6 +14,7 @@ from outrider.service.metrics import Times
 from tests.cluster import Service, wait_until
 from tests.metrics import Samples, parse
 from tests.outrider.http.conftest import events, plain, running_front
+from tests.project.tree import ROOT
 
 MODEL = (("model_name", "target"),)
 BODY: dict[str, Any] = {"prompt": "def area(radius):", "max_tokens": 20, "ignore_eos": True, "seed": 4}
@@ -39,6 +41,15 @@ def test_names_are_there_before_the_first_request(url: str) -> None:
     found = scraped(url)
     names = [*COUNTERS, "num_requests_running", "num_requests_waiting", *(f"{name}_count" for name in TIMES)]
     assert {name: found[f"vllm:{name}"] for name in names} == {name: {MODEL: 0} for name in names}
+
+
+def test_the_page_has_all_of_our_names(url: str) -> None:
+    plain.get(f"{url}/health")
+    kinds = re.findall(r"^# TYPE (outrider_\w+) ", plain.get(f"{url}/metrics").text, re.MULTILINE)
+    page = (ROOT / "docs" / "how-to" / "openai.md").read_text(encoding="utf-8")
+    table = page.partition("\n## Metrics\n")[2].partition("\n## ")[0]
+    written = re.findall(r"`(outrider_\w+)", "".join(line for line in table.splitlines() if line.startswith("|")))
+    assert sorted(kinds) == sorted(written)
 
 
 def test_counts_are_those_of_the_answers(url: str) -> None:
