@@ -212,8 +212,7 @@ async def serve_until_signal(
     grace_s: float,
     on_drain: Callable[[], Awaitable[None]] | None = None,
 ) -> None:
-    """Serves until SIGTERM or SIGINT, then drains and returns. A second signal ends the calls
-    in progress at once.
+    """Serves until SIGTERM or SIGINT, then drains and returns. A second signal ends the calls in progress at once.
 
     Call it as soon as the server has started: an earlier signal has Python's default effect. Cancelling it stops the
     server without grace, for a service that fails to load.

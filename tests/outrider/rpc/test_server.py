@@ -109,6 +109,7 @@ def test_a_second_signal_cuts_the_calls_in_progress_at_once(process: tuple[subpr
     with grpc.insecure_channel(address) as channel:
         running = many(channel)(b"180")
         assert next(running) == b"first"
+        once(channel)(b"x")  # after this the write of "first" is over: while one is under way, gRPC sends no status
         started.send_signal(signal.SIGTERM)
         assert started.stdout is not None
         assert started.stdout.readline() == "draining\n"
