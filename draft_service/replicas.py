@@ -411,8 +411,7 @@ class Replicas:
         while (replica := self.choose(avoid, failed=failed)) is None:
             now = time.monotonic()
             free = [(avoid or {}).get(each, 0.0) for each in self.all() if not each.mismatch]
-            hopeless = bool(self._replicas) and min(free, default=math.inf) > until
-            if now >= until or hopeless:
+            if now >= until or (self._replicas and min(free, default=math.inf) > until):
                 return None
             next_free = min((each for each in free if each > now), default=until)
             with suppress(TimeoutError):

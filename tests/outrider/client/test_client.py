@@ -196,13 +196,15 @@ async def test_a_time_that_is_none_is_refused_at_once(option: str, seconds: floa
 
 
 async def test_a_timeout_of_a_call_is_a_number() -> None:
-    async with AsyncClient("127.0.0.1:9", timeout=math.inf, retry_timeout=math.inf, silence=math.inf) as client:
-        for call in (client.complete("x", timeout=math.nan), client.get_model(timeout=math.nan)):
-            with pytest.raises(InvalidRequest, match="timeout is nan; it must be a number of seconds") as caught:
-                await call
-            assert caught.value.field == "timeout"
-        with pytest.raises(DeadlineExceeded):  # what is left of a caller's own time may be negative
-            await client.get_model(timeout=-1.0)
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        address = f"127.0.0.1:{silent.getsockname()[1]}"
+        async with AsyncClient(address, timeout=math.inf, retry_timeout=math.inf, silence=math.inf) as client:
+            for call in (client.complete("x", timeout=math.nan), client.get_model(timeout=math.nan)):
+                with pytest.raises(InvalidRequest, match="timeout is nan; it must be a number of seconds") as caught:
+                    await call
+                assert caught.value.field == "timeout"
+            with pytest.raises(DeadlineExceeded):  # what is left of a caller's own time may be negative
+                await client.get_model(timeout=-1.0)
 
 
 async def test_a_call_tries_an_address_that_another_call_found_failing() -> None:
