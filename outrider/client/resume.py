@@ -50,7 +50,7 @@ class Call:
     """One call with its retries.
 
     Args:
-        timeout: seconds for all attempts together; None: no limit. With none left, as 0 and -1, the call ends at once.
+        timeout: seconds for all attempts together; None: no limit. At 0 or below the call ends at once.
         retry_timeout: seconds of retries while no service accepts the call; None: until the timeout.
         spent: seconds of the timeout that have passed.
 

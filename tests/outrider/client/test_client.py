@@ -203,7 +203,7 @@ async def test_a_timeout_of_a_call_is_a_number() -> None:
                 with pytest.raises(InvalidRequest, match="timeout is nan; it must be a number of seconds") as caught:
                     await call
                 assert caught.value.field == "timeout"
-            with pytest.raises(DeadlineExceeded):  # what is left of a caller's own time may be negative
+            with pytest.raises(DeadlineExceeded):  # a caller may pass its own remaining time
                 await client.get_model(timeout=-1.0)
 
 
