@@ -72,20 +72,21 @@ def read_metadata(path: Path) -> dict[str, Any]:
     Raises:
         CheckpointError: it is no GGUF file, or is cut off.
     """
-    return _read(path)[0]
+    return read(path)[0]
 
 
-def has_long_factors(path: Path) -> bool:
-    """Whether a model has other rotary embeddings for long contexts (longrope).
+def has_long_factors(path: Path, tensors: list[str]) -> bool:
+    """Whether a model has other rotary embeddings for long contexts (longrope). `tensors` are those of its first file.
 
     Raises:
         CheckpointError: see `read_metadata`.
     """
-    return any(_LONG_FACTORS in _read(Path(file))[1] for file in parts(str(path)))
+    others = (read(Path(file))[1] for file in parts(str(path))[1:])
+    return any(_LONG_FACTORS in names for names in (tensors, *others))
 
 
-def _read(path: Path) -> tuple[dict[str, Any], list[str]]:
-    """The metadata of a GGUF file, and the names of its tensors."""
+def read(path: Path) -> tuple[dict[str, Any], list[str]]:
+    """The metadata of a GGUF file, and the names of its tensors; raises as `read_metadata`."""
     with path.open("rb") as file:
         magic = file.read(4)
         if magic != MAGIC:

@@ -14,7 +14,7 @@ import torch
 from outrider.runtime.attention import AttentionLayer
 from outrider.runtime.checkpoint import gguf_fingerprint, model_fingerprint
 from outrider.runtime.errors import CheckpointError, UnsupportedModel
-from outrider.runtime.gguf import has_long_factors, is_converted, is_gguf, read_metadata, resolve_file
+from outrider.runtime.gguf import has_long_factors, is_converted, is_gguf, read, read_metadata, resolve_file
 from outrider.runtime.gguf_tokenizer import gguf_tokenizer
 from outrider.runtime.loader import LoadedModel, ModelSource
 from outrider.runtime.selfcheck import Reference
@@ -139,12 +139,13 @@ def load_gguf(source: ModelSource) -> tuple[LlamaModel, Tokenizer]:
     """
     llama_cpp = library()
     path = resolve_file(source.name, source.revision)
-    metadata, fingerprint = read_metadata(path), gguf_fingerprint(path)
+    metadata, tensors = read(path)
+    fingerprint = gguf_fingerprint(path)
     architecture = str(metadata.get("general.architecture"))
     original = f"{architecture}.rope.scaling.original_context_length"
     # llama.cpp takes the factors for long contexts if the cells of all sequences are more than the original length. A
     # text may not depend on that: all have the others, as by the first runtime, and no more positions.
-    override = original if has_long_factors(path) else None
+    override = original if has_long_factors(path, tensors) else None
     handle = _load(
         llama_cpp, path, architecture, vocab_only=False, layers=_gpu_layers(llama_cpp, source.device), endless=override
     )

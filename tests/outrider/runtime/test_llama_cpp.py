@@ -404,13 +404,13 @@ def test_llama_cpps_vocabulary_is_that_of_the_checkpoint(
     folders: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """As of a GGUF file that others converted, without the checkpoint's own tokenizer in it."""
-    read = "outrider.runtime.llama_loader.read_metadata"
-    from outrider.runtime.gguf import read_metadata
+    from outrider.runtime.gguf import read
 
-    def without(path: Path) -> dict[str, object]:
-        return {key: value for key, value in read_metadata(path).items() if key != "tokenizer.huggingface.json"}
+    def without(path: Path) -> tuple[dict[str, object], list[str]]:
+        metadata, tensors = read(path)
+        return {key: value for key, value in metadata.items() if key != "tokenizer.huggingface.json"}, tensors
 
-    monkeypatch.setattr(read, without)
+    monkeypatch.setattr("outrider.runtime.llama_loader.read", without)
     theirs = load_tokenizer(ModelSource(str(folders("llama"))))
     _, ours = load_gguf(ModelSource(str(write_gguf(folders("llama"))), device="cpu"))
     assert isinstance(ours, gguf_tokenizer.LlamaTokenizer)
