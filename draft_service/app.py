@@ -28,6 +28,8 @@ from draft_service.speculation import GammaController
 from kernels.sparse import SparseConfig
 from kernels.verify import implementation_for
 from outrider.environment import served_name
+from outrider.rpc.auth import OwnToken
+from outrider.rpc.channel import RenewedChannel
 from outrider.rpc.tls import TLS, ChannelTLS
 from outrider.runtime.checkpoint import vocabulary_size
 from outrider.runtime.loader import LoadedModel
@@ -53,6 +55,7 @@ from outrider.service.settings import SettingsError, certificate_and_key, check_
 from outrider.service.wire import largest_generate_request, largest_verify_message, server_limit
 from protos.outrider.v1 import model_pb2
 from protos.outrider.v1.draft_service_pb2_grpc import add_DraftServiceServicer_to_server
+from protos.outrider.v1.verifier_service_pb2_grpc import VerifierServiceStub
 
 _log = structlog.get_logger()
 
@@ -84,13 +87,15 @@ class DraftApp(Service):
     name = SERVICE_NAME
 
     def __init__(self, settings: DraftSettings, loader: Loader = load) -> None:
-        """Raises `SettingsError` if TLS settings for verifiers are incomplete or contradict each other, or if the stubs
-        of vLLM's contract are missing.
+        """Raises `SettingsError` if TLS settings for verifiers are incomplete or contradict each other, if their token
+        cannot be read, or if the stubs of vLLM's contract are missing.
         """
         super().__init__()
         self._settings = settings
         self._loader = loader
         self._tls = verifier_tls(settings)
+        path = settings.verifier_token_file
+        self._token = None if path is None else from_files("--verifier-token-file", lambda: OwnToken(path))
         self._servicer = DraftService(settings, self.metrics, self.tracing)
         self._vllm = vllm_engine(settings, self._servicer) if settings.vllm_grpc else None
         self.also = () if self._vllm is None else (self._vllm.name,)
@@ -117,10 +122,9 @@ class DraftApp(Service):
         await warm()  # a restart would not help while verifiers are missing
         self._replicas = Replicas(
             settings.verifier,
-            max_message_bytes=message_limit(settings),
+            self._connect,
             timeout=settings.verifier_timeout,
             resolve_interval=settings.verifier_resolve_interval,
-            tls=self._tls,
         )
         budget = FailoverBudget(settings.max_sequences)
         failover_metrics = FailoverMetrics(self.metrics, FailureKind)
@@ -173,6 +177,16 @@ class DraftApp(Service):
                 prompts=prompts,
                 generation=None if loaded is None else loaded.generation_rules,
             )
+        )
+
+    def _connect(self, address: str, name: str) -> RenewedChannel[Any]:
+        return RenewedChannel(
+            address,
+            VerifierServiceStub,
+            max_message_bytes=message_limit(self._settings),
+            tls=self._tls,
+            token=self._token,
+            name=name,  # proxies and certificates know the verifier by it
         )
 
     async def drain(self) -> None:

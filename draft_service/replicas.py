@@ -7,7 +7,6 @@ import time
 from collections.abc import Callable, Collection, Mapping
 from contextlib import suppress
 from enum import StrEnum
-from functools import partial
 from typing import Any
 
 import grpc
@@ -17,11 +16,9 @@ from draft_service.sequence import Sequence
 from draft_service.verify_stream import VerifyStream, translate, unreadable
 from outrider.rpc.channel import Lookup, RenewedChannel, Resolver, look_up
 from outrider.rpc.errors import RequestError, internal
-from outrider.rpc.tls import ChannelTLS
 from outrider.service import tracing
 from outrider.service.model_info import check_pair, check_target
 from protos.outrider.v1 import model_pb2, speculation_pb2, verifier_service_pb2
-from protos.outrider.v1.verifier_service_pb2_grpc import VerifierServiceStub
 
 _log = structlog.get_logger()
 
@@ -144,15 +141,13 @@ class Replica:
     def __init__(
         self,
         address: str,
+        channel: RenewedChannel[Any],
         *,
-        max_message_bytes: int,
         timeout: float,
-        name: str = "",
-        tls: ChannelTLS | None = None,
         on_change: Callable[["Replica"], None] = lambda _: None,
     ) -> None:
-        """`timeout` is the longest time, in seconds, until a message that it owes; `name` is the `HOST:PORT` that was
-        resolved to `address`; None for `tls` is plaintext. `on_change` is called when `status` changes.
+        """`channel` is the one to `address`; `timeout` is the longest time, in seconds, until a message that it owes.
+        `on_change` is called when `status` changes.
         """
         self.address = address
         self._timeout = timeout
@@ -163,10 +158,7 @@ class Replica:
         self.busy_until = 0.0
         self.num_open = 0
         self.on_change = on_change
-        # Proxies and certificates know the verifier by its name.
-        self._channel: RenewedChannel[Any] = RenewedChannel(  # the asynchronous stub has the same methods
-            address, VerifierServiceStub, max_message_bytes=max_message_bytes, tls=tls, name=name
-        )
+        self._channel = channel
         self._others = 0  # sequences of other services there, last reported
         self.reported = speculation_pb2.VerifierLoad()
         self.reported_at = 0.0
@@ -200,7 +192,9 @@ class Replica:
         """
         request = verifier_service_pb2.VerifierServiceGetModelRequest()
         try:
-            answer = await self._channel.begin(lambda stub: stub.GetModel(request, timeout=GET_MODEL_TIMEOUT))
+            answer = await self._channel.begin(
+                lambda stub, token: stub.GetModel(request, timeout=GET_MODEL_TIMEOUT, metadata=token)
+            )
         except grpc.RpcError as error:
             raise translate(error, self.address) from None
         if answer is None:
@@ -224,8 +218,10 @@ class Replica:
         """Begins a call of Verify for a sequence. `target` is the model that the pair was matched with, or an empty
         one; `timeout` is the time left of the client's deadline, in seconds.
         """
-        metadata = tracing.outgoing()
-        call = self._channel.begin(lambda stub: stub.Verify(timeout=timeout, wait_for_ready=False, metadata=metadata))
+        trace = tracing.outgoing()
+        call = self._channel.begin(
+            lambda stub, token: stub.Verify(timeout=timeout, wait_for_ready=False, metadata=token + trace)
+        )
         stream = VerifyStream(call, sequence, address=self.address, target=target, timeout=self._timeout)
         return Lease(self, stream)
 
@@ -296,6 +292,10 @@ MISMATCHED_PAUSE, RESOLVE_PAUSE = 10.0, 0.5
 SEARCH_SECONDS = 0.25
 
 
+Connect = Callable[[str, str], RenewedChannel[Any]]
+"""Makes the channel to an address; the second argument is the name, `HOST:PORT`, that was resolved to it."""
+
+
 class Replicas:
     """The verifiers at the addresses of `--verifier`.
 
@@ -307,22 +307,20 @@ class Replicas:
     def __init__(
         self,
         names: Collection[str],
+        connect: Connect,
         *,
-        max_message_bytes: int,
         timeout: float,
         resolve_interval: float = 10.0,
         lookup: Lookup = look_up,
-        tls: ChannelTLS | None = None,
     ) -> None:
         """`names` are `HOST:PORT` each, resolved by `lookup` every `resolve_interval` seconds. `timeout` is the longest
-        time, in seconds, until a message that a verifier owes. None for `tls` is plaintext.
+        time, in seconds, until a message that a verifier owes.
         """
         self.target: model_pb2.ModelInfo | None = None
         self.names = ", ".join(names)
         self._resolver = Resolver(names, lookup)
-        self._replica = partial(
-            Replica, max_message_bytes=max_message_bytes, timeout=timeout, tls=tls, on_change=self._on_change
-        )
+        self._connect = connect
+        self._timeout = timeout
         self._resolve_interval = resolve_interval
         self._replicas: dict[str, Replica] = {}
         self._gone: list[Replica] = []  # no longer resolved; their sequences continue
@@ -457,7 +455,9 @@ class Replicas:
         for address, name in found.items():
             if address in self._replicas:
                 continue
-            self._replicas[address] = replica = self._replica(address, name=name)
+            channel = self._connect(address, name)
+            replica = Replica(address, channel, timeout=self._timeout, on_change=self._on_change)
+            self._replicas[address] = replica
             if name != address:
                 _log.info("verifier added", verifier=address, name=name)
             if self.target is not None:

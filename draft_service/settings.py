@@ -39,6 +39,11 @@ class DraftSettings(ServiceSettings):
     verifier_tls_name: str | None = Field(
         None, description="name in the verifiers' certificates; default: the host in --verifier"
     )
+    verifier_token_file: Path | None = Field(
+        None,
+        description="file with the bearer token of every call to the verifiers, where they have --auth-token-file: its "
+        "first line that is not empty and not a # comment",
+    )
     verifier_resolve_interval: float = Field(
         10.0,
         gt=0,

@@ -20,7 +20,7 @@ _SETTINGS_OF_SERVICES = """
     prefix_cache rank_timeout request_timeout revision runtime skip_layers slow_client_timeout speculation staged_by
     staged_guesses tensor_parallel_size threads tls_cert tls_client_ca tls_key tokens_per_pass trace_sample
     trust_remote_code verifier verifier_resolve_interval verifier_timeout verifier_tls_ca verifier_tls_cert
-    verifier_tls_key verifier_tls_name verify_path vllm_grpc vllm_metrics
+    verifier_tls_key verifier_tls_name verifier_token_file verify_path vllm_grpc vllm_metrics
 """
 SERVICE_SETTINGS = frozenset(_SETTINGS_OF_SERVICES.split())
 """The settings of both services."""

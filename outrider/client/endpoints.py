@@ -120,11 +120,11 @@ class Endpoints:
                 max_message_bytes=MAX_MESSAGE_BYTES,
                 options=[("grpc.enable_retries", 0)],  # the client retries, at the next address and for longer
                 tls=self._tls,
+                token=self._token,
                 name=self._named.get(address, ""),
             )
-        metadata = () if self._token is None else self._token.metadata()
         return self._channels[address].begin(
-            lambda stubs: getattr(getattr(stubs, service), method)(request, timeout=timeout, metadata=metadata)
+            lambda stubs, token: getattr(getattr(stubs, service), method)(request, timeout=timeout, metadata=token)
         )
 
     async def close(self) -> None:

@@ -55,7 +55,8 @@ class Tokens:
         given = [value for key, value in metadata if key == METADATA_KEY]
         if not given:
             raise unauthenticated(
-                "the call has no token; send one as 'authorization: Bearer TOKEN' (--token-file, in Python token_file)"
+                "the call has no token; send one as 'authorization: Bearer TOKEN' (--token-file, in Python token_file, "
+                "of a draft service --verifier-token-file)"
             )
         text = given[0] if isinstance(given[0], str) else given[0].decode("latin-1")
         if len(given) > 1 or not text.lower().startswith(_SCHEME):

@@ -17,9 +17,12 @@ from typing import Any, Generic, TypeVar
 import grpc
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
+from outrider.rpc.auth import OwnToken
 from outrider.rpc.tls import ChannelTLS
 
 _logger = logging.getLogger(__name__)
+
+Metadata = tuple[tuple[str, str], ...]
 
 SOCKET = "unix:"
 """Prefix of the address of a Unix socket; its absolute path follows."""
@@ -237,6 +240,7 @@ class RenewedChannel(Generic[Stub]):
         max_message_bytes: int,
         options: Sequence[tuple[str, Any]] = (),
         tls: ChannelTLS | None = None,
+        token: OwnToken | None = None,
         name: str = "",
     ) -> None:
         """
@@ -244,6 +248,7 @@ class RenewedChannel(Generic[Stub]):
             max_message_bytes: limit in both directions.
             options: added to `channel_options`.
             tls: None is plaintext.
+            token: in the metadata that `begin` passes on.
             name: `HOST:PORT` that resolved to the address, if any: proxies and the server's certificate use that name,
                 unless `tls` has another.
         """
@@ -251,6 +256,7 @@ class RenewedChannel(Generic[Stub]):
         self._stub = stub
         self._max_message_bytes = max_message_bytes
         self._tls = tls
+        self._token = token
         expected = (tls.name if tls is not None else None) or name
         # Without it the certificate must have the IP address.
         authority = [("grpc.default_authority", expected)] if expected and expected != address else []
@@ -259,10 +265,11 @@ class RenewedChannel(Generic[Stub]):
         self._open: set[_Open[Stub]] = set()
         self._closing: set[asyncio.Task[None]] = set()
 
-    def begin(self, start: Callable[[Stub], Call]) -> Call:
-        """Begins a call with the current certificates. If they have changed, it opens a new connection; the old one
-        closes after its last call.
+    def begin(self, start: Callable[[Stub, Metadata], Call]) -> Call:
+        """Begins a call with the current certificates and token: `start` gets the token as metadata. If certificates
+        have changed, it opens a new connection; the old one closes after its last call.
         """
+        metadata = () if self._token is None else self._token.metadata()
         version, credentials = (0, None) if self._tls is None else self._tls.look()
         if self._current is None or self._current.version != version:
             old = self._current
@@ -277,7 +284,7 @@ class RenewedChannel(Generic[Stub]):
             if old is not None and not old.calls:
                 self._close(old)
         channel_in_use = self._current
-        call = start(channel_in_use.stub)
+        call = start(channel_in_use.stub, metadata)
         channel_in_use.calls += 1
         call.add_done_callback(lambda _: self._ended(channel_in_use))
         return call

@@ -21,6 +21,7 @@ from opentelemetry.trace import SpanKind, Status, StatusCode, get_current_span, 
 from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
 
 from outrider.environment import installed_version
+from outrider.rpc.channel import Metadata
 from outrider.service.best_effort import Component
 from outrider.service.settings import SettingsError
 
@@ -35,11 +36,11 @@ def incoming(metadata: Iterable[Any] | None) -> Context:
     return _W3C.extract(named, context=Context())  # an empty context: not the current one
 
 
-def outgoing() -> tuple[tuple[str, str], ...] | None:
-    """The metadata for a call that this task makes; None without a trace."""
+def outgoing() -> Metadata:
+    """The metadata for a call that this task makes; empty without a trace."""
     headers: dict[str, str] = {}
     _W3C.inject(headers)
-    return tuple(headers.items()) or None
+    return tuple(headers.items())
 
 
 def add_trace_ids(logger: object, method: str, event: MutableMapping[str, Any]) -> MutableMapping[str, Any]:

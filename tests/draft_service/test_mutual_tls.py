@@ -60,10 +60,10 @@ def pair(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Pair]:
     to_verifier = f"--verifier-tls-ca {ours.pem} --verifier-tls-name {VERIFIER}"
     to_verifier += f" --verifier-tls-cert {draft_files.cert} --verifier-tls-key {draft_files.key}"
     of_draft = f"{to_verifier} --tls-cert {front_files.cert} --tls-key {front_files.key}"
-    tokens = f"--auth-token-file {pki / 'tokens'}"
+    tokens = f" --auth-token-file {pki / 'tokens'}"
     with Cluster("--health-listen 127.0.0.1:0") as cluster:
-        verifier = cluster.verifier(flags=f"{of_verifier} --max-connection-age {CONNECTION_AGE}")
-        draft = cluster.draft(verifier, flags=f"{of_draft} {tokens}")
+        verifier = cluster.verifier(flags=f"{of_verifier} --max-connection-age {CONNECTION_AGE}{tokens}")
+        draft = cluster.draft(verifier, flags=f"{of_draft}{tokens} --verifier-token-file {pki / 'tokens'}")
         wait_healthy(verifier, draft)
         yield Pair(pki, ours, others, verifier, draft)
 

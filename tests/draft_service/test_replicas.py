@@ -17,7 +17,7 @@ from draft_service.replicas import FIRST_PAUSE, LONGEST_PAUSE, TRIAL_SECONDS, Br
 from outrider.rpc.channel import Lookup, look_up
 from outrider.service.model_info import check_target
 from protos.outrider.v1 import model_pb2, sampling_pb2, speculation_pb2
-from tests.draft_service.verifiers import fake_verifier
+from tests.draft_service.verifiers import connect, fake_verifier
 
 FIELDS: dict[str, Any] = {
     "weights_fingerprint": "a" * 64,
@@ -42,7 +42,7 @@ def verifier(model: model_pb2.ModelInfo = MODEL, listen: str = "127.0.0.1:0") ->
 @asynccontextmanager
 async def found(*names: str, lookup: Lookup = look_up) -> AsyncIterator[Replicas]:
     """The replicas, matched with a draft."""
-    replicas = Replicas(names, max_message_bytes=1 << 20, timeout=5.0, resolve_interval=600.0, lookup=lookup)
+    replicas = Replicas(names, connect, timeout=5.0, resolve_interval=600.0, lookup=lookup)
     try:
         await replicas.match(MODEL)
         yield replicas

@@ -20,7 +20,7 @@ from outrider.rpc.tls import TLS, ChannelTLS
 from protos.outrider.v1 import model_pb2, sampling_pb2, speculation_pb2, verifier_service_pb2
 from protos.outrider.v1.verifier_service_pb2 import VerifyResponse
 from tests.draft_service.records import record
-from tests.draft_service.verifiers import NO_VERIFIER, Verify, fake_verifier, status_of
+from tests.draft_service.verifiers import NO_VERIFIER, Verify, connect, fake_verifier, status_of
 
 COUPLED, TOKENWISE = sampling_pb2.ACCEPTANCE_RULE_COUPLED, sampling_pb2.ACCEPTANCE_RULE_TOKENWISE
 OPENED = verifier_service_pb2.Opened(rule=COUPLED)
@@ -51,7 +51,7 @@ async def stream_to(
     tls: ChannelTLS | None = None,
     target: model_pb2.ModelInfo | None = None,
 ) -> AsyncIterator[VerifyStream]:
-    replica = Replica(address, max_message_bytes=1 << 20, timeout=silence, tls=tls)
+    replica = Replica(address, connect(address, tls=tls), timeout=silence)
     lease = replica.open(sequence or record(), target or model_pb2.ModelInfo(), timeout=timeout)
     try:
         yield lease.stream

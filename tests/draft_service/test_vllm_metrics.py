@@ -16,6 +16,7 @@ from outrider.service.metrics import Metrics, VllmMetrics
 from protos.outrider.v1 import model_pb2
 from tests.cluster import Service, wait_until
 from tests.draft_service import calls
+from tests.draft_service.verifiers import connect
 from tests.draft_service.vllm_calls import VERIFIER_SEQUENCES, channel_of, request, stub
 from tests.metrics import parse
 from tests.verifier_service.streams import TIMEOUT
@@ -60,7 +61,7 @@ def test_names_are_there(services: tuple[Service, Service]) -> None:
 
 def test_kv_caches_of_ready_verifiers_add_up() -> None:
     async def sizes() -> list[dict[str, str]]:
-        verifiers = [Replica(f"127.0.0.1:{port}", max_message_bytes=1, timeout=1.0) for port in range(1, 5)]
+        verifiers = [Replica(f"127.0.0.1:{port}", connect(f"127.0.0.1:{port}"), timeout=1.0) for port in range(1, 5)]
         assert [each.samples for each in cache_config(verifiers)] == [[]], "none has answered"
         for replica, blocks in zip(verifiers, (100, 20, 3, 0), strict=True):  # the last one is older
             replica.model = model_pb2.ModelInfo(limits=model_pb2.Limits(kv_blocks=blocks, kv_block_tokens=32))

@@ -14,8 +14,10 @@ import grpc
 from draft_service.failover import FailoverBudget, Verifiers
 from draft_service.metrics import FailoverMetrics
 from draft_service.replicas import Replicas
+from outrider.rpc.channel import RenewedChannel
 from outrider.rpc.errors import RequestError
 from outrider.rpc.server import bind, create_server
+from outrider.rpc.tls import ChannelTLS
 from protos.outrider.v1 import model_pb2
 from protos.outrider.v1.verifier_service_pb2 import VerifierServiceGetModelRequest, VerifierServiceGetModelResponse
 from protos.outrider.v1.verifier_service_pb2_grpc import VerifierServiceStub, add_VerifierServiceServicer_to_server
@@ -64,6 +66,10 @@ class Switches(FailoverMetrics):
         self.pauses += 1
 
 
+def connect(address: str, name: str = "", tls: ChannelTLS | None = None) -> RenewedChannel[Any]:
+    return RenewedChannel(address, VerifierServiceStub, max_message_bytes=1 << 20, tls=tls, name=name)
+
+
 @asynccontextmanager
 async def matched(
     *verifiers: Any,
@@ -74,7 +80,7 @@ async def matched(
 ) -> AsyncIterator[Verifiers]:
     """These verifiers (services or addresses), once their models are known."""
     addresses = [getattr(each, "address", each) for each in verifiers]
-    replicas = Replicas(addresses, max_message_bytes=1 << 20, timeout=silence)
+    replicas = Replicas(addresses, connect, timeout=silence)
     await replicas.match(await model_of(addresses[0]))  # the target's model serves as the draft's
     try:
         while not all(replica.has_target for replica in replicas.all()):  # noqa: ASYNC110  # there is no event

@@ -28,6 +28,7 @@ from draft_service.replicas import Replicas
 from draft_service.service import DraftService, Pair
 from draft_service.settings import DraftSettings
 from draft_service.speculation import GammaController
+from outrider.rpc.channel import Metadata
 from outrider.rpc.errors import from_rpc_error
 from outrider.service.best_effort import COMPONENTS
 from outrider.service.metrics import Metrics
@@ -65,19 +66,17 @@ _FAILOVER_METRICS = cast("FailoverMetrics", SimpleNamespace(switched=lambda reas
 class _Channel:
     """In place of `RenewedChannel`: a channel to a simulated verifier."""
 
-    world: World
+    def __init__(self, network: Network, host: Host) -> None:
+        self._network, self._host = network, host
 
-    def __init__(self, address: str, *_: Any, **__: Any) -> None:
-        self._host = next(each for each in self.world.verifiers if each.address == address)
-
-    def begin(self, start: Callable[[Any], Any]) -> Any:
+    def begin(self, start: Callable[[Any, Metadata], Any]) -> Any:
         def verify(*, timeout: float | None = None, **_: Any) -> Any:
-            return Call(self.world.network, self._host, "Verify", timeout=timeout)
+            return Call(self._network, self._host, "Verify", timeout=timeout)
 
-        def get_model(request: Any, *, timeout: float | None = None) -> Any:
-            return Call(self.world.network, self._host, "GetModel", request, timeout=timeout)
+        def get_model(request: Any, *, timeout: float | None = None, **_: Any) -> Any:
+            return Call(self._network, self._host, "GetModel", request, timeout=timeout)
 
-        return start(SimpleNamespace(Verify=verify, GetModel=get_model))
+        return start(SimpleNamespace(Verify=verify, GetModel=get_model), ())
 
     async def close(self) -> None:
         """Does nothing."""
@@ -183,8 +182,12 @@ class World:
     async def _begin(self) -> None:
         plan = self.plan
         self.verifiers = [Verifier(number, self) for number in range(plan.verifiers)]
-        addresses = [verifier.address for verifier in self.verifiers]
-        self.replicas = Replicas(addresses, max_message_bytes=1 << 22, timeout=30.0)
+        hosts = {verifier.address: verifier for verifier in self.verifiers}
+
+        def connect(address: str, _: str) -> Any:
+            return _Channel(self.network, hosts[address])
+
+        self.replicas = Replicas(list(hosts), connect, timeout=30.0)
         self.budget = FailoverBudget(4)
         model = _model("draft", plan.draft_sequences)
         target = await self.replicas.match(model)
@@ -311,7 +314,7 @@ def simulate(seed: int, plan: Plan | None = None) -> Outcome:
     problem = ""
     with _simulated() as loop, capture_logs() as logged:
         random.seed(seed)
-        world = _Channel.world = World(plan, loop)
+        world = World(plan, loop)
         try:
             loop.run_until_complete(world.run())
         except TimeoutError:
@@ -337,7 +340,6 @@ def _simulated() -> Iterator[FakeClockLoop]:
         for name in ("monotonic", "perf_counter", "time"):
             stack.enter_context(patch(f"time.{name}", loop.time))
             stack.enter_context(patch(f"time.{name}_ns", lambda: int(loop.now * 1e9)))
-        stack.enter_context(patch("draft_service.replicas.RenewedChannel", _Channel))
         stack.enter_context(patch("draft_service.service.RequestMetrics", lambda _: _REQUEST_METRICS))
         logging.disable()
         try:

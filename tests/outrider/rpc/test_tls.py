@@ -52,7 +52,7 @@ async def calling(address: str, tls: TLS | None, name: str = "") -> AsyncIterato
 
 
 def begin(channel: RenewedChannel[Any]) -> Any:
-    return channel.begin(lambda opened: once(opened)(b"x", timeout=60))
+    return channel.begin(lambda opened, _: once(opened)(b"x", timeout=60))
 
 
 async def echo(address: str, tls: TLS, name: str = "") -> None:
@@ -110,7 +110,7 @@ async def test_the_next_call_shows_a_new_client_certificate_and_calls_in_progres
         serving(Naming(), credentials=files.credentials()) as address,
         calling(address, files.tls) as channel,
     ):
-        running = channel.begin(lambda opened: both(opened)(timeout=60))
+        running = channel.begin(lambda opened, _: both(opened)(timeout=60))
         for number in range(3):
             if number == 1:
                 files.ours.issue("second.models.svc", file="client")

@@ -43,4 +43,4 @@ def test_traceparent_is_forwarded_and_logged(flags: str) -> None:
     ],
 )
 def test_an_invalid_traceparent_is_ignored(text: str) -> None:
-    assert forwarded([("traceparent", text)]) == (None, {})
+    assert forwarded([("traceparent", text)]) == ((), {})
