@@ -10,6 +10,8 @@ import structlog
 
 from outrider.cli.processes import Pair, ServiceProcess
 from tests.cluster import Cluster, wait_healthy
+from tests.fork_server import start_fork_server
+from tests.triton_interpreter import patch_language_once
 
 # Collection makes no garbage to speak of, but so many objects that looking for some takes a fifth of its time.
 gc.disable()
@@ -39,6 +41,12 @@ structlog.configure(
 LONG = tuple(f"tests/verifier_service/test_{name}.py" for name in ("service", "tensor_parallel", "triton_service"))
 
 
+def pytest_configure(config: pytest.Config) -> None:
+    """The workers of a run share a fork server."""
+    if config.getoption("numprocesses", None) and not hasattr(config, "workerinput"):
+        start_fork_server()
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Long files come first."""
     items.sort(key=lambda item: not item.nodeid.startswith(LONG))
@@ -46,6 +54,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 def pytest_collection_finish() -> None:
     """Collects garbage from now on, but looks for none among what was collected and imported."""
+    patch_language_once()
     gc.freeze()
     gc.enable()
 

@@ -1,7 +1,8 @@
 """Real services at a tenth of the start-up time: forked from a process that has imported both of them.
 
 Each is a process of its own that runs the service's own `main`, with flags as on any command line. Run as a program,
-this file is the fork server: it receives requests from the connection whose descriptor is its argument.
+this file is the fork server: it accepts connections at the socket whose descriptor is its argument, until its standard
+input ends. The workers of a run share one: imports are half a minute of processor time in a new environment.
 """
 
 from __future__ import annotations
@@ -11,27 +12,32 @@ import ctypes
 import functools
 import gc
 import importlib
-import multiprocessing
 import os
 import signal
+import socket
 import subprocess
 import sys
+import tempfile
 import threading
 import time
 import traceback
 from collections.abc import Callable, Collection, Mapping, Sequence
-from contextlib import suppress
-from multiprocessing.connection import Connection
+from multiprocessing.connection import Client, Connection, wait
 from multiprocessing.reduction import recv_handle, send_handle
-from typing import IO, Any, NoReturn, Self, cast
+from typing import IO, Any, NoReturn, Self, TypeAlias, cast
 
 from outrider.cli.processes import ServiceProcess, keep_on, service_environment
 from tests.project.tree import ROOT
+from tests.triton_interpreter import patch_language_once
 
 SERVICES = ("verifier_service", "draft_service")
 GRACE_S = 5.0
 _LOOK_S = 0.01
 
+ADDRESS = "TESTS_FORK_SERVER"
+"""The environment variable with the socket of the fork server, for the workers of pytest-xdist."""
+
+Channel: TypeAlias = "Connection[Any, Any]"
 Request = tuple[str, list[str], dict[str, str], str | None, tuple[str, ...]]
 """Service, arguments, environment, fault, and the files of its namespaces."""
 
@@ -98,20 +104,14 @@ class Child:
 
 
 class ForkServer:
-    """The process that forks services. Any thread may call it."""
+    """A connection to the process that forks services. Any thread may call it.
 
-    def __init__(self) -> None:
-        self._channel, theirs = multiprocessing.Pipe()
+    When it closes, the services end that it has started.
+    """
+
+    def __init__(self, address: str) -> None:
+        self._channel = Client(address)
         self._lock = threading.Lock()
-        with theirs:
-            self._process = subprocess.Popen(
-                [sys.executable, "-m", "tests.fork_server", str(theirs.fileno())],
-                # macOS refuses to fork a process that has loaded certain frameworks unless this is set.
-                env={**os.environ, **service_environment(1), "OBJC_DISABLE_INITIALIZE_FORK_SAFETY": "YES"},
-                stdin=subprocess.DEVNULL,
-                pass_fds=(theirs.fileno(),),
-                start_new_session=True,
-            )
 
     def fork(
         self,
@@ -142,35 +142,49 @@ class ForkServer:
         code: int | None = self._call(child)
         return code
 
-    def close(self) -> None:
-        """End it, and all services that still run."""
-        self._channel.close()
-        self._process.wait()
-
     def _call(self, request: Request | int, output: int | None = None) -> Any:
         try:
             with self._lock:
                 self._channel.send(request)
                 if output is not None:
-                    send_handle(self._channel, output, self._process.pid)
+                    send_handle(self._channel, output, 0)  # only Windows needs the process
                 return self._channel.recv()
         except (EOFError, BrokenPipeError):
-            raise RuntimeError(f"the fork server ended with exit code {self._process.wait()}") from None
+            raise RuntimeError("the fork server has ended; see its output") from None
 
 
 @functools.cache
 def fork_server() -> ForkServer:
     """Return the one that all tests of this process share."""
-    server = ForkServer()
-    atexit.register(server.close)
-    return server
+    if ADDRESS not in os.environ:
+        start_fork_server()
+    return ForkServer(os.environ[ADDRESS])
+
+
+def start_fork_server() -> None:
+    """Start the fork server of this process and its workers. It ends with this process."""
+    folder = tempfile.TemporaryDirectory(prefix="fork-server-")
+    os.environ[ADDRESS] = f"{folder.name}/socket"
+    with socket.socket(socket.AF_UNIX) as listener:
+        listener.bind(os.environ[ADDRESS])
+        listener.listen()  # clients may connect while it imports
+        process = subprocess.Popen(
+            [sys.executable, "-m", "tests.fork_server", str(listener.fileno())],
+            # macOS refuses to fork a process that has loaded certain frameworks unless this is set.
+            env={**os.environ, **service_environment(1), "OBJC_DISABLE_INITIALIZE_FORK_SAFETY": "YES"},
+            stdin=subprocess.PIPE,
+            pass_fds=(listener.fileno(),),
+            start_new_session=True,
+        )
+    atexit.register(folder.cleanup)
+    atexit.register(process.communicate)
 
 
 # --------------------------------------------------------------------------------------------------------- the program
 
 
 def main() -> int:
-    """Serve requests until the connection ends."""
+    """Serve requests until the standard input ends."""
     gc.disable()  # as the services do while they import
     import torch
 
@@ -179,6 +193,7 @@ def main() -> int:
 
     for service in SERVICES:
         importlib.import_module(f"{service}.__main__")
+    patch_language_once()
     # The first model of a process takes half of the time that a child needs to start; its first passes compile.
     loaded = load_model(ModelSource(str(ROOT / "models" / "demo" / "draft"), dtype="float32", device="cpu"))
     runner = ModelRunner.build(loaded, 1, 64)
@@ -190,24 +205,38 @@ def main() -> int:
     del loaded, runner
     gc.freeze()  # a child that looked for garbage among these objects would copy their pages
     gc.enable()
-    channel: Connection[Any, Any] = Connection(int(sys.argv[1]))
-    children: set[int] = set()
-    with suppress(EOFError):
-        while True:
-            request = channel.recv()
-            if isinstance(request, int):
-                channel.send(_poll(request, children))
-                continue
-            output = recv_handle(channel)
-            child = os.fork()
-            if not child:
-                channel.close()
-                _become(request, output)
-            os.close(output)
-            children.add(child)
-            channel.send(child)
-    _stop(children)
+    listener = socket.socket(fileno=int(sys.argv[1]))
+    children: dict[Channel, set[int]] = {}
+    standard_input = sys.stdin.fileno()
+    while standard_input not in (ready := wait([standard_input, listener, *children])):
+        for channel in ready:
+            if channel is listener:
+                children[Connection(listener.accept()[0].detach())] = set()
+            elif isinstance(channel, Connection):
+                try:
+                    _answer(channel, children[channel], [listener, *children])
+                except (EOFError, ConnectionError):
+                    channel.close()
+                    _stop(children.pop(channel))
+    _stop(set().union(*children.values()))
     return 0
+
+
+def _answer(channel: Channel, children: set[int], inherited: Sequence[Channel | socket.socket]) -> None:
+    """Read one request and answer it. A child closes what it has inherited."""
+    request = channel.recv()
+    if isinstance(request, int):
+        channel.send(_poll(request, children))
+        return
+    output = recv_handle(channel)
+    child = os.fork()
+    if not child:
+        for each in inherited:
+            each.close()
+        _become(request, output)
+    os.close(output)
+    children.add(child)
+    channel.send(child)
 
 
 def _poll(child: int, children: set[int]) -> int | None:
