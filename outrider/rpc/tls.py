@@ -200,7 +200,7 @@ def _authority(path: Path) -> bytes:
     """The certificates of a CA file."""
     pem = path.read_bytes()
     try:
-        ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT).load_verify_locations(cadata=pem.decode("ascii"))
+        ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT).load_verify_locations(cadata=pem.decode("ascii", "ignore"))
     except (ssl.SSLError, ValueError):
         raise FileProblem(f"{path}: has no PEM certificate") from None
     return pem
