@@ -20,8 +20,7 @@ from verifier_service.sequence import TargetSequence
 
 PREFIX_CACHE = Component("prefix_cache")
 
-MAX_BACKLOG = 64  # unread replies at which a sequence pauses
-IDLE_SECONDS = 1.0  # a sequence that has owed a round for so long can be preempted by any other
+IDLE_SECONDS = 1.0  # a sequence that has waited for its client for so long can be preempted by any other
 # Seconds that an isolated sequence may hold its turn without a round.
 TURN_SECONDS = 5.0
 # Share of a step that rounds leave to prompts, while prompts wait.
@@ -307,7 +306,7 @@ class Scheduler:
         return counts if needed <= self._pool.blocks.num_free else self.tokens_in_a_row(work, max(counts) // 2)
 
     def _victims(self, sequence: TargetSequence, plan: Plan) -> Iterator[int]:
-        """Sequences that may be preempted: those that have long owed a round, then newer ones, the newest first."""
+        """Sequences that may be preempted: those whose client is long silent, then newer ones, the newest first."""
         now = time.perf_counter()
         served = {id(item.sequence) for item in plan.work}
         others = [each for each in self.running if each is not sequence and id(each) not in served]
@@ -323,6 +322,6 @@ def _may_run(sequence: TargetSequence, round_: Round | None) -> bool:
     return (
         sequence.slot is not None
         and not sequence.finished
-        and sequence.backlog < MAX_BACKLOG
+        and not sequence.is_paused
         and (round_ is not None or sequence.prefills)
     )

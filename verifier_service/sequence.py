@@ -62,6 +62,7 @@ def seconds_to_linger(now: float, since: float, due: Iterable[float], bound: flo
 
 # Seconds after which a sequence with an overdue round counts as silent.
 SILENT = 1.0
+MAX_BACKLOG = 64  # unread replies at which a sequence pauses
 
 
 Encode = Callable[[], verifier_service_pb2.VerifyResponse]
@@ -165,6 +166,11 @@ class TargetSequence:
         return not (self.judged_at or self.prefilled_at)
 
     @property
+    def is_paused(self) -> bool:
+        """Whether its client is too far behind in reading replies."""
+        return self.backlog >= MAX_BACKLOG
+
+    @property
     def awaits_turn(self) -> bool:
         """Whether it is isolated and not opened yet: it cannot send rounds."""
         return self.opened is not None
@@ -192,8 +198,9 @@ class TargetSequence:
         return self.judged_at + latest
 
     def idle_since(self, now: float) -> float:
-        """Seconds for which it has owed a round; 0 if it owes none."""
-        return 0.0 if self.rounds or self.prefills else now - (self.judged_at or self.prefilled_at)
+        """Seconds for which it has waited for its client, to send a round or to read replies; 0 if it does not wait."""
+        is_busy = self.prefills or (self.rounds and not self.is_paused and not self.finished)
+        return 0.0 if is_busy else now - (self.judged_at or self.prefilled_at)
 
     def takes_part(self, now: float) -> bool:
         """Whether it has rounds to judge, or had one recently. Silent sequences do not count as active."""

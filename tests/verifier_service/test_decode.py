@@ -19,7 +19,7 @@ from kernels.verify import Rule
 from outrider.service.cost_model import FittedCost
 from tests.verifier_service.engines import PROMPTS, Client, a_round, break_forward, make
 from verifier_service.engine import DECODE_LOOP, Close, Drain, HalfClose, Open, Read, Submit, VerifierEngine
-from verifier_service.scheduler import MAX_BACKLOG
+from verifier_service.sequence import MAX_BACKLOG
 
 
 @pytest.fixture

@@ -8,13 +8,14 @@ import pytest
 import torch
 
 from kernels.verify import Status, VerifyResult
+from outrider.rpc.errors import internal
 from outrider.runtime.kv_cache import KVPool
 from outrider.runtime.prefix_cache import PrefixCache
 from protos.outrider.v1 import speculation_pb2
 from tests.verifier_service.engines import a_round, make
 from verifier_service import scheduler
-from verifier_service.scheduler import IDLE_SECONDS, MAX_BACKLOG, Plan, Scheduler
-from verifier_service.sequence import TargetSequence
+from verifier_service.scheduler import IDLE_SECONDS, Plan, Scheduler
+from verifier_service.sequence import MAX_BACKLOG, TargetSequence
 
 BLOCK = 4
 
@@ -173,11 +174,16 @@ def test_a_prompt_begins_when_there_are_blocks_for_all_of_it() -> None:
     assert driver.pool.length(second.slot or 0) == 8
 
 
-def test_a_silent_sequence_is_preempted_first() -> None:
+@pytest.mark.parametrize("reads", [True, False])
+def test_a_silent_sequence_is_preempted_first(reads: bool) -> None:
+    """One that owes a round, or one with a round whose client reads no replies."""
     driver = Driver(blocks=8, max_batch_tokens=32, max_length=32)
     silent = driver.open(20, output=8)
     driver.submit(silent)
     driver.run()
+    if not reads:
+        driver.submit(silent)
+        silent.backlog = MAX_BACKLOG
     late = driver.open(16, output=8)
     driver.submit(late)
     assert driver.run() == [], "not at once: drafting takes time"
@@ -188,6 +194,7 @@ def test_a_silent_sequence_is_preempted_first() -> None:
     while not late.finished:
         driver.submit(late)
         driver.run()
+    silent.backlog = 0
     driver.submit(silent)
     assert driver.run() == [silent]
 
@@ -209,6 +216,20 @@ def test_a_sequence_that_never_sent_a_round_is_preempted_and_prefills_again_with
     assert driver.preempted() == [silent], "otherwise the two would preempt each other in turn"
     driver.submit(silent)
     assert driver.run() == [silent]
+
+
+def test_a_failed_sequence_loses_its_blocks_though_rounds_were_left() -> None:
+    """Its client may take long to read the error."""
+    driver = Driver(blocks=8, max_batch_tokens=32, max_length=32)
+    failed = driver.open(20)
+    driver.submit(failed)
+    driver.run()
+    driver.submit(failed)
+    failed.end(internal("INTERNAL", "an error"))
+    failed.judged_at -= 2 * IDLE_SECONDS
+    late = driver.open(20)
+    driver.submit(late)
+    assert driver.run() == [late]
 
 
 def test_a_new_sequence_leaves_each_other_one_a_block() -> None:
