@@ -8,6 +8,7 @@ instead, and refuses new ones once it is closed.
 from __future__ import annotations
 
 import asyncio
+import errno
 import logging
 import signal
 import socket
@@ -178,11 +179,13 @@ def bind(server: grpc.aio.Server, address: str, credentials: grpc.ServerCredenti
     if is_socket and _is_answered(address.removeprefix(SOCKET)):
         raise StartupError(f"cannot listen at {address}: another process listens there; choose another path")
     try:
+        if not is_socket:
+            _check_free(address)
         if credentials is None:
             bound = server.add_insecure_port(address)
         else:
             bound = server.add_secure_port(address, credentials)
-    except RuntimeError as error:
+    except (OSError, RuntimeError) as error:
         raise StartupError(
             f"cannot listen at {address}: "
             + (
@@ -203,6 +206,23 @@ def _is_answered(path: str) -> bool:
         probe.connect(path)
         return True
     return False
+
+
+def _check_free(address: str) -> None:
+    """Checks that no process listens at an address of `HOST:PORT`. gRPC would listen at the other addresses of the host
+    alone, without a warning, and callers could reach that process.
+
+    Raises:
+        OSError: one does.
+    """
+    host, _, port = address.rpartition(":")
+    with suppress(socket.gaierror):  # gRPC may know the host all the same: an IPv6 address with a zone
+        for family, *_, found in socket.getaddrinfo(host.strip("[]"), port, type=socket.SOCK_STREAM):
+            try:
+                socket.create_server(found, family=family).close()
+            except OSError as error:
+                if error.errno == errno.EADDRINUSE:  # any other error: this machine lacks that address
+                    raise
 
 
 async def serve_until_signal(
