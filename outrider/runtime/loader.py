@@ -8,7 +8,7 @@ line with the reason.
 import contextlib
 import hashlib
 import inspect
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -123,8 +123,11 @@ class LoadedModel:
     kv_dtype: torch.dtype | None = None
 
 
-def load_model(source: ModelSource) -> LoadedModel:
+def load_model(source: ModelSource, before: Callable[[dict[str, str]], object] | None = None) -> LoadedModel:
     """Loads a model without output, and checks its packed forward pass against transformers.
+
+    Args:
+        before: called before the weights are loaded, with the facts that all ranks must share, by name.
 
     Raises:
         CheckpointError: it cannot be found, is neither a causal language model nor a supported one with an encoder, its
@@ -137,6 +140,8 @@ def load_model(source: ModelSource) -> LoadedModel:
         quantisation = _quantisation(config, source.name)
         dtype, dtype_reason = _dtype(source.dtype, config, device)
         fingerprint = weights_fingerprint(folder)
+        if before is not None:
+            before({"weights": fingerprint, "dtype": str(dtype).removeprefix("torch.")})
         options = sharding(config, source.name, quantisation, source.ranks)
         if quantisation is not None and device.type == "cuda" and is_accelerate_available():
             options["device_map"] = {"": device}  # some methods choose their kernels while loading

@@ -99,7 +99,7 @@ def load_share(settings: ServiceSettings, parallel: TensorParallel) -> LoadedMod
     """Joins the other ranks and loads this rank's share of the model.
 
     Raises:
-        CheckpointError: the model cannot be loaded or run.
+        CheckpointError: the model cannot be loaded or run, or another rank has other weights or another dtype.
         SettingsError: this rank has no device.
         ModelLost: another rank is gone.
     """
@@ -108,7 +108,10 @@ def load_share(settings: ServiceSettings, parallel: TensorParallel) -> LoadedMod
         raise CheckpointError(f"--tensor-parallel-size {parallel.ranks.size}: llama.cpp runs on one rank")
     parallel.join(device)
     try:
-        return load_model(model_source(settings, device=device, ranks=parallel.ranks.size))
+        # The first pass, while loading, needs the same shapes and dtype on all ranks.
+        return load_model(
+            model_source(settings, device=device, ranks=parallel.ranks.size), lambda facts: parallel.agree(0, facts)
+        )
     except CheckpointError as error:
         if isinstance(error.__cause__, RuntimeError):  # of a collective: another rank may have failed
             raise ModelLost(parallel.failure_reason("loading failed", error)) from error
@@ -271,7 +274,7 @@ def build_model_runner(
 
     Raises:
         CheckpointError: --attention cannot run here, the largest batch does not fit, or another rank has other
-            weights or settings.
+            settings.
         SettingsError: one sequence of the largest length does not fit.
         ModelLost: a rank is gone.
     """
@@ -315,13 +318,7 @@ def build_model_runner(
     if most_sequences is not None:
         blocks = min(blocks, most_sequences * sequence_blocks(loaded, length))
     if parallel is not None:
-        facts = {
-            "weights": loaded.weights_fingerprint,
-            "dtype": str(loaded.dtype).removeprefix("torch."),
-            "attention": choice.name,
-            "tokens of a sequence": length,
-        }
-        blocks = parallel.agree(blocks, facts)
+        blocks = parallel.agree(blocks, {"attention": choice.name, "tokens of a sequence": length})
     size = blocks * block_bytes(loaded)
     with explain_out_of_memory(memory, f"the KV cache, {size / MIB:.0f} MiB: lower --kv-cache-mb"):
         model_runner = build(blocks)

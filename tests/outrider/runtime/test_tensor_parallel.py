@@ -137,12 +137,17 @@ def test_two_ranks_give_the_logits_of_one(
     assert float((found - expected).abs().max()) < CLOSE * float(expected.abs().max())
 
 
-def test_ranks_with_different_settings_do_not_begin(checkpoint: Checkpoint) -> None:
-    message = "tokens of a sequence differs between ranks: 64 on rank 0, 48 on rank 1"
-    with (
-        pytest.raises(CheckpointError, match=message),
-        as_rank_0(checkpoint("llama"), theirs=("--max-sequence-tokens", "48")),
-    ):
+@pytest.mark.parametrize(
+    ("theirs", "message"),
+    [
+        (("--max-sequence-tokens", "48"), "tokens of a sequence differs between ranks: 64 on rank 0, 48 on rank 1"),
+        (("--dtype", "bfloat16"), "dtype differs between ranks: float32 on rank 0, bfloat16 on rank 1"),
+    ],
+)
+def test_ranks_with_different_settings_do_not_begin(
+    checkpoint: Checkpoint, theirs: tuple[str, ...], message: str
+) -> None:
+    with pytest.raises(CheckpointError, match=message), as_rank_0(checkpoint("llama"), theirs=theirs):
         pass
 
 
