@@ -53,7 +53,8 @@ _SETTINGS = """# Settings
 <!-- Generated from the code by docs/generate.py (`make reference`). Do not edit. -->
 
 Each option of the services and of `outrider` is also a variable in the environment. A flag overrides its variable. A
-value outside its range ends the program at its start, with one line and exit code 2.
+value outside its range ends the program at its start, with one line and exit code 2. An integer of a service is at most
+2147483647.
 
 On or off: `--NAME` and `--no-NAME`; a variable takes `true` or `false`.
 """

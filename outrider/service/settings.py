@@ -11,7 +11,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, NoReturn, TypeVar
 
 import structlog
-from pydantic import AfterValidator, BeforeValidator, Field, ValidationError
+from pydantic import AfterValidator, BeforeValidator, Field, ValidationError, field_validator
+from pydantic_core import PydanticKnownError
 from pydantic_settings import BaseSettings, CliApp, CliSettingsSource, NoDecode, SettingsConfigDict
 
 from outrider.environment import COMMANDS, ENV_PREFIX, installed_version, unknown_variables
@@ -62,7 +63,6 @@ class SecuritySettings(BaseSettings):
     max_concurrent_streams: int = Field(
         1024,
         ge=1,
-        le=LARGEST_OPTION,
         description="maximum calls in progress on one connection; more wait at the client",
     )
     max_client_sequences: int | None = Field(
@@ -192,7 +192,6 @@ class ServiceSettings(SecuritySettings):
     max_message_bytes: int | None = Field(
         None,
         ge=1 << 16,
-        le=LARGEST_OPTION,
         description="largest message accepted, in bytes; default: the largest possible with this vocabulary and "
         "these settings, at least 4 MiB",
     )
@@ -227,6 +226,14 @@ class ServiceSettings(SecuritySettings):
         description="share of calls to trace; the `traceparent` of a call overrides it",
     )
     log_level: Literal["debug", "info", "warning", "error"] = Field("info", description="lowest level of log lines")
+
+    @field_validator("*")
+    @classmethod
+    def _fits_an_int(cls, value: Any) -> Any:
+        """Libraries in C take integers as an int, and messages have at most 32 bits for them."""
+        if isinstance(value, int) and value > LARGEST_OPTION:
+            raise PydanticKnownError("less_than_equal", {"le": LARGEST_OPTION})
+        return value
 
     @property
     def layers_to_skip(self) -> str | None:

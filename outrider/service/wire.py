@@ -15,6 +15,7 @@ from google.protobuf.descriptor import FieldDescriptor
 from kernels.dense import EXCLUDED, DraftLogits
 from kernels.sparse import SparseDistribution
 from kernels.verify import TokenLogprobs
+from outrider.rpc.server import LARGEST_OPTION
 from outrider.service.sampling import MAX_TOKEN_LIST, MAX_TOP_LOGPROBS
 from protos.outrider.v1 import draft_service_pb2, sampling_pb2, speculation_pb2, verifier_service_pb2
 
@@ -266,8 +267,8 @@ _SLACK = 4096
 
 
 def server_limit(*sizes: int) -> int:
-    """The message limit of a server that must accept messages of these sizes, in bytes."""
-    return max(LEAST_LIMIT, *(size + _SLACK for size in sizes))
+    """The message limit of a server that must accept messages of these sizes, in bytes; at most gRPC's largest."""
+    return min(max(LEAST_LIMIT, *(size + _SLACK for size in sizes)), LARGEST_OPTION)
 
 
 def largest_verify_message(

@@ -81,6 +81,7 @@ def test_every_message_of_a_verify_stream_fits_and_the_largest_decides() -> None
     assert sparse < proposal(logits=logits).ByteSize() <= dense == bytes_with_logits(GAMMA, V)
     assert server_limit(sparse) == LEAST_LIMIT
     assert dense < server_limit(sparse, dense) < 1.01 * dense
+    assert server_limit(2**40) == 2**31 - 1  # gRPC takes no more
 
 
 def test_the_longest_generate_request_fits() -> None:
