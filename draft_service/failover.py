@@ -35,6 +35,8 @@ OPENING_TIMEOUT = 5.0
 MOVING_TIMEOUT, UNRESPONSIVE_SECONDS = 2.0, 10.0
 # Seconds of a wait without a deadline.
 LONGEST = 3600.0
+# The longest timeout of a call, in seconds: gRPC takes one of some centuries for a deadline that has passed.
+LONGEST_CALL = 1e9
 # Time before the deadline at which a failure is reported: a share of the deadline, and at most so many seconds.
 MARGIN_SHARE, MARGIN_SECONDS = 0.1, 0.5
 
@@ -388,7 +390,7 @@ class FailoverStream:
         self._note_switch(FailureKind.DRAINING)
 
     def _lease_at(self, replica: Replica) -> Lease:
-        timeout = None if self._deadline is None else max(0.0, self._deadline - time.monotonic())
+        timeout = None if self._deadline is None else min(max(0.0, self._deadline - time.monotonic()), LONGEST_CALL)
         target = self._verifiers.replicas.target
         assert target is not None
         return replica.open(self._sequence, target, timeout=timeout)

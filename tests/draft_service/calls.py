@@ -83,7 +83,9 @@ class Result:
     samples: list[Sample]
 
 
-def generate(channel: grpc.Channel, message: draft_service_pb2.GenerateRequest, timeout: float = TIMEOUT) -> Result:
+def generate(
+    channel: grpc.Channel, message: draft_service_pb2.GenerateRequest, timeout: float | None = TIMEOUT
+) -> Result:
     """Call and read to the end. The first response must be `started`."""
     call = DraftServiceStub(channel).Generate(message, timeout=timeout)
     first = next(response for response in call if response.WhichOneof("event"))

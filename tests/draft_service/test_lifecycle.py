@@ -9,7 +9,7 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from outrider.rpc.errors import from_rpc_error
 from protos.outrider.v1.draft_service_pb2_grpc import DraftServiceStub
 from tests.cluster import Cluster, Service, wait_until
-from tests.draft_service.calls import request, write
+from tests.draft_service.calls import generate, request, write
 from tests.draft_service.pairs import write_foreign_draft
 from tests.proxy import Proxy
 
@@ -25,7 +25,7 @@ def mismatched(target_process: Service, tmp_path_factory: pytest.TempPathFactory
 def test_a_service_waits_for_its_verifier_serves_and_drains(target_process: Service, mismatched: Service) -> None:
     """One process for all states: each start costs seconds."""
     with Proxy(target_process.address, is_open=False) as verifier, Cluster() as cluster:
-        service = cluster.draft(verifier.address, flags="--grace 20 --failover-timeout 2")
+        service = cluster.draft(verifier.address, flags="--grace 20 --failover-timeout 2 --request-timeout inf")
         service.wait_listening()
         channel = grpc.insecure_channel(service.address)
 
@@ -48,7 +48,8 @@ def test_a_service_waits_for_its_verifier_serves_and_drains(target_process: Serv
         verifier.open()
         service.wait_healthy()
         assert is_serving()
-        assert write(channel, max_new_tokens=8, ignore_eos=True).reason == "LENGTH"
+        (short,) = generate(channel, request(max_new_tokens=8, ignore_eos=True), timeout=None).samples
+        assert short.reason == "LENGTH"
 
         long = request(temperature=1.0, max_new_tokens=120, ignore_eos=True)
         call = DraftServiceStub(channel).Generate(long, timeout=90)
