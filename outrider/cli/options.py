@@ -10,6 +10,7 @@ from typing import Any, TypeVar, cast
 import click
 
 from outrider.client import TLS, AcceptanceRule, AsyncClient, Client, Drafter, Options, SpeculationPolicy
+from outrider.environment import ENV_PREFIX
 from outrider.rpc.channel import checked_address
 
 Command = TypeVar("Command", bound=Callable[..., Any])
@@ -350,22 +351,29 @@ calling_options = group(
     click.option("--plaintext", is_flag=True, help="Allow plaintext to other machines."),
 )
 
+
 # Security of the draft service: flags of its own.
+def _security_option(flag: str, **how: Any) -> Any:
+    """An option of `outrider serve` with the variable of the service, too."""
+    name = flag.removeprefix("--").replace("-", "_").upper()
+    return click.option(flag, envvar=[f"{ENV_PREFIX}SERVE_{name}", f"{ENV_PREFIX}{name}"], **how)
+
+
 serving_options = group(
-    click.option(
+    _security_option(
         "--tls-cert", metavar="FILE", type=_FILE, help="Certificate of the draft service (PEM); turns TLS on."
     ),
-    click.option("--tls-key", metavar="FILE", type=_FILE, help="Private key of --tls-cert (PEM)."),
-    click.option(
+    _security_option("--tls-key", metavar="FILE", type=_FILE, help="Private key of --tls-cert (PEM)."),
+    _security_option(
         "--tls-client-ca", metavar="FILE", type=_FILE, help="Every client must have a certificate of this CA (PEM)."
     ),
-    click.option(
+    _security_option(
         "--allow-client-san",
         metavar="NAME",
         multiple=True,
         help="DNS name or URI, of which a client's certificate must have one. Repeatable.",
     ),
-    click.option(
+    _security_option(
         "--auth-token-file",
         metavar="FILE",
         type=_FILE,

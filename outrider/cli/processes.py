@@ -22,6 +22,7 @@ from pathlib import Path
 from types import FrameType
 from typing import Self
 
+from outrider.environment import ENV_PREFIX
 from outrider.rpc.channel import wait_for_health
 
 DRAFT_SPINS, TARGET_SPINS = 2_000, 100_000
@@ -130,6 +131,18 @@ STOP_TIMEOUT_S = 35.0
 _HEALTH_CHECK_S = 0.5
 
 
+# Variables of a service that is deployed alone, which both services of a pair would read. Here only flags say how a
+# service listens, and how it calls the other one.
+_BY_FLAGS_ONLY = frozenset(
+    f"{ENV_PREFIX}{name}"
+    for name in (
+        *("ALLOW_CLIENT_SAN", "AUTH_TOKEN_FILE", "HEALTH_LISTEN", "METRICS_LISTEN"),
+        *("TLS_CERT", "TLS_CLIENT_CA", "TLS_KEY"),
+        *("VERIFIER_TLS_CA", "VERIFIER_TLS_CERT", "VERIFIER_TLS_KEY", "VERIFIER_TLS_NAME"),
+    )
+)
+
+
 class ServiceError(Exception):
     """A service did not start, is not healthy or died. The text is one line; `log_lines` are its last ones."""
 
@@ -165,13 +178,15 @@ class ServiceProcess:
 
         Args:
             arguments: the module, then its flags: `["verifier_service", "--model", DIR, "--listen", "127.0.0.1:0"]`.
-            env: variables on top of this process's own and of `service_environment()`.
+            env: variables on top of `service_environment()` and of this process's own, but for those that only flags
+                set.
             on_line: called with each log line, from a thread.
             cores: the processors it may run on, if the system supports that.
         """
+        inherited = {name: value for name, value in os.environ.items() if name not in _BY_FLAGS_ONLY}
         process = subprocess.Popen(
             [sys.executable, "-m", *arguments],
-            env={**os.environ, **service_environment(), **(env or {})},
+            env={**inherited, **service_environment(), **(env or {})},
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,

@@ -105,11 +105,14 @@ def serve_command(
 
     Any other flag goes to each service that has it: --max-sequences, --log-level. A prefix names one service:
     --verifier-kv-cache-mb, --draft-revision. --metrics-listen and --health-listen are the draft service's without a
-    prefix. `python -m draft_service --help` and `python -m verifier_service --help` list all flags.
+    prefix, and so are their variables, and those of TLS and tokens. `python -m draft_service --help` and `python -m
+    verifier_service --help` list all flags.
 
     \b
     outrider serve --target DIR_OR_ID --draft DIR_OR_ID --max-sequences 16 --metrics-listen 127.0.0.1:9100
     """  # noqa: D301  # click reads the backspace: no rewrapping of the paragraph
+    given = {name: os.environ.get(f"{ENV_PREFIX}{name.replace('-', '_').upper()}") for name in _ADDRESSES}
+    flags = (*(f"--{name}={value}" for name, value in given.items() if value is not None), *flags)
     with needs_extra("service"):
         more_verifier, more_draft = shared_out(flags)
     front = None

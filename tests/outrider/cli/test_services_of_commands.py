@@ -54,8 +54,8 @@ def test_the_demo_compares_and_leaves_no_process(monkeypatch: pytest.MonkeyPatch
 
 @linux
 def test_serve_answers_until_sigterm_and_leaves_no_process(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """With another drafter, flags of the services, TLS and a token; without what only some machines have: on a CPU
-    torch brings no triton, and a target on one device needs no package for several.
+    """With another drafter, flags and variables of the services, TLS and a token; without what only some machines have:
+    on a CPU torch brings no triton, and a target on one device needs no package for several.
     """
     monkeypatch.delenv("GOMP_SPINCOUNT", raising=False)
     (tmp_path / "sitecustomize.py").write_text(BLOCK)
@@ -63,13 +63,15 @@ def test_serve_answers_until_sigterm_and_leaves_no_process(tmp_path: Path, monke
     authority, tokens = Authority(tmp_path / "pki"), tmp_path / "tokens"
     server, client = authority.issue("127.0.0.1"), authority.issue("me")
     tokens.write_text("a-token-of-some-length\n")
-    security = ["--tls-cert", str(server.cert), "--tls-key", str(server.key), "--tls-client-ca", str(authority.pem)]
-    security += ["--allow-client-san", "me", "--auth-token-file", str(tokens)]
+    security = ["--tls-client-ca", str(authority.pem), "--allow-client-san", "me"]
+    variables: dict[str, object] = {"TLS_CERT": server.cert, "SERVE_TLS_KEY": server.key, "AUTH_TOKEN_FILE": tokens}
     drafting = ("--drafter", "staged", "--staged-by", "ngram", "--ngram-corpus", __file__)
     probed = [free_address(), free_address()]
     flags = ["--max-sequences", "3", "--draft-gamma", "2"]
-    flags += ["--health-listen", probed[0], "--verifier-health-listen", probed[1]]
-    command = Command("outrider.cli", "serve", *PAIR, *drafting, *ANYWHERE, *security, *flags, PYTHONPATH=path)
+    flags += ["--verifier-health-listen", probed[1]]
+    variables |= {"HEALTH_LISTEN": probed[0], "METRICS_LISTEN": "127.0.0.1:0", "VERIFIER_TLS_CA": authority.pem}
+    environment = {f"OUTRIDER_{name}": str(value) for name, value in variables.items()} | {"PYTHONPATH": path}
+    command = Command("outrider.cli", "serve", *PAIR, *drafting, *ANYWHERE, *security, *flags, **environment)
     assert command.process.stderr is not None
     line = command.process.stderr.readline()
     found = re.search(r"^Serving at (127\.0\.0\.1:\d+)\.$", line)
@@ -90,10 +92,11 @@ def test_serve_answers_until_sigterm_and_leaves_no_process(tmp_path: Path, monke
     assert (code, err) == (0, "Stopped.\n")
     lines = [json.loads(line) for line in out.splitlines()]
     health = {line["service"]: line["address"] for line in lines if line["event"] == "health"}
+    assert [line["service"] for line in lines if line["event"] == "metrics"] == ["draft_service"]
     assert health == dict(zip(("draft_service", "verifier_service"), probed, strict=True))
     for service in ("verifier_service", "draft_service"):
         events = [line["event"] for line in lines if line["service"] == service]
-        assert events[0] == "listening"
+        assert events.index("listening") == (service == "draft_service"), "first, but for the metrics"
         assert events.index("serving") < events.index("stopped")
     assert command.left_behind() == []
 
