@@ -1,6 +1,7 @@
 """Output: detokenises, finds stop strings, and sends the chunks of all samples on one stream."""
 
 import asyncio
+from bisect import bisect_right
 from collections import deque
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -35,44 +36,35 @@ class Detokenizer(Protocol):
 class StopFinder:
     """Finds stop strings in a text, character by character.
 
-    If several are complete at the same character, the longest counts. One character costs O(1) for each string (Knuth,
-    Morris and Pratt). The result does not depend on how the text is cut into pieces.
+    If several are complete at the same character, the longest counts. A character costs two searches among the sorted
+    strings on average, and a look-up for each of their lengths. The result does not depend on how the text is cut into
+    pieces.
     """
 
     def __init__(self, stops: Sequence[str]) -> None:
-        self._stops = sorted(set(stops), key=len, reverse=True)
-        self._borders = [_borders(stop) for stop in self._stops]
-        self._matched = [0] * len(self._stops)  # length of the longest prefix of each at the end of the text
+        self._whole = frozenset(stops)
+        self._sorted = sorted(self._whole)
+        self._lengths = sorted({len(stop) for stop in stops}, reverse=True)
+        self._begun = ""  # the longest end of the text that a longer stop string begins with
 
     @property
     def held(self) -> int:
         """How many of the last characters may begin a stop string."""
-        return max(self._matched, default=0)
+        return len(self._begun)
 
     def feed(self, character: str) -> str | None:
         """The stop string that this character completes."""
-        found = None
-        for i, stop in enumerate(self._stops):
-            borders, matched = self._borders[i], self._matched[i]
-            while matched and stop[matched] != character:
-                matched = borders[matched]
-            matched += stop[matched] == character
-            if matched == len(stop):
-                found = found or stop
-                matched = borders[matched]
-            self._matched[i] = matched
+        text = self._begun + character
+        found = next((text[-n:] for n in self._lengths if n <= len(text) and text[-n:] in self._whole), None)
+        while text and not self._begins(text):
+            text = text[1:]
+        self._begun = text
         return found
 
-
-def _borders(stop: str) -> list[int]:
-    """For each prefix length n, the length of the longest proper prefix of `stop[:n]` that it also ends in."""
-    borders, border = [0, 0], 0
-    for character in stop[1:]:
-        while border and stop[border] != character:
-            border = borders[border]
-        border += stop[border] == character
-        borders.append(border)
-    return borders
+    def _begins(self, text: str) -> bool:
+        """Whether a longer stop string begins with `text`. If one does, the next one in order does."""
+        i = bisect_right(self._sorted, text)
+        return i < len(self._sorted) and self._sorted[i].startswith(text)
 
 
 @dataclass(frozen=True, slots=True)
