@@ -19,9 +19,9 @@ from kernels.cpu_decoder import library as decoder_library
 from kernels.sampling import Sample
 from outrider.runtime.batch import Chunk
 from outrider.runtime.block_pool import KVMemory, MemoryShape, PoolCorrupted, PoolExhausted
-from outrider.runtime.errors import CheckpointError, UnsupportedModel
+from outrider.runtime.errors import CheckpointError
 from outrider.runtime.kv_cache import BLOCK_TOKENS, KVPool
-from outrider.runtime.llama_loader import Handle, LlamaModel, errors, library
+from outrider.runtime.llama_loader import Handle, LlamaModel, errors, library, no_text
 from outrider.runtime.model_runner import ModelRunner, Steps
 from outrider.runtime.paged_attention import ORDINARY
 
@@ -163,7 +163,7 @@ class LlamaRunner(ModelRunner):
         threads: of the CPU; None: as torch.
 
     Raises:
-        CheckpointError: llama.cpp cannot allocate its memory, or keeps no keys and values of such a model.
+        CheckpointError: llama.cpp cannot allocate its memory, or runs such a model as one of embeddings or diffusion.
     """
 
     def __init__(
@@ -183,11 +183,8 @@ class LlamaRunner(ModelRunner):
         sequences = min(blocks, most if sequences is None else min(sequences, most))
         context = _context(llama_cpp, loaded, blocks * BLOCK_TOKENS, copies * sequences, self._most_rows, threads)
         self._context = context
-        if llama_cpp.llama_get_memory(context) is None:
-            raise UnsupportedModel(
-                f"'{loaded.name}' has no keys and values to keep: llama.cpp runs it as a model of embeddings or of "
-                "diffusion, which does not write token by token"
-            )
+        if llama_cpp.llama_get_memory(context) is None or not llama_cpp.llama_get_causal_attn(context):
+            raise no_text(loaded.name)
         layer = loaded.layers[0]
         assert loaded.kv_dtype is not None
         size = 2 * layer.kv_heads * layer.head_dim * loaded.kv_dtype.itemsize * len(loaded.layers)

@@ -23,6 +23,7 @@ from outrider.runtime.tokenizer import Tokenizer
 LLAMA_CPP = "llama.cpp"
 _ALL_F32 = 0  # `general.file_type`
 _ENDLESS = 2**31 - 1
+_WITHOUT_LOGITS = "llama-embed"  # llama.cpp keeps its keys and values, as of a model that writes
 
 
 def chosen_runtime(runtime: str, model: str) -> str:
@@ -162,6 +163,8 @@ def load_gguf(source: ModelSource) -> tuple[LlamaModel, Tokenizer]:
             f"'{source.name}' is a model of architecture '{architecture}', with an encoder or a recurrent state, which "
             "cannot be rolled back"
         )
+    if architecture == _WITHOUT_LOGITS:
+        raise no_text(source.name)
     vocab = llama_cpp.llama_model_get_vocab(handle)
     tokenizer = gguf_tokenizer(llama_cpp, handle, metadata, source.name)
     description = ctypes.create_string_buffer(256)
@@ -193,6 +196,13 @@ def load_gguf(source: ModelSource) -> tuple[LlamaModel, Tokenizer]:
         kv_dtype=torch.float32 if metadata.get("general.file_type") == _ALL_F32 else torch.float16,
         handle=handle,
     ), tokenizer
+
+
+def no_text(name: str) -> UnsupportedModel:
+    """The error for a model whose tokens see those after them."""
+    return UnsupportedModel(
+        f"llama.cpp runs '{name}' as a model of embeddings or of diffusion, which does not write token by token"
+    )
 
 
 def load_gguf_tokenizer(source: ModelSource) -> Tokenizer:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import ctypes
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -446,11 +447,23 @@ def test_each_failure_is_one_clear_line(tmp_path: Path, folders: Callable[[str],
         load_gguf(ModelSource(str(write_gguf(folders("llama"))), device="cuda"))
 
 
-def test_a_model_that_does_not_write_token_by_token_is_refused(tmp_path: Path, folders: Callable[[str], Path]) -> None:
-    """LLaDA, of diffusion, has the tensors of Llama."""
-    path = tmp_path / "model.gguf"
-    path.write_bytes(write_gguf(folders("llama")).read_bytes().replace(b"llama", b"llada"))
-    with pytest.raises(UnsupportedModel, match="has no keys and values to keep"):
+@pytest.mark.parametrize("architecture", ["llada", "llama-embed", "llama"])
+def test_a_model_that_does_not_write_token_by_token_is_refused(
+    architecture: str, tmp_path: Path, folders: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Models of diffusion and embeddings have the tensors of Llama. The last differs in one entry alone."""
+    write_shape, path = gguf_convert._write_shape, tmp_path / "model.gguf"
+
+    def of_embeddings(writer: Any, *others: Any) -> None:
+        write_shape(writer, *others)
+        if architecture == "llama":
+            writer.add_causal_attention(False)
+
+    written = replace(gguf_convert._ARCHITECTURES["llama"], name=architecture)
+    monkeypatch.setitem(gguf_convert._ARCHITECTURES, "llama", written)
+    monkeypatch.setattr(gguf_convert, "_write_shape", of_embeddings)
+    convert(str(folders("llama")), path, "f32")
+    with pytest.raises(UnsupportedModel, match="as a model of embeddings or of diffusion, which does not write"):
         build(path)
 
 
