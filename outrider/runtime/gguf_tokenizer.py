@@ -62,9 +62,12 @@ class LlamaTokenizer(Tokenizer):
     def encode(self, text: str, *, add_special: bool = True) -> list[int]:
         raw = text.encode("utf-8", "replace")
         room = len(raw) + 8
-        ids = (ctypes.c_int32 * room)()
-        count = self._llama_cpp.llama_tokenize(self._vocab, raw, len(raw), ids, room, add_special, True)
-        return list(ids[: max(0, count)])
+        while True:
+            ids = (ctypes.c_int32 * room)()
+            count = self._llama_cpp.llama_tokenize(self._vocab, raw, len(raw), ids, room, add_special, True)
+            if count >= 0:
+                return list(ids[:count])
+            room = -count  # a space may be three tokens, and normalisation may lengthen a text
 
     @property
     def class_name(self) -> str:

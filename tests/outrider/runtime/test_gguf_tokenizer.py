@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
@@ -16,11 +17,12 @@ pytest.importorskip("llama_cpp", reason="the extra `llama` is not installed: mak
 UNKNOWN, A = 0, 259
 
 
-def sentencepiece(path: Path, *, add_space_prefix: bool | None) -> Tokenizer:
+def sentencepiece(
+    path: Path, *, add_space_prefix: bool | None, words: Sequence[str] = ("a", "\u2581", "\u2581a")
+) -> Tokenizer:
     """The tokenizer of a GGUF file without weights."""
     writer = gguf.GGUFWriter(path, "llama")
     writer.add_tokenizer_model("llama")
-    words = ["a", "\u2581", "\u2581a"]
     writer.add_token_list(["<unk>", "<s>", "</s>", *(f"<0x{byte:02X}>" for byte in range(256)), *words])
     writer.add_token_scores([0.0] * (259 + len(words)))
     kinds = gguf.TokenType
@@ -46,3 +48,9 @@ def test_the_unknown_token_is_a_special_one(tmp_path: Path) -> None:
     tokenizer = sentencepiece(tmp_path / "model.gguf", add_space_prefix=None)
     assert tokenizer.decode([A, UNKNOWN, A]) == "aa"
     assert tokenizer.decode([A, UNKNOWN, A], skip_special=False) == "a<unk>a"
+
+
+def test_a_text_may_have_more_tokens_than_bytes(tmp_path: Path) -> None:
+    """Without a token of its own, a space is three of bytes."""
+    tokenizer = sentencepiece(tmp_path / "model.gguf", add_space_prefix=False, words=("a",))
+    assert len(tokenizer.encode(9 * " ", add_special=False)) == 27
