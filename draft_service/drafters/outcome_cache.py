@@ -19,6 +19,7 @@ import numpy as np
 from draft_service.drafters.base import CacheUse
 from draft_service.drafters.sequence import Candidates, DraftWork, Drawn, ModelSequence, Propose
 from kernels.sampling import UNSURE
+from outrider.runtime.block_pool import PoolExhausted
 from outrider.runtime.kv_cache import KVPool
 from outrider.service.cost_model import FittedCost
 
@@ -335,7 +336,11 @@ class OutcomeCache:
             is_in_place = outcome.accepted == len(entry.drafted) and not entry.uses_own_slot
             entry.uses_own_slot |= is_in_place
             if not is_in_place:
-                held, slot = self._pool.length(slot), self._pool.fork(slot)
+                try:
+                    held, slot = self._pool.length(slot), self._pool.fork(slot)
+                except PoolExhausted:  # of llama.cpp's sequences
+                    entry.outcomes = []
+                    return None
                 self._slots.add(slot)
                 self._pool.rollback(slot, min(held, sequence.base + outcome.accepted))
         branch.slot = slot

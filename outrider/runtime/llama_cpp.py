@@ -103,6 +103,17 @@ class LlamaPool(KVPool):
             self._written[slot] = 0
         return found
 
+    def blocks_needed(self, slot: int, length: int) -> int:
+        """See `KVPool`; more than there are if llama.cpp has no sequence left for the slot."""
+        if slot not in self._sequences and not self._free_sequences:
+            return self.blocks.count + 1
+        return super().blocks_needed(slot, length)
+
+    def grow(self, slot: int, length: int) -> None:
+        super().grow(slot, length)
+        if not self.is_empty(slot):
+            self.sequence(slot)
+
     def wrote(self, slot: int, length: int) -> None:
         """llama.cpp holds `length` positions of a slot now."""
         self._written[slot] = length

@@ -15,10 +15,13 @@ import torch
 import transformers
 from transformers import PreTrainedConfig
 
+from draft_service.drafters.engine import OUTCOME_CACHE
+from draft_service.drafters.staged import Staging
 from draft_service.settings import DraftSettings
 from kernels.cpu_decoder import library as decoder_library
 from kernels.sampling import Draw, SamplingParams
 from kernels.sparse import SparseConfig
+from kernels.verify import Rule
 from outrider.runtime import gguf_convert, gguf_tokenizer, llama_loader
 from outrider.runtime.block_pool import PoolExhausted
 from outrider.runtime.decode_loop import DecodeLoop
@@ -31,7 +34,9 @@ from outrider.runtime.model_runner import Chunk
 from outrider.runtime.tokenizer import load_tokenizer
 from outrider.service.loading import build_model_runner, load
 from outrider.service.settings import SettingsError
-from tests.cluster import MODELS
+from tests.cluster import MODELS, wait_until
+from tests.draft_service.engines import running
+from tests.draft_service.test_outcome_cache import GAMMA, Driver, Eager, opening
 from tests.gguf_files import TEMPLATE, TEXTS, save_tokenizer, write_gguf
 from tests.outrider.runtime import tiny
 from tests.outrider.runtime.steps import MAX_LENGTH, random_steps, reference_logits
@@ -143,6 +148,21 @@ def test_there_is_room_for_the_sequences_and_forks_of_a_service(folders: Callabl
             runner.pool.fork(slot)
     with pytest.raises(PoolExhausted, match="holds 6 sequences at most"):
         runner.pool.fork(slot)
+
+
+def test_branches_of_the_outcome_cache_leave_llama_cpps_sequences_to_others(folders: Callable[[str], Path]) -> None:
+    """A sequence and its branches hold all 10 when another one comes; then the branches of both want more."""
+    loaded, _ = load_gguf(ModelSource(str(write_gguf(folders("llama"))), device="cpu"))
+    runner = LlamaRunner(loaded, blocks=64, max_length=64, sequences=10, threads=1)
+    parts: dict[str, Any] = {"config": SparseConfig(), "prefill_tokens": 16, "staging": Staging(0, VOCABULARY)}
+    errors = OUTCOME_CACHE.errors
+    with running(Eager(runner, vocab_size=VOCABULARY, threads=1, prefix_cache=False, **parts)) as engine:
+        drivers = [Driver(engine, replace(opening(1.0, Rule.TOKENWISE), prompt=[5, 17, 30])) for _ in range(2)]
+        for driver in drivers:
+            driver.propose(GAMMA)
+            wait_until(lambda: engine.look(lambda: not runner._pool._free_sequences and not engine.cache.leaving))
+    assert OUTCOME_CACHE.errors == errors
+    runner.pool.check_integrity()
 
 
 @pytest.mark.parametrize("name", FAMILIES)
