@@ -70,7 +70,7 @@ def read_metadata(path: Path) -> dict[str, Any]:
     """The metadata of a GGUF file.
 
     Raises:
-        CheckpointError: it is no GGUF file, or is cut off.
+        CheckpointError: it cannot be opened, is no GGUF file, or is cut off.
     """
     return read(path)[0]
 
@@ -87,7 +87,11 @@ def has_long_factors(path: Path, tensors: list[str]) -> bool:
 
 def read(path: Path) -> tuple[dict[str, Any], list[str]]:
     """The metadata of a GGUF file, and the names of its tensors; raises as `read_metadata`."""
-    with path.open("rb") as file:
+    try:
+        file = path.open("rb")
+    except OSError as error:
+        raise CheckpointError(f"cannot read '{path}': {error}") from error
+    with file:
         magic = file.read(4)
         if magic != MAGIC:
             raise CheckpointError(f"'{path}' is not a GGUF file: it begins with {magic!r}, not {MAGIC!r}")

@@ -73,9 +73,11 @@ def test_a_damaged_tokenizer_is_one_line() -> None:
         gguf_tokenizer(sys, None, {"tokenizer.huggingface.json": "{"}, "x.gguf")
 
 
-def test_a_missing_file_is_named() -> None:
+def test_a_file_that_cannot_be_opened_is_named(tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match=r"there is no file './none\.gguf'; give a GGUF file, or"):
         resolve_file("./none.gguf")
+    with pytest.raises(CheckpointError, match=r"cannot read '.*': \[Errno 21\] Is a directory"):
+        read_metadata(tmp_path)
 
 
 def test_errors_say_that_a_model_is_a_gguf_file(tmp_path: Path) -> None:
