@@ -22,7 +22,7 @@ from models.distill import distill
 from models.teaching import teach
 from models.tokenizer import load_tokenizer, token_stream, train_tokenizer
 from models.train_target import bits_per_token, train_target
-from models.training import DTYPE, Run, in_processes, save_model
+from models.training import DTYPE, Run, in_processes, is_made, save_model
 
 
 def prepare(work: Path) -> tuple[Any, np.ndarray, np.ndarray]:
@@ -84,11 +84,11 @@ def main() -> None:
     arguments.work.mkdir(parents=True, exist_ok=True)
     begun = time.monotonic()
     prepare(arguments.work)
-    if not (arguments.work / "target.json").exists():
+    if not is_made("target", arguments.work, arguments.out):
         in_processes(make_target, arguments.workers, arguments.work, arguments.out, arguments.target_minutes)
     if not (arguments.work / "lessons" / "complete").exists():
         make_lessons(arguments.work, arguments.out, arguments.lesson_minutes, arguments.workers)
-    if not (arguments.work / "draft.json").exists():
+    if not is_made("draft", arguments.work, arguments.out):
         in_processes(make_draft, arguments.workers, arguments.work, arguments.out, arguments.draft_minutes)
     print(f"done in {(time.monotonic() - begun) / 60:.1f} min; now: python -m models.measure", flush=True)
 

@@ -246,6 +246,11 @@ class Run:
             print(line, flush=True)
 
 
+def is_made(member: str, work: Path, out: Path) -> bool:
+    """Whether a run in `work` has ended that wrote `member`, and `out` has it: an earlier one may have had another."""
+    return (work / f"{member}.json").exists() and (out / member).exists()
+
+
 def in_processes(work: Callable[..., None], processes: int, *arguments: Any) -> None:
     """Call `work(*arguments)` in that many processes of one thread each, joined by `torch.distributed`.
 

@@ -39,7 +39,7 @@ from models.encoder_decoder import (
 from models.speech.phrases import LANGUAGES
 from models.speech.synthesis import RATE, SECONDS, Bank, Clip, make_bank, make_clip
 from models.speech.tokens import END, LONGEST, START, decoder_prompt, generation_config, make_tokenizer, transcript
-from models.training import DTYPE, Schedule
+from models.training import DTYPE, Schedule, is_made
 
 HERE = Path(__file__).parent
 CLIPS = 16  # in a batch
@@ -222,7 +222,7 @@ def make_pair(banks: tuple[Bank, Bank], options: Options) -> None:
         make_tokenizer().save_pretrained(options.work / "tokenizer")
     tokenizer = PreTrainedTokenizerFast.from_pretrained(options.work / "tokenizer")
     for member in ("target", "draft"):
-        if not (options.work / f"{member}.json").exists():
+        if not is_made(member, options.work, options.out):
             make(member, tokenizer, banks, options.work, options.out, options.minutes[member])
 
 

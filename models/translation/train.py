@@ -29,7 +29,7 @@ from models.encoder_decoder import (
     token_loss,
     train,
 )
-from models.training import DTYPE, Schedule
+from models.training import DTYPE, Schedule, is_made
 from models.translation.language import Pair, pairs
 
 HERE = Path(__file__).parent
@@ -170,7 +170,7 @@ def main(arguments: list[str] | None = None) -> None:
         train_tokenizer(500 if options.quick else 20_000).save_pretrained(options.work / "tokenizer")
     tokenizer = PreTrainedTokenizerFast.from_pretrained(options.work / "tokenizer")
     for member, minutes in (("target", options.target_minutes), ("draft", options.draft_minutes)):
-        if not (options.work / f"{member}.json").exists():
+        if not is_made(member, options.work, options.out):
             budget = 0.002 if options.quick else minutes
             make(member, tokenizer, options.work, options.out, budget)
     write_sentences(options.out / "sentences.jsonl", 64)

@@ -11,6 +11,7 @@ import torch
 from transformers import AutoModelForSeq2SeqLM, AutoTokenizer
 
 from models.encoder_decoder import deepen, edits
+from models.translation import train
 from models.translation.language import LEXICON, canonical, is_right, pairs, translations, velan
 from models.translation.train import main, new_model
 from tests.models.pair_checks import check_weights
@@ -70,7 +71,9 @@ def test_a_deepened_target_writes_the_same() -> None:
     assert torch.equal(expected, got)
 
 
-def test_a_quick_run_makes_a_pair_and_another_run_goes_on(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_quick_run_makes_a_pair_and_another_run_goes_on(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     arguments = ["--work", str(tmp_path / "work"), "--out", str(tmp_path), "--quick"]
     main(arguments)
     assert AutoTokenizer.from_pretrained(tmp_path / "draft").eos_token_id == 1
@@ -83,3 +86,8 @@ def test_a_quick_run_makes_a_pair_and_another_run_goes_on(tmp_path: Path, capsys
     assert "resumed at" in again
     assert "shallow" not in again
     check_weights(tmp_path / "draft")
+    made: list[str] = []
+    monkeypatch.setattr(train, "make", lambda member, *_: made.append(member))
+    (tmp_path / "other" / "draft").mkdir(parents=True)
+    main([*arguments[:2], "--out", str(tmp_path / "other"), "--quick"])
+    assert made == ["target"], "the other folder has no target yet"
