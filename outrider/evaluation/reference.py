@@ -42,6 +42,7 @@ Progress: TypeAlias = Callable[[int], None]
 TOP_N = 20
 """Log-probabilities that a service reports at most."""
 _KEPT = 64
+_LEAST_CHANCE = 1e-5
 _AT_ONCE = 16
 
 
@@ -56,8 +57,8 @@ def distribution(ids: Array, scaled: Array, p: Array, params: SamplingParams, ro
         rounding: difference of two logits that may be due to rounding.
     """
     kept = int(np.count_nonzero(p))
-    if kept == len(p):
-        return Distribution(ids, p)
+    if kept == len(p) or p.sum() < 1 - _LEAST_CHANCE:  # the filters keep others, too
+        return Distribution(ids[:kept], p[:kept])
     near = rounding / max(params.temperature, 1e-6)
     begin = int((scaled > scaled[kept - 1] + near).sum())
     end = int((scaled >= scaled[kept - 1] - near).sum())
@@ -244,19 +245,19 @@ class DecodeReference:
     async def _ask(self, prefix: Prefix) -> Distribution:
         params = prefix[2]
         entry = await self._logprobs(prefix)
-        if self._longest is not None:  # rules may ban tokens of the highest log-probabilities
-            known = {each.token_id: each.adjusted for each in (entry.token, *entry.top) if each.adjusted > -math.inf}
-            order = sorted(known, key=lambda token: -known[token])
-            return Distribution(np.array(order, np.int64), np.exp([known[token] for token in order]))
-        top = entry.top
-        raw, adjusted = (np.array([getattr(each, name) for each in top]) for name in ("raw", "adjusted"))
-        ids = np.array([each.token_id for each in top])
-        scaled = raw / params.temperature
-        if params.top_p < 1 and not params.top_k and params.temperature != 1:
-            # top-p cuts by probabilities at this temperature, whose sum over all tokens `raw` does not give.
-            plain = await self._logprobs((*prefix[:2], SamplingParams(temperature=params.temperature)))
-            scaled += {each.token_id: each.adjusted for each in plain.top}[top[0].token_id] - scaled[0]
-        return distribution(ids, scaled, np.exp(adjusted), params, self._rounding)
+        scaled = {each.token_id: each.raw / params.temperature for each in entry.top}
+        # Rules of an encoder–decoder model change logits. Top-p cuts by probabilities at this temperature, whose sum
+        # over all tokens `raw` does not give.
+        if self._longest is not None or (params.top_p < 1 and not params.top_k and params.temperature != 1):
+            plain = SamplingParams(temperature=params.temperature)
+            shown = entry if params == plain else await self._logprobs((*prefix[:2], plain))
+            scaled = {each.token_id: each.adjusted for each in shown.top if each.adjusted > -math.inf}
+        chances = {each.token_id: each.adjusted for each in entry.top}
+        ids = sorted(scaled.keys() & chances.keys(), key=lambda token: (-scaled[token], token))
+        if not ids:  # rules ban all of them
+            return Distribution(np.array([entry.token.token_id]), np.exp([entry.token.adjusted]))
+        top, p = np.array([scaled[each] for each in ids]), np.exp([chances[each] for each in ids])
+        return distribution(np.array(ids), top, p, params, self._rounding)
 
     async def _logprobs(self, prefix: Prefix) -> PositionLogprobs:
         """Of the next token after a prefix."""

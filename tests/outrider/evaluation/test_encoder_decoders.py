@@ -25,7 +25,7 @@ from outrider.evaluation.check_requests import Plan
 from outrider.evaluation.clips import clips_for, request_of
 from outrider.evaluation.drafters import ModelDrafter
 from outrider.evaluation.local_models import build_runner, encode_speech
-from outrider.evaluation.reference import Copy
+from outrider.evaluation.reference import Copy, DecodeReference, LocalTarget
 from outrider.evaluation.target_text import Text
 from outrider.evaluation.verdict import LOCAL_TARGET, Report
 from outrider.runtime.loader import ModelSource, load_model
@@ -116,6 +116,24 @@ def test_an_exact_deployment_passes(name: str, local: bool, pairs: Callable[[str
     assert all(each.tokens > 0 for each in report.tests)
     assert report.num_resumed > 10
     assert all(number > 0 for number in report.accepted.values())
+
+
+async def test_both_references_leave_out_the_same_prefixes(pairs: Callable[[str], Pair]) -> None:
+    """Those where rounding may move the cut of top-p. bart's first token and its last one are forced."""
+    pair, wide, tokens = pairs("bart"), 0.2, 8
+    settings = [SamplingParams(temperature=2, top_k=10, top_p=top_p) for top_p in (0.7, 0.9)]
+    async with AsyncClient(pair.draft.address) as client:
+        text = await client.complete("abc", max_new_tokens=tokens, seed=5, ignore_eos=True)
+        wanted = [(0, tuple(text.token_ids[:at]), each) for at in range(1, tokens - 1) for each in settings]
+        remote = await DecodeReference(client, ["abc"], 4, wide, tokens).distributions(wanted, lambda _: None)
+        target, ids = (await client.get_model()).target, [text.started.prompt_token_ids]
+        copy = LocalTarget(Copy(str(pair.target), device="cpu"), target, ids, tokens, wide, ["abc"], tokens)
+        local = await copy.distributions(wanted, lambda _: None)
+    for prefix in wanted:
+        assert remote[prefix].is_sure == local[prefix].is_sure
+        assert remote[prefix].ids.tolist() == local[prefix].ids.tolist()
+        assert remote[prefix].p == pytest.approx(local[prefix].p, rel=1e-3)
+    assert 0 < sum(each.is_sure for each in remote.values()) < len(wanted)
 
 
 def test_speech_and_text_are_not_mixed_up(pairs: Callable[[str], Pair], clips: Path) -> None:

@@ -114,6 +114,8 @@ def test_tokens_near_a_filter_are_one_cell(rounding: float, named: list[int], ed
     assert found.ids.tolist() == named
     assert set(found.edge or ()) == edge
     assert found.is_sure == is_sure
+    others = [0, 2, 3]  # token 1 is kept, but not among the reported ones
+    assert distribution(np.array(others), scaled[others], p[others], params, rounding).edge is None
 
 
 def test_holm_rejects_from_the_least_p_value_on() -> None:
