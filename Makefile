@@ -130,6 +130,7 @@ reference: $(DEV)
 $(BIN)/python:
 	@$(PYTHON) -c 'import sys; v = sys.version_info[:2]; v >= (3, 11) or sys.exit("Outrider needs Python 3.11 or later; %s is %d.%d. Set PYTHON." % (sys.executable, *v))'
 	@$(PYTHON) -m venv $(VENV)
+	@$(PIP_INSTALL) --constraint constraints.txt --upgrade pip  # that of Python 3.11 takes twice as long to resolve
 
 # Each set includes the one before, so installing one also renews the stamps of those.
 $(SERVICE): $(MANIFEST) | $(BIN)/python
@@ -163,11 +164,12 @@ clients:
 constraints:
 	@rm -rf build/constraints && mkdir -p build
 	@$(PYTHON) -m venv build/constraints
+	@build/constraints/bin/python -m pip install --quiet --disable-pip-version-check $(PIP_ARGS) --upgrade pip
 	@build/constraints/bin/python -m pip install --quiet --disable-pip-version-check $(PIP_ARGS) \
 		--editable '.[service,bench,dev,docs,llama]'
 	@sed '/^[^#]/,$$d' constraints.txt > build/constraints.txt
 	@build/constraints/bin/python -m pip freeze --all --exclude-editable \
-		| sed -E -e 's/\+[A-Za-z0-9.]+$$//' -e '/^(pip|wheel|triton|nvidia-[^=]*|cuda-[^=]*)==/d' >> build/constraints.txt
+		| sed -E -e 's/\+[A-Za-z0-9.]+$$//' -e '/^(wheel|triton|nvidia-[^=]*|cuda-[^=]*)==/d' >> build/constraints.txt
 	@grep '^triton==' constraints.txt >> build/constraints.txt
 	@mv build/constraints.txt constraints.txt && rm -rf build/constraints
 
