@@ -217,7 +217,7 @@ def _set_prompt(request: draft_service_pb2.GenerateRequest, prompt: Prompt) -> N
     else:
         request.token_ids.SetInParent()
         try:
-            request.token_ids.ids.extend(items)
+            request.token_ids.ids.extend([items] if isinstance(prompt, bytes) else items)  # bytes are no token ids
         except (TypeError, ValueError) as error:
             expected = f"text, a list of token ids ({_TOKEN_IDS}) or a list of messages"
             raise ValueError(f"prompt is {short_repr(prompt)}; it must be {expected}") from error

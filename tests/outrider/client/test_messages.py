@@ -162,6 +162,7 @@ def test_a_request_has_one_input(prompt: str | None, options: dict[str, Any], fo
         ("prompt", [{"role": "user"}], "prompt: a message has no content; give each message a role and a content"),
         ("prompt", "half \ud800", r"prompt is 'half \ud800'; it must be text that UTF-8 can encode"),
         ("prompt", 7, "prompt is 7; it must be text, a list of token ids (integers from 0 to 4294967295) or a"),
+        ("prompt", b"x", "prompt is b'x'; it must be text, a list of token ids (integers from 0 to 4294967295) or a"),
         ("max_new_tokens", -1, "max_new_tokens is -1; it must be an integer from 0 to 4294967295"),
         ("seed", 2**64, ""),
         ("temperature", "hot", "temperature is 'hot'; it must be a number"),
