@@ -36,7 +36,7 @@ unexport PYTHONDONTWRITEBYTECODE
 
 BIN := $(VENV)/bin
 # Python compiles a module when it first imports it: to compile all at once would take half of the installation.
-PIP_INSTALL = $(BIN)/python -m pip install --quiet --disable-pip-version-check --no-compile \
+PIP_INSTALL = $(BIN)/python -m pip install --quiet --quiet --disable-pip-version-check --no-compile \
 	$(if $(TORCH_INDEX),--extra-index-url $(TORCH_INDEX)) $(PIP_ARGS)
 
 # A stamp for each set of extras. A change of the manifests, or of the C code, installs again.
