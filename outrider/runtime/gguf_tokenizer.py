@@ -28,6 +28,7 @@ def gguf_tokenizer(llama_cpp: ModuleType, model: Any, metadata: dict[str, Any], 
     try:
         options = json.loads(metadata.get("outrider.tokenizer_config", "{}"))
         roles = {role: options[role] for role in _ROLES if options.get(role) is not None}
+        roles = PreTrainedTokenizerFast.convert_added_tokens(roles)  # old checkpoints have dictionaries
         found = PreTrainedTokenizerFast(tokenizer_object=tokenizers.Tokenizer.from_str(whole), **roles)
     except Exception as error:  # tokenizers raises no other type
         raise CheckpointError(f"cannot read the tokenizer in '{name}': {error}") from error

@@ -125,8 +125,13 @@ def test_the_output_of_a_conversion_is_a_file_or_a_link_to_one(tmp_path: Path) -
     assert vocabulary_size(str(file))
 
 
-def test_a_converted_tokenizer_is_that_of_the_checkpoint(tmp_path: Path) -> None:
+BEGIN = {"__type": "AddedToken", "content": "<begin>"}  # as in Llama 2
+
+
+@pytest.mark.parametrize("entry", [{"bos_token": BEGIN}])
+def test_a_converted_tokenizer_is_that_of_the_checkpoint(entry: dict[str, Any], tmp_path: Path) -> None:
     folder = save("llama", tmp_path)
+    edit(folder / "tokenizer_config.json", **entry)
     theirs = load_tokenizer(ModelSource(str(folder)))
     ours = load_gguf_tokenizer(ModelSource(str(write_gguf(folder))))
     assert ours.fingerprint == theirs.fingerprint
