@@ -13,7 +13,10 @@ from transformers.utils.chat_template_utils import render_jinja_template
 from outrider.runtime.errors import CheckpointError
 from outrider.runtime.tokenizer import ChatTemplateError, Tokenizer
 
-_ROLES = ("bos_token", "eos_token", "pad_token", "unk_token")
+_ROLES = (
+    *("bos_token", "eos_token", "pad_token", "unk_token", "sep_token", "cls_token", "mask_token"),
+    *("extra_special_tokens", "additional_special_tokens"),
+)
 
 
 def gguf_tokenizer(llama_cpp: ModuleType, model: Any, metadata: dict[str, Any], name: str) -> Tokenizer:

@@ -128,7 +128,9 @@ def test_the_output_of_a_conversion_is_a_file_or_a_link_to_one(tmp_path: Path) -
 BEGIN = {"__type": "AddedToken", "content": "<begin>"}  # as in Llama 2
 
 
-@pytest.mark.parametrize("entry", [{"bos_token": BEGIN}])
+@pytest.mark.parametrize(
+    "entry", [{"bos_token": BEGIN}, {"sep_token": "<tool>"}, {"additional_special_tokens": ["<tool>"]}]
+)
 def test_a_converted_tokenizer_is_that_of_the_checkpoint(entry: dict[str, Any], tmp_path: Path) -> None:
     folder = save("llama", tmp_path)
     edit(folder / "tokenizer_config.json", **entry)
