@@ -305,8 +305,8 @@ def _suits_llama_cpp(tokenizer: dict[str, Any]) -> bool:
     """Whether it can go in as `gpt2`."""
     steps = tokenizer.get("pre_tokenizer") or {}
     kinds = {each["type"] for each in steps.get("pretokenizers", [steps]) if each}
-    has_merges = bool(tokenizer["model"].get("merges"))  # llama.cpp wants some
-    return tokenizer["model"]["type"] == "BPE" and "ByteLevel" in kinds and has_merges
+    has_merges = bool(tokenizer["model"].get("merges"))  # only BPE has them, and llama.cpp wants some
+    return "ByteLevel" in kinds and has_merges
 
 
 def _pre_tokenizer(tokenizer: dict[str, Any]) -> str:

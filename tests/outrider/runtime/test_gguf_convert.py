@@ -14,6 +14,7 @@ from safetensors.torch import save_file
 
 from outrider.runtime.checkpoint import vocabulary_size
 from outrider.runtime.errors import CheckpointError, UnsupportedModel
+from outrider.runtime.gguf import read_metadata
 from outrider.runtime.gguf_convert import convert
 from outrider.runtime.llama_cpp import LlamaRunner
 from outrider.runtime.llama_loader import load_gguf, load_gguf_tokenizer
@@ -84,12 +85,16 @@ def test_what_a_configuration_leaves_out_has_transformers_values(
     torch.testing.assert_close(found, wanted, rtol=0, atol=1e-3 * float(wanted.abs().max()))
 
 
-def test_an_old_configuration_without_a_context_length_is_converted(tmp_path: Path) -> None:
+def test_an_old_checkpoint_without_a_context_length_and_a_type_of_tokenizer_is_converted(tmp_path: Path) -> None:
     folder = save("llama", tmp_path)
     entries = json.loads((folder / "config.json").read_text())
     del entries["max_position_embeddings"]
     (folder / "config.json").write_text(json.dumps(entries))
+    entries = json.loads((folder / "tokenizer.json").read_text())
+    del entries["model"]["type"]
+    (folder / "tokenizer.json").write_text(json.dumps(entries))
     assert load_gguf(ModelSource(str(write_gguf(folder)), device="cpu"))[0].context_length == 2048
+    assert read_metadata(write_gguf(folder))["tokenizer.ggml.model"] == "gpt2"
 
 
 def test_only_the_checkpoints_own_weights_are_converted(tmp_path: Path) -> None:
