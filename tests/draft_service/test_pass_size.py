@@ -56,6 +56,16 @@ def test_a_change_is_followed_and_kinds_and_loads_are_measured_apart() -> None:
     assert serve(sizes, "cold", 0.8, 400)[1] > 350
 
 
+@pytest.mark.parametrize("gain", [1.3, 0.8])
+def test_a_pause_does_not_change_the_choice(gain: float) -> None:
+    """A verifier that stands still for a minute, or failover, makes one round of thousands long."""
+    sizes = PassSizes()
+    serve(sizes, "cold", gain, 400)
+    best = 4 if gain > 1 else 1
+    sizes.add("cold", best, tokens=3, seconds=60.0, active=1)
+    assert serve(sizes, "cold", gain, 400)[best] > 350
+
+
 def test_one_token_a_pass_is_no_choice() -> None:
     sizes = PassSizes()
     assert {sizes.choose("cold", 1) for _ in range(10 * FIRST_WAIT)} == {1}
