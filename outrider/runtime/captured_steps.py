@@ -242,7 +242,7 @@ class _StepBuffers:
         for s in range(len(chunks), self.sequences):
             host["ints"][s, 0] = s
         # Each sequence has one row, whose position grows by 1 per step.
-        work = work_list(range(self.sequences + 1), (host["positions"] + 1).tolist(), growth=self._size.tokens)
+        work = work_list(range(self.sequences + 1), (host["positions"] + 1).tolist(), growth=self._size.tokens - 1)
         host["items"][: len(work.items)], host["row_slots"][...] = work.items, work.row_slots
         self._buffer.copy_(self._staged, non_blocking=True)
         self._logits[0, : len(chunks)].copy_(logits)

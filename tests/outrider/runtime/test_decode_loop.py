@@ -172,6 +172,15 @@ def test_captured_steps_draw_the_tokens_of_single_steps(
     model.pool.check_integrity()
 
 
+def test_captured_steps_draw_the_token_after_a_full_context(load: Load, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where context and γ together have the length of a stretch, to which the sizes of work lists are rounded up."""
+    monkeypatch.setattr("kernels.attention_work.STRETCH", 48 + GAMMA)
+    loop = captured_loop(load("qwen3"), with_kernels=False)
+    one, other = (filled(loop.model_runner, range(47)) for _ in range(2))
+    (samples,) = loop.decode([Chunk(one, [7], 47, 1)], [[Draw(PLAIN, 0.3)]])
+    assert numbers(samples) == numbers(step_by_step(loop.model_runner, other, [7], [Draw(PLAIN, 0.3)]))
+
+
 def test_decoding_ends_before_the_first_token_above_its_entropy_bound(load: Load) -> None:
     loop = eager_loop(load("llama"))
     pool, ended = loop.model_runner.pool, set[int]()
