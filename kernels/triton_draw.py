@@ -87,7 +87,7 @@ def _sigmoid_rest(z, v, lowest, inverse_span):
     # 1 - exp(-d), by its series where d is small
     series = d * (1 - d * (1 / 2 - d * (1 / 6 - d * (1 / 24 - d * (1 / 120 - d / 720)))))
     grown = tl.where(tl.abs(d) < 0.1, series, 1.0 - tl.exp2(-d * LOG2_E))
-    rest = p * (1.0 - sigmoid(v, lowest, inverse_span)) * grown
+    rest = p * sigmoid(-v, -lowest, inverse_span) * grown  # the second factor is 1 - q̂
     return tl.where(v > _EXCLUDED, tl.where(d > 0, rest, 0.0), p)
 
 

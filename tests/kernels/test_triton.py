@@ -14,11 +14,12 @@ import pytest
 import torch
 from torch import Tensor
 
+from kernels.dense import DraftLogits, SigmoidScales
 from kernels.packed_arrays import Field, PackedArrays
 from kernels.sampling import SamplingParams
 from kernels.sparse import SparseConfig, sparsify
-from kernels.verify import Proposed, Rule, VerifyResult
-from tests.kernels.cases import LAST, coupled, n_differing, propose, random_batch
+from kernels.verify import Proposed, Rule, Status, VerifyResult
+from tests.kernels.cases import LAST, coupled, gaussian, n_differing, propose, random_batch
 from tests.kernels.paths import TRITON, verify_by_triton
 from tests.kernels.reference import verify as reference
 from tests.project.tree import ROOT
@@ -91,6 +92,18 @@ def test_all_of_a_large_support_counts(rule: Rule) -> None:
         propose(tuple(each.token_at(1 - u) for each in q), q, (u, 1 - u), resample=u * 7 % 1, rule=rule) for u in grid
     ]
     assert len({each.accepted for each in verified(z.repeat(12, 1), proposals)}) > 1
+
+
+def test_residuals_of_the_rule_sigmoid_are_exact_where_its_scores_are_near_1() -> None:
+    """All logits far above beta: in float32, q̂ rounds to 1."""
+    z = gaussian(3, 2, 64) + 25
+    q = DraftLogits((z[0] + gaussian(4, 64)).half())
+    z[0, 7] = -20
+    proposals = [
+        propose((7,), (q,), resample=u, rule=Rule.SIGMOID, sigmoid=SigmoidScales(-0.5, 0.5)) for u in (0.2, 0.5, 0.8)
+    ]
+    results = verified(z.repeat(3, 1), proposals)
+    assert [each.status for each in results] == [Status.OK] * 3
 
 
 def device_functions() -> Iterator[ast.FunctionDef]:
