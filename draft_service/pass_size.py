@@ -7,14 +7,13 @@ one is taken, and the other one by a request now and then, twice as rarely after
 Invariant 4: s is chosen before a request drafts anything, from rounds of other requests that share no draws with it.
 """
 
-from collections import defaultdict, deque
+from collections import defaultdict
 from collections.abc import Hashable
 from dataclasses import dataclass, field
-from statistics import median
 
 # Rounds with each s before they are compared, and that the measurements remember.
 KNOWN_ROUNDS, REMEMBERED_ROUNDS = 24, 512
-# A longer round counts as this many median ones: one pause of the verifier would outweigh all others.
+# A longer round counts as this many mean ones: one pause of the verifier would outweigh all others.
 LONGEST_ROUND = 4.0
 # The other s is tried after so many requests at first, and at most.
 FIRST_WAIT, MOST_WAIT = 4, 128
@@ -22,26 +21,25 @@ FIRST_WAIT, MOST_WAIT = 4, 128
 GAIN = 1.03
 
 
+@dataclass(slots=True)
 class _Rate:
     """Tokens and seconds of the last rounds."""
 
-    def __init__(self) -> None:
-        self._tokens: deque[int] = deque(maxlen=REMEMBERED_ROUNDS)
-        self._seconds: deque[float] = deque(maxlen=REMEMBERED_ROUNDS)
+    tokens: float = 0.0
+    seconds: float = 0.0
+    rounds: int = 0
 
     def add(self, tokens: int, seconds: float) -> None:
-        self._tokens.append(tokens)
-        self._seconds.append(seconds)
+        kept = 1 - 1 / REMEMBERED_ROUNDS
+        if self.is_known:
+            mean = self.seconds / (REMEMBERED_ROUNDS * (1 - kept**self.rounds))
+            seconds = min(seconds, LONGEST_ROUND * mean)
+        self.tokens, self.seconds = kept * self.tokens + tokens, kept * self.seconds + seconds
+        self.rounds += 1
 
     @property
     def is_known(self) -> bool:
-        return len(self._tokens) >= KNOWN_ROUNDS
-
-    @property
-    def tokens_per_second(self) -> float:
-        longest = LONGEST_ROUND * median(self._seconds)
-        total = sum(min(seconds, longest) for seconds in self._seconds)
-        return sum(self._tokens) / max(total, 1e-9)
+        return self.rounds >= KNOWN_ROUNDS and self.seconds > 0
 
 
 @dataclass(slots=True)
@@ -56,7 +54,7 @@ class _Arms:
     def choose(self) -> bool:
         """Whether the next request takes the given s."""
         best, other = self.rates[self.is_parallel], self.rates[not self.is_parallel]
-        if best.is_known and other.is_known and other.tokens_per_second > GAIN * best.tokens_per_second:
+        if best.is_known and other.is_known and other.tokens * best.seconds > GAIN * best.tokens * other.seconds:
             self.is_parallel = not self.is_parallel
             self.wait = self.left = FIRST_WAIT
         self.left -= 1
