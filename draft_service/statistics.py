@@ -26,8 +26,9 @@ PRIOR_CHANCE, PRIOR_WEIGHT = 0.8, 6.0
 # Judged tokens of a position that a mean covers: over all sequences, and of one sequence. Then the weight, in a
 # sequence's own tokens, of the mean over all sequences.
 REMEMBERED, REMEMBERED_OF_ONE, SHARED_WEIGHT = 512, 64, 24.0
-# Rounds before overhead is known. It begins as a line through the medians of their round trips and drafting times.
-FIRST_ROUNDS = 16
+# Rounds before overhead is known, in all and of each sequence: all see the same pause. Overhead begins as a line
+# through the medians of their round trips and drafting times.
+FIRST_ROUNDS, FIRST_ROUNDS_OF_ONE = 16, 5
 # A cycle counts as typical if its tokens and the mean tokens of a sequence in its step differ by at most this ratio;
 # for `Decode`, if the sequences in the step and the active ones do.
 ALIKE = 0.7
@@ -172,7 +173,7 @@ class _Measured:
     """Measured times at one number of active sequences.
 
     Attributes:
-        overhead: seconds, fitted as a line in the draft's passes; None before `FIRST_ROUNDS` proposals.
+        overhead: seconds, fitted as a line in the draft's passes; None before the first proposals.
         cycles: of proposals (True) and of `Decode` (False).
         rounds: proposals.
     """
@@ -180,6 +181,7 @@ class _Measured:
     def __init__(self, size: int) -> None:
         """There are at most 2**`size` active sequences."""
         self._forgetting = FORGETTING / 2**size
+        self._first_rounds = max(FIRST_ROUNDS, FIRST_ROUNDS_OF_ONE << size)
         self._first: list[tuple[float, float]] = []  # round trips, and times to draft a token
         self.overhead: FittedCost | None = None
         self.cycles = {True: _Cycles(), False: _Cycles()}
@@ -191,7 +193,7 @@ class _Measured:
             return
         drafting = min(max(drafting, 0.0), seconds)
         self._first.append((seconds - drafting, drafting / (passes + 1)))  # it also reads the verdict
-        if len(self._first) == FIRST_ROUNDS:
+        if len(self._first) == self._first_rounds:
             trip, one = (median(values) for values in zip(*self._first, strict=True))
             trials = [(n, max(trip + one * (n + 1), 1e-9)) for n in (1, FIRST_ROUNDS)]
             self.overhead = FittedCost(trials, forgetting=self._forgetting)

@@ -72,6 +72,18 @@ def test_an_empty_proposal_is_no_decode() -> None:
     assert not costs.has_decoded
 
 
+@pytest.mark.parametrize("active", [4, 16])
+def test_pauses_of_all_sequences_at_the_beginning_are_no_overhead(active: int) -> None:
+    """Otherwise drafting would not pay for thousands of rounds: only trials measure it again."""
+    costs = CostModel()
+    for number in range(5 * active):
+        typical = judged(4, accepted=2, active=active)
+        assert typical.overhead is not None
+        costs.add(replace(typical, overhead=typical.overhead + 5.0) if number // active in (1, 2) else typical)
+    assert costs.is_measured
+    assert costs.cycle(4) == pytest.approx(typical.seconds, rel=0.5)
+
+
 def test_texts_that_end_together_leave_the_number_of_active_sequences() -> None:
     costs = CostModel()
     for active in [4] * 200 + [1]:
