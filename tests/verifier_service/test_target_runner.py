@@ -24,13 +24,8 @@ from outrider.runtime.model_runner import Chunk, ModelRunner
 from outrider.runtime.paged_attention import EAGER, AttentionChoice
 from outrider.service.sampling import MAX_TOP_LOGPROBS
 from tests.cluster import MODELS, Cluster
-from tests.kernels.interpreter import patch_once_a_launch
-from tests.kernels.paths import IS_INTERPRETED
 from verifier_service import target_runner as target_runner_module
 from verifier_service.target_runner import MOST_IN_A_ROW, Scoring, TargetRunner, verify_rows
-
-if IS_INTERPRETED:
-    patch_once_a_launch()
 
 NEEDS_TRITON = pytest.mark.skipif(find_spec("triton") is None, reason="triton has no build for this platform")
 PAGED = AttentionChoice(EAGER, "to be captured")

@@ -72,10 +72,10 @@ def impatient_keepalive() -> None:
 
 
 def briskly_interpreted() -> None:
-    """Triton's interpreter as `tests.kernels` has it, which takes less than half of the time."""
-    from tests.kernels.interpreter import patch_once_a_launch
+    """Triton's interpreter as all tests have it."""
+    from tests.triton_interpreter import patch_language_once
 
-    patch_once_a_launch()
+    patch_language_once()
 
 
 def loads_for_ever() -> None:

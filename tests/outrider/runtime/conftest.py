@@ -7,12 +7,7 @@ import pytest
 import torch
 
 from outrider.runtime.loader import LoadedModel, ModelSource, load_model
-from tests.kernels.interpreter import patch_once_a_launch
-from tests.kernels.paths import IS_INTERPRETED
 from tests.outrider.runtime import tiny
-
-if IS_INTERPRETED:
-    patch_once_a_launch()
 
 
 @pytest.fixture(scope="session", autouse=True)
