@@ -9,10 +9,12 @@ from __future__ import annotations
 import argparse
 import json
 import re
+import struct
 import subprocess
 import sys
 import tempfile
 from collections.abc import Iterator, Sequence
+from itertools import accumulate, pairwise
 from pathlib import Path
 from typing import Any
 
@@ -51,6 +53,7 @@ _MODULES = (verify_triton, triton_layers, triton_attention, triton_products, tri
 _MULTIPLES = ("row_stride", "V", "N", "K")  # of 16
 _ALIGNED = [["tt.divisibility", 16]]  # pointers, as torch allocates, and the stride of rows padded to 16
 _REGISTERS, _BLOCKS = 65536, 32  # of a multiprocessor
+_INSTRUCTION = 16  # bytes
 _RULES = {rule.value: number for rule, number in RULE_NUMBERS.items()} | {"temperature 0": GREEDY_NUMBER}
 
 Variant = tuple[str, str, dict[str, int], dict[str, Any]]
@@ -142,9 +145,9 @@ def _products(rows: int) -> Iterator[Variant]:
         yield f"product of {rows} rows, {what}", "product_kernel", options, {**sizes, **flags}
 
 
-def describe(variant: Variant, architecture: int) -> Json:
-    """Compile one variant and return the figures of its machine code."""
-    what, name, options, constants = variant
+def compiled(variant: Variant, architecture: int) -> bytes:
+    """Compile one variant to an ELF file."""
+    _, name, options, constants = variant
     kernel: Any = next(getattr(module, name) for module in _MODULES if hasattr(module, name))
     types = _TYPES | _OWN_TYPES.get(name, {})
     free = [each.name for each in kernel.params if each.do_not_specialize_on_alignment]
@@ -160,15 +163,50 @@ def describe(variant: Variant, architecture: int) -> Json:
             and (each in _MULTIPLES or types.get(each, "").startswith("*"))
         },
     )
-    compiled = compile_for(source, target=GPUTarget("cuda", architecture, 32), options=options)
+    binary: bytes = compile_for(source, target=GPUTarget("cuda", architecture, 32), options=options).asm["cubin"]
+    return binary
+
+
+def machine_code(binaries: Sequence[bytes], architecture: int) -> list[str]:
+    """Return the instructions of each ELF file, one a line.
+
+    All in one run of the disassembler: it takes longer to start than a small kernel takes to compile.
+    """
+    texts = [_text_section(binary) for binary in binaries]
     with tempfile.TemporaryDirectory() as folder:
-        binary = Path(folder) / "kernel.cubin"
-        binary.write_bytes(compiled.asm["cubin"])
-        command = [knobs.nvidia.cuobjdump.path, "--dump-sass", "--dump-resource-usage", str(binary)]
-        code = subprocess.run(command, capture_output=True, text=True, check=True).stdout
-    found = re.search(r"REG:(\d+)", code)
+        path = Path(folder) / "all.bin"
+        path.write_bytes(b"".join(texts))
+        command = [knobs.nvidia.nvdisasm.path, "--binary", f"SM{architecture}", str(path)]
+        lines = subprocess.run(command, capture_output=True, text=True, check=True).stdout.splitlines()
+    instructions = [line for line in lines if re.match(r"\s+/\*[0-9a-f]{4,}\*/", line)]  # its address, in bytes
+    ends = list(accumulate(len(text) // _INSTRUCTION for text in texts))
+    assert len(instructions) == ends[-1]
+    return ["\n".join(instructions[start:end]) for start, end in pairwise((0, *ends))]
+
+
+def _text_section(binary: bytes) -> bytes:
+    (headers,), (size, count, names) = struct.unpack_from("<Q", binary, 0x28), struct.unpack_from("<HHH", binary, 0x3A)
+    sections = [struct.unpack_from("<IIQQQQ", binary, headers + i * size) for i in range(count)]
+    strings = sections[names][4]
+    texts = [each for each in sections if binary.startswith(b".text.", strings + each[0])]
+    ((*_, start, length),) = texts  # a kernel calls no function: all are inlined
+    return binary[start : start + length]
+
+
+def _registers(binary: bytes) -> int:
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "kernel.cubin"
+        path.write_bytes(binary)
+        command = [knobs.nvidia.cuobjdump.path, "--dump-resource-usage", str(path)]
+        found = re.search(r"REG:(\d+)", subprocess.run(command, capture_output=True, text=True, check=True).stdout)
     assert found is not None
-    registers, threads = int(found[1]), 32 * options["num_warps"]
+    return int(found[1])
+
+
+def describe(variant: Variant, registers: int, code: str) -> Json:
+    """Return the figures of one variant's machine code."""
+    what, name, options, constants = variant
+    threads = 32 * options["num_warps"]
     return {
         "what": what,
         "kernel": name,
@@ -177,7 +215,7 @@ def describe(variant: Variant, architecture: int) -> Json:
         "registers": registers,
         "blocks": min(_BLOCKS, _REGISTERS // (-(-registers // 8) * 8 * threads)),
         "spills": len(re.findall(r"\b(?:STL|LDL)\b", code)),
-        "instructions": len(re.findall(r"^\s+/\*[0-9a-f]{4,}\*/", code, re.MULTILINE)),
+        "instructions": len(code.splitlines()),
         "barriers": len(re.findall(r"\bBAR\.SYNC", code)),
         "loads": len(re.findall(r"\bLDG\.", code)),
         "wide_loads": len(re.findall(r"\bLDG\.[A-Z.]*128", code)),
@@ -200,10 +238,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--output", type=Path, default=harness.RESULTS / "compiled.json", help="JSON file")
     parser.add_argument("--before", type=Path, help="result of older kernels, whose rows are kept beside")
     given = harness.parse(parser, arguments, {})
-    rows: list[Json] = []
-    for variant in (*common(), *(() if given.common else rare())):
-        rows.append(describe(variant, given.architecture))
-        progress(f"{rows[-1]['what']}: {rows[-1]['instructions']} instructions")
+    variants, binaries = [*common(), *(() if given.common else rare())], list[bytes]()
+    for variant in variants:
+        binaries.append(compiled(variant, given.architecture))
+        progress(f"{variant[0]}: {len(binaries[-1]):,} bytes")
+    codes = machine_code(binaries, given.architecture)
+    rows = [describe(each, _registers(b), code) for each, b, code in zip(variants, binaries, codes, strict=True)]
     document = {
         "benchmark": "compiled",
         "command": given.command,
