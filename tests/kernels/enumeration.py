@@ -34,7 +34,6 @@ PATHS: dict[str, tuple[Verify, float, int]] = {
     "c": (verify_c.verify, 2e-6, 28),
 }
 """The total variation that each may have, and the bisections that find edges far more precisely than that."""
-_DRAFTS = [(x1, x2) for x1 in range(V) for x2 in range(V)]
 _TINY = 2e-13  # of a cell's area: the bisection's own error
 
 
@@ -123,13 +122,12 @@ def joint_distribution(verify: Verify, pair: TinyPair, bisections: int, drawn_fr
     """Return the chances of (accepted, tokens) of one round, `[3, 4, 4, 4]`; the rest of a shorter round is at 0."""
     joint = np.zeros((3, V, V, V))
     first, second = drawn_from or pair.q
+    weights = {(x1, x2): chance_of(first, x1) * chance_of(second[x1], x2) for x1 in range(V) for x2 in range(V)}
+    drafts = [draft for draft, weight in weights.items() if weight > 0]
     # One draft after another, so that a batch stays small.
-    for (x1, x2), cells in zip(_DRAFTS, _cells(verify, pair, bisections), strict=True):
-        weight = chance_of(first, x1) * chance_of(second[x1], x2)
-        if weight == 0:
-            continue
+    for (x1, x2), cells in zip(drafts, _cells(verify, pair, drafts, bisections), strict=True):
         none, one, both = (
-            weight * sum(cell.chance for cell in cells if cell.accepted == accepted) * next_token
+            weights[x1, x2] * sum(cell.chance for cell in cells if cell.accepted == accepted) * next_token
             for accepted, next_token in enumerate(_next_tokens(verify, pair, (x1, x2), cells, bisections))
         )
         joint[0, :, 0, 0] += none
@@ -147,14 +145,14 @@ class _Cell:
     accepted: int
 
 
-def _cells(verify: Verify, pair: TinyPair, bisections: int) -> list[list[_Cell]]:
+def _cells(verify: Verify, pair: TinyPair, drafts: Sequence[tuple[int, int]], bisections: int) -> list[list[_Cell]]:
     """Return, for each pair of drafts, the four cells that the edges of both uniforms make of the unit square."""
 
     def edges_of(accept: Callable[[float], tuple[float, float]], i: int) -> list[float]:
         return _bisect(
             verify,
-            [pair.rows(*draft) for draft in _DRAFTS],
-            lambda b, u: pair.proposal(*_DRAFTS[b], accept(u), 0.5),
+            [pair.rows(*draft) for draft in drafts],
+            lambda b, u: pair.proposal(*drafts[b], accept(u), 0.5),
             lambda _, result: result.accepted > i,
             bisections,
         )
@@ -163,7 +161,7 @@ def _cells(verify: Verify, pair: TinyPair, bisections: int) -> list[list[_Cell]]
     edges = zip(edges_of(lambda u: (u, LAST), 0), edges_of(lambda u: (0.0, u), 1), strict=True)
     points = [
         (draft, a_width * b_width, (a, b))
-        for draft, (first, second) in zip(_DRAFTS, edges, strict=True)
+        for draft, (first, second) in zip(drafts, edges, strict=True)
         for a_width, a in ((first, first / 2), (1 - first, (1 + first) / 2))
         for b_width, b in ((second, second / 2), (1 - second, (1 + second) / 2))
     ]

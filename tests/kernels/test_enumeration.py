@@ -55,12 +55,7 @@ def with_zeros(rule: Rule) -> TinyPair:
     return replace(pair, logits=(first, second, third))
 
 
-PAIRS: dict[str, Callable[[Rule], TinyPair]] = {
-    "whole": lambda rule: random_pair(1, rule=rule),
-    "truncated": lambda rule: random_pair(3, config=TWO, rule=rule),
-    "dense and sparse": mixed,
-    "zeros and disjoint supports": with_zeros,
-}
+PAIRS = {"dense and sparse": mixed, "truncated, with zeros and disjoint supports": with_zeros}
 
 
 @EXACT_RULES

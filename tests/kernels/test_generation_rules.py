@@ -240,11 +240,13 @@ def proposed_by(
     )
 
 
-@pytest.mark.parametrize("temperature", [0.0, 1.0])
-@pytest.mark.parametrize("rule", [Rule.TOKENWISE, Rule.BLOCK, Rule.COUPLED])
-@pytest.mark.parametrize(("path", "count"), [("torch", 20), pytest.param("triton", 1, marks=TRITON.marks)])
+@pytest.mark.parametrize(
+    ("rule", "temperature"),  # at temperature 0 all rules are one
+    [(Rule.TOKENWISE, 0.0), (Rule.TOKENWISE, 1.0), (Rule.BLOCK, 1.0), (Rule.COUPLED, 1.0)],
+)
+@pytest.mark.parametrize(("path", "count"), [("torch", 3), pytest.param("triton", 1, marks=TRITON.marks)])
 def test_verification_agrees_with_the_reference(path: str, count: int, rule: Rule, temperature: float) -> None:
-    """Each set of rules, and plain proposals in the same batch."""
+    """Each set of rules, and plain proposals in the same batch. Torch adjusts rows as the reference does."""
     made = [
         proposed_by(rules, rule, SamplingParams(temperature=temperature), 1000 * number + seed, V)
         for number, (rules, _) in enumerate(RULES.values())
