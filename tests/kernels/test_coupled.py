@@ -6,16 +6,19 @@ closed form up to one integral over the ratio of the two winners' exponentials.
 
 from __future__ import annotations
 
+from functools import cache
 from itertools import product
 
 import numpy as np
 import pytest
 import torch
 from scipy import integrate
+from torch import Tensor
 
 from kernels import rng, verify_torch
 from kernels.rng import gumbel, noise_rows
 from kernels.sampling import gumbel_max
+from kernels.verify import Proposed
 from outrider.evaluation.chisquare import goodness_of_fit
 from tests.kernels import reference
 from tests.kernels.cases import coupled, gaussian
@@ -68,19 +71,20 @@ def joint_of_winners(p: np.ndarray, q: np.ndarray) -> np.ndarray:
     return joint
 
 
-@pytest.mark.parametrize("path", ["torch", C])
-def test_the_joint_distribution_of_accepted_and_tokens(path: str) -> None:
-    """3,000 rounds of γ = 2 over 4 tokens, each with its own seed, in up to 84 cells by χ².
+N, AT = 3_000, 40
 
-    At a level of 1e-6 they detect a total variation of 0.12 with 99.9 %. The target's distribution, and the acceptance
-    Σ_i 1/Σ_j max(p_j/p_i, q_j/q_i), are sums over it.
+
+@cache
+def rounds() -> tuple[np.ndarray, Tensor, list[Proposed]]:
+    """Return the chances of (accepted, tokens), the rest of a shorter round at 0; and the target's rows `[3 N, V]` and
+    proposals of N rounds of γ = 2, each with its own seed.
     """
-    N, source = 3_000, torch.Generator().manual_seed(5)
+    source = torch.Generator().manual_seed(5)
     z = [torch.randn(V**depth, V, generator=source) * 1.2 for depth in range(3)]
     draft = [torch.softmax(each.flip(-1) * 0.5, -1).double().numpy() for each in z[:2]]
     target = [torch.softmax(each.double(), -1).numpy() for each in z]
 
-    expected = np.zeros((3, V, V, V))  # (accepted, tokens), the rest of a shorter round at 0
+    expected = np.zeros((3, V, V, V))
     first = joint_of_winners(target[0][0], draft[0][0])
     expected[0, :, 0, 0] = (first - np.diag(np.diag(first))).sum(0)
     for x in range(V):
@@ -88,15 +92,25 @@ def test_the_joint_distribution_of_accepted_and_tokens(path: str) -> None:
         expected[1, x, :, 0] = first[x, x] * (second - np.diag(np.diag(second))).sum(0)
         expected[2, x] = first[x, x] * np.diag(second)[:, None] * target[2][x * V : (x + 1) * V]
 
-    at = 40
-    noises = [noise_rows([(seed, at + i) for seed in range(N)], V) for i in range(2)]
-    x1 = np.array(gumbel_max(torch.from_numpy(draft[0]).expand(N, V), noises[0]))
-    x2 = np.array(gumbel_max(torch.from_numpy(draft[1][x1]), noises[1]))
+    noises = noise_rows([(seed, AT + i) for seed in range(N) for i in range(2)], V).view(N, 2, V)
+    x1 = np.array(gumbel_max(torch.from_numpy(draft[0]).expand(N, V), noises[:, 0]))
+    x2 = np.array(gumbel_max(torch.from_numpy(draft[1][x1]), noises[:, 1]))
     rows = torch.stack((z[0].expand(N, V), z[1][x1], z[2][x1 * V + x2]), dim=1).view(3 * N, V)
-    results = verify(rows, [coupled((int(x1[n]), int(x2[n])), n, at) for n in range(N)], path)
+    drafts = zip(x1.tolist(), x2.tolist(), strict=True)
+    return expected, rows, [coupled(tokens, seed, AT) for seed, tokens in enumerate(drafts)]
+
+
+@pytest.mark.parametrize("path", ["torch", C])
+def test_the_joint_distribution_of_accepted_and_tokens(path: str) -> None:
+    """3,000 rounds over 4 tokens, in up to 84 cells by χ².
+
+    At a level of 1e-6 they detect a total variation of 0.12 with 99.9 %. The target's distribution, and the acceptance
+    Σ_i 1/Σ_j max(p_j/p_i, q_j/q_i), are sums over it.
+    """
+    expected, rows, proposals = rounds()
     counts = np.zeros_like(expected)
-    for n, each in enumerate(results):
-        tokens = [*(int(x1[n]), int(x2[n]))[: each.accepted], each.next_token, 0, 0]
+    for proposal, each in zip(proposals, verify(rows, proposals, path), strict=True):
+        tokens = [*proposal.tokens[: each.accepted], each.next_token, 0, 0]
         counts[each.accepted, tokens[0], tokens[1], tokens[2]] += 1
     assert expected.sum() == pytest.approx(1, abs=1e-6)
     assert goodness_of_fit(counts.ravel(), expected.ravel()).p_value > 1e-6
