@@ -48,12 +48,11 @@ def test_triton_agrees_with_the_reference(V: int, size: int, dtype: torch.dtype)
     verified(*random_batch(9 if V == 70 else V + 1, V, size, dtype))
 
 
-@pytest.mark.parametrize("V", [50257, 151936])
-def test_triton_agrees_with_the_reference_over_a_whole_vocabulary(V: int) -> None:
-    """One draft under two rules: 2,048 and 4,096 logits a tile, and a last tile that is not full."""
-    for rule in (Rule.BLOCK, Rule.COUPLED):
-        z, proposed = _agreeable(rule, 1, 256, V, seed=2)
-        verified(z.bfloat16(), [proposed])
+@pytest.mark.parametrize("rule", [Rule.BLOCK, Rule.COUPLED])
+def test_triton_agrees_with_the_reference_over_a_whole_vocabulary(rule: Rule) -> None:
+    """4,096 logits a tile, and a last tile that is not full."""
+    z, proposed = _agreeable(rule, 1, 256, 151936, seed=2)
+    verified(z.bfloat16(), [proposed])
 
 
 @pytest.mark.parametrize("tied", [(265, 80), (2047, 80, 2100), (2100, 4000), (80, 265)])
@@ -162,11 +161,11 @@ def test_filters_keep_or_drop_ties_together() -> None:
     z[0, equal] = 0.0
     filters = ({"top_k": 3}, {"top_k": 2}, {"top_p": 0.8}, {"top_p": 0.7})
     params = [SamplingParams(**each) for each in filters]
-    proposals = [propose(resample=u, params=each) for each in params for u in (0.0, 0.3, 0.7, LAST)]
-    drawn = [each.next_token for each in verify_by_triton(z.expand(16, V), proposals)]
-    assert drawn == [each.next_token for each in reference(z.expand(16, V), proposals)]
-    assert set(drawn[:4]) & set(equal)
-    assert set(drawn[4:8]) == {3, TILE + 4}
+    proposals = [propose(resample=u, params=each) for each in params for u in (0.0, 0.5, LAST)]
+    drawn = [each.next_token for each in verify_by_triton(z.expand(12, V), proposals)]
+    assert drawn == [each.next_token for each in reference(z.expand(12, V), proposals)]
+    assert set(drawn[:3]) & set(equal)
+    assert set(drawn[3:6]) == {3, TILE + 4}
 
 
 def test_searches_find_the_exact_cut() -> None:
