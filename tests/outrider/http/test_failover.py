@@ -1,32 +1,51 @@
 """A draft service is killed, or refuses, while the front answers."""
 
 import time
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 import httpx
 import pytest
 
-from outrider.cli.processes import Pair
 from outrider.client import Client
 from tests.cluster import Cluster, Service, wait_healthy, wait_until
 from tests.outrider.http.conftest import events, plain, running_front, stream
 from tests.proxy import Proxy, Way
+from tests.slow_steps import STEP_SECONDS
 
 FIELDS = {"prompt": "def area(radius):\n", "seed": 11, "max_tokens": 80, "ignore_eos": True}
-# A text that takes the pair about a second, so that a service is killed within it.
-LONG = FIELDS | {"max_tokens": 900}
+LONG = FIELDS | {"max_tokens": 200}
+# Then `LONG` has 40 rounds at the least.
+FLAGS = "--speculation fixed --gamma 4"
+
+
+@pytest.fixture(scope="module")
+def slow(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    """Of a verifier whose steps take so long that a service is killed within `LONG`."""
+    file = tmp_path_factory.mktemp("slow") / "step-seconds"
+    file.write_text("0.05")
+    return {"fault": "slow_steps", "env": {STEP_SECONDS: str(file)}}
+
+
+@pytest.fixture(scope="module")
+def verifier(slow: dict[str, Any]) -> Iterator[Service]:
+    with Cluster() as cluster:
+        verifier = cluster.verifier(**slow)
+        wait_healthy(verifier)
+        yield verifier
 
 
 @pytest.fixture(scope="module")
 def wanted(ours: Client) -> str:
     """The text of `LONG`."""
-    return ours.complete("def area(radius):\n", seed=11, max_new_tokens=900, ignore_eos=True).text
+    return ours.complete("def area(radius):\n", seed=11, max_new_tokens=200, ignore_eos=True).text
 
 
-def test_a_killed_draft_service_is_not_seen(demo_pair: Pair, chat_folder: Path, wanted: str) -> None:
-    with Cluster() as cluster:
-        drafts = [cluster.draft(demo_pair.verifier, model=chat_folder) for _ in range(2)]
+def test_a_killed_draft_service_is_not_seen(verifier: Service, chat_folder: Path, wanted: str) -> None:
+    with Cluster(FLAGS) as cluster:
+        drafts = [cluster.draft(verifier, model=chat_folder) for _ in range(2)]
         wait_healthy(*drafts)
         addresses = ",".join(draft.address for draft in drafts)
         with running_front(addresses, retry_timeout=0.5) as url, httpx.Client(base_url=url) as http:
@@ -56,10 +75,10 @@ def test_a_killed_draft_service_is_not_seen(demo_pair: Pair, chat_folder: Path, 
             assert http.get("/v1/models").status_code == 200  # known still
 
 
-def test_a_killed_verifier_is_not_seen(chat_folder: Path, wanted: str) -> None:
+def test_a_killed_verifier_is_not_seen(slow: dict[str, Any], chat_folder: Path, wanted: str) -> None:
     with Cluster() as cluster:
-        verifiers = [cluster.verifier() for _ in range(2)]
-        draft = cluster.draft(*verifiers, model=chat_folder)
+        verifiers = [cluster.verifier(**slow) for _ in range(2)]
+        draft = cluster.draft(*verifiers, model=chat_folder, flags=FLAGS)
         wait_healthy(*verifiers, draft)
         body = LONG | {"stream": True}
         with (
@@ -75,9 +94,11 @@ def test_a_killed_verifier_is_not_seen(chat_folder: Path, wanted: str) -> None:
     assert "".join(texts) == wanted
 
 
-def test_a_text_waits_for_its_only_draft_service_to_come_back(demo_pair: Pair, chat_folder: Path, wanted: str) -> None:
-    with Cluster() as cluster:
-        draft = cluster.draft(demo_pair.verifier, model=chat_folder)
+def test_a_text_waits_for_its_only_draft_service_to_come_back(
+    verifier: Service, chat_folder: Path, wanted: str
+) -> None:
+    with Cluster(FLAGS) as cluster:
+        draft = cluster.draft(verifier, model=chat_folder)
         wait_healthy(draft)
         with (
             running_front(draft.address, retry_timeout=60.0) as url,
@@ -92,9 +113,9 @@ def test_a_text_waits_for_its_only_draft_service_to_come_back(demo_pair: Pair, c
     assert "".join(texts) == wanted
 
 
-def test_a_full_service_is_429_and_a_slow_one_504(demo_pair: Pair, chat_folder: Path) -> None:
-    with Cluster() as cluster:
-        draft = cluster.draft(demo_pair.verifier, model=chat_folder, flags="--max-sequences 1 --max-waiting 0")
+def test_a_full_service_is_429_and_a_slow_one_504(verifier: Service, chat_folder: Path) -> None:
+    with Cluster(FLAGS) as cluster:
+        draft = cluster.draft(verifier, model=chat_folder, flags="--max-sequences 1 --max-waiting 0")
         wait_healthy(draft)
         with (
             running_front(draft.address, retry_timeout=0.0, timeout=0.5) as url,
