@@ -12,7 +12,7 @@ import openai
 import pytest
 import soundfile
 
-from outrider.client import Client, Event
+from outrider.client import Client, Event, Transcription
 from outrider.http import transcription
 from outrider.http.pair import Pair
 from tests.cluster import Cluster, wait_healthy
@@ -67,28 +67,26 @@ def test_a_file_need_not_say_how_long_it_is(speech: tuple[str, Client], monkeypa
     assert (error["param"], error["message"]) == ("file", "file has more than 1 s; cut it")
 
 
-def test_long_audio_has_segments_with_times(speech: tuple[str, Client]) -> None:
-    url, ours = speech
-    wanted = ours.transcribe(LONG, timestamps=True).wait()
+@pytest.fixture(scope="module")
+def wanted(speech: tuple[str, Client]) -> Transcription:
+    """That of `LONG` by our own client."""
+    return speech[1].transcribe(LONG, timestamps=True).wait()
+
+
+def test_long_audio_has_segments_with_times_and_its_windows_count_as_texts(
+    speech: tuple[str, Client], wanted: Transcription
+) -> None:
+    url, _ = speech
+    before = parse(plain.get(f"{url}/metrics").text)
     data = {"response_format": "verbose_json", "timestamp_granularities[]": "segment"}
     found = plain.post(url + PATH, files={"file": LONG.read_bytes()}, data=data, timeout=60).json()
+    after = parse(plain.get(f"{url}/metrics").text)
     assert found["text"] == wanted.text
     assert found["duration"] == wanted.duration
     assert [(each["start"], each["end"], each["text"]) for each in found["segments"]] == [
         (each.start, each.end, each.text) for each in wanted.segments
     ]
-    subtitles = plain.post(url + PATH, files={"file": CLIP.read_bytes()}, data={"response_format": "srt"}, timeout=60)
-    assert subtitles.text.startswith("1\n00:00:")
-    assert subtitles.text.count(" --> ") >= 1
-
-
-def test_its_windows_count_as_texts(speech: tuple[str, Client]) -> None:
-    url, ours = speech
-    windows = ours.transcribe(LONG, timestamps=True).wait().completions
-    before = parse(plain.get(f"{url}/metrics").text)
-    answer = plain.post(url + PATH, files={"file": LONG.read_bytes()}, data={"response_format": "srt"}, timeout=60)
-    assert answer.status_code == 200
-    after = parse(plain.get(f"{url}/metrics").text)
+    windows = wanted.completions
 
     def grown(name: str) -> float:
         return after[f"outrider_http_{name}"][()] - before[f"outrider_http_{name}"][()]
@@ -98,11 +96,18 @@ def test_its_windows_count_as_texts(speech: tuple[str, Client]) -> None:
     assert grown("prompt_tokens_total") == sum(each.usage.prompt_tokens for each in windows)
 
 
+def test_subtitles(speech: tuple[str, Client]) -> None:
+    files = {"file": CLIP.read_bytes()}
+    subtitles = plain.post(speech[0] + PATH, files=files, data={"response_format": "srt"}, timeout=60)
+    assert subtitles.text.startswith("1\n00:00:")
+    assert subtitles.text.count(" --> ") >= 1
+
+
 def test_the_time_limit_is_of_all_windows(
-    speech: tuple[str, Client], speech_draft: str, monkeypatch: pytest.MonkeyPatch
+    speech_draft: str, wanted: Transcription, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     limit = 4.0
-    count = len(speech[1].transcribe(LONG, timestamps=True).wait().completions)
+    count = len(wanted.completions)
     generate = Pair.generate
 
     async def slow(pair: Pair, *arguments: Any, **options: Any) -> AsyncGenerator[Event, None]:
