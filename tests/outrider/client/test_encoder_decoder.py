@@ -180,8 +180,8 @@ PROMPT = "translate this, please."
 async def test_a_lost_stream_continues_with_the_same_input(
     addresses: dict[str, str], name: str, own: dict[str, Any]
 ) -> None:
-    """Cut at many bytes; language and timestamps are in the decoder's prompt of the continued request."""
-    options = {**own, "temperature": 1.0, "seed": 3, "max_new_tokens": 60, "ignore_eos": True, "gamma": 2}
+    """Cut at some bytes; language and timestamps are in the decoder's prompt of the continued request."""
+    options = {**own, "temperature": 1.0, "seed": 3, "max_new_tokens": 40, "ignore_eos": True, "gamma": 2}
     prompt = decoder_prompt(name, language=DE, timestamps=True)
     resumes = 0
     with Proxy(addresses[name]) as first, Proxy(addresses[name]) as second:
@@ -190,12 +190,14 @@ async def test_a_lost_stream_continues_with_the_same_input(
                 whole = await client.complete(**options)
             total = sum(len(segment.data) for segment in seen if segment.way is Way.DOWN)
         for share in (0.6, 0.75, 0.9):
-            first.cut_after(round(share * total), Way.DOWN)
+            for proxy in (first, second):
+                proxy.cut_after(round(share * total), Way.DOWN)
             async with AsyncClient([first.address, second.address]) as client:
-                broken = [await client.complete(**options) for _ in range(2)]  # one of them through the first
-            first.heal()
-            resumes += sum(completion.samples[0].num_resumes for completion in broken)
-            for each in (whole, *broken):
+                broken = await client.complete(**options)
+            for proxy in (first, second):
+                proxy.heal()
+            resumes += broken.samples[0].num_resumes
+            for each in (whole, broken):
                 assert (each.text, each.token_ids) == (whole.text, whole.token_ids)
                 assert list(each.started.prompt_token_ids) == prompt
     assert resumes >= 2
@@ -214,17 +216,19 @@ def _run(command: str, line: str) -> str:
     return done.stdout
 
 
-def test_the_command_prints_segments_and_json(address: str, talk: Path) -> None:
+def test_the_command_prints_segments_and_json(address: str, tmp_path: Path) -> None:
+    talk = tmp_path / "talk.flac"
+    soundfile.write(talk, noise(1.9, seed=1), RATE)
     with Client(address) as client:
         expected = client.transcribe(talk, language="de", max_new_tokens=COUNT).wait()
     options = f"--draft {address} {talk} --language de --max-new-tokens {COUNT}"
     document = json.loads(_run("transcribe", f"{options} --json"))
     assert document["text"] == expected.text
-    assert document["duration"] == pytest.approx(4.7)
+    assert document["duration"] == pytest.approx(1.9)
     assert [Segment(**each | {"token_ids": tuple(each["token_ids"])}) for each in document["segments"]] == (
         expected.segments
     )
-    assert len(document["windows"]) == len(expected.completions)
+    assert len(document["windows"]) == len(expected.completions) > 1
     plain = _run("transcribe", options)
     assert plain == "".join(f"{segment.text.strip()}\n" for segment in expected.segments)
     timed = _run("transcribe", f"{options} --timestamps")
