@@ -7,12 +7,13 @@ from collections.abc import Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import grpc
 import pytest
 
-from outrider.client import Chunk, Client, Completion, Event
+from outrider.client import Chunk, Client, Completion, Event, Options
 from protos.outrider.v1 import draft_service_pb2
 from protos.outrider.v1.draft_service_pb2_grpc import DraftServiceStub
 from tests.cluster import Cluster, Service, wait_healthy, wait_until
@@ -29,6 +30,7 @@ from tests.operations.metrics_in_use import (
     query,
     read_rules,
 )
+from tests.slow_steps import STEP_SECONDS, slow_steps
 
 FIELDS: dict[str, Any] = {"max_new_tokens": 24, "ignore_eos": True, "gamma": 4}
 
@@ -37,30 +39,34 @@ FIELDS: dict[str, Any] = {"max_new_tokens": 24, "ignore_eos": True, "gamma": 4}
 class Watched:
     """Two verifiers, two draft services of both, and a collector of their traces.
 
-    The first draft service traces only requests with a recorded trace; the second traces all.
+    The first draft service traces only requests with a recorded trace; the second traces all. `step_seconds` is a file
+    for `slow_steps`.
     """
 
     verifiers: list[Service]
     drafts: list[Service]
     collector: Collector
+    step_seconds: Path
 
     def client(self) -> Client:
         return Client([draft.address for draft in self.drafts], timeout=120)
 
 
 @pytest.fixture(scope="module")
-def watched() -> Iterator[Watched]:
+def watched(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Watched]:
     """Healthy services. The last tests leave none of it whole."""
     soon = {"OTEL_BSP_SCHEDULE_DELAY": "200"}  # milliseconds between two exports
+    file = tmp_path_factory.mktemp("slow") / "step-seconds"
+    slow: dict[str, Any] = {"fault": "slow_steps", "env": soon | {STEP_SECONDS: str(file)}}
     with collecting() as collector, Cluster(f"--otlp-endpoint http://{collector.address}") as cluster:
-        verifiers = [cluster.verifier(flags="--grace 30", env=soon) for _ in range(2)]
+        verifiers = [cluster.verifier(flags="--grace 30", **slow) for _ in range(2)]
         drafts = [
             # So little grace that some requests outlast it.
             cluster.draft(*verifiers, flags=f"--trace-sample {share} --grace 2", env=soon)
             for share in (0, 1)
         ]
         wait_healthy(*verifiers, *drafts)
-        yield Watched(verifiers, drafts, collector)
+        yield Watched(verifiers, drafts, collector, file)
 
 
 def finished(draft: Service, traceparent: str | None = None, **fields: Any) -> list[draft_service_pb2.GenerateFinished]:
@@ -205,14 +211,16 @@ def test_the_tables_of_metrics_are_whole(watched: Watched) -> None:
     assert seen == {family: row.labels for family, row in rows.items()}
 
 
-REQUESTS, TOKENS = 4, 400  # a shorter text may end before this process stops its verifier
+REQUESTS, TOKENS, GAMMA = 4, 80, 4
+STEP_S = 0.1  # a text has at least TOKENS / (GAMMA + 1) steps: none ends before this process stops a service
 PROMPT = "def area(radius):\n"
 
 
 def write(client: Client, seed: int, begun: threading.Event) -> Completion:
     """One text, the same for a seed whichever service writes it. `begun` is set at its first chunk."""
     taken: list[Event] = []
-    for event in client.generate(PROMPT, temperature=1.0, seed=seed, max_new_tokens=TOKENS, ignore_eos=True):
+    options: Options = {"temperature": 1.0, "seed": seed, "max_new_tokens": TOKENS, "ignore_eos": True, "gamma": GAMMA}
+    for event in client.generate(PROMPT, **options):
         taken.append(event)
         if isinstance(event, Chunk):
             begun.set()
@@ -239,7 +247,7 @@ def undisturbed(watched: Watched) -> Sequence[str]:
 def test_a_draining_verifier_hands_its_sequences_over(watched: Watched, undisturbed: Sequence[str]) -> None:
     """It is frozen until SIGTERM is pending, so that its texts have not ended, however fast this machine is."""
     leaving, staying = watched.verifiers
-    with watched.client() as client, writing(client) as texts:
+    with slow_steps(watched.step_seconds, STEP_S), watched.client() as client, writing(client) as texts:
         leaving.process.send_signal(signal.SIGSTOP)
         try:
             sequences = {"metric": "outrider_verifier_sequences", "verifier": leaving.address}
@@ -262,7 +270,7 @@ def test_clients_leave_a_draining_draft_service_for_another(watched: Watched, un
     """The verifier is frozen until the draft service has ended: so the texts outlast its grace on any machine."""
     leaving, _ = watched.drafts
     (verifier,) = [each for each in watched.verifiers if each.returncode is None]
-    with watched.client() as client, writing(client) as texts:
+    with slow_steps(watched.step_seconds, STEP_S), watched.client() as client, writing(client) as texts:
         verifier.process.send_signal(signal.SIGSTOP)
         try:
             leaving.process.send_signal(signal.SIGTERM)
