@@ -65,7 +65,7 @@ class Endpoint(StrEnum):
     FRAIL = "frail"  # a draft service whose own link to the verifier is cut now and then
 
 
-CLIENTS = {Endpoint.DRAFT: 40, Endpoint.FRAIL: 8}
+CLIENTS = {Endpoint.DRAFT: 32, Endpoint.FRAIL: 16}
 
 
 class Behaviour(StrEnum):
@@ -81,12 +81,12 @@ class Behaviour(StrEnum):
 
 
 SHARES: dict[Behaviour, float] = {
-    Behaviour.PLAIN: 0.29,
-    Behaviour.CANCEL: 0.17,
-    Behaviour.SLOW: 0.16,  # they take long: with fewer of them the run would last until the last one
-    Behaviour.DEADLINE: 0.15,
-    Behaviour.TIME_LIMIT: 0.08,
-    Behaviour.CUT: 0.15,
+    Behaviour.PLAIN: 0.27,
+    Behaviour.CANCEL: 0.14,
+    Behaviour.SLOW: 0.24,  # they take long: with fewer of them the run would last until enough have failed
+    Behaviour.DEADLINE: 0.13,
+    Behaviour.TIME_LIMIT: 0.10,
+    Behaviour.CUT: 0.12,
 }
 
 FAILURES: dict[Behaviour, set[tuple[str, str]]] = {
