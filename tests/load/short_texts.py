@@ -52,13 +52,15 @@ class ShortText:
 
 
 def texts(count: int, alone: Alone, *, seed: int = 0) -> Iterator[ShortText]:
-    """Yield `count` requests: all drafters, rules, temperatures and lengths in turn, the rest by chance."""
-    kinds = list(product(DRAFTERS, RULES, (0.0, 1.0), range(1, LONGEST + 1)))
+    """Yield `count` requests: drafters in turn, each with all rules, temperatures and lengths; the rest by chance."""
     chance = random.Random(seed)
+    kinds: dict[Drafter, list[tuple[str, float, int]]] = {drafter: [] for drafter in DRAFTERS}
     for number in range(count):
-        if number % len(kinds) == 0:
-            chance.shuffle(kinds)
-        drafter, rule, temperature, length = kinds[number % len(kinds)]
+        drafter = DRAFTERS[number % len(DRAFTERS)]
+        if not kinds[drafter]:
+            kinds[drafter] = list(product(RULES, (0.0, 1.0), range(1, LONGEST + 1)))
+            chance.shuffle(kinds[drafter])
+        rule, temperature, length = kinds[drafter].pop()
         prompt = chance.choice(PROMPTS)
         options = Options(drafter=drafter, rule=rule, temperature=temperature, max_new_tokens=length, ignore_eos=True)
         text_seed = chance.choice(SEEDS) if rule == "coupled" and temperature else None

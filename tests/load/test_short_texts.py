@@ -21,13 +21,16 @@ from tests.cluster import Cluster, Service, wait_healthy, wait_until
 from tests.load.broken import AFTER, EVERY, FILE, INSTEAD, break_component
 from tests.load.short_texts import DRAFT_FLAGS, Alone, load, texts, wait_idle, write_alone, write_tiny_pair
 
-COUNT = 600
-COUNTS = (16, pytest.param(200, marks=[pytest.mark.slow, pytest.mark.timeout(1200)]))
-"""Texts at a time while a component fails, for each way in which it does."""
-COUNT_TOGETHER = 200
-"""Texts while all fail, for each way."""
-MOST_BATCHES = 8
+COUNT = 336
+"""Each drafter with each rule, temperature and length twice."""
+COUNTS = (7, pytest.param(200, marks=[pytest.mark.slow, pytest.mark.timeout(1200)]))
+"""Texts at a time while a component fails, for each way in which it does: one of each drafter at the least."""
+COUNT_TOGETHER = 168
+"""Texts while all fail, for each way: each drafter with each rule, temperature and length."""
+MOST_BATCHES = 18
 """Until a component is called: chance and the load decide which texts reach it."""
+AT_REST = {"kv_check"}
+"""Components that are called only while all is idle."""
 IDLE_CALL_WITHIN_S = 10.0
 ERRORS = "outrider_internal_errors_total"
 UNREACHED = {
@@ -93,11 +96,11 @@ async def _break_each(services: tuple[Service, Service], file: Path, count: int)
         for component, when in product(errors(services), (INSTEAD, AFTER)):
             before = errors(services)[component]
             break_component(file, component, when)
-            for batch in range(1 if component in UNREACHED else MOST_BATCHES):
+            for batch in range(1 if component in AT_REST | UNREACHED.keys() else MOST_BATCHES):
                 await write(count, alone, batch)
                 if errors(services)[component] > before:
                     break
-            else:  # some components are called only while all is idle
+            else:  # perhaps it is called only while all is idle
                 with suppress(AssertionError):
                     wait = 0.0 if component in UNREACHED else IDLE_CALL_WITHIN_S
                     wait_until(lambda: errors(services)[component] > before, wait)  # noqa: B023
