@@ -1,7 +1,7 @@
-"""The client on its host: a program that has draft services write texts, all at once, and reports each as it comes.
+"""The client on its host: has draft services write texts, all at once, and reports each as it comes.
 
-Its arguments are an address and, as JSON, the fields of `TLS` and the requests: prompt and options of each. It prints
-JSON, a line for each chunk and each end, with the number of the request.
+The fork server runs it. Its arguments are an address and, as JSON, the fields of `TLS` and the requests: prompt and
+options of each. It prints JSON, a line for each chunk and each end, with the number of the request.
 """
 
 import asyncio
@@ -30,10 +30,11 @@ async def write(client: AsyncClient, number: int, prompt: str, options: Any) -> 
         report(error=f"{error.code.name}: {error.message}", ended=True)
 
 
-async def main(address: str, tls: str, requests: str) -> None:
+async def write_all(address: str, tls: str, requests: str) -> None:
     async with AsyncClient(address, tls=TLS(**json.loads(tls)), timeout=TIMEOUT_S) as client:
         await asyncio.gather(*(write(client, number, *each) for number, each in enumerate(json.loads(requests))))
 
 
-if __name__ == "__main__":
-    asyncio.run(main(*sys.argv[1:]))
+def main() -> int:
+    asyncio.run(write_all(*sys.argv[1:]))
+    return 0

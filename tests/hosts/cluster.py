@@ -7,9 +7,8 @@ from __future__ import annotations
 
 import json
 import signal
-import subprocess
-import sys
 import threading
+import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
@@ -17,10 +16,9 @@ from pathlib import Path
 from typing import Any
 
 import tests.cluster
-from outrider.cli.processes import service_environment
 from tests.certificates import Authority
 from tests.cluster import Service, wait_until
-from tests.machine import TOOLS
+from tests.fork_server import fork_server
 from tests.metrics import Samples, parse
 from tests.network import Network
 from tests.slow_steps import STEP_SECONDS, slow_steps
@@ -127,26 +125,29 @@ class Cluster:
     def writing(self, requests: Sequence[Request], step_seconds: float = 0.0) -> Iterator[list[Text]]:
         """Have all texts written at once, until the block ends without an error; meanwhile steps take so long."""
         tls = json.dumps(self._tls(CLIENT, "drafts"))
-        program = [sys.executable, "-m", "tests.hosts.agent", f"drafts:{PORT}", tls, json.dumps(requests)]
-        env = TOOLS | service_environment(1)
+        arguments = [f"drafts:{PORT}", tls, json.dumps(requests)]
         texts = [Text() for _ in requests]
 
         def read(lines: Any) -> None:
-            for number, message in map(json.loads, lines):
-                texts[number].take(message)
+            for line in lines:
+                if line.startswith("["):
+                    number, message = json.loads(line)
+                    texts[number].take(message)
+                else:
+                    print("agent:", line, end="")
 
-        with subprocess.Popen(
-            [*self.network.on(CLIENT), *program], stdout=subprocess.PIPE, text=True, env=env
-        ) as agent:
-            reader = threading.Thread(target=read, args=(agent.stdout,))
-            reader.start()
-            try:
-                with slow_steps(self._step_seconds, step_seconds):
-                    yield texts
-                assert agent.wait(SOON_S) == 0
-            finally:
-                agent.kill()
-                reader.join()
+        agent = fork_server().fork("tests.hosts.agent", arguments, namespaces=self.network.namespaces(CLIENT))
+        reader = threading.Thread(target=read, args=(agent.stdout,))
+        reader.start()
+        try:
+            with slow_steps(self._step_seconds, step_seconds):
+                yield texts
+            assert agent.wait(SOON_S) == 0
+        finally:
+            agent.kill()
+            agent.wait()
+            reader.join()
+            agent.stdout.close()  # type: ignore[union-attr]
         assert all(text.ended and not text.error for text in texts), texts
 
     def metrics(self, host: str) -> Samples:
@@ -167,14 +168,17 @@ class Cluster:
         return int(sum(each[(("reason", reason),)] for each in found))
 
     def settle(self) -> None:
-        """Return when both draft services count both verifiers as healthy; a text may show it to them."""
+        """Return when both draft services count both verifiers as healthy; texts are the trial of one that failed."""
 
         def settled() -> bool:
-            known = [self.metrics(draft)["outrider_verifiers"][(("status", "ready"),)] for draft in DRAFTS]
-            if known == [len(VERIFIERS)] * len(DRAFTS):
+            known = [self.metrics(draft)["outrider_verifiers"] for draft in DRAFTS]
+            ready, on_trial = ([each[(("status", status),)] for each in known] for status in ("ready", "recovering"))
+            if ready == [len(VERIFIERS)] * len(DRAFTS):
                 return True
-            with self.writing([("def", {"max_new_tokens": 2, "seed": 1})] * 4):
-                pass
+            if [sum(counts) for counts in zip(ready, on_trial, strict=True)] == [len(VERIFIERS)] * len(DRAFTS):
+                with self.writing([("def", {"max_new_tokens": 2, "seed": 1})] * 4):
+                    pass
+            time.sleep(0.5)  # each look at the metrics starts two processes
             return False
 
         wait_until(settled, SOON_S)
