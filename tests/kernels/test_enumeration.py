@@ -55,7 +55,11 @@ def with_zeros(rule: Rule) -> TinyPair:
     return replace(pair, logits=(first, second, third))
 
 
-PAIRS = {"dense and sparse": mixed, "truncated, with zeros and disjoint supports": with_zeros}
+PAIRS: dict[str, Callable[[Rule], TinyPair]] = {
+    "whole": lambda rule: random_pair(1, rule=rule),
+    "dense and sparse": mixed,
+    "truncated, with zeros and disjoint supports": with_zeros,
+}
 
 
 @EXACT_RULES
