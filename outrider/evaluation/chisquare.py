@@ -119,13 +119,24 @@ def chi2_sf(x: float, df: int) -> float:
 
 
 def noncentral_sf(x: float, df: int, noncentrality: float) -> float:
-    """Return the chance that noncentral χ² exceeds `x`: a mixture of χ² of df + 2j with Poisson weights, mean λ/2."""
+    """Return the chance that noncentral χ² exceeds `x`: a mixture of χ² of df + 2j with Poisson weights, mean λ/2.
+
+    Two more degrees of freedom add one term: Γ(a + 1, z)/Γ(a + 1) = Γ(a, z)/Γ(a) + z^a e^-z/Γ(a + 1) (6.5.21).
+    """
     mean = noncentrality / 2
-    if mean == 0 or x == math.inf:
+    if mean == 0 or x == math.inf or x <= 0:
         return chi2_sf(x, df)
     width = 9 * math.sqrt(mean) + 20
-    terms = range(max(0, int(mean - width)), int(mean + width))
-    return math.fsum(math.exp(j * math.log(mean) - mean - math.lgamma(j + 1)) * chi2_sf(x, df + 2 * j) for j in terms)
+    first = max(0, int(mean - width))
+    sf, terms = chi2_sf(x, df + 2 * first), []
+    for j in range(first, int(mean + width)):
+        terms.append(_poisson(j, mean) * sf)
+        sf += _poisson(df / 2 + j, x / 2)
+    return math.fsum(terms)
+
+
+def _poisson(k: float, mean: float) -> float:
+    return math.exp(k * math.log(mean) - mean - math.lgamma(k + 1))
 
 
 def _root(decreasing: Callable[[float], float]) -> float:

@@ -18,6 +18,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import TypeVar
 
 import numpy as np
@@ -32,7 +33,7 @@ _LEAST_MASS = 1e-9
 Name = TypeVar("Name")
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Distribution:
     """A next-token distribution: the most probable tokens, and the rest as one cell.
 
@@ -48,15 +49,28 @@ class Distribution:
     edge: frozenset[int] | None = None
     is_sure: bool = True
 
-    @property
+    @cached_property
     def rest(self) -> float:
         return max(1.0 - float(self.p.sum()), _LEAST_MASS)
 
+    @cached_property
+    def _cells(self) -> dict[int, int]:
+        return {token: cell for cell, token in enumerate(self.ids.tolist())}
+
+    @cached_property
+    def _begins(self) -> tuple[list[float], list[float]]:
+        """Where each cell begins, side by side by probability, and by token id."""
+        by_probability, by_id = np.zeros(len(self.ids)), np.zeros(len(self.ids))
+        order = np.argsort(self.ids)
+        by_probability[1:] = self.p[:-1].cumsum()
+        by_id[order[1:]] = self.p[order[:-1]].cumsum()
+        return by_probability.tolist(), by_id.tolist()
+
     def cell(self, token: int) -> int:
         """Return the index of a token; K for the rest, K + 1 for an impossible one."""
-        found = np.flatnonzero(self.ids == token)
-        if len(found):
-            return int(found[0])
+        found = self._cells.get(token)
+        if found is not None:
+            return found
         return len(self.ids) + (self.edge is not None and token not in self.edge)
 
     def place(self, token: int, share: float, *, by_id: bool) -> float | None:
@@ -69,8 +83,7 @@ class Distribution:
             return None
         if cell == len(self.ids):
             return 1.0 - self.rest * (1.0 - share)
-        before = self.p[self.ids < token] if by_id else self.p[:cell]
-        return float(before.sum() + share * self.p[cell])
+        return self._begins[by_id][cell] + share * float(self.p[cell])
 
 
 def next_tokens(

@@ -28,15 +28,13 @@ def whole(each: Distribution) -> Array:
 
 def write(table: list[Distribution], uniforms: Array) -> list[list[tuple[Distribution, int]]]:
     """Texts by inverse CDF, as the services draw: `uniforms` are `[texts, tokens]`."""
-    edges = [whole(each).cumsum() for each in table]
-    texts = []
-    for row in uniforms:
-        last, text = 0, []
-        for u in row:
-            token = min(int(edges[last].searchsorted(u, "right")), VOCABULARY - 1)
+    edges = np.stack([whole(each).cumsum()[:-1] for each in table])
+    before, texts = np.zeros(len(uniforms), dtype=np.int64), list[list[tuple[Distribution, int]]]([] for _ in uniforms)
+    for column in uniforms.T:
+        tokens = (column[:, None] >= edges[before]).sum(axis=1)
+        for text, last, token in zip(texts, before.tolist(), tokens.tolist(), strict=True):
             text.append((table[last], token))
-            last = token
-        texts.append(text)
+        before = tokens
     return texts
 
 
