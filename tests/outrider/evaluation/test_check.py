@@ -51,7 +51,7 @@ FEW = Plan(
     load=8, alone=4, resumed=4, tokens=6, equal=2, equal_tokens=20, prompts=("abc", "hello"), gammas=(1, 4),
     settings=(SamplingParams(),),
 )  # fmt: skip
-PLAN = replace(FEW, load=50, alone=6, resumed=12, tokens=30)
+PLAN = replace(FEW, load=18, alone=4, resumed=12, tokens=60, gammas=(2, 8))
 ONE_PLACE = replace(FEW, load=1, alone=1, resumed=1, equal=1, equal_tokens=8, gammas=(4,))
 
 
@@ -99,7 +99,7 @@ def test_an_exact_deployment_passes(pair: PairServices) -> None:
 @pytest.mark.parametrize(
     ("fault", "in_verifier", "plan", "test"),
     [
-        ("untruncated_q", False, replace(ONE_PLACE, load=64, tokens=30, settings=(NARROW,)), BY_PROBABILITY),
+        ("untruncated_q", False, replace(ONE_PLACE, load=20, tokens=60, settings=(NARROW,)), BY_PROBABILITY),
         pytest.param(
             "negative_residual",
             True,
@@ -107,7 +107,7 @@ def test_an_exact_deployment_passes(pair: PairServices) -> None:
             BY_PROBABILITY,
             marks=pytest.mark.slow,
         ),
-        ("draws_again_after_a_resume", True, replace(ONE_PLACE, resumed=48), BY_ID),
+        ("draws_again_after_a_resume", True, replace(ONE_PLACE, resumed=44, tokens=3), BY_ID),
     ],
 )
 def test_a_biased_service_is_found(fault: str, in_verifier: bool, plan: Plan, test: str, pair: PairServices) -> None:
@@ -128,7 +128,7 @@ def test_a_biased_service_is_found(fault: str, in_verifier: bool, plan: Plan, te
 )
 def test_text_of_a_seed_that_depends_on_the_draft_is_found(local: bool, pair: PairServices) -> None:
     with pair.with_fault("noise_of_the_round", in_verifier=True) as service:
-        report = checked(pair, service.address, FEW, local=local)
+        report = checked(pair, service.address, replace(FEW, load=1, alone=1, resumed=1), local=local)
     references = {TARGET_ALONE, LOCAL_TARGET} if local else {TARGET_ALONE}
     assert {(each.kind, each.reference) for each in report.wrong_texts} == {("coupled", each) for each in references}
     assert all(each.differences for each in report.equalities if each.kind == "coupled")
@@ -153,10 +153,9 @@ def test_a_copy_in_another_dtype_differs_by_rounding_alone(pair: PairServices) -
     assert local.gaps(0, changed, None)[9] > ROUNDING["bfloat16"]
 
 
-@pytest.mark.parametrize("temperature", [0.7, 1.5])
-async def test_both_references_leave_out_the_same_prefixes(temperature: float, pair: PairServices) -> None:
+async def test_both_references_leave_out_the_same_prefixes(pair: PairServices) -> None:
     """Those where rounding may move the cut of top-p, by the sum of probabilities at this temperature."""
-    params, wide = SamplingParams(temperature=temperature, top_p=0.8), 0.1
+    params, wide = SamplingParams(temperature=0.7, top_p=0.8), 0.1
     async with AsyncClient(pair.draft().address) as client:
         text = await client.complete("abc", max_new_tokens=60, temperature=1.0, seed=5, ignore_eos=True)
         prompts = [text.started.prompt_token_ids]
@@ -214,7 +213,7 @@ def test_an_unreported_token_may_be_a_near_tie_by_its_noise() -> None:
 
 
 def test_the_command_without_a_local_target(pair: PairServices, tmp_path: Path) -> None:
-    done = command(pair, tmp_path, "--texts", "24", "--tokens", "3", "--json")
+    done = command(pair, tmp_path, "--texts", "12", "--tokens", "3", "--json")
     assert done.exit_code == 0, done.output
     document: dict[str, Any] = json.loads(done.stdout)
     assert document["is_biased"] is False
