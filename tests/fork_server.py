@@ -248,6 +248,10 @@ def _poll(child: int, children: set[int]) -> int | None:
 
 
 def _become(request: Request, output: int) -> NoReturn:
+    from huggingface_hub import constants as hub
+
+    from outrider.service.logs import flush_all
+
     service, arguments, environment, fault, namespaces = request
     # Into a session of its own, so that a terminal's Ctrl-C goes to the tests alone.
     os.setsid()
@@ -257,9 +261,10 @@ def _become(request: Request, output: int) -> NoReturn:
     os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
     os.environ.clear()
     os.environ.update(environment)
+    # The package of the hub has read its variables when it was imported.
+    hub.HF_HUB_CACHE = environment.get("HF_HUB_CACHE", hub.HF_HUB_CACHE)
     sys.argv = [service, *arguments]
     code = 1
-    from outrider.service.logs import flush_all
 
     try:
         for name in namespaces:

@@ -24,13 +24,10 @@ from tests.machine import absent
 
 START_S = 90.0
 OUTRIDER = (sys.executable, "-c", "from outrider.cli import main; main()")
-# `outrider serve` with services from a fork server: its own test starts them as its user does. From one of its own, as
-# the package of the hub reads its variables when it is imported.
+# `outrider serve` with services from the fork server: its own test starts them as its user does.
 _SERVE = """
-import os
 from outrider.cli import main, processes
-from tests.fork_server import ADDRESS, ForkedService
-os.environ.pop(ADDRESS, None)
+from tests.fork_server import ForkedService
 processes.ServiceProcess = ForkedService
 main()
 """
