@@ -95,7 +95,7 @@ def _written(folder: Path) -> Iterator[Any]:
     no_objects = {"kustomization.yaml", *file.get("configurations", ())}
     texts = [patch["patch"] for patch in file.get("patches", ()) if "patch" in patch]
     texts += [path.read_text(encoding="utf-8") for path in folder.glob("*.yaml") if path.name not in no_objects]
-    return (each for text in texts for each in yaml.safe_load_all(text) if isinstance(each, dict))
+    return (each for text in texts for each in yaml.load_all(text, yaml.CSafeLoader) if isinstance(each, dict))
 
 
 @pytest.mark.parametrize("folder", ["base", *OVERLAYS, *(f"components/{name}" for name in _folders("components"))])
