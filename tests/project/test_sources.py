@@ -1,11 +1,14 @@
 """Each module has a docstring and stays small enough to be read at once."""
 
-import ast
+import re
 
 from tests.project.tree import ROOT, is_generated, sources
 
 MOST_LINES = 500
 """Of one file; a longer one has two reasons to change."""
+
+_DOCSTRING = re.compile(r'(?:#.*\n|\s)*"""')
+"""At the beginning of a file, after comments."""
 
 
 def test_every_module_has_a_docstring() -> None:
@@ -14,7 +17,7 @@ def test_every_module_has_a_docstring() -> None:
         for path in sources(".py")
         if not is_generated(path)
         and not (path.name == "__init__.py" and path.is_relative_to(ROOT / "tests") and path.stat().st_size == 0)
-        and ast.get_docstring(ast.parse(path.read_text(encoding="utf-8"))) is None
+        and not _DOCSTRING.match(path.read_text(encoding="utf-8"))
     ]
     assert not silent, f"modules without a docstring: {', '.join(silent)}"
 
