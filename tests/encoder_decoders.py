@@ -261,28 +261,6 @@ def _generated(
     return [text[: text.index(EOS) + 1] if EOS in text else text for text in texts]  # longer rows pad the others
 
 
-def first_scores(name: str, encoder_input: Tensor) -> tuple[Tensor, Tensor]:
-    """The logits of the first token `[V]`, and of the second after each first one `[V, V]`; with the rules of
-    `generate`.
-    """
-    seen = []
-
-    class EachToken(LogitsProcessor):
-        """Row i writes token i."""
-
-        def __call__(self, _: Tensor, scores: Tensor) -> Tensor:
-            seen.append(scores.clone())
-            return torch.zeros(V, V).fill_diagonal_(1)
-
-    prompts = [decoder_prompt(name)] * V
-    with torch.inference_mode():
-        GenerationMixin.generate(
-            build(name), **_arguments(encoder_input[None], prompts), do_sample=False, max_new_tokens=2,
-            logits_processor=[EachToken()], use_cache=False,
-        )  # fmt: skip
-    return seen[0][0], seen[1]
-
-
 def scores_along(
     name: str, encoder_inputs: Sequence[Tensor], prompt: Sequence[int], texts: Sequence[Sequence[int]], noise: float
 ) -> list[np.ndarray]:

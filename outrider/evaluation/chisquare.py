@@ -159,11 +159,11 @@ def _merged(observed: Array, distribution: Array) -> tuple[Array, Array]:
     expected = distribution[inside] / distribution[inside].sum() * total
     if total == 0:
         return np.zeros(0), np.zeros(0)
-    groups = _groups(expected)
+    groups = groups_of(expected)
     return np.bincount(groups, observed[inside]), np.bincount(groups, expected)
 
 
-def _groups(expected: Array) -> Array:
+def groups_of(expected: Array) -> Array:
     """Return the group of each cell: its own, or that of all cells that expect too few counts."""
     order = np.argsort(expected, kind="stable")
     small = int((expected < LEAST_EXPECTED).sum())

@@ -2,7 +2,7 @@
 
 The reference is the text written by transformers in float64 with the noise of each position. The services must write
 the same tokens with every γ, with bad drafts, from any token on, and with no draft. Equality leaves nothing to chance;
-`test_first_tokens` has the distribution over many seeds, `test_independence` has other requests at the same time.
+`test_three_tokens` has the distribution over many seeds, `test_independence` has other requests at the same time.
 Acceptance is compared with its closed form, Σ_i 1/Σ_j max(p_j/p_i, q_j/q_i): noise that draft and target do not share
 would show in nothing else.
 """
