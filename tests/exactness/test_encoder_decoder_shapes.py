@@ -36,9 +36,9 @@ from tests.encoder_decoders import EN, EOS, PAD, START, bart_like, randomise, t5
 from tests.verifier_service.engines import Client
 from verifier_service.engine import VerifierEngine
 
-TEXTS, TOKENS = 4, 250
+TEXTS, TOKENS = 8, 125
 GAMMA = 7
-LONG = 264
+LONG = 136
 """Positions of a decoder."""
 VOCABULARY = 90
 RULES = {
@@ -71,7 +71,7 @@ SHAPES: dict[str, Callable[[], Any]] = {
     ),
     "t5, gated, no scale": lambda: _t5(
         d_model=48, d_kv=4, num_heads=6, num_layers=4, num_decoder_layers=1, feed_forward_proj="gated-silu",
-        tie_word_embeddings=False, relative_attention_max_distance=200,
+        tie_word_embeddings=False, relative_attention_max_distance=100,
     ),
     "t5, gated, own head": lambda: _with_own_head(
         _t5(num_heads=2, d_kv=16, feed_forward_proj="gated-gelu", tie_word_embeddings=False, layer_norm_epsilon=1e-3)
@@ -169,7 +169,7 @@ def test_texts_are_those_of_generate(name: str, tmp_path: Path) -> None:
     expected = generated(model, encoder_inputs)
     assert [len(text) for text in expected] == [TOKENS] * TEXTS
     assert len(set(map(tuple, expected))) == TEXTS, "the encoder's input matters"
-    assert min(len(set(text)) for text in expected) > 15
+    assert min(len(set(text)) for text in expected) > 11
     loaded = load_model(ModelSource(str(tmp_path), dtype="float32", device="cpu"))
     assert written(loaded, encoder_inputs, expected) == expected
 
