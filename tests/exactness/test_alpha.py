@@ -78,7 +78,8 @@ def test_alpha_is_what_services_accept(
     lenience = options.get("lenience", 1.0)
     draft_params = SamplingParams(options.get("draft_temperature", params.temperature), params.top_k)
     drafter = drafter_of(name, draft_params, markov, counting_flags)
-    prompts, options["n"], options["max_new_tokens"] = [PROMPT], 32, 64
+    # 1,200 positions are verified, one a round if γ is 1.
+    prompts, options["n"], options["max_new_tokens"] = [PROMPT], 32 if options["gamma"] == 1 else 23, 64
     if params.is_greedy:  # texts soon repeat themselves, and all is accepted
         prompts, options["n"], options["max_new_tokens"] = list(product(range(8), repeat=2)), 1, 3
     options |= {"temperature": params.temperature, "top_k": params.top_k, "drafter": name, "speculation": "fixed"}
