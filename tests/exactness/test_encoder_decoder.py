@@ -144,7 +144,7 @@ def distributions_along(name: str, encoder_input: torch.Tensor, tokens: Array, n
 
 @text_and_speech
 def test_coupled_text_is_the_same_with_every_drafter_gamma_and_company(pair: Pair) -> None:
-    own = inputs(pair.name, 4)
+    own = inputs(pair.name, 2)
     base = {"seed": 5, "rule": "coupled", "max_new_tokens": 40, "ignore_eos": True}
     ways: list[dict[str, Any]] = [
         {"gamma": 0}, {"gamma": 1}, {"gamma": 7}, {"drafter": "lookup"}, {"drafter": "random"}, {"drafter": "none"},
