@@ -271,9 +271,8 @@ class CostModel:
             if round_.overhead is None:
                 is_typical = True  # the first round: its step holds prompts
             elif math.isfinite(round_.overhead) and (is_typical or not has_overhead):
-                measured.add_overhead(
-                    math.ceil(self._passes(round_.drafted)), max(round_.overhead, 1e-9), round_.drafting
-                )
+                passes = -(-round_.drafted // self._tokens_per_pass)
+                measured.add_overhead(passes, max(round_.overhead, 1e-9), round_.drafting)
         else:
             is_typical = ALIKE < round_.sequences / self.active < 1 / ALIKE
         is_typical &= measured.overhead is not None
@@ -325,10 +324,6 @@ class CostModel:
             self._by_size[self.size] = _Measured(self.size)
         self._now = self._by_size[self.size]
 
-    def _passes(self, gamma: float) -> float:
-        """Return the draft's passes for a proposal; `gamma` may be a mean."""
-        return gamma if self._tokens_per_pass == 1 else math.ceil(gamma / self._tokens_per_pass)
-
     def _cycles(self, *, drafts: bool) -> _Cycles:
         """Return cycles of proposals or of `Decode`, at the nearest number of active sequences that has any."""
         return self._nearest(lambda each: each.cycles[drafts].ratio is not None).cycles[drafts]
@@ -350,14 +345,20 @@ class CostModel:
         step = self._cycles(drafts=drafts).step or self._step
         fitted = self._overhead() if drafts else None
         line = CostLine(0.0, 0.0) if fitted is None else fitted.line
+        # Numbers, not objects: it is called for each γ of each choice.
+        fixed, per_pass, step_fixed, step_per_token = line.fixed, line.per_token, step.fixed, step.per_token
+        active, tokens_per_pass = self.active, self._tokens_per_pass
 
         def seconds(gamma: float) -> float:
-            tokens, overhead = self.active * (gamma + 1), line.seconds(self._passes(gamma))
-            seconds = overhead + step.seconds(tokens)
-            if self.active > 1 and overhead > step.fixed:
-                half = step.seconds(tokens / 2)
-                seconds = half + max(half, overhead)
-            return max(seconds, 1e-9)
+            # γ may be a mean: only whole passes of several tokens are rounded up.
+            passes = gamma if tokens_per_pass == 1 else math.ceil(gamma / tokens_per_pass)
+            tokens, overhead = active * (gamma + 1), fixed + per_pass * passes
+            if active > 1 and overhead > step_fixed:
+                half = step_fixed + step_per_token * (tokens / 2)
+                seconds = half + (half if half > overhead else overhead)
+            else:
+                seconds = overhead + (step_fixed + step_per_token * tokens)
+            return seconds if seconds > 1e-9 else 1e-9
 
         return seconds
 

@@ -5,7 +5,7 @@ Policies, cost model and lingering are the services' own. Times and acceptances 
 
 import heapq
 import random
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import count
 
@@ -120,29 +120,28 @@ class ClosedLoop:
         stream.overhead = seconds if was_drafting and stream.gamma else None
         heapq.heappush(self._coming, (self._now + seconds, next(self._order), stream))
 
-    def _receive(self) -> None:
+    def _receive(self) -> Iterator[Stream]:
         while self._coming and self._coming[0][0] <= self._now:
             at, _, stream = heapq.heappop(self._coming)
             self._ready[stream] = at
             if stream.judged:
                 stream.turnaround.add(at - stream.judged)
+            yield stream
 
     def _wait(self) -> None:
         """Wait for a first round, then linger as the engine does."""
         if not self._ready:
             self._now = max(self._now, self._coming[0][0])
-        self._receive()
+        for _ in self._receive():
+            pass
         bound = min(MAX_LINGER, self._cost.line.fixed)
-        while True:
-            owing = [each for each in self.streams if each not in self._ready]
-            due = [each.judged + latest for each in owing if (latest := each.turnaround.latest()) is not None]
-            since = max(self._step_ended, min(self._ready.values()))
-            seconds = seconds_to_linger(self._now, since, due, bound)
-            if seconds <= 0:
-                return
-            until = self._now + seconds
-            self._now = min(until, self._coming[0][0]) if self._coming else until
-            self._receive()
+        since = max(self._step_ended, min(self._ready.values()))
+        owing = (entry[2] for entry in self._coming)
+        due = {each: each.judged + latest for each in owing if (latest := each.turnaround.latest()) is not None}
+        while (seconds := seconds_to_linger(self._now, since, due.values(), bound)) > 0:
+            self._now = min(self._now + seconds, self._coming[0][0])
+            for arrived in self._receive():
+                due.pop(arrived, None)
 
     def _step(self) -> int:
         self._wait()
