@@ -45,6 +45,14 @@ class Draft:
     def tokens_per_pass(self) -> int:
         return 1 + len(self.later)
 
+    def expected_tokens(self, gamma: int) -> float:
+        """Mean tokens of a round: the accepted ones and the next one."""
+        tokens = reached = 1.0
+        for position in range(gamma):
+            reached *= self.alpha_at(position)
+            tokens += reached
+        return tokens
+
 
 @dataclass(slots=True, eq=False)
 class Stream:
@@ -96,8 +104,12 @@ class ClosedLoop:
         heapq.heapify(self._coming)
 
     def run(self, seconds: float) -> float:
-        """Run for so long. Return tokens a second of all sequences together."""
-        until, began, tokens = self._now + seconds, self._now, 0
+        """Run for so long. Return tokens a second of all sequences together.
+
+        Each round counts with its expected tokens: γ is chosen before any draw of the round, so the mean is the same,
+        and the rate has a fraction of the noise.
+        """
+        until, began, tokens = self._now + seconds, self._now, 0.0
         while self._now < until:
             tokens += self._step()
         return tokens / (self._now - began)
@@ -143,7 +155,7 @@ class ClosedLoop:
             for arrived in self._receive():
                 due.pop(arrived, None)
 
-    def _step(self) -> int:
+    def _step(self) -> float:
         self._wait()
         began = self._now
         width = sum(stream.gamma + 1 for stream in self._ready)
@@ -155,7 +167,7 @@ class ClosedLoop:
         sequences = len(self._ready)
         return sum(self._judge(stream, width, sequences) for stream in list(self._ready))
 
-    def _judge(self, stream: Stream, tokens: int, sequences: int) -> int:
+    def _judge(self, stream: Stream, tokens: int, sequences: int) -> float:
         accepted = 0
         while accepted < stream.gamma and self._random.random() < stream.draft.alpha_at(accepted):
             accepted += 1
@@ -175,8 +187,9 @@ class ClosedLoop:
             sequences=sequences,
         )
         stream.judged = self._ready[stream] = self._now
+        expected = stream.draft.expected_tokens(stream.gamma)
         stream.decode -= 1
         if stream.decode <= 0:
             del self._ready[stream]
             self._begin_round(stream)
-        return accepted + 1
+        return expected
