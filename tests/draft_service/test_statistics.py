@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import cache
 
 import pytest
 
+from draft_service.speculation import LEAST_DECODED
 from draft_service.statistics import LONGEST_PAUSE, AcceptanceStatistics, CostModel, JudgedRound
 from outrider.service.cost_model import CostLine
 
@@ -17,15 +19,16 @@ STEP_COST = CostLine(0.008, 0.0003)
 def test_trials_of_drafting_cost_a_quarter_of_a_percent_while_it_does_not_pay(delay: float) -> None:
     """Also where the formula does not know what they cost: steps hold other sequences' tokens, and take longer."""
     statistics, costs, pauses = AcceptanceStatistics(), CostModel(), [0.0]
-    seconds = lost = 0.0
+    seconds, lost, gamma = 0.0, 0.0, 5
     for number in range(40_000):
         before = statistics.pause
-        gamma = statistics.choose(costs, CEILING) if costs.is_measured else 5
+        gamma = chosen(statistics, costs, gamma, number)
         pauses += [statistics.pause] if statistics.pause > before else []
         round_ = judged(gamma, accepted=0)
-        assert round_.seconds is not None
-        took = round_.seconds + (delay if statistics.is_trial else 0.0)
-        round_ = replace(round_, seconds=took, tokens=(10 if took > round_.seconds else 1) * round_.tokens)
+        took = round_.seconds or 0.0
+        if delay and statistics.is_trial:
+            took += delay
+            round_ = replace(round_, seconds=took, tokens=10 * round_.tokens)
         if number > 10_000:
             seconds += took
             lost += took - STEP_COST.seconds(1)
@@ -40,6 +43,14 @@ def test_trials_of_drafting_cost_a_quarter_of_a_percent_while_it_does_not_pay(de
     assert 0.002 * seconds < lost < 0.003 * seconds
 
 
+def chosen(statistics: AcceptanceStatistics, costs: CostModel, last: int, number: int) -> int:
+    """γ of this round. As in the service it is chosen for each proposal, and for several tokens of a `Decode`."""
+    if not costs.is_measured:
+        return 5
+    return statistics.choose(costs, CEILING) if last or number % LEAST_DECODED == 0 else 0
+
+
+@cache
 def judged(gamma: int, accepted: int, active: int = 1) -> JudgedRound:
     """A round: 1 ms for each drafted token, 1 ms of round trip, and a step of all active sequences."""
     tokens = active * (gamma + 1)
@@ -164,9 +175,9 @@ def test_at_another_number_of_sequences_it_does_not_draft_to_measure_that() -> N
 
 def run(statistics: AcceptanceStatistics, costs: CostModel, *, active: int, rounds: int) -> int:
     """Verdicts of sequences whose drafts are all rejected; returns the number of proposals."""
-    proposals = 0
-    for _ in range(rounds):
-        gamma = statistics.choose(costs, CEILING) if costs.is_measured else 5
+    proposals, gamma = 0, 5
+    for number in range(rounds):
+        gamma = chosen(statistics, costs, gamma, number)
         round_ = judged(gamma, accepted=0, active=active)
         costs.add(round_)
         statistics.add(round_, costs)
