@@ -207,38 +207,50 @@ def test_an_idle_stream_ends_for_a_queued_sequence() -> None:
     assert error.retry_after is not None
 
 
-def test_a_sequence_whose_prompt_is_scored_is_not_idle(tmp_path: Path) -> None:
-    """Its step takes longer than a client may be silent."""
-    file = tmp_path / "seconds"
+@pytest.fixture(scope="module")
+def seconds_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """See `slow_steps`."""
+    return tmp_path_factory.mktemp("slow") / "seconds"
+
+
+@pytest.fixture(scope="module")
+def impatient(seconds_file: Path) -> Iterator[Service]:
+    """A verifier whose steps may take longer than a client may be silent."""
     with Cluster("--idle-timeout 0.5") as cluster:
-        verifier = cluster.verifier(fault="slow_steps", env={STEP_SECONDS: str(file)})
+        verifier = cluster.verifier(fault="slow_steps", env={STEP_SECONDS: str(seconds_file)})
         verifier.wait_healthy()
-        with slow_steps(file, 1.5), grpc.insecure_channel(verifier.address) as channel, Stream(channel) as stream:
-            scored = opening()
-            scored.prompt_logprobs.top_n = 1
-            stream.open(scored)
-            while (reply := stream.take()).WhichOneof("kind") != "prompt_logprobs":
-                pass
+        yield verifier
+
+
+def test_a_sequence_whose_prompt_is_scored_is_not_idle(impatient: Service, seconds_file: Path) -> None:
+    with (
+        slow_steps(seconds_file, 1.5),
+        grpc.insecure_channel(impatient.address) as channel,
+        Stream(channel) as stream,
+    ):
+        scored = opening()
+        scored.prompt_logprobs.top_n = 1
+        stream.open(scored)
+        while (reply := stream.take()).WhichOneof("kind") != "prompt_logprobs":
+            pass
     assert len(reply.prompt_logprobs.logprobs) == len(PROMPT) - 1
 
 
-def test_a_round_that_comes_during_a_step_ends_the_clients_silence(tmp_path: Path) -> None:
-    """The engine takes the round only after the step, which lasts longer than a client may be silent."""
-    file = tmp_path / "seconds"
-    with ExitStack() as stack:
-        verifier = stack.enter_context(Cluster("--idle-timeout 0.5")).verifier(
-            fault="slow_steps", env={STEP_SECONDS: str(file)}
-        )
-        verifier.wait_healthy()
-        channel = stack.enter_context(grpc.insecure_channel(verifier.address))
-        waits, runs = (stack.enter_context(Stream(channel, name)) for name in ("waits", "runs"))
+def test_a_round_that_comes_during_a_step_ends_the_clients_silence(impatient: Service, seconds_file: Path) -> None:
+    """The engine takes the round only after the step."""
+    slow_before = len(impatient.logged(SLOW_STEP))
+    with (
+        grpc.insecure_channel(impatient.address) as channel,
+        Stream(channel, "waits") as waits,
+        Stream(channel, "runs") as runs,
+    ):
         waits.open()
         waits.decode(1, PROMPT)
         alone = list(waits.verdict().token_ids)
-        with slow_steps(file, 1.5):
+        with slow_steps(seconds_file, 1.5):
             runs.open()
             runs.decode(1, PROMPT)
-            wait_until(lambda: bool(verifier.logged(SLOW_STEP)))
+            wait_until(lambda: len(impatient.logged(SLOW_STEP)) > slow_before)
             waits.decode(2, [*PROMPT, *alone], seen=1)
             assert list(runs.verdict().token_ids) == alone
             assert waits.verdict().round == 2
