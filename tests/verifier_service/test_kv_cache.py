@@ -51,14 +51,14 @@ def test_texts_are_the_same_alone_among_others_and_after_preemption() -> None:
                     [3 + (number * 31 + index * 7) % 1500 for index in range(20 + 5 * (number % 7))],
                     params=SamplingParams(temperature=number % 2),
                     seed=number,
-                    max_new_tokens=90,
+                    max_new_tokens=45,
                 )
                 for number in numbers
             ],
         )
 
     roomy, _ = start(8)
-    tight, metrics = start(8, "--kv-cache-mb", "3", "--no-prefix-cache")
+    tight, metrics = start(8, "--kv-cache-mb", "2", "--no-prefix-cache")
     together = texts(roomy, range(8))
     assert [*texts(roomy, [0]), *texts(roomy, [5])] == [together[0], together[5]]
     assert texts(tight, range(8)) == together
