@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Sequence
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -77,15 +78,26 @@ def assert_scores(parts: Sequence[sampling_pb2.PromptLogprobs], prompt: Sequence
     assert [each.token.token_id for each in found] == list(prompt[1:])
     if not found:
         return
-    expected = torch.log_softmax(logits(list(prompt)).double(), -1)
-    for row, each in zip(expected, found, strict=False):
-        assert each.token.raw == pytest.approx(row[each.token.token_id].item(), abs=TOLERANCE)
-        assert [one.raw for one in each.top] == pytest.approx(row.topk(top).values.tolist(), abs=TOLERANCE)
+    expected = log_probabilities(tuple(prompt))[:-1]
+    assert_close([[each.token.raw] for each in found], expected.gather(1, torch.tensor(prompt[1:])[:, None]))
+    tops = [[one.raw for one in each.top] for each in found]
+    assert_close(tops, expected.topk(top).values)
+    assert_close(tops, expected.gather(1, torch.tensor([[one.token_id for one in each.top] for each in found]).long()))
+    for each in found:
         for one in (each.token, *each.top):
             assert one.adjusted == one.raw
-            assert one.raw == pytest.approx(row[one.token_id].item(), abs=TOLERANCE)
             if one.token_id == each.token.token_id:
                 assert one.raw == each.token.raw, "the very same float"
+
+
+def assert_close(found: list[list[float]], expected: torch.Tensor) -> None:
+    torch.testing.assert_close(torch.tensor(found, dtype=torch.float64), expected, rtol=0.0, atol=TOLERANCE)
+
+
+@cache
+def log_probabilities(prompt: tuple[int, ...]) -> torch.Tensor:
+    """Those of transformers after each token, `[T, V]`."""
+    return torch.log_softmax(logits(list(prompt)).double(), -1)
 
 
 def test_scores_are_those_of_transformers_with_any_pieces_and_neighbours(loaded: LoadedModel) -> None:
