@@ -23,7 +23,7 @@ from tests.outrider.runtime.two_ranks import ended_within, reason, two_ranks
 from tests.verifier_service.streams import PROMPT, Stream, error_of, opening
 
 SOON_S = 20.0  # within which ranks end unless they hang
-REQUESTS, TOKENS, PROMPT_CHARS = 9, 96, 90
+REQUESTS, TOKENS, PROMPT_CHARS = 9, 64, 90
 GAMMA = 4  # the same for all, so that sequences grow together until the pool is full
 POOL = ("--max-sequence-tokens", "160")
 DEMO_TOKENS = 2048
