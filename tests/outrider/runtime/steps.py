@@ -70,8 +70,14 @@ def random_steps(
 
 def reference_logits(reference: Reference, wanted: list[list[Rows]]) -> list[Tensor]:
     """Return the logits of each step by transformers, which runs whole texts."""
-    whole: dict[tuple[int, ...], Tensor] = {}
+    whole: list[tuple[int, ...]] = []
     for text in sorted({text for step in wanted for text, _ in step}, key=len, reverse=True):
-        longer = next((each for each in whole if each[: len(text)] == text), None)
-        whole[text] = reference(list(text)) if longer is None else whole[longer][: len(text)]
-    return [torch.cat([whole[text][len(text) - count :] for text, count in step]) for step in wanted]
+        if not any(longer[: len(text)] == text for longer in whole):
+            whole.append(text)
+    logits = reference.padded(whole)
+
+    def rows(text: tuple[int, ...], count: int) -> Tensor:
+        i = next(i for i, longer in enumerate(whole) if longer[: len(text)] == text)
+        return logits[i, len(text) - count : len(text)]
+
+    return [torch.cat([rows(*each) for each in step]) for step in wanted]

@@ -1,6 +1,6 @@
 """Tiny models with random weights, one per architecture, as checkpoints."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -180,8 +180,14 @@ class Reference:
             folder, dtype=torch.float32, attn_implementation="eager"
         ).eval()
 
-    @torch.inference_mode()
     def __call__(self, tokens: list[int]) -> Tensor:
         """Logits `[n, V]` of a whole sequence."""
-        logits: Tensor = self._model(torch.tensor([tokens]), use_cache=False).logits[0]
+        return self.padded([tokens])[0]
+
+    @torch.inference_mode()
+    def padded(self, texts: Sequence[Sequence[int]]) -> Tensor:
+        """Logits `[len(texts), length of the longest, V]`, by one pass. What follows the end of a text means nothing."""
+        longest = max(map(len, texts))
+        ids = torch.tensor([[*text, *[0] * (longest - len(text))] for text in texts])
+        logits: Tensor = self._model(ids, use_cache=False).logits
         return logits
