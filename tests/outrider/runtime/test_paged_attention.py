@@ -35,7 +35,7 @@ from outrider.runtime.paged_attention import (
 from outrider.runtime.sdpa import Group, Scoring, attend_scores
 from tests.kernels.test_triton_attention import wide_tiles
 from tests.outrider.runtime.steps import MAX_LENGTH, PAGED, random_steps
-from tests.outrider.runtime.tiny import FAMILIES, VOCABULARY
+from tests.outrider.runtime.tiny import GATED, VOCABULARY
 
 Load = Callable[..., LoadedModel]
 CPU = torch.device("cpu")
@@ -84,10 +84,18 @@ def _attend_groups_by_scores(
     return out[order] if len(order) else out
 
 
+# The families whose layers we compute, and of those that transformers computes one for each kind of attention: without
+# groups of queries, with scores scaled, soft-capped, or with sinks, with windows in some layers of a part of a model,
+# with keys longer than values, with more attentions than layers.
 @pytest.mark.usefixtures("layers_by_torch")
 @pytest.mark.parametrize(
     ("name", "dtype"),
-    [*product(FAMILIES, ["float32"]), *product(["llama", "gpt2", "gemma2", "gpt-oss"], ["bfloat16"])],
+    [
+        *product(
+            [*GATED, "gpt2", "granite", "gemma2", "gpt-oss", "gemma3-with-vision", "deepseek3", "longcat"], ["float32"]
+        ),
+        *product(["llama", "gpt2", "gemma2", "gpt-oss"], ["bfloat16"]),
+    ],
 )
 def test_blocks_give_the_bits_of_contiguous_memory(
     name: str, dtype: str, load: Load, monkeypatch: pytest.MonkeyPatch
@@ -96,10 +104,8 @@ def test_blocks_give_the_bits_of_contiguous_memory(
     monkeypatch.setattr(attention, "attend", _attend_by_scores)
     monkeypatch.setattr(fused_layers, "attend_groups", _attend_groups_by_scores)
     monkeypatch.setattr(fused_decoder, "compiled", lambda module, device: module)
-    ordinary, paged = (
-        ModelRunner.build(load(name, dtype), 5, MAX_LENGTH, attention=each) for each in (ORDINARY, PAGED)
-    )
-    assert type(ordinary.program) is type(paged.program)
+    loaded = load(name, dtype)
+    paged, ordinary = (ModelRunner.build(loaded, 5, MAX_LENGTH, attention=each) for each in (PAGED, ORDINARY))
     assert paged.pool.paged is not None
     for found, wanted in zip(random_steps(paged, 3)[0], random_steps(ordinary, 3)[0], strict=True):
         assert torch.equal(found.float(), wanted)
