@@ -36,6 +36,7 @@ HERE = Path(__file__).parent
 VOCABULARY, LONGEST = 512, 192
 PAD, END = "<pad>", "</s>"  # ids 0 and 1; T5's decoder begins with padding
 SENTENCES, AT_ONCE = 64, 8  # in a batch; batches sorted by length together, so that rows need little padding
+HELD_OUT = 256  # sentences
 
 
 def train_tokenizer(count: int) -> PreTrainedTokenizerFast:
@@ -110,7 +111,7 @@ def learn(
 ) -> None:
     """Train `model` on sentences of its own; `checkpoint` names the run."""
     print(f"{checkpoint.stem}: {model.num_parameters():,} parameters", flush=True)
-    held_out = batch(tokenizer, _take(pairs("held out", True), 256))
+    held_out = batch(tokenizer, _take(pairs("held out", True), HELD_OUT))
     ready: dict[int, list[Pair]] = {}
 
     def step(number: int, _: float) -> tuple[Tensor, int]:

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 from transformers import LlamaConfig, LlamaForCausalLM
 
+from models import train_parallel_draft
 from models.measure import model_log_probabilities, write_with_logits
 from models.measure_parallel import POSITIONS, accepted, accepted_of_proposal, at_prompts, measure, scores_by_position
 from models.parallel import parallel_logits, with_mask_token
@@ -88,15 +89,22 @@ def test_every_mask_of_training_predicts_a_token_whose_distribution_is_known() -
 
 
 def make_lessons(folder: Path) -> None:
-    """Text that counts up from a random beginning, and the distributions that say so."""
+    """Short texts that count up from a random beginning, and the distributions that say so."""
     folder.mkdir()
     generator = torch.Generator().manual_seed(5)
-    for kind, count, length in (("written", 16, 64), ("corpus", 4, 160)):
+    for kind, count, length in (("written", 16, 32), ("corpus", 4, 48)):
         ids = (torch.randint(V, (count, 1), generator=generator) + torch.arange(length)) % V
         top_ids = (ids[..., None] + 1 + torch.arange(KEPT)) % V
         top_probabilities = torch.tensor([0.9] + [0.01] * (KEPT - 1)).expand(count, length, KEPT)
         parts = {"ids": ids.to(torch.int16), "top_ids": top_ids.to(torch.int16)}
         torch.save({**parts, "top_probabilities": top_probabilities.half()}, folder / f"{kind}-0-0000.pt")
+
+
+@pytest.fixture
+def few_masks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No more than fit into the texts of `make_lessons`; a step sees four of these."""
+    monkeypatch.setattr(train_parallel_draft, "REPEATED", {False: 2, True: 4})
+    monkeypatch.setattr(train_parallel_draft, "WRITTEN_PER_STEP", 4)
 
 
 def ticking(stop_after: int | None = None) -> Callable[[], float]:
@@ -127,6 +135,7 @@ def weights_after(
     return draft.state_dict()
 
 
+@pytest.mark.usefixtures("few_masks")
 def test_a_killed_run_goes_on_and_ends_as_one_that_was_not(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     make_lessons(tmp_path / "lessons")
     whole = weights_after(tmp_path / "whole", tmp_path / "lessons", 6.0)
@@ -138,10 +147,11 @@ def test_a_killed_run_goes_on_and_ends_as_one_that_was_not(tmp_path: Path, capsy
     assert not torch.equal(whole["model.embed_tokens.weight"][V], begun["model.embed_tokens.weight"][V])
 
 
+@pytest.mark.usefixtures("few_masks")
 def test_training_teaches_the_masks(tmp_path: Path) -> None:
     make_lessons(tmp_path / "lessons")
     # In float32: bfloat16 takes torch up to fifty times as long where a processor has no instructions for it.
-    weights = weights_after(tmp_path / "run", tmp_path / "lessons", 45.0, dtype=torch.float32)
+    weights = weights_after(tmp_path / "run", tmp_path / "lessons", 60.0, dtype=torch.float32)
     drafts = {"before": with_mask_token(tiny()), "after": with_mask_token(tiny())}
     drafts["after"].load_state_dict(weights)
     share = {}

@@ -74,6 +74,8 @@ def test_a_deepened_target_writes_the_same() -> None:
 def test_a_quick_run_makes_a_pair_and_another_run_goes_on(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    for name, count in (("SENTENCES", 4), ("AT_ONCE", 2), ("HELD_OUT", 8)):
+        monkeypatch.setattr(train, name, count)
     arguments = ["--work", str(tmp_path / "work"), "--out", str(tmp_path), "--quick"]
     main(arguments)
     assert AutoTokenizer.from_pretrained(tmp_path / "draft").eos_token_id == 1
