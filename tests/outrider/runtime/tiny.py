@@ -186,7 +186,7 @@ class Reference:
 
     @torch.inference_mode()
     def padded(self, texts: Sequence[Sequence[int]]) -> Tensor:
-        """Logits `[len(texts), length of the longest, V]`, by one pass. What follows the end of a text means nothing."""
+        """Logits `[len(texts), length of the longest, V]`, by one pass; rows behind the end of a text are noise."""
         longest = max(map(len, texts))
         ids = torch.tensor([[*text, *[0] * (longest - len(text))] for text in texts])
         logits: Tensor = self._model(ids, use_cache=False).logits
