@@ -121,7 +121,8 @@ def chi2_sf(x: float, df: int) -> float:
 def noncentral_sf(x: float, df: int, noncentrality: float) -> float:
     """Return the chance that noncentral χ² exceeds `x`: a mixture of χ² of df + 2j with Poisson weights, mean λ/2.
 
-    Two more degrees of freedom add one term: Γ(a + 1, z)/Γ(a + 1) = Γ(a, z)/Γ(a) + z^a e^-z/Γ(a + 1) (6.5.21).
+    Two more degrees of freedom add one term: Γ(a + 1, z)/Γ(a + 1) = Γ(a, z)/Γ(a) + z^a e^-z/Γ(a + 1) (Abramowitz and
+    Stegun, 6.5.21).
     """
     mean = noncentrality / 2
     if mean == 0 or x == math.inf or x <= 0:
