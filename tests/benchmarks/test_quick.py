@@ -121,7 +121,7 @@ def check_encoder_decoder(summary: Json, runs: list[Json]) -> None:
 
 
 def check_rules(summary: Json, runs: list[Json]) -> None:
-    assert {run["rule"] for run in runs} == {"tokenwise", "block", "coupled"}
+    assert [run["rule"] for run in runs] == [rule for rule in ("tokenwise", "block", "coupled") for _ in range(2)]
     for run in runs:
         assert run["rounds"] == 2
         assert 0 <= run["accepted"] <= 2 * run["gamma"]
@@ -227,7 +227,11 @@ def test_quick_measures_every_contender_and_says_so_in_one_json_document(
     prompts, output = tmp_path / "prompts.jsonl", tmp_path / "out.json"
     prompts.write_text('{"text": "def mean(values):"}\n\n{"text": "import os"}\n')
     arguments = ["--quick", *more, "--prompts-file", str(prompts), "--output", str(output)]
-    main = importlib.import_module(f"benchmarks.{name}").main
+    main, kept = importlib.import_module(f"benchmarks.{name}").main, ""
+    if name == "rules":  # resumed, it goes on where it was interrupted
+        kept = interrupted(main, arguments, capsys, output)
+        assert len(kept.splitlines()) > 1
+        arguments.append("--resume")
     assert main(arguments) == 0
     document = json.loads(capsys.readouterr().out.splitlines()[-1])
     assert document == json.loads(output.read_text())
@@ -235,39 +239,39 @@ def test_quick_measures_every_contender_and_says_so_in_one_json_document(
     assert str(tmp_path) not in output.read_text()
     assert any(path.read_bytes().startswith(b"\x89PNG") for path in tmp_path.glob("out*.png"))
     before = (tmp_path / "out.runs.jsonl").read_text()
+    assert before.startswith(kept)
     runs = [run for run in map(json.loads, before.splitlines()[1:]) if "once" not in run]
     check(document.get("summary", document), runs)
-    if name in ("load", "rules"):  # resumed, it has nothing left to measure, and comes to the same figures
+    if name == "load":  # resumed, it has nothing left to measure, and comes to the same figures
         assert main([*arguments, "--resume"]) == 0
         assert (tmp_path / "out.runs.jsonl").read_text() == before
         assert json.loads(output.read_text())["summary"] == document["summary"]
+    if name in ("load", "rules"):
         monkeypatch.setattr("sys.argv", ["benchmarks.plots", str(output)])
         assert plots.main() == 0
 
 
-@pytest.mark.timeout(300)
-def test_an_interrupted_benchmark_ends_its_services_and_can_be_resumed(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    output = tmp_path / "out.json"
+def interrupted(
+    main: Callable[[list[str]], int], arguments: list[str], capsys: pytest.CaptureFixture[str], output: Path
+) -> str:
+    """The runs of a benchmark that gets SIGTERM after its first one. It ends its two services."""
     started: list[ForkedService] = []
-    monkeypatch.setattr("benchmarks.services.ServiceProcess", noting(started))
     add = Bench.add
 
     def add_and_interrupt(bench: Bench, *runs: Json) -> None:
         add(bench, *runs)
         os.kill(os.getpid(), signal.SIGTERM)
 
-    monkeypatch.setattr(Bench, "add", add_and_interrupt)
     before = signal.signal(signal.SIGTERM, signal.SIG_IGN)  # if the benchmark has no handler
     try:
-        code = load.main(
-            ["--quick", "--parts", "closed", "--contenders", ALONE, "--streams", "1", "--output", str(output)]
-        )
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr("benchmarks.services.ServiceProcess", noting(started))
+            patch.setattr(Bench, "add", add_and_interrupt)
+            code = main(arguments)
     finally:
         signal.signal(signal.SIGTERM, before)
     assert code == 130
-    assert capsys.readouterr().err.splitlines()[-1] == "benchmarks.load: interrupted; --resume goes on from here"
+    assert capsys.readouterr().err.splitlines()[-1] == "benchmarks.rules: interrupted; --resume goes on from here"
     assert len(started) == 2
     assert None not in [service.returncode for service in started]
-    assert len(output.with_suffix(".runs.jsonl").read_text().splitlines()) > 1
+    return output.with_suffix(".runs.jsonl").read_text()
