@@ -51,7 +51,7 @@ FEW = Plan(
     load=8, alone=4, resumed=4, tokens=6, equal=2, equal_tokens=20, prompts=("abc", "hello"), gammas=(1, 4),
     settings=(SamplingParams(),),
 )  # fmt: skip
-PLAN = replace(FEW, load=18, alone=4, resumed=12, tokens=60, gammas=(2, 8))
+PLAN = replace(FEW, load=8, alone=2, resumed=12, tokens=90, gammas=(2, 8))
 ONE_PLACE = replace(FEW, load=1, alone=1, resumed=1, equal=1, equal_tokens=8, gammas=(4,))
 
 
