@@ -34,7 +34,7 @@ from tests import encoder_decoders
 from tests.encoder_decoders import Pair
 
 PLAN = Plan(
-    load=8, alone=2, resumed=4, tokens=6, equal=1, equal_tokens=12, prompts=("abc", "hello world"), gammas=(1, 4),
+    load=4, alone=1, resumed=2, tokens=6, equal=1, equal_tokens=12, prompts=("abc", "hello world"), gammas=(1, 4),
     settings=(SamplingParams(),),
 )  # fmt: skip
 
@@ -150,6 +150,7 @@ def test_speech_and_text_are_not_mixed_up(pairs: Callable[[str], Pair], clips: P
 
 def test_transcription_is_measured(pairs: Callable[[str], Pair], clips: Path, tmp_path: Path) -> None:
     small = ["--gammas", "2", "--drafters", "model", "--streams", "1,2", "--temperatures", "0", "--texts", "1"]
+    small += ["--max-new-tokens", "16"]
     given = [*small, "--repeats", "1", "--audio", str(clips), "--language", "de", "--output", str(tmp_path)]
     done = command("bench", pairs("whisper"), *given)
     assert done.exit_code == 0, done.output
