@@ -5,6 +5,7 @@ import sys
 import time
 from pathlib import Path
 from typing import Any
+from xml.etree import ElementTree
 
 import pytest
 from click.testing import CliRunner, Result
@@ -61,8 +62,12 @@ def test_several_alphas_are_by_position() -> None:
 @pytest.mark.parametrize("suffix", ["png", "svg"])
 def test_the_picture_is_drawn(tmp_path: Path, suffix: str) -> None:
     path = tmp_path / f"plan.{suffix}"
-    assert _plan(*GIVEN, "--picture", str(path)).exit_code == 0
-    assert path.read_bytes().startswith(b"\x89PNG" if suffix == "png" else b"<?xml")
+    given = GIVEN if suffix == "png" else ["--alpha", "0.9,0.8,0.5", "--c", "0.1", "--parallel"]
+    assert _plan(*given, "--picture", str(path)).exit_code == 0
+    if suffix == "png":
+        assert path.read_bytes().startswith(b"\x89PNG")
+    else:
+        assert "The star has α by position" in "".join(ElementTree.parse(path).getroot().itertext())
 
 
 def test_without_matplotlib_only_the_picture_fails(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -73,11 +78,13 @@ def test_without_matplotlib_only_the_picture_fails(tmp_path: Path, monkeypatch: 
     assert _plan(*GIVEN).exit_code == 0
 
 
-def test_a_running_pair_is_measured(draft_address: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_running_pair_is_measured(draft_address: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A given value replaces the measured one; with a slower target, draft and network keep their milliseconds."""
     monkeypatch.setattr(demo, "busy_processors", lambda: 0.0)
+    prompts = tmp_path / "prompts.jsonl"
+    prompts.write_text("".join((MODELS / "prompts.jsonl").read_text().splitlines(keepends=True)[:3]))
     arguments = ["--draft", draft_address, "--max-new-tokens", "16", "--temperature", "0"]
-    arguments += ["--prompts-file", str(MODELS / "prompts.jsonl")]
+    arguments += ["--prompts-file", str(prompts)]
     found = _document(*arguments, "--target-step", "1000", "--c-hat", "0.01")
     pair, measured = found["pair"], found["measured"]
     assert measured["speed_ups"].keys() == {"2", "8"}

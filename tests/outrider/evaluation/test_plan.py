@@ -96,7 +96,6 @@ def test_alpha_by_position_limits_the_oracle() -> None:
     [
         Pair(alpha=0.0, c=0.5, round_trip=3.0, token_cost=0.2),
         Pair(alpha=1.0, c=0.0, max_gamma=64),
-        Pair(alpha=0.8, by_position=(0.9, 0.8, 0.5), c=0.1, parallel=True),
     ],
 )
 def test_the_figures_hold_the_pair(pair: Pair) -> None:
