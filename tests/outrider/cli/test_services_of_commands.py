@@ -22,7 +22,7 @@ SPEECH = ROOT / "models" / "speech"
 ANYWHERE = ("--listen", "127.0.0.1:0", "--verifier-listen", "127.0.0.1:0")
 BLOCK = """
 import os, sys
-sys.modules["triton"] = sys.modules["accelerate"] = None
+sys.modules["triton"] = sys.modules["accelerate"] = sys.modules["scipy"] = None
 with open(f"{__file__}.{os.getpid()}", "w") as file:
     file.write(os.environ.get("GOMP_SPINCOUNT", ""))
 """
@@ -55,7 +55,7 @@ def test_the_demo_compares_and_leaves_no_process(monkeypatch: pytest.MonkeyPatch
 @linux
 def test_serve_answers_until_sigterm_and_leaves_no_process(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """With another drafter, flags and variables of the services, TLS and a token; without what only some machines have:
-    on a CPU torch brings no triton, and a target on one device needs no package for several.
+    on a CPU torch brings no triton, a target on one device needs no package for several, and none needs scipy.
     """
     monkeypatch.delenv("GOMP_SPINCOUNT", raising=False)
     (tmp_path / "sitecustomize.py").write_text(BLOCK)
