@@ -62,12 +62,13 @@ def generate(
     logits = z.expand(sequences * (gamma + 1), len(z))
     emitted: list[list[int]] = [[] for _ in range(sequences)]
     accepts_first = rounds = 0
+    prompt = 5
+    lengths = prompt + torch.arange(n)
+    draws = uniforms(seeds[:, None, None], lengths[:, None], torch.arange(gamma), Domain.DRAFT).tolist()
     while running := [s for s in range(sequences) if len(emitted[s]) < n]:
-        lengths = torch.tensor([5 + len(emitted[s]) for s in running])
-        draws = uniforms(seeds[running, None], lengths[:, None], torch.arange(gamma), Domain.DRAFT).tolist()
         proposals = [
-            Proposed(tuple(map(q.token_at, row)), (q,) * gamma, TARGET, int(seeds[s]), int(length), rule)
-            for row, s, length in zip(draws, running, lengths, strict=True)
+            Proposed(tuple(map(q.token_at, draws[s][at])), (q,) * gamma, TARGET, int(seeds[s]), prompt + at, rule)
+            for s, at in ((s, len(emitted[s])) for s in running)
         ]
         results = verify(logits[: len(running) * (gamma + 1)], proposals, path)
         for s, proposal, each in zip(running, proposals, results, strict=True):
