@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from transformers import AutoModelForSeq2SeqLM, AutoTokenizer
+from transformers import AutoModelForSeq2SeqLM, AutoTokenizer, T5Config
 
 from models.encoder_decoder import deepen, edits
 from models.translation import train
@@ -74,6 +74,8 @@ def test_a_deepened_target_writes_the_same() -> None:
 def test_a_quick_run_makes_a_pair_and_another_run_goes_on(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    small = {"d_model": 32, "d_kv": 8, "num_heads": 4, "d_ff": 32}
+    monkeypatch.setattr(train, "T5Config", lambda **named: T5Config(**named | small))
     for name, count in (("SENTENCES", 4), ("AT_ONCE", 2), ("HELD_OUT", 8)):
         monkeypatch.setattr(train, name, count)
     arguments = ["--work", str(tmp_path / "work"), "--out", str(tmp_path), "--quick"]
