@@ -66,33 +66,33 @@ def _with_own_head(model: Any) -> Any:
 
 SHAPES: dict[str, Callable[[], Any]] = {
     "t5, tied, few buckets": lambda: _t5(
-        d_model=40, d_kv=24, num_heads=3, num_layers=1, num_decoder_layers=5, relative_attention_num_buckets=12,
+        d_model=40, d_kv=24, num_heads=3, num_layers=1, num_decoder_layers=4, relative_attention_num_buckets=12,
         relative_attention_max_distance=40,
     ),
     "t5, gated, no scale": lambda: _t5(
-        d_model=48, d_kv=4, num_heads=6, num_layers=4, num_decoder_layers=1, feed_forward_proj="gated-silu",
+        d_model=48, d_kv=4, num_heads=6, num_layers=2, num_decoder_layers=1, feed_forward_proj="gated-silu",
         tie_word_embeddings=False, relative_attention_max_distance=100,
     ),
     "t5, gated, own head": lambda: _with_own_head(
         _t5(num_heads=2, d_kv=16, feed_forward_proj="gated-gelu", tie_word_embeddings=False, layer_norm_epsilon=1e-3)
     ),
     "bart, scaled": lambda: _bart(
-        d_model=48, encoder_layers=1, decoder_layers=5, encoder_attention_heads=2, decoder_attention_heads=6,
+        d_model=48, encoder_layers=1, decoder_layers=3, encoder_attention_heads=2, decoder_attention_heads=6,
         scale_embedding=True, activation_function="relu",
     ),
     "bart, wide": lambda: _bart(
-        d_model=64, encoder_layers=4, decoder_layers=1, encoder_attention_heads=8, decoder_attention_heads=2,
+        d_model=64, encoder_layers=2, decoder_layers=1, encoder_attention_heads=8, decoder_attention_heads=2,
         encoder_ffn_dim=96, tie_word_embeddings=False,
     ),
     "marian, no scale": lambda: _marian(
         d_model=40, encoder_layers=3, decoder_layers=2, decoder_attention_heads=2, activation_function="swish"
     ),
     "marian, two vocabularies": lambda: _marian(
-        d_model=32, encoder_layers=1, decoder_layers=4, scale_embedding=True, share_encoder_decoder_embeddings=False,
+        d_model=32, encoder_layers=1, decoder_layers=2, scale_embedding=True, share_encoder_decoder_embeddings=False,
         vocab_size=VOCABULARY + 25, decoder_vocab_size=VOCABULARY,
     ),
     "whisper, 80 mels, scaled": lambda: _whisper(
-        d_model=48, encoder_layers=1, decoder_layers=4, encoder_attention_heads=2, decoder_attention_heads=6,
+        d_model=48, encoder_layers=1, decoder_layers=2, encoder_attention_heads=2, decoder_attention_heads=6,
         num_mel_bins=80, max_source_positions=60, scale_embedding=True,
     ),
     "whisper, 128 mels": lambda: _whisper(
@@ -136,7 +136,9 @@ def generated(model: Any, encoder_inputs: torch.Tensor) -> list[list[int]]:
 
 
 def written(loaded: LoadedModel, encoder_inputs: torch.Tensor, drafts: list[list[int]]) -> list[list[int]]:
-    """By the engine, all at once. Up to `GAMMA` tokens of a text's draft are proposed, one of them changed."""
+    """By the engine, all at once. Up to `GAMMA` tokens of a text's draft are proposed. In half of the proposals one of
+    them is changed.
+    """
     runner = ModelRunner.build(loaded, max_sequences=TEXTS, max_length=LONG)
     limits = model_pb2.Limits(max_gamma=GAMMA, max_sequences=TEXTS, max_sequence_tokens=LONG)
     model = model_pb2.ModelInfo(vocab_size=loaded.vocab_size, limits=limits)
@@ -153,7 +155,8 @@ def written(loaded: LoadedModel, encoder_inputs: torch.Tensor, drafts: list[list
             if not client.sequence.finished and not client.sequence.rounds:
                 begin = len(client.sequence.tokens) - 1
                 drafted = draft[begin : begin + coin.randint(1, GAMMA)]
-                drafted[coin.randrange(len(drafted))] = coin.randrange(loaded.vocab_size)
+                if coin.random() < 0.5:
+                    drafted[coin.randrange(len(drafted))] = coin.randrange(loaded.vocab_size)
                 client.submit(drafted)
         assert not any(client.error for client in clients)
         engine.turn()
