@@ -211,12 +211,10 @@ def logits_of(name: str, encoder_input: Tensor, tokens: list[int]) -> Tensor:
         return logits
 
 
-def likeliest(name: str, encoder_input: Tensor, count: int) -> list[int]:
-    """The text of the highest logits, past any end of sequence and without the rules of `generate`."""
-    tokens = [START]
-    for _ in range(count):
-        tokens.append(int(logits_of(name, encoder_input, tokens)[-1].argmax()))
-    return tokens[1:]
+def likeliest(name: str, encoder_input: Tensor, text: list[int]) -> list[int]:
+    """The token of the highest logit in place of each token of a text, without the rules of `generate`."""
+    tokens: list[int] = logits_of(name, encoder_input, [START, *text[:-1]]).argmax(-1).tolist()
+    return tokens
 
 
 def decoder_prompt(name: str, *, language: int = EN, task: int = TRANSCRIBE, timestamps: bool = False) -> list[int]:
