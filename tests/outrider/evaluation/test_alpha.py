@@ -217,9 +217,7 @@ def encoder_decoder_runners(name: str) -> list[ModelRunner]:
 
 @pytest.mark.parametrize("name", [*encoder_decoders.RULES, "whisper, timestamps"])
 def test_alpha_of_models_with_rules_equals_transformers(name: str) -> None:
-    """The rules of the generation config hold for p and q, sampled and greedy: suppressed and forced tokens, n-grams,
-    bad words, penalties, timestamps.
-    """
+    """The rules of the generation config hold for p and q: tokens, n-grams, bad words, penalties, timestamps."""
     name, _, timestamps = name.partition(", timestamps") if name.startswith("whisper") else (name, "", "")
     prompt = encoder_decoders.decoder_prompt(name, timestamps=bool(timestamps))
     inputs = encoder_decoders.inputs(name, 3)
