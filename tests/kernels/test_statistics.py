@@ -124,15 +124,15 @@ def test_block_without_the_round_in_the_counter_is_detected(monkeypatch: pytest.
     z = torch.tensor(p).log().float() * TARGET.temperature
     (q,) = sparsify(torch.tensor([[0.01, 0.99]]), WHOLE)
 
-    def p_value(path: str | None = None) -> float:
-        return token_p_value(generate(q, 80, z, sequences=128, gamma=4, rule=Rule.BLOCK, path=path), p)
+    def p_value() -> float:
+        return token_p_value(generate(q, 80, z, sequences=128, gamma=4, rule=Rule.BLOCK, path="torch"), p)
 
     def by_position(seed: int, base_length: int, index: int, domain: Domain, draw: int = 0) -> float:
         return rng.uniform(seed, base_length + index, 0, domain, draw)
 
     assert p_value() > LEVEL
     monkeypatch.setattr(verification, "uniform", by_position)
-    assert p_value("torch") < LEVEL
+    assert p_value() < LEVEL
 
 
 def test_noise_shared_between_drafting_and_acceptance_is_detected(monkeypatch: pytest.MonkeyPatch) -> None:
