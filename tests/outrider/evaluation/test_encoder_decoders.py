@@ -34,7 +34,7 @@ from tests import encoder_decoders
 from tests.encoder_decoders import Pair
 
 PLAN = Plan(
-    load=4, alone=1, resumed=2, tokens=6, equal=1, equal_tokens=12, prompts=("abc", "hello world"), gammas=(1, 4),
+    load=12, alone=2, resumed=3, tokens=6, equal=1, equal_tokens=12, prompts=("abc", "hello world"), gammas=(1, 4),
     settings=(SamplingParams(),),
 )  # fmt: skip
 
