@@ -6,6 +6,7 @@ Each row counts the tokens of its own prefix: the row after two drafted tokens c
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
@@ -138,8 +139,10 @@ class Adjuster:
     Tokens outside the vocabulary count towards `min_new_tokens`, but have no logit to change.
     """
 
-    def __init__(self, rules: LogitRules, prompt_tokens: Sequence[int], vocab_size: int) -> None:
-        """Start after the prompt, with nothing generated.
+    def __init__(
+        self, rules: LogitRules, prompt_tokens: Sequence[int], vocab_size: int, committed: Sequence[int] = ()
+    ) -> None:
+        """Start after the prompt and the committed tokens.
 
         Raises:
             ValueError: the rules name an id that is not below `vocab_size`.
@@ -151,15 +154,17 @@ class Adjuster:
             penalty = generation.repetition_penalty if rules.repetition_penalty == 1 else rules.repetition_penalty
             banned = rules.banned_tokens + generation.always_banned(vocab_size)
             rules = replace(rules, repetition_penalty=penalty, banned_tokens=banned)
+            for token in committed:
+                self._decoder.push(token)
         self._rules = rules
         self._vocab_size = vocab_size
-        self._generated: list[int] = []
-        self._counts: dict[int, int] = {}
+        self._generated = list(committed)
+        self._counts = Counter(committed if rules._counts_tokens else ())
         self._static_bias = dict(rules.logit_bias) | dict.fromkeys(rules.banned_tokens, -math.inf)
         self._prompt = frozenset(prompt_tokens) if rules.repetition_penalty != 1 else frozenset()
         self._stops = np.array(sorted(set(rules.stop_token_ids)) if rules._holds_back_stops else [], dtype=np.int64)
 
-        ids = self._prompt.union(self._static_bias, self._stops.tolist())
+        ids = self._prompt.union(self._static_bias, self._stops.tolist(), self._counts)
         self._ids = np.array(sorted(token for token in ids if 0 <= token < vocab_size), dtype=np.int64)
         self._repetition = np.array([self._repetition_of(int(token)) for token in self._ids], dtype=np.float32)
         self._bias = np.array([self._bias_of(int(token)) for token in self._ids], dtype=np.float32)
@@ -169,17 +174,12 @@ class Adjuster:
         cls, prompt_tokens: Sequence[int], committed: Sequence[int], rules: LogitRules, vocab_size: int
     ) -> Adjuster | None:
         """An adjuster after prompt and committed tokens; None if the rules change nothing."""
-        if rules.is_identity:
-            return None
-        adjuster = cls(rules, prompt_tokens, vocab_size)
-        for token in committed:
-            adjuster.push(token)
-        return adjuster
+        return None if rules.is_identity else cls(rules, prompt_tokens, vocab_size, committed)
 
     def copy(self) -> Adjuster:
         copy = Adjuster.__new__(Adjuster)
         copy.__dict__.update(self.__dict__)
-        copy._generated, copy._counts = list(self._generated), dict(self._counts)
+        copy._generated, copy._counts = list(self._generated), self._counts.copy()
         copy._ids, copy._repetition, copy._bias = self._ids, self._repetition.copy(), self._bias.copy()
         copy._decoder = self._decoder.copy() if self._decoder is not None else None
         return copy
@@ -257,21 +257,21 @@ class Adjuster:
     def _recount(self, token: int, change: int) -> None:
         if not self._rules._counts_tokens or not 0 <= token < self._vocab_size:
             return
-        self._counts[token] = self._counts.get(token, 0) + change
+        self._counts[token] += change
         slot = int(np.searchsorted(self._ids, token))
         if slot == len(self._ids) or self._ids[slot] != token:
             # New arrays: earlier results of `row` must keep their ids.
-            self._ids = np.insert(self._ids, slot, token)
-            self._repetition = np.insert(self._repetition, slot, 1)
-            self._bias = np.insert(self._bias, slot, 0)
+            self._ids = _inserted(self._ids, slot, token)
+            self._repetition = _inserted(self._repetition, slot, 1)
+            self._bias = _inserted(self._bias, slot, 0)
         self._repetition[slot] = self._repetition_of(token)
         self._bias[slot] = self._bias_of(token)
 
     def _repetition_of(self, token: int) -> float:
-        return self._rules.repetition_penalty if token in self._prompt or self._counts.get(token) else 1.0
+        return self._rules.repetition_penalty if token in self._prompt or self._counts[token] else 1.0
 
     def _bias_of(self, token: int) -> float:
-        count = self._counts.get(token, 0)
+        count = self._counts[token]
         penalty = self._rules.presence_penalty * (count > 0) + self._rules.frequency_penalty * count
         return self._static_bias.get(token, 0.0) - penalty
 
@@ -279,13 +279,21 @@ class Adjuster:
 _UNCHANGED = RowAdjustment(np.empty(0, np.int64), np.empty(0, np.float32), np.empty(0, np.float32))
 
 
+def _inserted(array: np.ndarray, slot: int, value: float) -> np.ndarray:
+    """`np.insert` of one value, in a tenth of its time."""
+    longer = np.empty(len(array) + 1, array.dtype)
+    longer[:slot], longer[slot], longer[slot + 1 :] = array[:slot], value, array[slot:]
+    return longer
+
+
 def _with_bans(row: RowAdjustment, banned: np.ndarray) -> RowAdjustment:
     """Return the row with ids `banned`, ascending and distinct, banned too."""
-    new = np.setdiff1d(banned, row.ids, assume_unique=True)
-    slots = np.searchsorted(row.ids, new)
-    ids, bias = np.insert(row.ids, slots, new), np.insert(row.bias, slots, 0)
+    ids = np.union1d(row.ids, banned)
+    slots = np.searchsorted(ids, row.ids)
+    repetition, bias = np.ones(len(ids), np.float32), np.zeros(len(ids), np.float32)
+    repetition[slots], bias[slots] = row.repetition, row.bias
     bias[np.searchsorted(ids, banned)] = -math.inf
-    return RowAdjustment(ids, np.insert(row.repetition, slots, 1), bias)
+    return RowAdjustment(ids, repetition, bias)
 
 
 def apply(logits: Tensor, rows: Sequence[RowAdjustment | None]) -> Tensor:

@@ -63,11 +63,13 @@ def test_rows_follow_pushed_and_popped_tokens(rules: LogitRules) -> None:
             size = source.randrange(len(generated) + 1)
             adjuster.truncate(size)
             del generated[size:]
-        assert adjuster.n_generated == len(generated)
-        row = adjuster.row()
-        assert row is None or (np.diff(row.ids) > 0).all()
-        (adjusted,) = apply(z[None], [row])
-        assert torch.allclose(adjusted, _adjusted(z, rules, prompt, generated), rtol=1e-6, atol=1e-6)
+        expected = _adjusted(z, rules, prompt, generated)
+        for same in (adjuster, Adjuster(rules, prompt, V, generated)):
+            assert same.n_generated == len(generated)
+            row = same.row()
+            assert row is None or (np.diff(row.ids) > 0).all()
+            (adjusted,) = apply(z[None], [row])
+            assert torch.allclose(adjusted, expected, rtol=1e-6, atol=1e-6)
 
 
 def test_apply_leaves_other_rows_and_the_input_alone() -> None:

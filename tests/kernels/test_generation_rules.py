@@ -123,13 +123,14 @@ def assert_same_distributions(z: Tensor, rows: Sequence[RowAdjustment | None], e
 
 @BY_NAME
 def test_rows_are_those_of_transformers(name: str) -> None:
-    """Tokens are pushed, popped and cut off; copies go on apart."""
+    """Tokens are pushed, popped and cut off; copies go on apart, and so do others that begin after the same tokens."""
     rules, make = RULES[name]
+    logit_rules = LogitRules(generation=rules, max_new_tokens=MAX_NEW)
     alike = defaultdict[tuple[int, int], list[tuple[list[int], Tensor, RowAdjustment | None]]](list)
     for seed in range(40):
         source = random.Random(seed)
         prompt = [source.choice(OPENINGS) for _ in range(source.choice((1, 1, 2, 5)))]
-        adjuster = Adjuster(LogitRules(generation=rules, max_new_tokens=MAX_NEW), prompt, V)
+        adjuster = Adjuster(logit_rules, prompt, V)
         generated = list[int]()
         for z in gaussian(seed, 40, V, scale=3):
             choice = source.random()
@@ -145,7 +146,8 @@ def test_rows_are_those_of_transformers(name: str) -> None:
                 adjuster.truncate(size)
                 del generated[size:]
             if choice < 0.2:
-                other, adjuster = adjuster, adjuster.copy()
+                same = adjuster.copy() if choice < 0.1 else Adjuster(logit_rules, prompt, V, generated)
+                other, adjuster = adjuster, same
                 for _ in range(3):
                     other.push(random_token(source))
                 other.truncate(min(1, other.n_generated))
