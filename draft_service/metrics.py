@@ -159,8 +159,7 @@ def verifiers_load(replicas: Replicas) -> speculation_pb2.VerifierLoad:
     ready = [replica for replica in replicas.all() if replica.status == "ready"]
     loads = [replica.reported for replica in ready if now - replica.reported_at < LOAD_SECONDS]
     return speculation_pb2.VerifierLoad(
-        waiting=sum(load.waiting for load in loads),
-        kv_usage=sum(load.kv_usage for load in loads) / max(1, len(loads)),
+        waiting=sum(load.waiting for load in loads), kv_usage=sum(load.kv_usage for load in loads) / max(1, len(loads))
     )
 
 

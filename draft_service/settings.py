@@ -29,8 +29,7 @@ class DraftSettings(ServiceSettings):
         "for all its addresses",
     )
     verifier_tls_ca: Path | None = Field(
-        None,
-        description="PEM file of the CA of the verifiers' certificates; turns TLS on; default: plaintext",
+        None, description="PEM file of the CA of the verifiers' certificates; turns TLS on; default: plaintext"
     )
     verifier_tls_cert: Path | None = Field(None, description="PEM file of the certificate to present to verifiers")
     verifier_tls_key: Path | None = Field(
@@ -94,8 +93,7 @@ class DraftSettings(ServiceSettings):
         1 << 20, ge=1, description="maximum n-grams to keep of the corpus, and as many again of generated texts"
     )
     ngram_learn: bool = Field(
-        False,
-        description="also count generated texts; proposals then reveal parts of them to other clients",
+        False, description="also count generated texts; proposals then reveal parts of them to other clients"
     )
     lookup_min_match: int = Field(
         2, ge=1, le=64, description="shortest match, in tokens, after which the drafter lookup copies"
@@ -127,17 +125,9 @@ class DraftSettings(ServiceSettings):
     max_gamma: int = Field(
         16, ge=1, le=256, description="maximum tokens in a proposal; the verifier's limit also holds"
     )
-    keep_mass: float = Field(
-        0.99,
-        gt=0,
-        le=1,
-        description="probability that a truncated draft distribution keeps",
-    )
+    keep_mass: float = Field(0.99, gt=0, le=1, description="probability that a truncated draft distribution keeps")
     max_support: int = Field(
-        256,
-        ge=1,
-        le=256,
-        description="maximum tokens in a truncated distribution; the verifier's limit also holds",
+        256, ge=1, le=256, description="maximum tokens in a truncated distribution; the verifier's limit also holds"
     )
     prefill_tokens: int = Field(512, ge=1, description="maximum prompt tokens in a batch; longer prompts take several")
     max_prompt_tokens: int | None = Field(
@@ -154,11 +144,7 @@ class DraftSettings(ServiceSettings):
     failover_timeout: float = Field(
         30.0, ge=0, description="seconds that a sequence waits for another verifier after a loss"
     )
-    max_waiting: int = Field(
-        256,
-        ge=0,
-        description="maximum sequences in the queue; more are refused",
-    )
+    max_waiting: int = Field(256, ge=0, description="maximum sequences in the queue; more are refused")
     request_timeout: float = Field(600.0, gt=0, description="longest time for a request without a deadline, in seconds")
     idle_timeout: float = Field(60.0, gt=0, description="seconds without a message after which a Propose stream ends")
     vllm_grpc: bool = Field(

@@ -243,10 +243,7 @@ class GammaController:
                 return Heuristic(request.first_gamma, ceiling=request.gamma)
             case PolicyKind.ADAPTIVE:
                 return Adaptive(
-                    request.first_gamma,
-                    ceiling=request.gamma,
-                    statistics=self._statistics_of(request),
-                    costs=costs,
+                    request.first_gamma, ceiling=request.gamma, statistics=self._statistics_of(request), costs=costs
                 )
 
     def _statistics_of(self, request: "Generation") -> AcceptanceStatistics:

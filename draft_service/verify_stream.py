@@ -246,12 +246,7 @@ class VerifyStream:
 
 
 # Codes that mean a failed connection, if they carry no reason: every refusal by a verifier carries one.
-_GONE = (
-    grpc.StatusCode.UNAVAILABLE,
-    grpc.StatusCode.CANCELLED,
-    grpc.StatusCode.INTERNAL,
-    grpc.StatusCode.UNKNOWN,
-)
+_GONE = (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.CANCELLED, grpc.StatusCode.INTERNAL, grpc.StatusCode.UNKNOWN)
 _NOT_ADMITTED = (grpc.StatusCode.UNAUTHENTICATED, grpc.StatusCode.PERMISSION_DENIED)
 _TLS_ADVICE: dict[errors.ConnectionFailure | None, str] = {
     errors.ConnectionFailure.NO_TLS: "; give the verifier --tls-cert and --tls-key, or leave out --verifier-tls-ca",

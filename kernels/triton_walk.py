@@ -13,17 +13,7 @@ import triton.language as tl
 
 from kernels import sparse
 from kernels.triton_draw import draft_sigmoid, probability, sigmoid
-from kernels.triton_rows import (
-    BLOCK,
-    COUPLED,
-    GREEDY,
-    LOG2_E,
-    SIGMOID,
-    TOKENWISE,
-    accept_uniforms,
-    load_at,
-    load_tiles,
-)
+from kernels.triton_rows import BLOCK, COUPLED, GREEDY, LOG2_E, SIGMOID, TOKENWISE, accept_uniforms, load_at, load_tiles
 from kernels.verify_pack import DRAFT_INTS
 
 # Columns of `Drafts.ints`.

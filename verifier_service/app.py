@@ -173,11 +173,7 @@ def largest_batch(settings: VerifierSettings) -> int:
 
 
 def build_engine(
-    settings: VerifierSettings,
-    path: VerifyPath,
-    loader: Loader = load,
-    *,
-    parallel: TensorParallel | None = None,
+    settings: VerifierSettings, path: VerifyPath, loader: Loader = load, *, parallel: TensorParallel | None = None
 ) -> tuple[VerifierEngine, model_pb2.ModelInfo]:
     """Loads the model and warms it up. `parallel` is None without tensor parallelism.
 

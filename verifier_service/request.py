@@ -97,9 +97,7 @@ class Round:
 
 
 def check_open(
-    message: verifier_service_pb2.OpenSequence,
-    model: model_pb2.ModelInfo,
-    generation: GenerationRules | None = None,
+    message: verifier_service_pb2.OpenSequence, model: model_pb2.ModelInfo, generation: GenerationRules | None = None
 ) -> Opening:
     """Checks an opening against the model and the server's limits, except the values of the encoder's input.
 
@@ -163,11 +161,7 @@ def check_open(
 
 
 def check_proposal(
-    message: speculation_pb2.Proposal,
-    model: model_pb2.ModelInfo,
-    *,
-    rule: Rule = DEFAULT_RULE,
-    is_greedy: bool = False,
+    message: speculation_pb2.Proposal, model: model_pb2.ModelInfo, *, rule: Rule = DEFAULT_RULE, is_greedy: bool = False
 ) -> Round:
     """Checks a proposal against the model, and the sequence's rule and temperature."""
     common = _check_round("proposal", message)

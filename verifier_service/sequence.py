@@ -230,9 +230,7 @@ class TargetSequence:
             self.last_round = current.number
             self._reply(
                 verdict=speculation_pb2.Verdict(
-                    round=current.number,
-                    base_length=current.base_length,
-                    status=speculation_pb2.VERDICT_STATUS_STALE,
+                    round=current.number, base_length=current.base_length, status=speculation_pb2.VERDICT_STATUS_STALE
                 )
             )
             self._end_if_done()

@@ -118,9 +118,7 @@ class VerifierService(verifier_service_pb2_grpc.VerifierServiceServicer):
 
     @guarded
     async def GetModel(
-        self,
-        request: verifier_service_pb2.VerifierServiceGetModelRequest,
-        context: grpc.aio.ServicerContext[Any, Any],
+        self, request: verifier_service_pb2.VerifierServiceGetModelRequest, context: grpc.aio.ServicerContext[Any, Any]
     ) -> verifier_service_pb2.VerifierServiceGetModelResponse:
         self._ready()
         return verifier_service_pb2.VerifierServiceGetModelResponse(model=self._model)

@@ -22,11 +22,7 @@ class VerifierSettings(ServiceSettings):
         description="number of tensor-parallel ranks: processes with a GPU each that share the model; torchrun "
         "starts them",
     )
-    rank_timeout: float = Field(
-        30.0,
-        ge=1,
-        description="seconds that a rank may be silent before the service ends",
-    )
+    rank_timeout: float = Field(30.0, ge=1, description="seconds that a rank may be silent before the service ends")
     max_gamma: int = Field(16, ge=1, le=256, description="maximum tokens in a proposal")
     max_waiting: int = Field(64, ge=0, description="maximum sequences in the queue; more are refused")
     max_batch_tokens: int = Field(512, ge=1, description="maximum tokens in a batch; longer prompts take several")
@@ -38,14 +34,11 @@ class VerifierSettings(ServiceSettings):
         "than the fixed cost of a step; 0: no wait",
     )
     verify_path: Literal["auto", "torch", "c", "triton"] = Field(
-        "auto",
-        description="implementation of verification; auto: the fastest on the device",
+        "auto", description="implementation of verification; auto: the fastest on the device"
     )
     idle_timeout: float = Field(60.0, gt=0, description="seconds without a message after which a stream ends")
     contended_idle_timeout: float = Field(
-        5.0,
-        gt=0,
-        description="seconds of --idle-timeout while others wait in the queue, if that is shorter",
+        5.0, gt=0, description="seconds of --idle-timeout while others wait in the queue, if that is shorter"
     )
     slow_client_timeout: float = Field(
         30.0, gt=0, description="seconds after which a stream with 64 unread verdicts ends"

@@ -10,16 +10,7 @@ from typing import TYPE_CHECKING, Any, cast
 import grpc
 import structlog
 
-from outrider.rpc.errors import (
-    RequestError,
-    counted,
-    idle,
-    internal,
-    outcome,
-    overloaded,
-    write,
-    yielded,
-)
+from outrider.rpc.errors import RequestError, counted, idle, internal, outcome, overloaded, write, yielded
 from outrider.rpc.timeouts import InactivityTimer, first_message, kind_of_next
 from outrider.service.best_effort import Component
 from outrider.service.encoder_input import EncoderInputs

@@ -94,10 +94,7 @@ def model_drafters(settings: DraftSettings, engine: DraftEngine, cheap: Mapping[
     """
     guesses = cheap[Kind(settings.staged_by)]
     assert isinstance(guesses, GuessingDrafter)
-    drafters: dict[Kind, Drafter] = {
-        Kind.MODEL: ModelDrafter(engine),
-        Kind.STAGED: ModelDrafter(engine, cheap=guesses),
-    }
+    drafters: dict[Kind, Drafter] = {Kind.MODEL: ModelDrafter(engine), Kind.STAGED: ModelDrafter(engine, cheap=guesses)}
     if engine.mask_token is not None:
         drafters[Kind.PARALLEL] = ModelDrafter(engine, parallel=True)
     return drafters

@@ -326,11 +326,7 @@ class Authentication(Interceptor):
     exempt = ("/grpc.health.",)
 
     def __init__(
-        self,
-        *,
-        allowed: AllowedClients | None = None,
-        tokens: Tokens | None = None,
-        limits: ClientLimits | None = None,
+        self, *, allowed: AllowedClients | None = None, tokens: Tokens | None = None, limits: ClientLimits | None = None
     ) -> None:
         """
         Args:

@@ -274,10 +274,7 @@ class RenewedChannel(Generic[Stub]):
         if self._current is None or self._current.version != version:
             old = self._current
             channel = open_channel(
-                self._address,
-                max_message_bytes=self._max_message_bytes,
-                options=self._options,
-                credentials=credentials,
+                self._address, max_message_bytes=self._max_message_bytes, options=self._options, credentials=credentials
             )
             self._current = _Open(channel, self._stub(channel), version)
             self._open.add(self._current)

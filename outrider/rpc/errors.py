@@ -182,9 +182,7 @@ def to_status(error: RequestError) -> grpc.Status:
         retry.retry_delay.FromTimedelta(timedelta(seconds=error.retry_after))
         details.append(_packed(retry))
     status = status_pb2.Status(
-        code=error.code.value[0],
-        message=_cut(error.message, _MAX_MESSAGE_CHARS),
-        details=details,
+        code=error.code.value[0], message=_cut(error.message, _MAX_MESSAGE_CHARS), details=details
     )
     return rpc_status.to_status(status)
 

@@ -205,10 +205,7 @@ class PackedBatch:
 
 
 def pack(
-    spans: Iterable[tuple[int, int, int]],
-    pool: KVPool,
-    masks: CausalMasks,
-    later_rows: Sequence[int] = (),
+    spans: Iterable[tuple[int, int, int]], pool: KVPool, masks: CausalMasks, later_rows: Sequence[int] = ()
 ) -> PackedBatch:
     """Packs (slot, start, count) spans in order; `later_rows` is how many rows each will have in later batches."""
     batch = PackedBatch([], [], 0, [], [], pool.dtype, masks, pool)

@@ -111,12 +111,7 @@ class CapturedSteps:
 
     @torch.inference_mode()
     def capture(
-        self,
-        capturer: Capturer,
-        *,
-        seconds: float,
-        most_bytes: int,
-        clock: Callable[[], float] = time.perf_counter,
+        self, capturer: Capturer, *, seconds: float, most_bytes: int, clock: Callable[[], float] = time.perf_counter
     ) -> str:
         """Captures steps for 1, 2, 4 … sequences, the fewest first; see `GraphRunner.capture`.
 

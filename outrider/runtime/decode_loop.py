@@ -48,11 +48,7 @@ class DecodeLoop:
     """
 
     def __init__(
-        self,
-        model_runner: ModelRunner,
-        vocab_size: int,
-        config: SparseConfig | None,
-        verify_path: str | None = None,
+        self, model_runner: ModelRunner, vocab_size: int, config: SparseConfig | None, verify_path: str | None = None
     ) -> None:
         self.model_runner = model_runner
         self._verify_path = verify_path or implementation_for(model_runner.loaded.device)
@@ -78,10 +74,7 @@ class DecodeLoop:
 
     @torch.inference_mode()
     def decode(
-        self,
-        chunks: Sequence[Chunk],
-        draws: Sequence[Sequence[Draw]],
-        stops: Sequence[Collection[int]] | None = None,
+        self, chunks: Sequence[Chunk], draws: Sequence[Sequence[Draw]], stops: Sequence[Collection[int]] | None = None
     ) -> list[list[Sample]]:
         """Runs a chunk of each sequence, samples its next token, runs that token, and so on. The last token is not run.
 
@@ -152,14 +145,7 @@ class DecodeLoop:
         return [Sample(each.next_token) for each in verify(logits, list(map(_undrafted, draws)), self._verify_path)]
 
     def capture(
-        self,
-        capturer: Capturer,
-        *,
-        sequences: int,
-        tokens: int,
-        with_kernels: bool,
-        seconds: float,
-        most_bytes: int,
+        self, capturer: Capturer, *, sequences: int, tokens: int, with_kernels: bool, seconds: float, most_bytes: int
     ) -> str:
         """Captures the steps, if the pool is paged.
 

@@ -24,13 +24,7 @@ from transformers.utils import logging as transformers_logging
 from kernels.generation_rules import GenerationRules
 from outrider.runtime import generation_rules
 from outrider.runtime.attention import ELSEWHERE, NAME, AttentionLayer, Program, TransformersProgram, probe_attention
-from outrider.runtime.checkpoint import (
-    model_fingerprint,
-    read_json,
-    resolve_folder,
-    token_ids,
-    weights_fingerprint,
-)
+from outrider.runtime.checkpoint import model_fingerprint, read_json, resolve_folder, token_ids, weights_fingerprint
 from outrider.runtime.device import find_device
 from outrider.runtime.encoder_decoder import LONGEST, EncoderDecoder, prepare
 from outrider.runtime.errors import CheckpointError, UnsupportedModel

@@ -397,13 +397,7 @@ def attend_scores(
     return blocks[0] if len(blocks) == 1 else torch.cat(blocks)
 
 
-def _block(
-    query: Tensor,
-    position: int,
-    keys: Tensor,
-    values: Tensor,
-    scoring: Scoring,
-) -> Tensor:
+def _block(query: Tensor, position: int, keys: Tensor, values: Tensor, scoring: Scoring) -> Tensor:
     """Attention of rows from `position` on: query `[n, H, D]`, keys and values `[KV, 1, end, D]`, to `[n, H, D]`."""
     window, softcap, sinks = scoring.window, scoring.softcap, scoring.sinks
     n, heads, head_dim = query.shape

@@ -18,11 +18,7 @@ NOISE_VERSION = 1
 
 
 def describe(
-    loaded: LoadedModel,
-    tokenizer: Tokenizer,
-    *,
-    limits: model_pb2.Limits,
-    features: Iterable[str],
+    loaded: LoadedModel, tokenizer: Tokenizer, *, limits: model_pb2.Limits, features: Iterable[str]
 ) -> model_pb2.ModelInfo:
     """The `ModelInfo` of a loaded model.
 
@@ -69,9 +65,7 @@ def _check_generation(loaded: LoadedModel, info: model_pb2.ModelInfo) -> None:
 def describe_encoder(encoder: EncoderInfo, prompts: DecoderPrompts) -> model_pb2.EncoderInfo:
     """The `EncoderInfo` of an encoder and the decoder prompts of its model."""
     info = model_pb2.EncoderInfo(
-        kind=model_pb2.ENCODER_KIND_TEXT,
-        max_positions=encoder.max_length,
-        decoder_prompt_token_ids=prompts.tokens(),
+        kind=model_pb2.ENCODER_KIND_TEXT, max_positions=encoder.max_length, decoder_prompt_token_ids=prompts.tokens()
     )
     if encoder.kind == SPEECH:
         info.kind = model_pb2.ENCODER_KIND_SPEECH
@@ -81,11 +75,7 @@ def describe_encoder(encoder: EncoderInfo, prompts: DecoderPrompts) -> model_pb2
 
 
 def describe_tokenizer(
-    name: str,
-    tokenizer: Tokenizer,
-    *,
-    limits: model_pb2.Limits,
-    features: Iterable[str],
+    name: str, tokenizer: Tokenizer, *, limits: model_pb2.Limits, features: Iterable[str]
 ) -> model_pb2.ModelInfo:
     """The `ModelInfo` of a service without a model, by its tokenizer. Fields that need weights are empty."""
     rules = sorted(RULES.values(), key=lambda rule: rule.value)

@@ -41,8 +41,7 @@ class SecuritySettings(BaseSettings):
     """Transport security and limits of a listener."""
 
     tls_cert: Path | None = Field(
-        None,
-        description="PEM file of the server's certificate and its intermediate certificates; turns TLS on",
+        None, description="PEM file of the server's certificate and its intermediate certificates; turns TLS on"
     )
     tls_key: Path | None = Field(None, description="PEM file of the certificate's private key, without a passphrase")
     tls_client_ca: Path | None = Field(
@@ -56,14 +55,11 @@ class SecuritySettings(BaseSettings):
         "subjectAltName; needs --tls-client-ca",
     )
     auth_token_file: Path | None = Field(
-        None,
-        description="file of bearer tokens, one a line; every call must carry one of them",
+        None, description="file of bearer tokens, one a line; every call must carry one of them"
     )
     plaintext: bool = Field(False, description="allow plaintext at addresses that are not loopback")
     max_concurrent_streams: int = Field(
-        1024,
-        ge=1,
-        description="maximum calls in progress on one connection; more wait at the client",
+        1024, ge=1, description="maximum calls in progress on one connection; more wait at the client"
     )
     max_client_sequences: int | None = Field(
         None,
@@ -137,8 +133,7 @@ class ServiceSettings(SecuritySettings):
     )
     trust_remote_code: bool = Field(False, description="run Python code that comes with the model")
     runtime: Literal["auto", "torch", "llama.cpp"] = Field(
-        "auto",
-        description="what runs the model; auto: llama.cpp for a GGUF file, else torch",
+        "auto", description="what runs the model; auto: llama.cpp for a GGUF file, else torch"
     )
     device: str = Field(
         "auto",
@@ -164,9 +159,7 @@ class ServiceSettings(SecuritySettings):
         "8192",
     )
     kv_cache_mb: int | None = Field(
-        None,
-        ge=1,
-        description="size of the KV cache in MiB; default: 1024 on a CPU, by --kv-memory-fraction on a GPU",
+        None, ge=1, description="size of the KV cache in MiB; default: 1024 on a CPU, by --kv-memory-fraction on a GPU"
     )
     kv_memory_fraction: float = Field(
         0.85,
@@ -208,22 +201,17 @@ class ServiceSettings(SecuritySettings):
         "least four times the longest step so far",
     )
     metrics_listen: PortListener | None = Field(
-        None,
-        description="HOST:PORT of Prometheus metrics over plaintext HTTP; port 0: a free one; default: none",
+        None, description="HOST:PORT of Prometheus metrics over plaintext HTTP; port 0: a free one; default: none"
     )
     vllm_metrics: bool = Field(
-        False,
-        description="also show metrics under vLLM's names, for routers and dashboards that read those",
+        False, description="also show metrics under vLLM's names, for routers and dashboards that read those"
     )
     otlp_endpoint: Endpoint | None = Field(
         None,
         description="http://HOST:PORT or https://HOST:PORT of a collector of traces (OTLP over gRPC); default: none",
     )
     trace_sample: float = Field(
-        0.01,
-        ge=0,
-        le=1,
-        description="share of calls to trace; the `traceparent` of a call overrides it",
+        0.01, ge=0, le=1, description="share of calls to trace; the `traceparent` of a call overrides it"
     )
     log_level: Literal["debug", "info", "warning", "error"] = Field("info", description="lowest level of log lines")
 

@@ -95,9 +95,7 @@ def decode_sparse(message: speculation_pb2.SparseDistribution) -> tuple[np.ndarr
     return ids, np.frombuffer(message.weights, dtype=_WEIGHTS)
 
 
-def decode_all_sparse(
-    messages: Sequence[speculation_pb2.SparseDistribution],
-) -> tuple[bytes, bytes, list[int]] | None:
+def decode_all_sparse(messages: Sequence[speculation_pb2.SparseDistribution]) -> tuple[bytes, bytes, list[int]] | None:
     """Ids and weights of all messages, one after the other, and the size of each.
 
     None if a length is wrong, or a message is empty.
