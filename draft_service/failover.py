@@ -386,7 +386,7 @@ class FailoverStream:
             self._add_pause(time.monotonic() - started)
         self._lease = new
         old.cancel()
-        self._sequence.counts.failovers.moves += 1
+        self._sequence.counts.num_drain_moves += 1
         self._note_switch(FailureKind.DRAINING)
 
     def _lease_at(self, replica: Replica) -> Lease:
@@ -397,14 +397,14 @@ class FailoverStream:
 
     def _add_pause(self, seconds: float) -> None:
         self.pause += seconds
-        self._sequence.counts.failovers.seconds += seconds
+        self._sequence.timings.failover += seconds
         self._verifiers.metrics.paused(seconds)
 
     def _note_switch(self, kind: FailureKind) -> None:
         assert self._lease is not None
         sequence = self._sequence
-        sequence.counts.failovers.count += 1
-        sequence.counts.failovers.tokens += len(sequence.tokens)
+        sequence.counts.num_failovers += 1
+        sequence.counts.num_reopened_tokens += len(sequence.tokens)
         self._verifiers.metrics.switched(kind)
         _log.info(
             "failover",

@@ -23,24 +23,8 @@ STATISTICS = Component("speculation_statistics")
 
 
 @dataclass(slots=True)
-class Failovers:
-    """Failovers of one sample.
-
-    Attributes:
-        moves: failovers away from a draining verifier.
-        tokens: prompt and output tokens sent to new verifiers, summed.
-        seconds: spent without a verifier, until the next one had opened the sequence.
-    """
-
-    count: int = 0
-    moves: int = 0
-    tokens: int = 0
-    seconds: float = 0.0
-
-
-@dataclass(slots=True)
 class SpeculationCounts:
-    """Counts of drafted and accepted tokens, by the names of `SpeculationStatistics`."""
+    """The fields of `SpeculationStatistics`, by their names."""
 
     num_drafts: int = 0
     num_rounds: int = 0
@@ -53,9 +37,11 @@ class SpeculationCounts:
     policy: draft_service_pb2.SpeculationPolicy = draft_service_pb2.SPECULATION_POLICY_UNSPECIFIED
     num_short_drafts: int = 0
     num_draft_recoveries: int = 0
-    failovers: Failovers = field(default_factory=Failovers)
-    drafted_per_position: list[int] = field(default_factory=list)
-    accepted_per_position: list[int] = field(default_factory=list)
+    num_failovers: int = 0
+    num_drain_moves: int = 0
+    num_reopened_tokens: int = 0
+    num_draft_tokens_per_pos: list[int] = field(default_factory=list)
+    num_accepted_tokens_per_pos: list[int] = field(default_factory=list)
     _beta_sum: float = 0.0
     _beta_count: int = 0
     _gamma_sum: int = 0
@@ -69,12 +55,12 @@ class SpeculationCounts:
         if not drafted:
             return
         self.num_drafts += 1
-        missing = drafted - len(self.drafted_per_position)
-        self.drafted_per_position += [0] * missing
-        self.accepted_per_position += [0] * missing
+        missing = drafted - len(self.num_draft_tokens_per_pos)
+        self.num_draft_tokens_per_pos += [0] * missing
+        self.num_accepted_tokens_per_pos += [0] * missing
         for position in range(drafted):
-            self.drafted_per_position[position] += 1
-            self.accepted_per_position[position] += position < verdict.accepted
+            self.num_draft_tokens_per_pos[position] += 1
+            self.num_accepted_tokens_per_pos[position] += position < verdict.accepted
         if verdict.beta:
             self._beta_sum += sum(verdict.beta)
             self._beta_count += len(verdict.beta)
@@ -90,11 +76,11 @@ class SpeculationCounts:
 
     @property
     def num_draft_tokens(self) -> int:
-        return sum(self.drafted_per_position)
+        return sum(self.num_draft_tokens_per_pos)
 
     @property
     def num_accepted_tokens(self) -> int:
-        return sum(self.accepted_per_position)
+        return sum(self.num_accepted_tokens_per_pos)
 
     @property
     def alpha(self) -> float:
@@ -106,37 +92,27 @@ class SpeculationCounts:
         """Mean γ over verdicts; 0 for those of `Decode`."""
         return self._gamma_sum / self.num_rounds if self.num_rounds else 0.0
 
+    @property
+    def draft_acceptance_rate(self) -> float:
+        return self.num_accepted_tokens / self.num_draft_tokens if self.num_drafts else 0.0
+
+    @property
+    def mean_acceptance_length(self) -> float:
+        return 1 + self.num_accepted_tokens / self.num_drafts if self.num_drafts else 0.0
+
     def to_message(self) -> draft_service_pb2.SpeculationStatistics:
-        drafted, accepted = self.num_draft_tokens, self.num_accepted_tokens
-        return draft_service_pb2.SpeculationStatistics(
-            num_drafts=self.num_drafts,
-            num_draft_tokens=drafted,
-            num_accepted_tokens=accepted,
-            num_accepted_tokens_per_pos=self.accepted_per_position,
-            num_draft_tokens_per_pos=self.drafted_per_position,
-            draft_acceptance_rate=accepted / drafted if drafted else 0.0,
-            mean_acceptance_length=1 + accepted / self.num_drafts if self.num_drafts else 0.0,
-            alpha=self.alpha,
-            num_rounds=self.num_rounds,
-            drafter=self.drafter,
-            num_draft_failures=self.num_draft_failures,
-            num_outcome_cache_queries=self.num_outcome_cache_queries,
-            num_outcome_cache_hits=self.num_outcome_cache_hits,
-            num_predrafted_tokens=self.num_predrafted_tokens,
-            num_wasted_tokens=self.num_wasted_tokens,
-            policy=self.policy,
-            mean_gamma=self.mean_gamma,
-            num_short_drafts=self.num_short_drafts,
-            num_draft_recoveries=self.num_draft_recoveries,
-            num_failovers=self.failovers.count,
-            num_drain_moves=self.failovers.moves,
-            num_reopened_tokens=self.failovers.tokens,
-        )
+        names = draft_service_pb2.SpeculationStatistics.DESCRIPTOR.fields_by_name
+        return draft_service_pb2.SpeculationStatistics(**{name: getattr(self, name) for name in names})
 
 
 @dataclass(slots=True)
 class Timings:
-    """Times of one sample, in seconds. `arrived` is the arrival of the request, by `time.perf_counter()`."""
+    """Times of one sample, in seconds.
+
+    Attributes:
+        arrived: the arrival of the request, by `time.perf_counter()`.
+        failover: spent without a verifier, until the next one had opened the sequence.
+    """
 
     arrived: float
     watch: "SampleWatch | None" = None
@@ -147,7 +123,7 @@ class Timings:
     queue_us: int = 0
     forward_us: int = 0
     verify_us: int = 0
-    failovers: Failovers = field(default_factory=Failovers)
+    failover: float = 0.0
     first_round: draft_service_pb2.RoundTimings | None = None
     _last_token: float = 0.0
 
@@ -177,7 +153,7 @@ class Timings:
             time_to_first_token_us=micros(self.first_token or 0.0),
             total_us=micros(time.perf_counter() - self.arrived),
             saved_us=micros(self.saved),
-            failover_us=micros(self.failovers.seconds),
+            failover_us=micros(self.failover),
             first_round=self.first_round,
             **self._phases(micros),
         )
@@ -243,7 +219,7 @@ class Sequence:
         self.round = Round(0)
         self.finish_reason: sampling_pb2.FinishReason = sampling_pb2.FINISH_REASON_UNSPECIFIED
         self.counts = SpeculationCounts(drafter=KIND_TO_WIRE[request.drafter], policy=POLICY_TO_WIRE[request.policy])
-        self.timings = Timings(arrived, watch, failovers=self.counts.failovers)
+        self.timings = Timings(arrived, watch)
         self.scored = 1
         self.on_prompt_logprobs: Callable[[sampling_pb2.PromptLogprobs], Awaitable[None]] | None = None
         self._hash = PrefixHash(self.tokens)

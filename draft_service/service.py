@@ -306,14 +306,14 @@ class GenerateCall:
             draft_failures=sum(each.num_draft_failures for each in counts),
             outcome_cache_hits=sum(each.num_outcome_cache_hits for each in counts),
             draft_recoveries=sum(each.num_draft_recoveries for each in counts),
-            failovers=sum(each.failovers.count for each in counts),
+            failovers=sum(each.num_failovers for each in counts),
             alpha=[round(each.alpha, 4) for each in counts],
             mean_gamma=[round(each.mean_gamma, 2) for each in counts],
             seconds=round(seconds, 4),
             first_token_seconds=round(min(first), 4) if first else None,
             draft_seconds=round(sum(each.draft for each in timings), 4),
             verdict_seconds=round(sum(each.verdict for each in timings), 4),
-            failover_seconds=round(sum(each.failovers.seconds for each in counts), 4),
+            failover_seconds=round(sum(each.failover for each in timings), 4),
         )
 
 
