@@ -6,31 +6,13 @@ from collections import deque
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import groupby
-from typing import Protocol
 
 from draft_service.sequence import STATISTICS, SpeculationCounts, Timings
+from outrider.runtime.tokenizer import IncrementalDetokenizer
 from protos.outrider.v1 import draft_service_pb2, sampling_pb2, speculation_pb2
 from protos.outrider.v1.draft_service_pb2 import GenerateResponse
 
 _BROKEN = "\N{REPLACEMENT CHARACTER}"
-
-
-class Detokenizer(Protocol):
-    """Turns tokens into text (`outrider.runtime.tokenizer.IncrementalDetokenizer`)."""
-
-    def push(self, token: int, /) -> str:
-        """The text that this token completes. Bytes of an incomplete character are kept."""
-
-    def flush(self) -> str:
-        """The text of the kept bytes, at the end."""
-
-    @property
-    def pending(self) -> bool:
-        """Whether bytes of an incomplete character are kept."""
-
-    @property
-    def kept(self) -> int:
-        """The characters, all U+FFFD, that `flush` would return."""
 
 
 class StopFinder:
@@ -103,7 +85,7 @@ class OutputText:
     """
 
     def __init__(
-        self, detokenizer: Detokenizer, *, stop: Sequence[str] = (), min_tokens: int = 0, written: int = 0
+        self, detokenizer: IncrementalDetokenizer, *, stop: Sequence[str] = (), min_tokens: int = 0, written: int = 0
     ) -> None:
         """Starts after `written` output tokens. Stop strings count from `min_tokens` output tokens on."""
         self.stopped_by: str | None = None

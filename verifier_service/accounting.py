@@ -2,26 +2,16 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import TYPE_CHECKING
 
 from outrider.service.wire import round_micros
 from protos.outrider.v1 import speculation_pb2
-from verifier_service.scheduler import Plan, TargetWork
+from verifier_service.scheduler import TargetWork
 from verifier_service.sequence import TargetSequence
 from verifier_service.target_runner import StepResult
 
-
-class Observer(Protocol):
-    """Counts the engine's work. Called on the engine's thread, so it must be quick. No method raises."""
-
-    def planned(self, plan: Plan) -> None:
-        """A step was planned."""
-
-    def stepped(self, step: "Step") -> None:
-        """A step ended, and its verdicts are committed."""
-
-    def checked(self, intact: bool) -> None:
-        """The KV pool was checked."""
+if TYPE_CHECKING:
+    from verifier_service.metrics import SpeculationMetrics
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,7 +40,7 @@ class Step:
         observer: of the engine when it ran: a step of the warm-up has none, also if it is accounted for later.
     """
 
-    def __init__(self, work: Sequence[TargetWork], output: StepResult, observer: Observer | None) -> None:
+    def __init__(self, work: Sequence[TargetWork], output: StepResult, observer: "SpeculationMetrics | None") -> None:
         self.observer = observer
         self.tokens = sum(len(item.chunk.tokens) for item in work)
         self.sequences = len(work)

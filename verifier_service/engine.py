@@ -25,7 +25,8 @@ from outrider.runtime.prefix_cache import PrefixCache
 from outrider.service.best_effort import Component
 from outrider.service.cost_model import FittedCost
 from protos.outrider.v1 import model_pb2, speculation_pb2, verifier_service_pb2
-from verifier_service.accounting import JudgedRound, Observer, Step
+from verifier_service.accounting import JudgedRound, Step
+from verifier_service.metrics import SpeculationMetrics
 from verifier_service.request import Round
 from verifier_service.scheduler import IDLE_SECONDS, TURN_SECONDS, Scheduler, TargetWork
 from verifier_service.sequence import TargetSequence, seconds_to_linger
@@ -97,7 +98,7 @@ class VerifierEngine(Engine[Message, TargetWork, StepResult]):
     """All sequences of one target model.
 
     Attributes:
-        observer: counts the engine's work; may be None.
+        observer: counts the engine's work; None during the warm-up.
         flush: sends all delivered replies; called once a step, after all commits.
     """
 
@@ -119,7 +120,7 @@ class VerifierEngine(Engine[Message, TargetWork, StepResult]):
         self._model = model
         self._max_linger = max_linger
         self.runner = TargetRunner(model_runner, vocab_size=model.vocab_size, verify_path=verify_path)
-        self.observer: Observer | None = None
+        self.observer: SpeculationMetrics | None = None
         self.flush: Callable[[], None] = lambda: None
         # With an encoder, keys and values of a prefix depend on its input too.
         self.prefixes = PrefixCache(model_runner.pool, enabled=prefix_cache and model_runner.loaded.encoder is None)

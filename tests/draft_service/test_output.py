@@ -19,26 +19,23 @@ from tests.cluster import MODELS
 from tests.fake_clock import fake_clock
 
 
-class Bytes:
+class Bytes(IncrementalDetokenizer):
     """A detokenizer whose token n is the bytes `pieces[n]`: UTF-8 may be cut anywhere, and a piece may be empty."""
 
     def __init__(self, pieces: Sequence[bytes]) -> None:
         self._pieces = pieces
         self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
+        self.pending, self.kept = False, 0
 
     def push(self, token: int) -> str:
-        return self._decoder.decode(self._pieces[token])
+        text = self._decoder.decode(self._pieces[token])
+        self.pending = bool(self._decoder.getstate()[0])
+        self.kept = int(self.pending)
+        return text
 
     def flush(self) -> str:
+        self.pending, self.kept = False, 0
         return self._decoder.decode(b"", final=True)
-
-    @property
-    def pending(self) -> bool:
-        return bool(self._decoder.getstate()[0])
-
-    @property
-    def kept(self) -> int:
-        return int(self.pending)
 
 
 def first_stop(ends: Sequence[int], text: str, stops: Sequence[str], min_tokens: int) -> tuple[int, str] | None:
