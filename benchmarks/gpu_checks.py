@@ -31,7 +31,7 @@ from kernels.sampling import Draw, SamplingParams
 from kernels.sparse import SparseConfig
 from kernels.verify import Proposed, Rule
 from outrider.runtime.attention import AttentionLayer
-from outrider.runtime.cuda_graph import Repeating, capturer_for
+from outrider.runtime.cuda_graph import Capturer, capturer_for
 from outrider.runtime.decode_loop import DecodeLoop
 from outrider.runtime.device import find_device, work_on
 from outrider.runtime.fused_decoder import FusedDecoder
@@ -211,10 +211,10 @@ def _rounds(device: torch.device, dtype: torch.dtype) -> str:
         return f"layers: {refusal}"
     target = TargetRunner(model_runner, vocab_size=TINY_TARGET.vocab, verify_path="triton")
     capture = {"seconds": 1000, "most_bytes": 1024 * MIB}
-    target.loop.capture(Repeating(), sequences=1, tokens=MOST_IN_A_ROW, with_kernels=True, **capture)
-    model_runner.capture(Repeating(), max_sequences=1, widest=2, max_batch_tokens=64, **capture)
+    target.loop.capture(Capturer(), sequences=1, tokens=MOST_IN_A_ROW, with_kernels=True, **capture)
+    model_runner.capture(Capturer(), max_sequences=1, widest=2, max_batch_tokens=64, **capture)
     loop = DecodeLoop(model_runner, TINY_TARGET.vocab, SparseConfig(keep_mass=0.97, max_support=40))
-    loop.capture(Repeating(), sequences=2, tokens=3, with_kernels=True, **capture)
+    loop.capture(Capturer(), sequences=2, tokens=3, with_kernels=True, **capture)
     slots = [model_runner.pool.allocate() for _ in range(2)]
     model_runner.forward([Chunk(slot, [5 + slot] * 37, 0, 37) for slot in slots])
     for rule, own in ((Rule.TOKENWISE, slots[:1]), (Rule.COUPLED, slots)):  # a captured step, and an eager one

@@ -67,8 +67,18 @@ longer than its launch, so a graph saves little, and it computes logits for all 
 _WARM_UPS = 2
 
 
-class Capturer(Protocol):
-    """Captures functions on one device."""
+class CannotCapture(RuntimeError):
+    """The function does something that a CUDA graph cannot hold, such as a host sync."""
+
+
+class Capturer:
+    """Captures functions on one device; as it is, on a CPU, where a replay is a plain call.
+
+    Attributes:
+        bytes: memory held by the graphs.
+    """
+
+    bytes = 0
 
     def capture(self, run: Callable[[], None]) -> Callable[[], None]:
         """Runs the function some times to warm up, captures it, and returns its replay.
@@ -76,39 +86,17 @@ class Capturer(Protocol):
         Raises:
             CannotCapture: the function cannot be captured; the text gives the reason.
         """
-
-    @property
-    def bytes(self) -> int:
-        """Memory held by the graphs."""
-
-
-class CannotCapture(RuntimeError):
-    """The function does something that a CUDA graph cannot hold, such as a host sync."""
-
-
-class Repeating:
-    """The replacement for CUDA graphs on a CPU: replay is a plain call."""
-
-    bytes = 0
-
-    def capture(self, run: Callable[[], None]) -> Callable[[], None]:
         run()
         return run
 
 
-class CudaCapturer:
+class CudaCapturer(Capturer):
     """Captures CUDA graphs. They share one memory pool, since no two run at the same time."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self._pool = torch.cuda.graph_pool_handle()
         self._stream = torch.cuda.Stream(device)
-        self._bytes = 0
-
-    @property
-    def bytes(self) -> int:
-        """See `Capturer`: memory reserved since the first capture."""
-        return self._bytes
 
     def capture(self, run: Callable[[], None]) -> Callable[[], None]:
         graph = torch.cuda.CUDAGraph()
@@ -136,13 +124,13 @@ class CudaCapturer:
             raise CannotCapture(f"{type(error).__name__}: {words}") from error
         finally:
             torch.cuda.set_sync_debug_mode(mode)
-        self._bytes += max(0, torch.cuda.memory_reserved(self._device) - before)
+        self.bytes += max(0, torch.cuda.memory_reserved(self._device) - before)
         return graph.replay
 
 
 def capturer_for(device: torch.device) -> Capturer:
     """The capturer of a device."""
-    return CudaCapturer(device) if device.type == "cuda" else Repeating()
+    return CudaCapturer(device) if device.type == "cuda" else Capturer()
 
 
 def buckets_for(max_sequences: int, widest: int, *, max_batch_tokens: int | None = None) -> list[int]:

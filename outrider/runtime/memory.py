@@ -3,7 +3,7 @@
 import re
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 
@@ -42,25 +42,28 @@ class OutOfMemory(CheckpointError):
     """A device is out of memory; the message has its total and free memory."""
 
 
-class DeviceMemory(Protocol):
-    """The memory of one device.
+class DeviceMemory:
+    """The memory of one device; as it is, of the host. Other programs share that, so nothing is measured, and
+    `--kv-cache-mb` sets the size of the KV cache.
 
     Attributes:
         name: of the device.
-        total: bytes it has; 0 if other programs share it (a host).
+        total: bytes it has; 0 for a host.
     """
 
-    name: str
-    total: int
+    name = "cpu"
+    total = 0
 
     def free(self) -> int:
-        """Free bytes."""
+        """Free bytes; 0 for a host."""
+        return 0
 
     def peak(self, run: Callable[[], Any]) -> int:
-        """Peak bytes that `run` allocates, beyond those allocated before."""
+        """Peak bytes that `run` allocates, beyond those allocated before; 0 for a host, where it is not called."""
+        return 0
 
 
-class CudaMemory:
+class CudaMemory(DeviceMemory):
     """The memory of a CUDA device."""
 
     def __init__(self, device: torch.device) -> None:
@@ -69,7 +72,7 @@ class CudaMemory:
         self.total = int(torch.cuda.mem_get_info(device)[1])
 
     def free(self) -> int:
-        """See `DeviceMemory`. Memory that torch has reserved but not allocated counts as free."""
+        """Memory that torch has reserved but not allocated counts as free."""
         idle = torch.cuda.memory_reserved(self._device) - torch.cuda.memory_allocated(self._device)
         return int(torch.cuda.mem_get_info(self._device)[0]) + idle
 
@@ -82,31 +85,9 @@ class CudaMemory:
         return max(0, torch.cuda.max_memory_allocated(self._device) - before)
 
 
-class HostMemory:
-    """The memory of the host. Other programs share it, so `--kv-cache-mb` sets the size of the KV cache."""
-
-    name = "cpu"
-    total = 0
-
-    def free(self) -> int:
-        """See `DeviceMemory`: not measured."""
-        return 0
-
-    def peak(self, run: Callable[[], Any]) -> int:
-        """See `DeviceMemory`: not measured; `run` is not called."""
-        return 0
-
-
 def memory_of(device: torch.device) -> DeviceMemory:
     """The memory of a device."""
-    return CudaMemory(device) if device.type == "cuda" else HostMemory()
-
-
-def memory_fields(memory: DeviceMemory, **sizes: int) -> dict[str, Any]:
-    """The fields of the log event `memory`, in MiB: `sizes`, given in bytes, and the device's total and free memory."""
-    if memory.total:
-        sizes |= {"free": memory.free(), "total": memory.total}
-    return {"device": memory.name, **{f"{name}_mib": round(size / MIB) for name, size in sizes.items()}}
+    return CudaMemory(device) if device.type == "cuda" else DeviceMemory()
 
 
 @contextmanager

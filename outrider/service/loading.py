@@ -28,7 +28,6 @@ from outrider.runtime.memory import (
     blocks_for,
     explain_out_of_memory,
     kv_dtype,
-    memory_fields,
     memory_of,
     sequence_blocks,
 )
@@ -237,12 +236,14 @@ class Built:
         return max(capturer.bytes, before - self.memory.free())
 
     def log_memory(self, graphs: int) -> None:
-        """Logs the use of memory. `graphs` is bytes of CUDA graphs."""
-        pool, weights = self.model_runner.pool, self.model_runner.loaded.weight_bytes
-        fields = memory_fields(
-            self.memory, weights=weights, kv=pool.memory_bytes, graphs=graphs, workspace=self.workspace
-        )
-        _log.info("memory", **fields, kv_tokens=pool.blocks.count * pool.block_tokens)
+        """Logs the use of memory in MiB. `graphs` is bytes of CUDA graphs."""
+        pool, memory = self.model_runner.pool, self.memory
+        sizes = {"weights": self.model_runner.loaded.weight_bytes, "kv": pool.memory_bytes}
+        sizes |= {"graphs": graphs, "workspace": self.workspace}
+        if memory.total:
+            sizes |= {"free": memory.free(), "total": memory.total}
+        fields = {f"{name}_mib": round(size / MIB) for name, size in sizes.items()}
+        _log.info("memory", device=memory.name, **fields, kv_tokens=pool.blocks.count * pool.block_tokens)
 
 
 def build_model_runner(

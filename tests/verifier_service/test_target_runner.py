@@ -18,7 +18,7 @@ import torch
 from kernels.logprobs import SCORED_ROWS, prompt_logprobs
 from kernels.sampling import SamplingParams
 from kernels.verify import Proposed, Rule, VerifyResult
-from outrider.runtime.cuda_graph import Repeating
+from outrider.runtime.cuda_graph import Capturer
 from outrider.runtime.loader import ModelSource, load_model
 from outrider.runtime.model_runner import Chunk, ModelRunner
 from outrider.runtime.paged_attention import EAGER, AttentionChoice
@@ -50,8 +50,8 @@ def target_runner(packed: ModelRunner, path: str, *, graphs: bool) -> TargetRunn
     if graphs:
         bounds: dict[str, Any] = {"seconds": 1e3, "most_bytes": 1 << 30}
         with_kernels = path == "triton"
-        found.loop.capture(Repeating(), sequences=SEQUENCES, tokens=MOST_IN_A_ROW, with_kernels=with_kernels, **bounds)
-        summary = packed.capture(Repeating(), max_sequences=SEQUENCES, widest=GAMMA + 1, max_batch_tokens=64, **bounds)
+        found.loop.capture(Capturer(), sequences=SEQUENCES, tokens=MOST_IN_A_ROW, with_kernels=with_kernels, **bounds)
+        summary = packed.capture(Capturer(), max_sequences=SEQUENCES, widest=GAMMA + 1, max_batch_tokens=64, **bounds)
         assert "sizes" in summary
     return found
 

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from outrider.runtime import batch, cuda_graph
-from outrider.runtime.cuda_graph import CannotCapture, GraphRunner, PagedRunner, Repeating, buckets_for
+from outrider.runtime.cuda_graph import CannotCapture, Capturer, GraphRunner, PagedRunner, buckets_for
 from outrider.runtime.loader import LoadedModel
 from outrider.runtime.model_runner import Chunk, ModelRunner
 from tests.outrider.runtime.steps import MAX_LENGTH, PAGED, random_steps
@@ -26,7 +26,7 @@ def build(load: Load, name: str = "qwen3", dtype: str = "float32") -> ModelRunne
 
 
 def capture(model: ModelRunner) -> str:
-    return model.capture(Repeating(), max_sequences=SEQUENCES, widest=WIDEST, **BOUNDS)
+    return model.capture(Capturer(), max_sequences=SEQUENCES, widest=WIDEST, **BOUNDS)
 
 
 @pytest.mark.parametrize(
@@ -76,7 +76,7 @@ def test_long_batches_with_rows_that_need_no_logits_run_eagerly(load: Load, monk
         assert (found and found.rows) == rows
 
 
-class FakeCapturer:
+class FakeCapturer(Capturer):
     """Each graph takes a second and a MiB; from a time on none can be captured."""
 
     def __init__(self, fails_at: float) -> None:

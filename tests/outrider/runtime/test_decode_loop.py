@@ -16,7 +16,7 @@ from kernels.sparse import SparseConfig
 from kernels.verify import Proposed, Rule, Uniforms, verify
 from kernels.verify_c import is_available
 from outrider.runtime import captured_steps
-from outrider.runtime.cuda_graph import Repeating
+from outrider.runtime.cuda_graph import Capturer
 from outrider.runtime.decode_loop import DecodeLoop
 from outrider.runtime.fused_decoder import FusedDecoder
 from outrider.runtime.loader import LoadedModel
@@ -87,7 +87,7 @@ def eager_loop(loaded: LoadedModel, max_sequences: int = 8, *, fuse: bool = True
 def captured_loop(loaded: LoadedModel, *, with_kernels: bool = True, tokens: int = GAMMA) -> DecodeLoop:
     loop = DecodeLoop(ModelRunner.build(loaded, 8, 48, attention=PAGED, blocks=60), KNOWN, CONFIG)
     bounds = {"seconds": 1e3, "most_bytes": 1 << 30}
-    found = loop.capture(Repeating(), sequences=3, tokens=tokens, with_kernels=with_kernels, **bounds)  # type: ignore[arg-type]
+    found = loop.capture(Capturer(), sequences=3, tokens=tokens, with_kernels=with_kernels, **bounds)  # type: ignore[arg-type]
     assert found == "steps of up to 3 sequences"
     return loop
 
@@ -153,7 +153,7 @@ def test_captured_steps_draw_the_tokens_of_single_steps(
     loop = captured_loop(load(name), with_kernels=with_kernels)
     model = loop.model_runner
     if captures_steps:
-        model.capture(Repeating(), max_sequences=3, widest=2, seconds=1e3, most_bytes=1 << 30)
+        model.capture(Capturer(), max_sequences=3, widest=2, seconds=1e3, most_bytes=1 << 30)
     rng = random.Random(1)
     cases = product((GREEDY, PLAIN), (1, 9), (GAMMA,)) if with_kernels else product(PARAMS[:3], (1, 2, 9), (GAMMA, 1))
     for params, first, gamma in cases:
@@ -319,7 +319,7 @@ def target_loop(request: pytest.FixtureRequest, load: Load) -> DecodeLoop:
     """Captured steps of a target."""
     loop = DecodeLoop(ModelRunner.build(load("llama"), 8, 48, attention=PAGED, blocks=60), KNOWN, None)
     bounds = {"sequences": 3, "tokens": 12, "seconds": 1e3, "most_bytes": 1 << 30}
-    loop.capture(Repeating(), with_kernels=request.param, **bounds)  # type: ignore[arg-type]
+    loop.capture(Capturer(), with_kernels=request.param, **bounds)  # type: ignore[arg-type]
     return loop
 
 
@@ -389,7 +389,7 @@ def test_an_interrupt_ends_captured_steps(target_loop: DecodeLoop, monkeypatch: 
 
     monkeypatch.setattr(captured_steps._StepBuffers, "_advance", interrupting)
     bounds = {"sequences": 1, "tokens": 8, "seconds": 1e3, "most_bytes": 1 << 30}
-    target_loop.capture(Repeating(), with_kernels=False, **bounds)  # type: ignore[arg-type]
+    target_loop.capture(Capturer(), with_kernels=False, **bounds)  # type: ignore[arg-type]
     steps.clear()
     target_loop.interrupt.clear()
     pool.rollback(slot, 0)

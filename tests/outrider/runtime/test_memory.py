@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from outrider.runtime.loader import LoadedModel, ModelSource, load_model
-from outrider.runtime.memory import MIB, HostMemory, OutOfMemory, block_bytes, explain_out_of_memory, memory_of
+from outrider.runtime.memory import MIB, DeviceMemory, OutOfMemory, block_bytes, explain_out_of_memory, memory_of
 from outrider.runtime.model_runner import ModelRunner
 from outrider.service.loading import (
     DEFAULT_CPU_KV_MB,
@@ -24,7 +24,7 @@ from tests.cluster import MODELS
 Load = Callable[..., LoadedModel]
 
 
-class FakeMemory:
+class FakeMemory(DeviceMemory):
     """A device of so many MiB; a step takes some of them while it runs."""
 
     name = "cuda:7"
@@ -48,7 +48,7 @@ def settings(*flags: str) -> ServiceSettings:
 
 
 def test_out_of_memory_is_one_line_with_the_numbers() -> None:
-    with pytest.raises(OutOfMemory) as caught, explain_out_of_memory(HostMemory(), "the weights of 'm'"):
+    with pytest.raises(OutOfMemory) as caught, explain_out_of_memory(DeviceMemory(), "the weights of 'm'"):
         torch.empty(1 << 50)
     assert str(caught.value) == (
         "out of memory for the weights of 'm': cpu has no memory left (4503599627370496 bytes more are needed)"

@@ -17,7 +17,7 @@ from outrider.runtime import attention, fused_decoder, fused_layers, paged_atten
 from outrider.runtime.attention import AttentionLayer
 from outrider.runtime.batch import PagedBatch, build_batch
 from outrider.runtime.block_pool import MemoryShape, PagedMemory
-from outrider.runtime.cuda_graph import Repeating
+from outrider.runtime.cuda_graph import Capturer
 from outrider.runtime.decode_loop import DecodeLoop
 from outrider.runtime.errors import CheckpointError
 from outrider.runtime.fused_decoder import FusedDecoder, fuse_model
@@ -151,8 +151,8 @@ def test_captured_steps_continue_in_new_stretches(load: Load, monkeypatch: pytes
     model = ModelRunner.build(load("qwen3"), 5, 48, attention=AttentionChoice("triton", "interpreted", block_tokens=4))
     bounds: dict[str, Any] = {"seconds": 1e3, "most_bytes": 1 << 30}
     loop = DecodeLoop(model, VOCABULARY, SparseConfig())
-    loop.capture(Repeating(), sequences=3, tokens=6, with_kernels=False, **bounds)
-    model.capture(Repeating(), max_sequences=3, widest=2, **bounds)
+    loop.capture(Capturer(), sequences=3, tokens=6, with_kernels=False, **bounds)
+    model.capture(Capturer(), max_sequences=3, widest=2, **bounds)
     plain = ModelRunner.build(load("qwen3"), 5, 48)
     prompts = [[(7 * i + length) % VOCABULARY for i in range(length)] for length in (13, 29, 5)]
     slots = [model.pool.allocate() for _ in prompts]
