@@ -29,7 +29,7 @@ def wrapped(
     """
     inner: Any = handler.unary_unary or handler.stream_unary or handler.unary_stream or handler.stream_stream
     # gRPC decodes a single request before the call's first line, and those of a stream as they are read.
-    late = decode if decode is not None and not handler.request_streaming else _as_it_is
+    late = decode if decode is not None and not handler.request_streaming else lambda request: request
     early = handler.request_deserializer if decode is None else decode if handler.request_streaming else None
 
     # A streaming method either yields its responses or writes them to the context.
@@ -98,7 +98,3 @@ async def _refusing(context: Context) -> AsyncIterator[None]:
         yield
     except RequestError as error:
         await abort(context, error)
-
-
-def _as_it_is(request: Any) -> Any:
-    return request

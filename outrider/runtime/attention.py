@@ -167,11 +167,6 @@ class AttentionLayer:
     softcap: float | None = None
     sinks: bool = False
 
-    @property
-    def scores_alone(self) -> bool:
-        """Whether the softmax is over the scaled scores alone, without soft-capping and sinks."""
-        return self.softcap is None and not self.sinks
-
 
 def probe_attention(model: Any, encoder: EncoderDecoder | None = None) -> tuple[AttentionLayer, ...]:
     """Runs a few tokens through a model and returns the shapes of its attention layers.

@@ -158,7 +158,7 @@ def has_fused_decoder(model: Any, layers: Sequence[AttentionLayer]) -> bool:
         and rope.get("rope_type", "default") in _FIXED_ROTARY
         and rope.get("partial_rotary_factor", 1.0) == 1.0
         and len({(layer.heads, layer.kv_heads, layer.head_dim) for layer in layers}) == 1
-        and all(layer.scores_alone for layer in layers)
+        and all(layer.softcap is None and not layer.sinks for layer in layers)
         and layers[0].head_dim % 2 == 0
         and _has_plain_weights(model)
     )

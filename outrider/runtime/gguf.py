@@ -117,11 +117,6 @@ def read(path: Path) -> tuple[dict[str, Any], list[str]]:
     return found, names
 
 
-def is_converted(metadata: dict[str, Any]) -> bool:
-    """Whether `outrider convert` wrote the file."""
-    return "outrider.tokenizer_config" in metadata
-
-
 def vocabulary_size(metadata: dict[str, Any]) -> int | None:
     """The number of tokens; None if the metadata has no vocabulary."""
     tokens = metadata.get("tokenizer.ggml.tokens")

@@ -14,7 +14,7 @@ import torch
 from outrider.runtime.attention import AttentionLayer
 from outrider.runtime.checkpoint import gguf_fingerprint, model_fingerprint
 from outrider.runtime.errors import CheckpointError, UnsupportedModel
-from outrider.runtime.gguf import has_long_factors, is_converted, is_gguf, read, read_metadata, resolve_file
+from outrider.runtime.gguf import has_long_factors, is_gguf, read, read_metadata, resolve_file
 from outrider.runtime.gguf_tokenizer import gguf_tokenizer
 from outrider.runtime.loader import LoadedModel, ModelSource
 from outrider.runtime.selfcheck import Reference
@@ -174,7 +174,8 @@ def load_gguf(source: ModelSource) -> tuple[LlamaModel, Tokenizer]:
     heads = llama_cpp.llama_model_n_head(handle)
     size = metadata.get(f"{architecture}.attention.key_length") or llama_cpp.llama_model_n_embd(handle) // heads
     layer = AttentionLayer(heads, llama_cpp.llama_model_n_head_kv(handle), size, size**-0.5, None)
-    if is_converted(metadata):  # where such a file names no end of sequence, llama.cpp takes one all the same
+    if "outrider.tokenizer_config" in metadata:
+        # Of `outrider convert`. Where such a file names no end of sequence, llama.cpp takes one all the same.
         ends = metadata.get("outrider.eos_token_ids", ())
     else:
         ends = (token for token in range(vocab_size) if llama_cpp.llama_vocab_is_eog(vocab, token))

@@ -1,7 +1,7 @@
 """Converts text to tokens and back: encoding, chat templates, and incremental decoding."""
 
 import hashlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from functools import cached_property
 from itertools import takewhile
 from typing import Any
@@ -129,7 +129,15 @@ class Tokenizer:
 
     @cached_property
     def fingerprint(self) -> str:
-        return tokenizer_fingerprint(self.vocabulary())
+        """SHA-256, in hex, of the map from token to id, added tokens included.
+
+        Tokenizers with the same fingerprint have the same token for each id. They may split text differently.
+        """
+        digest = hashlib.sha256()
+        for token, index in sorted(self.vocabulary().items()):
+            for part in (token.encode("utf-8", "surrogatepass"), str(index).encode()):
+                digest.update(len(part).to_bytes(8, "little") + part)
+        return digest.hexdigest()
 
     @property
     def eos_token_ids(self) -> tuple[int, ...]:
@@ -142,18 +150,6 @@ class Tokenizer:
             ids, skip_special_tokens=skip_special_tokens, clean_up_tokenization_spaces=False
         )
         return text
-
-
-def tokenizer_fingerprint(vocabulary: Mapping[str, int]) -> str:
-    """SHA-256, in hex, of the map from token to id, added tokens included.
-
-    Tokenizers with the same fingerprint have the same token for each id. They may split text differently.
-    """
-    digest = hashlib.sha256()
-    for token, index in sorted(vocabulary.items()):
-        for part in (token.encode("utf-8", "surrogatepass"), str(index).encode()):
-            digest.update(len(part).to_bytes(8, "little") + part)
-    return digest.hexdigest()
 
 
 class IncrementalDetokenizer:
