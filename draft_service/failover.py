@@ -33,8 +33,6 @@ OPENING_TIMEOUT = 5.0
 # Seconds that a sequence on a draining verifier waits for another one to open it, and seconds until it tries that one
 # again.
 MOVING_TIMEOUT, UNRESPONSIVE_SECONDS = 2.0, 10.0
-# Seconds of a wait without a deadline.
-LONGEST = 3600.0
 # The longest timeout of a call, in seconds: gRPC takes one of some centuries for a deadline that has passed.
 LONGEST_CALL = 1e9
 # Time before the deadline at which a failure is reported: a share of the deadline, and at most so many seconds.
@@ -219,14 +217,14 @@ class FailoverStream:
         pause: seconds of failover in the wait for the last verdict.
     """
 
-    def __init__(self, verifiers: Verifiers, sequence: Sequence, *, timeout: float | None) -> None:
+    def __init__(self, verifiers: Verifiers, sequence: Sequence, *, timeout: float) -> None:
         """`timeout` is the time left of the client's deadline, in seconds."""
         self.is_open = False
         self.pause = 0.0
         self._verifiers = verifiers
         self._sequence = sequence
-        self._deadline = None if timeout is None else time.monotonic() + timeout
-        self._margin = 0.0 if timeout is None else min(MARGIN_SHARE * timeout, MARGIN_SECONDS)
+        self._deadline = time.monotonic() + timeout
+        self._margin = min(MARGIN_SHARE * timeout, MARGIN_SECONDS)
         self._lease: Lease | None = None
         self._failures = _Failures()
         self._avoided: dict[Replica, float] = {}  # draining: replicas not to try, and until when
@@ -337,7 +335,7 @@ class FailoverStream:
             RequestError: none did within `timeout` seconds, or one refused it for a reason that holds for all.
         """
         replicas, budget, failures = self._verifiers.replicas, self._verifiers.budget, self._failures
-        latest = time.monotonic() + LONGEST if self._deadline is None else self._deadline - self._margin
+        latest = self._deadline - self._margin
         left = min(timeout, self._verifiers.timeout)  # waits for the budget do not count
         while True:
             # A failover: the text runs again.
@@ -390,7 +388,7 @@ class FailoverStream:
         self._note_switch(FailureKind.DRAINING)
 
     def _lease_at(self, replica: Replica) -> Lease:
-        timeout = None if self._deadline is None else min(max(0.0, self._deadline - time.monotonic()), LONGEST_CALL)
+        timeout = min(max(0.0, self._deadline - time.monotonic()), LONGEST_CALL)
         target = self._verifiers.replicas.target
         assert target is not None
         return replica.open(self._sequence, target, timeout=timeout)
@@ -418,12 +416,9 @@ class FailoverStream:
 
 def _report(lease: Lease, kind: FailureKind, error: RequestError) -> None:
     """Updates the replica's circuit breaker after a failure."""
-    match kind:
-        case FailureKind.REFUSED:
-            lease.refused(error.retry_after)
-        case FailureKind.MISMATCHED:
-            lease.mismatched(error.message)
-        case FailureKind.DIED | FailureKind.SILENT | FailureKind.DRAINING:
-            lease.failed(error.message)
-        case FailureKind.STEP_FAILED:  # the verifier itself is healthy
-            pass
+    if kind is FailureKind.REFUSED:
+        lease.refused(error.retry_after)
+    elif kind is FailureKind.MISMATCHED:
+        lease.mismatched(error.message)
+    elif kind is not FailureKind.STEP_FAILED:  # then the verifier itself is healthy
+        lease.failed(error.message)

@@ -52,7 +52,7 @@ class Sample:
         self._draft_start = 0.0  # of the last draft, by `time.perf_counter()`
         self._uncounted: tuple[Round, speculation_pb2.Verdict] | None = None
 
-    async def run(self, verifiers: Verifiers, drafter: Drafter, *, timeout: float | None, on_open: OnOpen) -> None:
+    async def run(self, verifiers: Verifiers, drafter: Drafter, *, timeout: float, on_open: OnOpen) -> None:
         """Writes the sample. Both services have freed the sequence when this returns or raises.
 
         Args:
@@ -68,7 +68,7 @@ class Sample:
         finally:
             self.on_scored()
 
-    async def _run(self, verifiers: Verifiers, drafter: Drafter, *, timeout: float | None, on_open: OnOpen) -> None:
+    async def _run(self, verifiers: Verifiers, drafter: Drafter, *, timeout: float, on_open: OnOpen) -> None:
         request, sequence = self._request, self.sequence
         if request.committed:
             sequence.finish_reason = self._has_ended()

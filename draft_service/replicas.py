@@ -214,7 +214,7 @@ class Replica:
         if self.status != before:
             self.on_change(self)
 
-    def open(self, sequence: Sequence, target: model_pb2.ModelInfo, *, timeout: float | None) -> "Lease":
+    def open(self, sequence: Sequence, target: model_pb2.ModelInfo, *, timeout: float) -> "Lease":
         """Begins a call of Verify for a sequence. `target` is the model that the pair was matched with, or an empty
         one; `timeout` is the time left of the client's deadline, in seconds.
         """

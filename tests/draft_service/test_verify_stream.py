@@ -47,12 +47,11 @@ async def stream_to(
     sequence: Sequence | None = None,
     *,
     silence: float = 30.0,
-    timeout: float | None = None,
     tls: ChannelTLS | None = None,
     target: model_pb2.ModelInfo | None = None,
 ) -> AsyncIterator[VerifyStream]:
     replica = Replica(address, connect(address, tls=tls), timeout=silence)
-    lease = replica.open(sequence or record(), target or model_pb2.ModelInfo(), timeout=timeout)
+    lease = replica.open(sequence or record(), target or model_pb2.ModelInfo(), timeout=60.0)
     try:
         yield lease.stream
     finally:
