@@ -213,9 +213,7 @@ class Responses:
 
     def take_now(self) -> GenerateResponse | None:
         """The next response; None if the queue is empty."""
-        if not self._queue:
-            return None
-        return self._take()
+        return self._take() if self._queue else None
 
     @property
     def are_read(self) -> bool:

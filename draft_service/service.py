@@ -2,11 +2,12 @@
 
 import asyncio
 import time
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any, Self
+from typing import Any
 
 import grpc
 import structlog
@@ -68,36 +69,32 @@ HEARTBEAT_SECONDS = 5.0
 HEARTBEAT = Component("heartbeat")
 
 
-class Heartbeat:
-    """Sends an empty response after `HEARTBEAT_SECONDS` without another one, if all before were read. Used on the event
-    loop.
+@contextmanager
+def heartbeats(responses: Responses) -> Iterator[None]:
+    """Sends an empty response after `HEARTBEAT_SECONDS` without another one, if all before were read, while the context
+    is open. Used on the event loop.
     """
+    loop = asyncio.get_running_loop()
+    timer: asyncio.TimerHandle
 
-    def __init__(self, responses: Responses) -> None:
-        self._responses = responses
-        self._loop = asyncio.get_running_loop()
-        self._timer: asyncio.TimerHandle | None = None
-
-    def __enter__(self) -> Self:
-        self._timer = self._loop.call_later(HEARTBEAT_SECONDS, self._beat)
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        if self._timer is not None:
-            self._timer.cancel()
-
-    def _beat(self) -> None:
-        pause = HEARTBEAT.run(self._send, HEARTBEAT_SECONDS)
-        self._timer = self._loop.call_later(pause, self._beat)
-
-    def _send(self) -> float:
+    def send() -> float:
         """Returns the seconds until the next one may be due."""
-        left = self._responses.sent_at + HEARTBEAT_SECONDS - self._loop.time()
+        left = responses.sent_at + HEARTBEAT_SECONDS - loop.time()
         if left > 0:
             return left
-        if self._responses.are_read:
-            self._responses.send(GenerateResponse())
+        if responses.are_read:
+            responses.send(GenerateResponse())
         return HEARTBEAT_SECONDS
+
+    def beat() -> None:
+        nonlocal timer
+        timer = loop.call_later(HEARTBEAT.run(send, HEARTBEAT_SECONDS), beat)
+
+    timer = loop.call_later(HEARTBEAT_SECONDS, beat)
+    try:
+        yield
+    finally:
+        timer.cancel()
 
 
 _log = structlog.get_logger()
@@ -153,7 +150,7 @@ class GenerateCall:
         """Writes responses until the last one, or until the client leaves one unread for too long."""
         emission = request.emission
         responses = aiter(self._responses) if emission is None else framed(self._responses, emission, held=request.held)
-        with claim.inactivity_timer(self._settings.slow_client_timeout) as timer, Heartbeat(self._responses):
+        with claim.inactivity_timer(self._settings.slow_client_timeout) as timer, heartbeats(self._responses):
             async for response in responses:
                 try:
                     await timer.wait_for(write(self._context, response))

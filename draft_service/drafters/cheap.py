@@ -2,6 +2,7 @@
 
 import asyncio
 from collections.abc import Awaitable, Sequence
+from dataclasses import dataclass
 
 from draft_service.drafters.base import Draft, Drafter, Drafting, DraftSequence, Guesser, Guesses, GuessingDrafter
 from kernels.rng import Domain, uniform
@@ -57,22 +58,22 @@ class RandomDrafter(GuessingDrafter):
         return _RandomGuesser(sequence, self._vocab_size, self._size)
 
 
+@dataclass
 class _RandomGuesser(Guesser):
-    def __init__(self, sequence: DraftSequence, vocab_size: int, size: int) -> None:
-        self._sequence = sequence
-        self._vocab_size = vocab_size
-        self._size = size
-        self._base = 0
+    sequence: DraftSequence
+    vocab_size: int
+    size: int
+    base: int = 0
 
     def read(self, tokens: Sequence[int]) -> None:
-        self._base += len(tokens)
+        self.base += len(tokens)
 
     def guess(self, count: int, ahead: Sequence[int] = ()) -> Guesses:
         assert not ahead
-        seed, base = self._sequence.seed, self._base
-        q = support(seed, base, vocab_size=self._vocab_size, size=self._size)
+        seed, base = self.sequence.seed, self.base
+        q = support(seed, base, vocab_size=self.vocab_size, size=self.size)
         tokens = [q.token_at(uniform(seed, base, index, Domain.DRAFT, _TOKEN)) for index in range(count)]
-        return [(token, None if self._sequence.params.is_greedy else q) for token in tokens]
+        return [(token, None if self.sequence.params.is_greedy else q) for token in tokens]
 
 
 def support(seed: int, base: int, *, vocab_size: int, size: int) -> SparseDistribution:

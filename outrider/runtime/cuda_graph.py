@@ -29,29 +29,21 @@ class Runner(Protocol):
         """
 
 
+@dataclass(frozen=True, slots=True)
 class PagedRunner:
     """Runs each batch eagerly.
 
-    Args:
+    Attributes:
         dtype: of the logits.
         max_length: the longest sequence, in positions.
     """
 
-    def __init__(
-        self,
-        program: Program,
-        memory: PagedMemory,
-        attention: PagedAttention,
-        device: torch.device,
-        dtype: torch.dtype,
-        max_length: int,
-    ) -> None:
-        self.program = program
-        self.memory = memory
-        self.attention = attention
-        self.device = device
-        self.dtype = dtype
-        self.max_length = max_length
+    program: Program
+    memory: PagedMemory
+    attention: PagedAttention
+    device: torch.device
+    dtype: torch.dtype
+    max_length: int
 
     @torch.inference_mode()
     def run(self, host_batch: HostBatch) -> Tensor:

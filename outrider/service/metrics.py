@@ -253,9 +253,7 @@ class TextMetrics:
 
 
 class _Handler(WSGIRequestHandler):
-    def setup(self) -> None:
-        self.request.settimeout(CONNECTION_SECONDS)
-        super().setup()
+    timeout = CONNECTION_SECONDS
 
     def log_message(self, *_: Any, **__: Any) -> None:
         """Logs nothing."""

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from draft_service.output import MAX_BACKLOG, RESUME_BACKLOG, Emitter, OutputText, Responses
 from draft_service.sequence import SpeculationCounts, Timings
-from draft_service.service import HEARTBEAT_SECONDS, Heartbeat
+from draft_service.service import HEARTBEAT_SECONDS, heartbeats
 from outrider.runtime.loader import ModelSource
 from outrider.runtime.tokenizer import IncrementalDetokenizer, load_tokenizer
 from protos.outrider.v1 import sampling_pb2, speculation_pb2
@@ -202,7 +202,7 @@ async def test_the_writer_waits_until_half_of_the_backlog_is_read() -> None:
 @fake_clock
 async def test_a_heartbeat_comes_so_long_after_the_last_event() -> None:
     responses, loop = Responses(), asyncio.get_running_loop()
-    with Heartbeat(responses):
+    with heartbeats(responses):
         reader = aiter(responses)
         for share in (0.1, 0.9, 0.5):
             await asyncio.sleep(share * HEARTBEAT_SECONDS)
@@ -216,7 +216,7 @@ async def test_a_heartbeat_comes_so_long_after_the_last_event() -> None:
 @fake_clock
 async def test_heartbeats_fill_pauses_and_do_not_pile_up() -> None:
     responses = Responses()
-    with Heartbeat(responses):
+    with heartbeats(responses):
         reader = aiter(responses)
         for _ in range(3):
             assert (await anext(reader)).WhichOneof("event") is None
