@@ -24,8 +24,8 @@ from outrider.runtime.model_runner import Chunk, ModelRunner
 from outrider.runtime.prefix_cache import PrefixCache
 from outrider.service.best_effort import Component
 from outrider.service.cost_model import FittedCost
+from outrider.service.wire import round_micros
 from protos.outrider.v1 import model_pb2, speculation_pb2, verifier_service_pb2
-from verifier_service.accounting import JudgedRound, Step
 from verifier_service.metrics import SpeculationMetrics
 from verifier_service.request import Round
 from verifier_service.scheduler import IDLE_SECONDS, TURN_SECONDS, Scheduler, TargetWork
@@ -92,6 +92,56 @@ LINGER = Component("linger")
 LOAD = Component("load")
 NOTICES = Component("queued_notices")
 POOL_CHECK = Component("kv_check")
+
+
+@dataclass(frozen=True, slots=True)
+class JudgedRound:
+    """A round whose verdict is committed.
+
+    Attributes:
+        drafted: its γ.
+        accepted: how many of them are in the text.
+        queued: seconds that it waited for its step.
+    """
+
+    sequence: TargetSequence
+    drafted: int
+    accepted: int
+    queued: float
+
+
+class Step:
+    """Results of a step, for verdicts and for accounting.
+
+    Attributes:
+        tokens: tokens in its forward pass, or in the first of several.
+        judged: committed rounds, in order.
+        is_of_rounds: whether it had rounds, and neither prompt tokens nor an encoder.
+        observer: of the engine when it ran: a step of the warm-up has none, also if it is accounted for later.
+    """
+
+    def __init__(self, work: Sequence[TargetWork], output: StepResult, observer: SpeculationMetrics | None) -> None:
+        self.observer = observer
+        self.tokens = sum(len(item.chunk.tokens) for item in work)
+        self.sequences = len(work)
+        self.passes = output.passes
+        self.forward_seconds = output.forward_seconds
+        self.verify_seconds = output.verify_seconds
+        self.judged: list[JudgedRound] = []
+        self.has_rounds = bool(output.results)
+        self.is_of_rounds = self.has_rounds and all(
+            item.round is not None and item.chunk.logits_from == 0 and not item.encodes for item in work
+        )
+
+    def timings(self, queued: float) -> speculation_pb2.VerdictTimings:
+        """Timings for the verdict of a round that waited `queued` seconds."""
+        return speculation_pb2.VerdictTimings(
+            queue_us=round_micros(queued),
+            forward_us=round_micros(self.forward_seconds),
+            verify_us=round_micros(self.verify_seconds),
+            pass_tokens=self.tokens,
+            pass_sequences=self.sequences,
+        )
 
 
 class VerifierEngine(Engine[Message, TargetWork, StepResult]):
@@ -366,7 +416,8 @@ class VerifierEngine(Engine[Message, TargetWork, StepResult]):
         if step.observer is not None:
             step.observer.stepped(step)
         if step.is_of_rounds:  # steps with prompts cost more; γ does not depend on them
-            COST_MODEL.run(lambda: self.cost.add(step.tokens, step.seconds / step.passes), None)
+            seconds = step.forward_seconds + step.verify_seconds
+            COST_MODEL.run(lambda: self.cost.add(step.tokens, seconds / step.passes), None)
         self._load = LOAD.run(self._measure_load, self._load)
 
     def _measure_load(self) -> speculation_pb2.VerifierLoad:

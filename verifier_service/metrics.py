@@ -3,13 +3,17 @@
 The engine updates them. Gauges read pool and queue when Prometheus scrapes.
 """
 
+from typing import TYPE_CHECKING
+
 from prometheus_client import Gauge, Histogram
 
 from outrider.runtime.kv_cache import BLOCK_TOKENS, KVPool
 from outrider.service.best_effort import Component
 from outrider.service.metrics import Metrics, VllmMetrics
-from verifier_service.accounting import Step
 from verifier_service.scheduler import Plan, Scheduler
+
+if TYPE_CHECKING:
+    from verifier_service.engine import Step
 
 STREAM_METRICS = Component("stream_metrics")
 ENGINE_METRICS = Component("engine_metrics")
@@ -112,7 +116,7 @@ class SpeculationMetrics:
         self._preemptions.inc(len(plan.preempted))
 
     @ENGINE_METRICS.quiet
-    def stepped(self, step: Step) -> None:
+    def stepped(self, step: "Step") -> None:
         self._forward.observe(step.forward_seconds)
         self._step_tokens.inc(step.tokens)
         self._step_sequences.inc(step.sequences)

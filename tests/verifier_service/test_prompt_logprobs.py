@@ -24,8 +24,7 @@ from protos.outrider.v1 import model_pb2, sampling_pb2, verifier_service_pb2
 from tests.draft_service.oracle import logits
 from tests.draft_service.pairs import BREAKING_TOKEN, DEMO, write_awkward_draft
 from tests.verifier_service.engines import Client, run
-from verifier_service.accounting import Step
-from verifier_service.engine import VerifierEngine
+from verifier_service.engine import Step, VerifierEngine
 from verifier_service.metrics import SpeculationMetrics
 
 V, LENGTH = 2048, 700
