@@ -70,12 +70,12 @@ def common() -> Iterator[Variant]:
     for rule, number in _RULES.items():
         yield _verify(rule, number, adjusted=False)
     rotation = triton_layers.rotation_sizes(14, 2, 80)  # a tile that no row fills, and heads that fill none
-    options = triton_layers.rotation_options(rotation)
+    options = triton_layers.options(rotation["GROUP"] * rotation["BLOCK"])
     yield "rotation", "rotate_and_store_kernel", options, {**rotation, "NORMED": False}
     norm = triton_layers.norm_sizes(896)
-    yield "norm", "rms_norm_kernel", triton_layers.norm_options(norm), norm
+    yield "norm", "rms_norm_kernel", triton_layers.options(norm["BLOCK"]), norm
     gate = triton_layers.gate_sizes(4864)
-    yield "gate", "gated_kernel", triton_layers.gate_options(gate), gate
+    yield "gate", "gated_kernel", triton_layers.options(gate["TILE"]), gate
     truncated = {"K": 256, "BLOCK_K": 256, "TILES": 64}
     yield "truncation of a draft's row", "truncate_kernel", triton_truncate.OPTIONS, truncated
     yield "embedding", "embed_kernel", {"num_warps": 8}, triton_products.embed_sizes(2048)
@@ -91,10 +91,10 @@ def rare() -> Iterator[Variant]:
     for rule, number in _RULES.items():
         yield _verify(rule, number, adjusted=True)
     rotation = triton_layers.rotation_sizes(32, 8, 128)
-    options = triton_layers.rotation_options(rotation)
+    options = triton_layers.options(rotation["GROUP"] * rotation["BLOCK"])
     yield "rotation with norms", "rotate_and_store_kernel", options, {**rotation, "NORMED": True}
     norm = triton_layers.norm_sizes(8192)
-    yield "norm of 8,192", "rms_norm_kernel", triton_layers.norm_options(norm), norm
+    yield "norm of 8,192", "rms_norm_kernel", triton_layers.options(norm["BLOCK"]), norm
     yield from _products(16)
     for group, head_dim in ((7, 64), (2, 256)):
         yield from _attention(group, head_dim)

@@ -91,11 +91,6 @@ def norm_sizes(E: int) -> dict[str, int]:
     return {"E": E, "BLOCK": triton.next_power_of_2(E)}
 
 
-def norm_options(sizes: dict[str, int]) -> dict[str, int]:
-    """Return the compile options."""
-    return _options(sizes["BLOCK"])
-
-
 @cache
 def rotation_sizes(heads: int, kv_heads: int, head_dim: int) -> dict[str, int]:
     """Return the constants of `rotate_and_store_kernel` except NORMED. One program has as many heads as fill a tile."""
@@ -104,24 +99,17 @@ def rotation_sizes(heads: int, kv_heads: int, head_dim: int) -> dict[str, int]:
     return {"HEADS": heads, "KV_HEADS": kv_heads, "D": head_dim, "GROUP": group, "BLOCK": block}
 
 
-def rotation_options(sizes: dict[str, int]) -> dict[str, int]:
-    """Return the compile options."""
-    return _options(sizes["GROUP"] * sizes["BLOCK"])
-
-
 @cache
 def gate_sizes(inner: int) -> dict[str, int]:
     """Return the constants of `gated_kernel`."""
     return {"INNER": inner, "TILE": min(_TILE, triton.next_power_of_2(inner))}
 
 
-def gate_options(sizes: dict[str, int]) -> dict[str, int]:
-    """Return the compile options."""
-    return _options(sizes["TILE"])
+def options(numbers: int) -> dict[str, int]:
+    """Return the compile options of programs with so many numbers each.
 
-
-def _options(numbers: int) -> dict[str, int]:
-    """Eight values per thread, one 128-bit load of 16-bit values; 16 warps at most."""
+    Eight values per thread are one 128-bit load of 16-bit values; 16 warps at most.
+    """
     return {"num_warps": max(1, min(16, numbers // (32 * _PER_THREAD)))}
 
 
@@ -140,7 +128,7 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     out = torch.empty_like(x)
     E = x.size(-1)
     sizes = norm_sizes(E)
-    rms_norm_kernel[(x.numel() // E,)](x, weight, out, eps, **sizes, **norm_options(sizes))
+    rms_norm_kernel[(x.numel() // E,)](x, weight, out, eps, **sizes, **options(sizes["BLOCK"]))
     return out
 
 
@@ -184,7 +172,7 @@ def rotate_and_store(
     rotate_and_store_kernel[(T * groups,)](
         qkv.contiguous(), cos_sin, positions, slot_mapping,
         cos_sin if head_norm is None else head_norm, query, key_cache, value_cache, eps,
-        **sizes, NORMED=head_norm is not None, **rotation_options(sizes),
+        **sizes, NORMED=head_norm is not None, **options(sizes["GROUP"] * sizes["BLOCK"]),
     )  # fmt: skip
     return query
 
@@ -197,5 +185,5 @@ def gated(gate_up: Tensor) -> Tensor:
     sizes = gate_sizes(inner)
     tiles = -(-inner // sizes["TILE"])
     programs = gate_up.numel() // (2 * inner) * tiles
-    gated_kernel[(programs,)](gate_up, out, **sizes, **gate_options(sizes))
+    gated_kernel[(programs,)](gate_up, out, **sizes, **options(sizes["TILE"]))
     return out
