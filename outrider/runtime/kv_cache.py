@@ -263,11 +263,6 @@ class KVPool:
 
     # -------------------------------------------------------------------------------------------------------- sharing
 
-    def held_blocks(self, slot: int) -> tuple[int, ...]:
-        """The blocks of a slot and of its encoder."""
-        encoder = self._of(slot).encoder
-        return self.block_table(slot) + (() if encoder is None else self.block_table(encoder))
-
     def block_table(self, slot: int) -> tuple[int, ...]:
         """The blocks of a slot, in order."""
         return tuple(self._of(slot).block_table)
@@ -443,7 +438,8 @@ def grow_with_preemption(
             chosen.append(victim)
             if spare:
                 spare, lacking = spare - 1, lacking - 1
-            for block in pool.held_blocks(victim):
+            encoder = pool.encoder_slot(victim)
+            for block in pool.block_table(victim) + (() if encoder is None else pool.block_table(encoder)):
                 given[block] += 1
                 # It becomes free once all its holders are preempted.
                 lacking -= given[block] == pool.blocks.ref_count(block)
