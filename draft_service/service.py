@@ -376,25 +376,14 @@ class DraftService(draft_service_pb2_grpc.DraftServiceServicer):
     async def Tokenize(
         self, request: draft_service_pb2.TokenizeRequest, context: Any
     ) -> draft_service_pb2.TokenizeResponse:
-        pair = self.ready()
-        work = partial(
-            tokenize,
-            request,
-            pair.tokenizer,
-            target=pair.target,
-            longest=pair.draft.limits.max_sequence_tokens,
-            max_prompt_tokens=self._settings.max_prompt_tokens,
-        )
+        work = partial(tokenize, request, self.ready(), self._settings.max_prompt_tokens)
         return await self._tokenizer_thread.run(work)
 
     @guarded
     async def Detokenize(
         self, request: draft_service_pb2.DetokenizeRequest, context: Any
     ) -> draft_service_pb2.DetokenizeResponse:
-        pair = self.ready()
-        vocab_size, longest = pair.target.vocab_size, pair.draft.limits.max_sequence_tokens
-        work = partial(detokenize, request, pair.tokenizer, vocab_size=vocab_size, longest=longest)
-        return await self._tokenizer_thread.run(work)
+        return await self._tokenizer_thread.run(partial(detokenize, request, self.ready()))
 
     @guarded
     async def GetTokenizer(

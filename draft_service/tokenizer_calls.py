@@ -3,13 +3,16 @@
 import asyncio
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from typing import TypeVar
+from typing import TYPE_CHECKING, TypeVar
 
 from draft_service.prompt import apply_template, check_prompt_bytes, check_prompt_length, refuse_chat
 from outrider.rpc.errors import above_limit, counted, invalid_field, overloaded
 from outrider.runtime.tokenizer import Tokenizer
 from outrider.service.sampling import check_token_ids
 from protos.outrider.v1 import draft_service_pb2, model_pb2
+
+if TYPE_CHECKING:
+    from draft_service.service import Pair
 
 Result = TypeVar("Result")
 
@@ -50,29 +53,22 @@ class TokenizerThread:
 
 
 def tokenize(
-    message: draft_service_pb2.TokenizeRequest,
-    tokenizer: Tokenizer,
-    *,
-    target: model_pb2.ModelInfo,
-    longest: int,
-    max_prompt_tokens: int | None,
+    message: draft_service_pb2.TokenizeRequest, pair: "Pair", max_prompt_tokens: int | None
 ) -> draft_service_pb2.TokenizeResponse:
     """The tokens of a prompt.
-
-    Args:
-        longest: the most tokens of prompt and output.
 
     Raises:
         RequestError: INVALID_ARGUMENT or FAILED_PRECONDITION, as `check_prompt`.
     """
+    tokenizer, encoder = pair.tokenizer, pair.target.encoder
     field = message.WhichOneof("prompt")
     if field is None:
         raise invalid_field("prompt", "prompt is not set; set text or chat")
-    is_text_encoder = target.encoder.kind == model_pb2.ENCODER_KIND_TEXT
-    most = target.encoder.max_positions if is_text_encoder else longest - 1
+    is_text_encoder = encoder.kind == model_pb2.ENCODER_KIND_TEXT
+    most = encoder.max_positions if is_text_encoder else pair.draft.limits.max_sequence_tokens - 1
     check_prompt_bytes(message, tokenizer, min(max_prompt_tokens or most, most))
     if field == "chat":
-        if target.HasField("encoder"):
+        if pair.target.HasField("encoder"):
             raise refuse_chat()
         if message.add_special_tokens:
             raise invalid_field(
@@ -90,14 +86,12 @@ def tokenize(
     return draft_service_pb2.TokenizeResponse(token_ids=ids, token_texts=_texts(ids, tokenizer))
 
 
-def detokenize(
-    message: draft_service_pb2.DetokenizeRequest, tokenizer: Tokenizer, *, vocab_size: int, longest: int
-) -> draft_service_pb2.DetokenizeResponse:
-    """The text of tokens. `longest` is the most tokens of prompt and output."""
-    given = len(message.token_ids)
+def detokenize(message: draft_service_pb2.DetokenizeRequest, pair: "Pair") -> draft_service_pb2.DetokenizeResponse:
+    """The text of tokens."""
+    tokenizer, given, longest = pair.tokenizer, len(message.token_ids), pair.draft.limits.max_sequence_tokens
     if given > longest:
         raise above_limit("token_ids", given, longest, " (--max-sequence-tokens): send fewer at once", noun="token")
-    ids = check_token_ids("token_ids", message.token_ids, vocab_size)
+    ids = check_token_ids("token_ids", message.token_ids, pair.target.vocab_size)
     return draft_service_pb2.DetokenizeResponse(
         text=tokenizer.decode(ids, skip_special=not message.keep_special_tokens), token_texts=_texts(ids, tokenizer)
     )

@@ -19,7 +19,7 @@ from protos.outrider.v1 import draft_service_pb2, model_pb2
 from protos.outrider.v1.draft_service_pb2_grpc import DraftServiceStub
 from tests.cluster import Service
 from tests.draft_service.oracle import decode, encode
-from tests.draft_service.pairs import TEMPLATE
+from tests.draft_service.pairs import TEMPLATE, unserved_pair
 from tests.project.tree import ROOT
 
 TEXT = "def read_lines(path, encoding=None):  # Zeilen, größer\n"
@@ -162,11 +162,12 @@ def test_special_tokens_of_a_text_are_left_out_on_request() -> None:
     target = model_pb2.ModelInfo(
         vocab_size=2000, encoder=model_pb2.EncoderInfo(kind=model_pb2.ENCODER_KIND_TEXT, max_positions=4)
     )
-    limits: dict[str, Any] = {"target": target, "longest": 1024, "max_prompt_tokens": None}
+    draft = model_pb2.ModelInfo(limits=model_pb2.Limits(max_sequence_tokens=1024))
+    pair = unserved_pair(tokenizer, draft, target)
 
     def ids(**fields: Any) -> list[int]:
         request = draft_service_pb2.TokenizeRequest(**fields)
-        return list(tokenize(request, tokenizer, **limits).token_ids)
+        return list(tokenize(request, pair, None).token_ids)
 
     whole = ids(text="a b")
     assert ids(text="a b", add_special_tokens=True) == whole
