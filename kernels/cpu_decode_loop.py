@@ -27,6 +27,22 @@ class ParamsStruct(ctypes.Structure):
         return cls(params.top_k, temperature, params.top_p, params.min_p)
 
 
+class ProposalStruct(ctypes.Structure):
+    """`Proposal` of `cpu_verify.c`, which draws the target's tokens by the same functions as the loop."""
+
+    _fields_ = [
+        *((name, ctypes.c_int32) for name in ("rule", "gamma")),
+        ("params", ParamsStruct),
+        ("base_length", ctypes.c_uint32),
+        ("seed", ctypes.c_uint64),
+        ("lenience", ctypes.c_double),
+        *((name, _Pointer) for name in ("uniforms", "logits")),
+        ("stride", ctypes.c_int64),
+        *((name, _Pointer) for name in ("tokens", "ends", "ids", "weights", "dense", "beta")),
+        *((name, ctypes.c_int32) for name in ("status", "accepted", "next_token")),
+    ]
+
+
 class DrawStruct(ctypes.Structure):
     """`Draw` of the C code."""
 
