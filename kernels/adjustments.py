@@ -69,7 +69,7 @@ class LogitRules:
     @property
     def is_identity(self) -> bool:
         """Whether no logit is ever changed."""
-        is_plain = not (self._counts_tokens or self.logit_bias or self.banned_tokens or self._holds_back_stops)
+        is_plain = not (self.counts_tokens or self.logit_bias or self.banned_tokens or self._holds_back_stops)
         return is_plain and self.generation is None
 
     def check_ids(self, vocab_size: int) -> None:
@@ -93,7 +93,8 @@ class LogitRules:
         )
 
     @property
-    def _counts_tokens(self) -> bool:
+    def counts_tokens(self) -> bool:
+        """Whether there is a penalty, for which tokens are counted."""
         return self.repetition_penalty != 1 or self.presence_penalty != 0 or self.frequency_penalty != 0
 
     @property
@@ -133,6 +134,23 @@ class RowAdjustment:
         return len(self.ranges) > 0 or self.timestamps_from >= 0
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class CountedChanges:
+    """The change to one row, and what makes it that of the next row when a token is generated.
+
+    Attributes:
+        row: the change now.
+        bias: of each id without penalties, float64 `[n]`; empty if tokens are not counted.
+        counts: how often each id was generated, int32 `[n]`; empty if tokens are not counted.
+        rules: with the penalties.
+    """
+
+    row: RowAdjustment
+    bias: np.ndarray
+    counts: np.ndarray
+    rules: LogitRules
+
+
 class Adjuster:
     """Tracks one sequence and returns the changes to the row of its next token.
 
@@ -159,7 +177,7 @@ class Adjuster:
         self._rules = rules
         self._vocab_size = vocab_size
         self._generated = list(committed)
-        self._counts = Counter(committed if rules._counts_tokens else ())
+        self._counts = Counter(committed if rules.counts_tokens else ())
         self._static_bias = dict(rules.logit_bias) | dict.fromkeys(rules.banned_tokens, -math.inf)
         self._prompt = frozenset(prompt_tokens) if rules.repetition_penalty != 1 else frozenset()
         self._stops = np.array(sorted(set(rules.stop_token_ids)) if rules._holds_back_stops else [], dtype=np.int64)
@@ -241,21 +259,36 @@ class Adjuster:
             row = replace(row or _UNCHANGED, ranges=bans.ranges, timestamps_from=bans.timestamps_from)
         return row
 
+    def is_counted(self, tokens: int) -> bool:
+        """Whether `counted` and counts of further tokens make the next `tokens` rows.
+
+        They do not under the rules of `generate`, and if stop tokens are banned in some of the rows only.
+        """
+        last = self.n_generated + tokens - 1
+        return self._decoder is None and self._bans_stops(self.n_generated) == self._bans_stops(last)
+
+    def counted(self) -> CountedChanges:
+        """Return the change to the next row, for a decode loop that makes those of later rows by its own counts."""
+        row = self._counted_row() or _UNCHANGED
+        ids = row.ids.tolist() if self._rules.counts_tokens else []
+        bias = np.array([self._static_bias.get(token, 0.0) for token in ids])
+        return CountedChanges(row, bias, np.array([self._counts.get(token, 0) for token in ids], np.int32), self._rules)
+
     def _counted_row(self) -> RowAdjustment | None:
         """Return the change without the bans of the decoder's state."""
-        if not (self._static_bias or self._rules._counts_tokens or self._withholds_stops) or not len(self._ids):
+        bans_stops = self._bans_stops(self.n_generated)
+        if not (self._static_bias or self._rules.counts_tokens or bans_stops) or not len(self._ids):
             return None
         bias = self._bias.copy()
-        if self._withholds_stops:
+        if bans_stops:
             bias[np.searchsorted(self._ids, self._stops)] = -math.inf
         return RowAdjustment(self._ids, self._repetition.copy(), bias)
 
-    @property
-    def _withholds_stops(self) -> bool:
-        return self._rules._holds_back_stops and len(self._generated) < self._rules.min_new_tokens
+    def _bans_stops(self, n_generated: int) -> bool:
+        return self._rules._holds_back_stops and n_generated < self._rules.min_new_tokens
 
     def _recount(self, token: int, change: int) -> None:
-        if not self._rules._counts_tokens or not 0 <= token < self._vocab_size:
+        if not self._rules.counts_tokens or not 0 <= token < self._vocab_size:
             return
         self._counts[token] += change
         slot = int(np.searchsorted(self._ids, token))

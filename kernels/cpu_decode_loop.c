@@ -16,6 +16,16 @@
 #define LEAST (0.50001f / LARGEST_WEIGHT) /* relative to the most probable token; below it the weight rounds to 0 */
 #define FIRST_SHARE 64 /* a first bound: tokens below 1/64 of the mass that may be dropped are seldom kept */
 
+/* The changes to a sequence's logits: `kernels.adjustments.CountedChanges`. The arrays have room for each drawn token. */
+typedef struct {
+    int32_t size, counts_tokens;
+    int32_t *ids, *counts;
+    float *repetition, *bias;
+    double *constant_bias;
+    float repetition_penalty;
+    double presence_penalty, frequency_penalty;
+} Changes;
+
 /* How the tokens of a sequence are drawn: `kernels.sampling.Draw`. */
 typedef struct {
     int32_t tokens; /* to draw, at least 1 */
@@ -25,6 +35,7 @@ typedef struct {
     const int64_t *uniforms;  /* [tokens], integers below 2^53 */
     const uint64_t *noise;    /* [tokens, 2]: seed and position; NULL: by uniforms */
     const int32_t *stop;      /* [stops]: nothing is drawn after one of these tokens */
+    Changes *changes;         /* NULL: none */
 } Draw;
 
 typedef struct {
@@ -44,6 +55,35 @@ typedef struct {
     int64_t *next;     /* [sequences] */
     const volatile int32_t *interrupted; /* not 0: the loop ends after the token that it draws */
 } Loop;
+
+/* Rounds a product before a sum, as Python does; the compiler would be free to fuse the two. */
+#define ROUNDED(x) __asm__("" : "+x"(x))
+
+/* As `kernels.adjustments.apply`. */
+static void change(const Changes *changes, float *z) {
+    for (int i = 0; i < changes->size; i++) {
+        float *at = z + changes->ids[i];
+        float scaled = *at > 0.0f ? *at / changes->repetition[i] : *at * changes->repetition[i];
+        ROUNDED(scaled);
+        *at = scaled + changes->bias[i];
+    }
+}
+
+/* As `kernels.adjustments.Adjuster.push`. */
+static void count_token(Changes *changes, int token) {
+    if (!changes->counts_tokens) return;
+    int i = 0;
+    while (i < changes->size && changes->ids[i] != token) i++;
+    if (i == changes->size) {
+        changes->ids[i] = token, changes->counts[i] = 0, changes->constant_bias[i] = 0.0;
+        changes->size++;
+    }
+    double frequency = changes->frequency_penalty * ++changes->counts[i];
+    ROUNDED(frequency);
+    double penalty = changes->presence_penalty + frequency;
+    changes->repetition[i] = changes->repetition_penalty;
+    changes->bias[i] = (float)(changes->constant_bias[i] - penalty);
+}
 
 /* q̂ of unnormalised probabilities e. */
 static void truncate(const Loop *loop, const Draw *draw, const float *e, float total, Tokens *tokens, uint32_t *ids,
@@ -87,6 +127,7 @@ static void draw_token(const Loop *loop, int sequence, int t, float *z) {
     int64_t place = (int64_t)sequence * loop->most_tokens + t, first = place * loop->max_support;
     Sample *sample = loop->sample + place;
     if (loop->mask_token >= 0 && loop->mask_token < size) z[loop->mask_token] = -INFINITY;
+    if (draw->changes) change(draw->changes, z);
     float ignored = loop->max_support ? LEAST : 0.0f;
     float *e = loop->scratch, most = largest(z, size), entropy = 0.0f, max_entropy = draw->max_entropy[t];
     Tokens tokens = {e + size + 32, (int32_t *)(e + 2 * (size + 32)), 0, 0.0f};
@@ -147,6 +188,7 @@ static void draw_and_run(const Loop *loop, float *logits, int size, Next *next, 
             draw_token(loop, sequence, t, logits + (int64_t)i * size);
             const Draw *draw = loop->draw + sequence;
             if (sample->token < 0 || t + 1 == draw->tokens || is_stop(draw, sample->token)) continue;
+            if (draw->changes) count_token(draw->changes, sample->token);
             active[left] = sequence, going[left] = i, loop->next[left++] = sample->token;
         }
         int is_over = loop->max_support ? !left : left < loop->sequences;
@@ -237,6 +279,7 @@ void decoder_loop_llama(Llama *llama, const Loop *loop) {
 /* Sizes of the structures, as `decoder_sizes`. */
 void decoder_loop_sizes(int32_t *sizes) {
     sizes[0] = sizeof(Draw), sizes[1] = sizeof(Sample), sizes[2] = sizeof(Loop), sizes[3] = sizeof(Llama);
+    sizes[4] = sizeof(Changes);
 }
 
 #endif

@@ -10,6 +10,7 @@ from collections.abc import Collection, Iterator, Sequence
 import numpy as np
 from torch import Tensor
 
+from kernels.adjustments import CountedChanges
 from kernels.sampling import LEAST_TEMPERATURE, Draw, Sample, SamplingParams
 from kernels.sparse import SparseConfig, SparseDistribution
 
@@ -43,6 +44,17 @@ class ProposalStruct(ctypes.Structure):
     ]
 
 
+class ChangesStruct(ctypes.Structure):
+    """`Changes` of the C code."""
+
+    _fields_ = [
+        *((name, ctypes.c_int32) for name in ("size", "counts_tokens")),
+        *((name, _Pointer) for name in ("ids", "counts", "repetition", "bias", "constant_bias")),
+        ("repetition_penalty", ctypes.c_float),
+        *((name, ctypes.c_double) for name in ("presence_penalty", "frequency_penalty")),
+    ]
+
+
 class DrawStruct(ctypes.Structure):
     """`Draw` of the C code."""
 
@@ -50,6 +62,7 @@ class DrawStruct(ctypes.Structure):
         *((name, ctypes.c_int32) for name in ("tokens", "stops")),
         ("params", ParamsStruct),
         *((name, _Pointer) for name in ("max_entropy", "uniforms", "noise", "stop")),
+        ("changes", ctypes.POINTER(ChangesStruct)),
     ]
 
 
@@ -106,6 +119,7 @@ class LoopArrays:
         config: how q is truncated; None, for a target, draws from p itself, as `kernels.verify_c` does.
         vocab_size: tokens that may be drawn.
         stops: of each sequence: nothing is drawn after one of these tokens.
+        changes: of each sequence, to its logits; None if there are none.
         interrupted: int32 `[1]`; once it is not 0, the loop ends after the token that it draws.
 
     Attributes:
@@ -123,6 +137,7 @@ class LoopArrays:
         vocab_size: int,
         mask_token: int | None,
         stops: Sequence[Collection[int]],
+        changes: Sequence[CountedChanges | None],
         interrupted: np.ndarray,
     ) -> None:
         count, most = len(draws), max(map(len, draws))
@@ -141,15 +156,16 @@ class LoopArrays:
         stop = [np.array(sorted(each), np.int32) for each in stops]
         self._drawn = np.full((count, most, SAMPLE_NUMBERS), _NOT_DRAWN, np.int32)
         self._ids, self._weights = (np.empty((count, most, support), each) for each in (np.uint32, np.uint16))
+        changed = [each and _Changed(each, len(own), vocab_size) for each, own in zip(changes, draws, strict=True)]
         scratch = np.empty(3 * (vocab_size + SLACK), np.float32)
         active, following = np.empty(4 * count, np.int32), np.empty(count, np.int64)
         self.struct = LoopStruct(
             count, most, vocab_size, -1 if mask_token is None else mask_token, support, keep_mass,
-            (DrawStruct * count)(*map(_draw_of, draws, max_entropies, uniforms, noise, stop)), self._drawn.ctypes.data,
-            self._ids.ctypes.data, self._weights.ctypes.data, scratch.ctypes.data, active.ctypes.data,
-            following.ctypes.data, interrupted.ctypes.data,
+            (DrawStruct * count)(*map(_draw_of, draws, max_entropies, uniforms, noise, stop, changed)),
+            self._drawn.ctypes.data, self._ids.ctypes.data, self._weights.ctypes.data, scratch.ctypes.data,
+            active.ctypes.data, following.ctypes.data, interrupted.ctypes.data,
         )  # fmt: skip
-        self._pointed_to = (uniforms, max_entropies, noise, stop, scratch, active, following, interrupted)
+        self._pointed_to = (uniforms, max_entropies, noise, stop, changed, scratch, active, following, interrupted)
 
     def samples(self, logits: Tensor) -> list[list[Sample]]:
         """The samples of each sequence, after the loop. A sample without a token is the last of its sequence.
@@ -162,12 +178,37 @@ class LoopArrays:
         return [list(_samples(*each, scores)) for each in drawn]
 
 
+class _Changed:
+    """A `ChangesStruct` with its arrays, which have room for `tokens` more ids."""
+
+    def __init__(self, changes: CountedChanges, tokens: int, vocab_size: int) -> None:
+        row, rules = changes.row.within(vocab_size), changes.rules
+        size = len(row.ids)
+
+        def with_room(values: np.ndarray, dtype: type[np.generic]) -> np.ndarray:
+            return np.concatenate((values[:size], np.zeros(tokens)), dtype=dtype, casting="unsafe")
+
+        arrays = [with_room(row.ids, np.int32), with_room(changes.counts, np.int32)]
+        arrays += [with_room(row.repetition, np.float32), with_room(row.bias, np.float32)]
+        self._arrays = [*arrays, with_room(changes.bias, np.float64)]
+        self.struct = ChangesStruct(
+            size, rules.counts_tokens, *(each.ctypes.data for each in self._arrays), rules.repetition_penalty,
+            rules.presence_penalty, rules.frequency_penalty,
+        )  # fmt: skip
+
+
 def _draw_of(
-    draws: Sequence[Draw], max_entropies: np.ndarray, uniforms: np.ndarray, noise: np.ndarray | None, stop: np.ndarray
+    draws: Sequence[Draw],
+    max_entropies: np.ndarray,
+    uniforms: np.ndarray,
+    noise: np.ndarray | None,
+    stop: np.ndarray,
+    changed: _Changed | None,
 ) -> DrawStruct:
     return DrawStruct(
         len(draws), len(stop), ParamsStruct.of(draws[0].params), max_entropies.ctypes.data, uniforms.ctypes.data,
         None if noise is None else noise.ctypes.data, stop.ctypes.data,
+        None if changed is None else ctypes.pointer(changed.struct),
     )  # fmt: skip
 
 

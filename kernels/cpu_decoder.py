@@ -24,7 +24,15 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from kernels.cpu_decode_loop import SAMPLE_NUMBERS, DrawStruct, LlamaStruct, LoopArrays, LoopStruct, ProposalStruct
+from kernels.cpu_decode_loop import (
+    SAMPLE_NUMBERS,
+    ChangesStruct,
+    DrawStruct,
+    LlamaStruct,
+    LoopArrays,
+    LoopStruct,
+    ProposalStruct,
+)
 from kernels.sampling import Sample
 
 PANEL = 32
@@ -91,11 +99,11 @@ def _loaded(name: str) -> Any:
         return None
     if loaded is None or not all(hasattr(loaded, each) for each in _FUNCTIONS) or not loaded.decoder_supported():
         return None
-    sizes = (ctypes.c_int32 * 9)()
+    sizes = (ctypes.c_int32 * 10)()
     loaded.decoder_sizes(sizes)
     loaded.decoder_loop_sizes(ctypes.byref(sizes, 16))
-    loaded.verify_sizes(ctypes.byref(sizes, 32))
-    loop = DrawStruct, ctypes.c_int32 * SAMPLE_NUMBERS, LoopStruct, LlamaStruct
+    loaded.verify_sizes(ctypes.byref(sizes, 36))
+    loop = DrawStruct, ctypes.c_int32 * SAMPLE_NUMBERS, LoopStruct, LlamaStruct, ChangesStruct
     structures = _Layer, _Model, _Pass, *loop, ProposalStruct
     if list(sizes) != [PANEL, *(ctypes.sizeof(each) for each in structures)]:
         return None

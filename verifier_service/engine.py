@@ -332,7 +332,8 @@ class VerifierEngine(Engine[Message, TargetWork, StepResult]):
             return None
         self._account()
         stops = [item.sequence.opening.stop_token_ids for item in work]
-        return self.runner.decode([item.chunk for item in work], proposals, counts, stops)
+        adjusters = [item.sequence.adjuster for item in work]
+        return self.runner.decode([item.chunk for item in work], proposals, counts, stops, adjusters)
 
     def fail(self, work: TargetWork, error: Exception, *, is_own: bool) -> None:
         if is_own:

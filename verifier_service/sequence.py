@@ -141,14 +141,14 @@ class TargetSequence:
     prefix_kept: bool = False  # whether its prefix is in the prefix cache
     is_isolated: bool = field(init=False)  # it runs in steps of its own until its first verdict
     _hash: PrefixHash = field(init=False)
-    _adjuster: Adjuster | None = field(init=False)
+    adjuster: Adjuster | None = field(init=False)
 
     def __post_init__(self) -> None:
         self.tokens = self.opening.prompt + self.opening.committed
         self.is_isolated = self.opening.isolated
         self._hash = PrefixHash(self.tokens)
         opening = self.opening
-        self._adjuster = Adjuster.after(opening.prompt, opening.committed, opening.logit_rules, self.vocab_size)
+        self.adjuster = Adjuster.after(opening.prompt, opening.committed, opening.logit_rules, self.vocab_size)
 
     @property
     def written(self) -> int:
@@ -252,7 +252,7 @@ class TargetSequence:
             rule=self.opening.sampling.rule,
             lenience=self.opening.sampling.lenience,
             sigmoid=self.opening.sampling.sigmoid,
-            adjustments=() if self._adjuster is None else tuple(self._adjuster.rows(tokens)),
+            adjustments=() if self.adjuster is None else tuple(self.adjuster.rows(tokens)),
             top_logprobs=self.opening.top_logprobs,
             reports_probabilities=self.opening.reports_probabilities,
         )
@@ -265,9 +265,8 @@ class TargetSequence:
 
     @property
     def may_be_decoded(self) -> bool:
-        """Whether the decode loop may draw its tokens: it changes no logits and reports only tokens."""
-        opening = self.opening
-        return self._adjuster is None and opening.top_logprobs < 0 and not opening.reports_probabilities
+        """Whether the decode loop may draw its tokens: it reports only tokens."""
+        return self.opening.top_logprobs < 0 and not self.opening.reports_probabilities
 
     @property
     def _joins_verdicts(self) -> bool:
@@ -330,9 +329,9 @@ class TargetSequence:
         tokens, reason = self._cut([*drafted[: result.accepted], *earlier, result.next_token])
         self.tokens += tokens
         self._hash.extend(tokens)
-        if self._adjuster is not None:
+        if self.adjuster is not None:
             for token in tokens:
-                self._adjuster.push(token)
+                self.adjuster.push(token)
         is_first = not self.judged_at
         self.judged_at = time.perf_counter()
         self.is_isolated = False

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from kernels.adjustments import Adjuster
 from kernels.logprobs import SCORED_ROWS, prompt_logprobs
 from kernels.rng import Domain, uniform
 from kernels.sampling import Draw, SamplingParams
@@ -125,13 +126,15 @@ class TargetRunner:
         proposals: Sequence[Proposed],
         counts: Sequence[int],
         stops: Sequence[Collection[int]],
+        adjusters: Sequence[Adjuster | None] = (),
     ) -> StepResult | None:
         """Draws several tokens in a row for each chunk, with the draws of single steps. `interrupt` ends it early.
 
         Args:
-            proposals: of each chunk, without drafts, adjustments and log-probabilities.
+            proposals: of each chunk, without drafts and log-probabilities; their adjustments are not read.
             counts: of each chunk, tokens to draw, `most_in_a_row` at most.
             stops: of each chunk, tokens after which nothing is drawn.
+            adjusters: of each chunk, or empty: see `DecodeLoop.decode`.
 
         Returns:
             The results; None if the decode loop cannot draw them.
@@ -140,10 +143,10 @@ class TargetRunner:
             ValueError, PoolExhausted: see `DecodeLoop.decode`.
         """
         draws = [_draws(proposal, count) for proposal, count in zip(proposals, counts, strict=True)]
-        if self.loop.obstacle(draws) is not None:
+        if self.loop.obstacle(draws, adjusters) is not None:
             return None
         started = time.perf_counter()
-        drawn = [[each.token for each in own] for own in self.loop.decode(chunks, draws, stops)]
+        drawn = [[each.token for each in own] for own in self.loop.decode(chunks, draws, stops, adjusters)]
         seconds = time.perf_counter() - started
         results, earlier = list[VerifyResult](), list[list[int]]()
         for *before, last in drawn:

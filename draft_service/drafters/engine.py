@@ -282,9 +282,10 @@ class DraftEngine(Engine[Propose | Close, DraftWork, Sequence[Drawn]]):
         if not all(item.may_be_decoded for item in work):
             return None
         draws = [[item.sequence.draw(i) for i in range(item.sequence.drafted, item.sequence.gamma)] for item in work]
-        if self.loop.obstacle(draws) is not None:
+        adjusters = [item.sequence.adjuster for item in work]
+        if self.loop.obstacle(draws, adjusters) is not None:
             return None
-        return self.loop.decode([item.chunk for item in work], draws)
+        return self.loop.decode([item.chunk for item in work], draws, adjusters=adjusters)
 
     def process(self, work: Sequence[DraftWork], output: Sequence[Drawn]) -> None:
         for item, drawn in zip(work, output, strict=True):

@@ -245,10 +245,9 @@ class DraftWork:
 
     @property
     def may_be_decoded(self) -> bool:
-        """Whether the decode loop may draw the rest of the proposal: it neither adjusts nor returns logits."""
+        """Whether the decode loop may draw the rest of the proposal: it returns no logits."""
         opening = self.sequence.opening
-        is_plain = self.sequence.adjuster is None and not opening.needs_logits
-        return self.draws and is_plain and not self.guesses and opening.tokens_per_pass == 1
+        return self.draws and not opening.needs_logits and not self.guesses and opening.tokens_per_pass == 1
 
 
 @dataclass(frozen=True, slots=True)

@@ -12,6 +12,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from kernels.adjustments import Adjuster, RowAdjustment, apply
 from kernels.cpu_decode_loop import LoopArrays
 from kernels.sampling import Draw, Sample, sample
 from kernels.sparse import SparseConfig
@@ -66,22 +67,30 @@ class DecodeLoop:
         """The logits `[R, V]` of tokens that may be sampled, in place. Those of the mask token become -inf."""
         return without_mask(logits, self.vocab_size, self._mask_token)
 
-    def obstacle(self, draws: Sequence[Sequence[Draw]]) -> str | None:
+    def obstacle(self, draws: Sequence[Sequence[Draw]], adjusters: Sequence[Adjuster | None] = ()) -> str | None:
         """Why `decode` does not support these draws; None if it does."""
         if self._captured is not None:
-            return self._captured.obstacle(draws)
+            return "changed logits" if any(adjusters) else self._captured.obstacle(draws)
+        for own, adjuster in zip(draws, adjusters, strict=False):
+            if adjuster is not None and not adjuster.is_counted(len(own)):
+                return "the rules of `generate`, or stop tokens that are banned in some rows only"
         return None if self.model_runner.paged_runner is None else "no steps are captured for a paged KV cache"
 
     @torch.inference_mode()
     def decode(
-        self, chunks: Sequence[Chunk], draws: Sequence[Sequence[Draw]], stops: Sequence[Collection[int]] | None = None
+        self,
+        chunks: Sequence[Chunk],
+        draws: Sequence[Sequence[Draw]],
+        stops: Sequence[Collection[int]] | None = None,
+        adjusters: Sequence[Adjuster | None] = (),
     ) -> list[list[Sample]]:
         """Runs a chunk of each sequence, samples its next token, runs that token, and so on. The last token is not run.
 
         Each sequence gets one token per draw, up to the first of its `stops`; fewer if the loop is interrupted. A
         target's loop ends for all sequences where one of them ends, so that the end of a text is not held up; with
         captured steps one token later.
-        Afterwards a slot holds its chunk and all sampled tokens but the last. If it raises, no slot has changed its
+        `adjusters` change the logits of their sequences; without any, none change. They are as before afterwards.
+        A slot then holds its chunk and all sampled tokens but the last. If it raises, no slot has changed its
         length.
 
         Returns:
@@ -99,35 +108,44 @@ class DecodeLoop:
             if chunk.start + rows > model_runner.max_length:
                 limit = f"the limit is {model_runner.max_length}"
                 raise ValueError(f"slot {chunk.slot} holds {chunk.start} positions and gets {rows} more; {limit}")
-        if (why := self.obstacle(draws)) is not None:
+        if (why := self.obstacle(draws, adjusters)) is not None:
             raise ValueError(f"the decode loop of {model_runner.loaded.name} does not support {why}")
-        stops = stops or [()] * len(chunks)
+        stops, adjusters = stops or [()] * len(chunks), adjusters or [None] * len(chunks)
         if self._captured is not None:
             samples = self._captured.decode(chunks, draws, stops, self.interrupt.flag)
         elif (self.config is not None or self._verify_path == "c") and model_runner.has_loop_in_c(len(chunks)):
             loop = LoopArrays(
                 draws, self.config, vocab_size=self.vocab_size, mask_token=self._mask_token, stops=stops,
+                changes=[None if each is None else each.counted() for each in adjusters],
                 interrupted=self.interrupt.flag,
             )  # fmt: skip
             samples = model_runner.run_loop(chunks, [len(own) - 1 for own in draws], loop)
         else:
-            samples = self._step_by_step(chunks, draws, stops)
+            samples = self._step_by_step(chunks, draws, stops, adjusters)
         samples = list(map(_to_stop, samples, stops))
         for chunk, own_samples in zip(chunks, samples, strict=True):
             pool.extend(chunk.slot, chunk.start + len(chunk.tokens) + len(own_samples) - 1)
         return samples
 
     def _step_by_step(
-        self, chunks: Sequence[Chunk], draws: Sequence[Sequence[Draw]], stops: Sequence[Collection[int]]
+        self,
+        chunks: Sequence[Chunk],
+        draws: Sequence[Sequence[Draw]],
+        stops: Sequence[Collection[int]],
+        adjusters: Sequence[Adjuster | None],
     ) -> list[list[Sample]]:
         samples: list[list[Sample]] = [[] for _ in chunks]
         active = list(range(len(chunks)))
+        counting = [each and each.copy() for each in adjusters]
         steps = self.model_runner.steps(chunks, [len(own) - 1 for own in draws])
         logits = steps.first()
         while True:
-            drawn = self._drawn(self.without_mask(logits), [draws[b][len(samples[b])] for b in active])
-            for b, each in zip(active, drawn, strict=True):
-                samples[b].append(each)
+            rows = [None if (each := counting[b]) is None else each.row() for b in active]
+            drawn = self._drawn(self.without_mask(logits), [draws[b][len(samples[b])] for b in active], rows)
+            for b, one in zip(active, drawn, strict=True):
+                samples[b].append(one)
+                if (adjuster := counting[b]) is not None:
+                    adjuster.push(one.token)
             going = [
                 i
                 for i, b in enumerate(active)
@@ -139,10 +157,12 @@ class DecodeLoop:
                 return samples
             logits = steps.next(going, [drawn[i].token for i in going])
 
-    def _drawn(self, logits: Tensor, draws: Sequence[Draw]) -> list[Sample]:
+    def _drawn(self, logits: Tensor, draws: Sequence[Draw], rows: Sequence[RowAdjustment | None]) -> list[Sample]:
+        rows = [row and row.within(logits.size(1)) for row in rows]  # a target may know more tokens than its draft
         if self.config is not None:
-            return sample(logits, draws, self.config)
-        return [Sample(each.next_token) for each in verify(logits, list(map(_undrafted, draws)), self._verify_path)]
+            return sample(apply(logits, rows), draws, self.config)
+        proposals = list(map(_undrafted, draws, rows))
+        return [Sample(each.next_token) for each in verify(logits, proposals, self._verify_path)]
 
     def capture(
         self, capturer: Capturer, *, sequences: int, tokens: int, with_kernels: bool, seconds: float, most_bytes: int
@@ -174,12 +194,14 @@ class DecodeLoop:
         return self._captured.capture(capturer, seconds=seconds, most_bytes=most_bytes)
 
 
-def _undrafted(draw: Draw) -> Proposed:
+def _undrafted(draw: Draw, row: RowAdjustment | None) -> Proposed:
     """The proposal without drafts whose next token is this draw."""
+    adjustments = () if row is None else (row,)
     if draw.noise is None:
-        return Proposed((), (), draw.params, seed=0, base_length=0, uniforms=Uniforms((), draw.uniform))
+        uniforms = Uniforms((), draw.uniform)
+        return Proposed((), (), draw.params, 0, 0, uniforms=uniforms, adjustments=adjustments)
     seed, position = draw.noise
-    return Proposed((), (), draw.params, seed, position, rule=Rule.COUPLED)
+    return Proposed((), (), draw.params, seed, position, rule=Rule.COUPLED, adjustments=adjustments)
 
 
 def _to_stop(samples: list[Sample], stops: Collection[int]) -> list[Sample]:

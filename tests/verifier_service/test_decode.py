@@ -14,6 +14,7 @@ import pytest
 import torch
 
 from kernels.adjustments import Adjuster, LogitRules
+from kernels.generation_rules import GenerationRules
 from kernels.sampling import SamplingParams
 from kernels.verify import Rule
 from outrider.service.cost_model import FittedCost
@@ -35,6 +36,9 @@ ALONE: list[dict[str, Any]] = [
     {"params": SAMPLED, "rule": Rule.COUPLED},
     {"params": SAMPLED, "rule": Rule.BLOCK, "seed": 3, "stop": 46},  # its tenth token
     {"params": SAMPLED, "max_new_tokens": 5},
+    {"params": SAMPLED, "rules": LogitRules(repetition_penalty=1.8, frequency_penalty=0.7)},
+    {"params": SAMPLED, "rule": Rule.COUPLED, "rules": LogitRules(presence_penalty=2.0, banned_tokens=(5,))},
+    {"params": GREEDY, "rules": LogitRules(stop_token_ids=tuple(range(40, 90)), min_new_tokens=17), "stop": 46},
 ]
 
 
@@ -84,8 +88,12 @@ def test_a_step_writes_several_tokens_of_a_decode(engine: VerifierEngine, hows: 
 
 @pytest.mark.parametrize(
     "needs",
-    [{"rules": LogitRules(repetition_penalty=1.8)}, {"top_logprobs": 1}, {"reports_probabilities": True}],
-    ids=["penalties", "log-probabilities", "probabilities"],
+    [
+        {"rules": LogitRules(generation=GenerationRules(no_repeat_ngram_size=2))},
+        {"top_logprobs": 1},
+        {"reports_probabilities": True},
+    ],
+    ids=["rules of generate", "log-probabilities", "probabilities"],
 )
 def test_a_sequence_that_needs_more_than_the_decode_loop_is_not_drawn_by_it(
     engine: VerifierEngine, needs: dict[str, Any]
@@ -129,7 +137,7 @@ def test_the_cost_of_several_tokens_in_a_row_is_that_of_their_passes(
     assert costs[-1] == (1, 0.5)
 
 
-@pytest.mark.parametrize("why", ["logprobs", "penalties", "a proposal", "a sequence that owes a round"])
+@pytest.mark.parametrize("why", ["logprobs", "rules of generate", "a proposal", "a sequence that owes a round"])
 def test_a_step_writes_one_token_of_a_decode_where_another_would_wait(engine: VerifierEngine, why: str) -> None:
     engine.cost = FittedCost([(1, 1e-6)])
     client = Client(engine, joined_verdicts=True, max_new_tokens=36)
@@ -137,9 +145,9 @@ def test_a_step_writes_one_token_of_a_decode_where_another_would_wait(engine: Ve
     engine.turn()  # the first token
     if why == "logprobs":
         object.__setattr__(client.sequence.opening, "top_logprobs", 0)
-    elif why == "penalties":
-        client.sequence._adjuster = Adjuster(LogitRules(presence_penalty=0.5), PROMPTS[0], 2000)
-        client.sequence._adjuster.push(client.sequence.tokens[-1])
+    elif why == "rules of generate":
+        rules = LogitRules(generation=GenerationRules(no_repeat_ngram_size=3))
+        client.sequence.adjuster = Adjuster(rules, PROMPTS[0], 2000, client.sequence.tokens[len(PROMPTS[0]) :])
     elif why in ("a proposal", "a sequence that owes a round"):
         other = Client(engine, PROMPTS[1], joined_verdicts=True)
         other.submit((7,))

@@ -9,6 +9,7 @@ import torch
 import transformers
 from transformers import AutoModelForCausalLM
 
+from kernels.adjustments import Adjuster, LogitRules
 from kernels.sampling import NO_LOGITS, UNSURE, Draw, Sample, SamplingParams
 from kernels.sparse import SparseConfig
 from outrider.runtime.decode_loop import DecodeLoop
@@ -33,6 +34,20 @@ PARAMS = [
 ]
 WIDE = 3001
 """Tokens of a larger vocabulary, most of which are improbable."""
+PENALTIES = LogitRules(repetition_penalty=1.3, presence_penalty=0.37, frequency_penalty=0.71)
+RULES = [
+    PENALTIES,
+    None,
+    LogitRules(frequency_penalty=-2.3, logit_bias=((7, 14.1), (WIDE - 1, 9.0)), banned_tokens=(3, WIDE - 2)),
+    LogitRules(logit_bias=((40, 12.5),), stop_token_ids=(40, 41), min_new_tokens=50),
+    LogitRules(repetition_penalty=0.5, presence_penalty=-0.9),
+]
+"""Changes to logits: with tokens that the target alone knows, and stop tokens that are banned for long."""
+
+
+def adjusters(prompts: Sequence[list[int]]) -> list[Adjuster | None]:
+    rules = [RULES[i % len(RULES)] for i in range(len(prompts))]
+    return [None if each is None else Adjuster(each, ids, WIDE) for each, ids in zip(rules, prompts, strict=True)]
 
 
 @pytest.fixture(scope="module")
@@ -55,16 +70,20 @@ def wide_floats(wide: LoadedModel) -> LoadedModel:
     return load_model(ModelSource(wide.name, dtype="float32", device="cpu"))
 
 
-def one_by_one(loop: DecodeLoop, slot: int, chunk: list[int], draws: Sequence[Draw]) -> list[Sample]:
+def one_by_one(
+    loop: DecodeLoop, slot: int, chunk: list[int], draws: Sequence[Draw], adjuster: Adjuster | None = None
+) -> list[Sample]:
     """As the loop, in Python: a pass and a sample for each token."""
     model = loop.model_runner
     samples = list[Sample]()
     for draw in draws:
         logits = model.logits([Chunk(slot, chunk, model.pool.length(slot), len(chunk) - 1)])
-        samples += loop._drawn(loop.without_mask(logits), [draw])
+        samples += loop._drawn(loop.without_mask(logits), [draw], [None if adjuster is None else adjuster.row()])
         if samples[-1].token < 0:
             break
         chunk = [samples[-1].token]
+        if adjuster is not None:
+            adjuster.push(samples[-1].token)
     return samples
 
 
@@ -93,19 +112,21 @@ def assert_alike(mine: Sample, theirs: Sample, config: SparseConfig) -> None:
 def test_the_loop_draws_the_tokens_of_single_steps(
     model_of: str, by_noise: bool, config: SparseConfig, request: pytest.FixtureRequest
 ) -> None:
-    """By uniforms and by noise; several sequences, which draw different numbers of tokens with different parameters."""
+    """By uniforms and by noise; several sequences, with different parameters, penalties and numbers of tokens."""
     model = ModelRunner.build(request.getfixturevalue(model_of), 24, 256)
     loop, rng = DecodeLoop(model, WIDE - 4, config), random.Random(1)
     prompts = [rng.choices(range(WIDE), k=rng.randint(1, 40)) for _ in PARAMS]
     draws: list[list[Draw]] = []
     for i, params in enumerate(PARAMS):
-        count = 1 + i * 5 % 7
+        count = 1 + (i + 1) * 5 % 7
         shared = [(i, len(prompts[i]) + j) if by_noise else None for j in range(count)]
         draws.append([Draw(params, rng.random(), noise) for noise in shared])
     ours, theirs = ([model.pool.allocate() for _ in PARAMS] for _ in range(2))
-    found = loop.decode([Chunk(slot, tokens, 0, 0) for slot, tokens in zip(ours, prompts, strict=True)], draws)
+    changing = adjusters(prompts)
+    chunks = [Chunk(slot, tokens, 0, 0) for slot, tokens in zip(ours, prompts, strict=True)]
+    found = loop.decode(chunks, draws, adjusters=changing)
     for i, samples in enumerate(found):
-        wanted = one_by_one(loop, theirs[i], prompts[i], draws[i])
+        wanted = one_by_one(loop, theirs[i], prompts[i], draws[i], changing[i])
         assert len(samples) == len(wanted) == len(draws[i])
         for mine, right in zip(samples, wanted, strict=True):
             assert_alike(mine, right, config)
@@ -135,9 +156,11 @@ def test_a_target_draws_from_the_whole_distribution(
         for i, params in enumerate(every, repetition * len(every)):
             uniforms = [rng.choice(ends) if rng.random() < 0.2 else rng.random() for _ in range(12)]
             draws.append([Draw(params, u, (i, 40 + j) if by_noise else None) for j, u in enumerate(uniforms)])
-        found = loop.decode([Chunk(slot, each, 0, 0) for slot, each in zip(slots[0], prompts, strict=True)], draws)
-        for slot, prompt, own, samples in zip(slots[1], prompts, draws, found, strict=True):
-            wanted = one_by_one(loop, slot, prompt, own)
+        changing = adjusters(prompts)
+        chunks = [Chunk(slot, each, 0, 0) for slot, each in zip(slots[0], prompts, strict=True)]
+        found = loop.decode(chunks, draws, adjusters=changing)
+        for slot, prompt, own, samples, adjuster in zip(slots[1], prompts, draws, found, changing, strict=True):
+            wanted = one_by_one(loop, slot, prompt, own, adjuster)
             assert [each.token for each in samples] == [each.token for each in wanted]
             assert all(each.q is None and each.scores is None for each in samples)
             beyond |= {each.token for each in samples}

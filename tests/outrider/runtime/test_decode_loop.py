@@ -10,6 +10,7 @@ from itertools import cycle, product
 import pytest
 import torch
 
+from kernels.adjustments import Adjuster, LogitRules, apply
 from kernels.rng import Domain, uniform
 from kernels.sampling import NO_LOGITS, UNSURE, Draw, Sample, SamplingParams, sample
 from kernels.sparse import SparseConfig
@@ -27,6 +28,7 @@ from tests.outrider.runtime.tiny import GATED, VOCABULARY
 CONFIG = SparseConfig(keep_mass=0.97, max_support=40)
 KNOWN = VOCABULARY - 3  # the rest is padding
 GAMMA = 6
+PENALTIES = LogitRules(repetition_penalty=1.4, frequency_penalty=0.8, banned_tokens=(1, KNOWN - 1))
 GREEDY, PLAIN, COOL = SamplingParams(temperature=0), SamplingParams(), SamplingParams(temperature=0.6)
 PARAMS = [
     GREEDY,
@@ -40,14 +42,21 @@ Load = Callable[..., LoadedModel]
 
 
 def step_by_step(
-    model: ModelRunner, slot: int, chunk: Sequence[int], draws: Sequence[Draw], vocab_size: int = KNOWN
+    model: ModelRunner,
+    slot: int,
+    chunk: Sequence[int],
+    draws: Sequence[Draw],
+    vocab_size: int = KNOWN,
+    adjuster: Adjuster | None = None,
 ) -> list[Sample]:
     """One forward and one sample a token."""
     samples = list[Sample]()
     for draw in draws:
-        logits = model.forward([Chunk(slot, chunk, model.pool.length(slot), len(chunk) - 1)])
-        samples += sample(logits[:, :vocab_size], [draw], CONFIG)
+        logits = model.forward([Chunk(slot, chunk, model.pool.length(slot), len(chunk) - 1)])[:, :vocab_size]
+        samples += sample(logits if adjuster is None else apply(logits, [adjuster.row()]), [draw], CONFIG)
         chunk = [samples[-1].token]
+        if adjuster is not None:
+            adjuster.push(chunk[0])
         if chunk == [UNSURE]:
             break
     return samples
@@ -104,7 +113,7 @@ def test_a_target_draws_as_verification_does(by_noise: bool, path: str, load: Lo
         places = range(len(z))
         draws = [Draw(params, uniform(3, i, 0, Domain.RESAMPLE), (3, i) if by_noise else None) for i in places]
         alone = [Proposed((), (), params, seed=3, base_length=i, rule=rule) for i in places]
-        drawn = loop._drawn(z, draws)
+        drawn = loop._drawn(z, draws, [None] * len(draws))
         assert [each.token for each in drawn] == [each.next_token for each in verify(z, alone, path)]
         assert all(each.q is None and each.scores is None for each in drawn)
 
@@ -119,7 +128,7 @@ def test_a_target_draws_as_verification_does(by_noise: bool, path: str, load: Lo
     ],
 )
 def test_decoded_tokens_are_those_of_single_steps(name: str, first: int, fuse: bool, load: Load) -> None:
-    """Bit for bit, after a prompt most of which is cached, with all params, by uniforms and by shared noise."""
+    """Bit for bit, after a prompt most of which is cached, with all params and penalties, by uniforms and by noise."""
     loop = eager_loop(load(name), fuse=fuse)
     model = loop.model_runner
     rng = random.Random(first)
@@ -127,9 +136,10 @@ def test_decoded_tokens_are_those_of_single_steps(name: str, first: int, fuse: b
     one, other = filled(model, prompt[:5]), filled(model, prompt[:5])
     for params, by_noise in product(PARAMS, (False, True)):
         draws = make_draws(params, rng, 6, (first, 5 + first) if by_noise else None)
-        assert loop.obstacle([draws]) is None
-        (samples,) = loop.decode([Chunk(one, prompt[5:], 5, first)], [draws])
-        expected = step_by_step(model, other, prompt[5:], draws)
+        adjuster = rng.choice((None, Adjuster(PENALTIES, prompt, KNOWN)))
+        assert loop.obstacle([draws], [adjuster]) is None
+        (samples,) = loop.decode([Chunk(one, prompt[5:], 5, first)], [draws], adjusters=[adjuster])
+        expected = step_by_step(model, other, prompt[5:], draws, adjuster=adjuster)
         assert numbers(samples) == numbers(expected)
         if by_noise:
             assert [each.q for each in samples] == [None] * 6
@@ -404,6 +414,7 @@ def test_draws_without_a_graph_are_named_and_refused(load: Load) -> None:
     assert bare.obstacle([[plain]]) == "no steps are captured for a paged KV cache"
     loop = captured_loop(load("llama"), with_kernels=False)
     assert loop.obstacle([[plain]] * 3) is None
+    assert loop.obstacle([[plain]] * 3, [None, Adjuster(PENALTIES, [1], KNOWN), None]) == "changed logits"
     pool = loop.model_runner.pool
     for refused, reason in (
         ([[plain]] * 4, "4 sequences; steps of 3 at most are captured"),
