@@ -12,7 +12,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import TypeVar
+from typing import Protocol, TypeVar
 
 import structlog
 
@@ -26,9 +26,8 @@ from outrider.service.best_effort import Component
 from outrider.service.cost_model import FittedCost
 from outrider.service.wire import round_micros
 from protos.outrider.v1 import model_pb2, speculation_pb2, verifier_service_pb2
-from verifier_service.metrics import SpeculationMetrics
 from verifier_service.request import Round
-from verifier_service.scheduler import IDLE_SECONDS, TURN_SECONDS, Scheduler, TargetWork
+from verifier_service.scheduler import IDLE_SECONDS, TURN_SECONDS, Plan, Scheduler, TargetWork
 from verifier_service.sequence import TargetSequence, seconds_to_linger
 from verifier_service.target_runner import Scoring, StepResult, TargetRunner
 
@@ -94,6 +93,14 @@ NOTICES = Component("queued_notices")
 POOL_CHECK = Component("kv_check")
 
 
+class Observer(Protocol):
+    """`metrics.SpeculationMetrics`, which the engine calls on its thread. No method raises."""
+
+    def planned(self, plan: Plan) -> None: ...
+    def stepped(self, step: "Step") -> None: ...
+    def checked(self, intact: bool) -> None: ...
+
+
 @dataclass(frozen=True, slots=True)
 class JudgedRound:
     """A round whose verdict is committed.
@@ -120,7 +127,7 @@ class Step:
         observer: of the engine when it ran: a step of the warm-up has none, also if it is accounted for later.
     """
 
-    def __init__(self, work: Sequence[TargetWork], output: StepResult, observer: SpeculationMetrics | None) -> None:
+    def __init__(self, work: Sequence[TargetWork], output: StepResult, observer: Observer | None) -> None:
         self.observer = observer
         self.tokens = sum(len(item.chunk.tokens) for item in work)
         self.sequences = len(work)
@@ -170,7 +177,7 @@ class VerifierEngine(Engine[Message, TargetWork, StepResult]):
         self._model = model
         self._max_linger = max_linger
         self.runner = TargetRunner(model_runner, vocab_size=model.vocab_size, verify_path=verify_path)
-        self.observer: SpeculationMetrics | None = None
+        self.observer: Observer | None = None
         self.flush: Callable[[], None] = lambda: None
         # With an encoder, keys and values of a prefix depend on its input too.
         self.prefixes = PrefixCache(model_runner.pool, enabled=prefix_cache and model_runner.loaded.encoder is None)
