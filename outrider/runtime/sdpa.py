@@ -311,10 +311,6 @@ def attend_all(
     There are as many heads of keys as of queries.
 
     Args:
-        query: `[T, heads, head_dim]`.
-        counts: rows of each chunk.
-        keys: of each chunk, `[heads, 1, end, head_dim]`.
-        values: like `keys`.
         masks: of each chunk, `[heads, 1, n, end]` (`biased_mask`); none: each row sees all keys.
     """
     parts: list[Tensor] = []
@@ -375,14 +371,10 @@ def attend_scores(
     values: Sequence[Tensor],
     scoring: Scoring,
 ) -> Tensor:
-    """Causal attention of each row over its own sequence. Keys and values of all rows are written before.
+    """As `attend`, with explicit scores.
 
     Args:
-        query: `[T, heads, head_dim]`.
         starts: the position of the first row of each chunk.
-        counts: rows of each chunk.
-        keys: of each chunk, `[kv_heads, 1, end, head_dim]`.
-        values: like `keys`.
 
     Returns:
         `[T, heads, head_dim]`, in the dtype of the values.
