@@ -5,27 +5,23 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import time
-from collections.abc import Sequence
-from pathlib import Path
+from collections.abc import Callable
 from typing import Any
 
 import click
 import grpc
 from google.protobuf import json_format
-from grpc_health.v1 import health_pb2, health_pb2_grpc
+from grpc_health.v1 import health_pb2
 from rich.console import Console
 
 from outrider.cli.options import Address, calling_options, timeout_option, tls_of
 from outrider.cli.output import Failure, fails_in_one_line, table, write_json
 from outrider.client import TLS, AcceptanceRule, Drafter
+from outrider.client.endpoints import Endpoints
 from outrider.client.errors import explained
-from outrider.rpc.auth import OwnToken
-from outrider.rpc.channel import check_plaintext, open_channel
+from outrider.rpc.channel import check_plaintext
 from outrider.rpc.health import PROBES
-from outrider.rpc.tls import ChannelTLS
 from protos.outrider.v1 import draft_service_pb2, input_pb2, model_pb2, sampling_pb2, verifier_service_pb2
-from protos.outrider.v1.draft_service_pb2_grpc import DraftServiceStub
-from protos.outrider.v1.verifier_service_pb2_grpc import VerifierServiceStub
 
 _PROBE = "outrider-info"
 _HASH_OF_TOKEN_0 = hashlib.blake2b(bytes(4), digest_size=8).digest()
@@ -64,34 +60,33 @@ def info_command(
         _draw(Console(highlight=False), found)
 
 
-async def _look(address: str, tls: TLS | None, token_file: str | Path | None, timeout: float) -> dict[str, Any]:
-    credentials = None if tls is None else ChannelTLS(tls).look()[1]
-    authority = [("grpc.default_authority", tls.name)] if tls is not None and tls.name else []
-    metadata = () if token_file is None else OwnToken(token_file).metadata()
-    async with (
-        asyncio.timeout(timeout),
-        open_channel(address, options=authority, credentials=credentials) as channel,
-    ):
-        found: dict[str, Any] = {"address": address}
-        try:
-            draft: Any = DraftServiceStub(channel)
-            request = draft_service_pb2.DraftServiceGetModelRequest()
-            both = await draft.GetModel(request, metadata=metadata)
-        except grpc.RpcError as error:
-            if error.code() is not grpc.StatusCode.UNIMPLEMENTED:
-                raise
-            verifier: Any = VerifierServiceStub(channel)
-            own_request = verifier_service_pb2.VerifierServiceGetModelRequest()
-            model = (await verifier.GetModel(own_request, metadata=metadata)).model
-            found |= {"service": "verifier", "model": _model(model)}
-            found["health"] = await _health(channel, metadata)
-            found["load"] = await _load(verifier, model, metadata)
-        else:
-            found |= {"service": "draft service", "model": _model(both.model), "target": _model(both.target)}
-            found["drafters"] = [Drafter.of(number).value for number in both.drafters]
-            found["default_drafter"] = Drafter.of(both.default_drafter).value
-            found["health"] = await _health(channel, metadata)
-        return found
+async def _look(address: str, tls: TLS | None, token_file: str | None, timeout: float) -> dict[str, Any]:
+    endpoints = Endpoints([address], tls, token_file)
+
+    def begin(service: str, method: str, request: Any = None) -> Any:
+        return endpoints.begin(address, method, request, None, service=service)
+
+    found: dict[str, Any] = {"address": address}
+    try:
+        async with asyncio.timeout(timeout):
+            try:
+                both = await begin("draft", "GetModel", draft_service_pb2.DraftServiceGetModelRequest())
+            except grpc.RpcError as error:
+                if error.code() is not grpc.StatusCode.UNIMPLEMENTED:
+                    raise
+                own_request = verifier_service_pb2.VerifierServiceGetModelRequest()
+                model = (await begin("verifier", "GetModel", own_request)).model
+                found |= {"service": "verifier", "model": _model(model)}
+                found["health"] = await _health(begin)
+                found["load"] = await _load(begin("verifier", "Verify"), model)
+            else:
+                found |= {"service": "draft service", "model": _model(both.model), "target": _model(both.target)}
+                found["drafters"] = [Drafter.of(number).value for number in both.drafters]
+                found["default_drafter"] = Drafter.of(both.default_drafter).value
+                found["health"] = await _health(begin)
+    finally:
+        await endpoints.close()
+    return found
 
 
 def _model(model: model_pb2.ModelInfo) -> dict[str, Any]:
@@ -102,17 +97,16 @@ def _model(model: model_pb2.ModelInfo) -> dict[str, Any]:
     return shown
 
 
-async def _health(channel: grpc.aio.Channel, metadata: Sequence[tuple[str, str]]) -> dict[str, str]:
-    stub: Any = health_pb2_grpc.HealthStub(channel)
+async def _health(begin: Callable[..., Any]) -> dict[str, str]:
     statuses = {}
     for probe in PROBES:
-        answer = await stub.Check(health_pb2.HealthCheckRequest(service=probe), metadata=metadata)
+        answer = await begin("health", "Check", health_pb2.HealthCheckRequest(service=probe))
         statuses[probe] = health_pb2.HealthCheckResponse.ServingStatus.Name(answer.status)
     return statuses
 
 
-async def _load(verifier: Any, model: model_pb2.ModelInfo, metadata: Sequence[tuple[str, str]]) -> dict[str, Any]:
-    """Has the verifier generate one token. Returns the load before that step, and the time in milliseconds."""
+async def _load(call: Any, model: model_pb2.ModelInfo) -> dict[str, Any]:
+    """Has the verifier generate one token, by a call of `Verify`. Returns the load before that step, and the time."""
     opening = verifier_service_pb2.OpenSequence(
         prompt_token_ids=[0],
         max_new_tokens=1,
@@ -130,7 +124,6 @@ async def _load(verifier: Any, model: model_pb2.ModelInfo, metadata: Sequence[tu
         opening.encoder_input.audio.CopyFrom(silence)
     decode = verifier_service_pb2.Decode(round=1, base_length=1, prefix_hash=_HASH_OF_TOKEN_0, num_tokens=1)
     began = time.perf_counter()
-    call = verifier.Verify(metadata=metadata)
     for kind in ({"open": opening}, {"decode": decode}):
         await call.write(verifier_service_pb2.VerifyRequest(sequence_id=_PROBE, **kind))
     async for answer in call:

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import grpc
+from grpc_health.v1 import health_pb2_grpc
 
 from outrider.rpc.auth import OwnToken
 from outrider.rpc.channel import RenewedChannel, Resolver, checked_address, look_up
@@ -27,11 +28,12 @@ AVOIDED_FOR_S = 10.0
 
 
 class Stubs:
-    """Both services' calls on one channel."""
+    """The calls of both services on one channel, and those of health."""
 
     def __init__(self, channel: grpc.aio.Channel) -> None:
         self.draft = draft_service_pb2_grpc.DraftServiceStub(channel)
         self.verifier = verifier_service_pb2_grpc.VerifierServiceStub(channel)
+        self.health = health_pb2_grpc.HealthStub(channel)
 
 
 def split(address: str | Sequence[str]) -> list[str]:
@@ -112,7 +114,7 @@ class Endpoints:
         self._resolved = -RESOLVED_FOR_S
 
     def begin(self, address: str, method: str, request: Any, timeout: float | None, *, service: str = "draft") -> Any:
-        """Begins a call of the service there, "draft" or "verifier"."""
+        """Begins a call of the service there, of `Stubs`; the request of a stream is None."""
         if address not in self._channels:
             self._channels[address] = RenewedChannel(
                 address,
