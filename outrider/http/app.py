@@ -54,14 +54,8 @@ def create_app(
     """The application in front of `client`, which its caller closes. `keys` and `limits` are those of `Guard`."""
     front = Front(client, settings)
     middleware = [Middleware(Guard, settings=settings, keys=keys, limits=limits)]
-    handlers: dict[Any, Any] = {
-        ApiError: _api_error,
-        ClientDisconnect: _client_gone,
-        OutriderError: front.service_error,
-        RequestError: _request_error,
-        HTTPException: _http_error,
-        Exception: _unexpected_error,
-    }
+    kinds = (ApiError, ClientDisconnect, OutriderError, RequestError, HTTPException, Exception)
+    handlers: dict[Any, Any] = dict.fromkeys(kinds, front.failed)
     app: ASGIApp = Starlette(routes=front.routes, middleware=middleware, exception_handlers=handlers)
     if settings.cors_origins:
         # Around the keys, as a preflight request carries none, and around Starlette's own answer to an internal error.
@@ -314,11 +308,26 @@ class Front:
             raise invalid("n" if n > most else "prompt", text)
         count_sequences("n", n * prompts)
 
-    async def service_error(self, request: Request, error: Exception) -> Response:
-        """The answer to an error of a call without a handler of its own."""
-        assert isinstance(error, OutriderError)
-        names = {"/tokenize": {"text": "prompt"}, "/detokenize": {"token_ids": "tokens"}}.get(request.url.path, {})
-        return await _api_error(request, self._explained(error, names))
+    async def failed(self, request: Request, error: Exception) -> Response:
+        """The answer to a request that ended with an error."""
+        match error:
+            case ApiError():
+                failure = error
+            case ClientDisconnect():
+                return Response(status_code=499)  # for the count; no client is left to read it
+            case OutriderError():
+                names = {"/tokenize": {"text": "prompt"}, "/detokenize": {"token_ids": "tokens"}}
+                failure = self._explained(error, names.get(request.url.path, {}))
+            case RequestError():  # of this process: of the limits of a client
+                failure = of_service(typed(error))
+            case HTTPException():  # no such route, or no such method there
+                text = f"{request.method} {request.url.path}: {error.detail}"
+                code = {404: "not_found", 405: "method_not_allowed"}.get(error.status_code)
+                failure = ApiError(error.status_code, text, code=code, headers=error.headers)
+            case _:  # Starlette raises it again, and uvicorn then closes the connection
+                text = "internal error; the server's log has the cause"
+                failure = ApiError(500, text, headers={"connection": "close"})
+        return failure.response()
 
     def _explained(self, error: OutriderError, names: dict[str, str], headers: Mapping[str, str] = {}) -> ApiError:
         failure = of_service(error, names=names, models=self._pair.paths)
@@ -401,38 +410,6 @@ class _Stream(Response):
             body = b"data: " + self._explain(error).body() + b"\n\n"
             await send({"type": "http.response.body", "body": body, "more_body": True})
         await send({"type": "http.response.body", "body": b""})
-
-
-# ---------------------------------------------------------------------------------------------------------- handlers
-
-
-async def _api_error(request: Request, error: Exception) -> Response:
-    assert isinstance(error, ApiError)
-    return Response(error.body(), error.status, headers=error.headers, media_type="application/json")
-
-
-async def _request_error(request: Request, error: Exception) -> Response:
-    """An error of this process: of the limits of a client."""
-    assert isinstance(error, RequestError)
-    return await _api_error(request, of_service(typed(error)))
-
-
-async def _http_error(request: Request, error: Exception) -> Response:
-    """Of the router: no such route, or no such method there."""
-    assert isinstance(error, HTTPException)
-    text = f"{request.method} {request.url.path}: {error.detail}"
-    code = {404: "not_found", 405: "method_not_allowed"}.get(error.status_code)
-    return await _api_error(request, ApiError(error.status_code, text, code=code, headers=error.headers))
-
-
-async def _client_gone(request: Request, error: Exception) -> Response:
-    return Response(status_code=499)  # for the count; no client is left to read it
-
-
-async def _unexpected_error(request: Request, error: Exception) -> Response:
-    # Starlette raises the error again, and uvicorn then closes the connection.
-    headers = {"connection": "close"}
-    return await _api_error(request, ApiError(500, "internal error; the server's log has the cause", headers=headers))
 
 
 def _json(value: Any) -> Response:

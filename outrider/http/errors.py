@@ -15,6 +15,7 @@ from difflib import get_close_matches
 from typing import Any
 
 import grpc
+from starlette.responses import Response
 
 from outrider.client import OutriderError
 
@@ -56,6 +57,9 @@ class ApiError(Exception):
         kind = _TYPES.get(self.status, "invalid_request_error" if self.status < 500 else "server_error")
         error = {"message": self.message, "type": kind, "param": self.param, "code": self.code}
         return json.dumps({"error": error}).encode()
+
+    def response(self) -> Response:
+        return Response(self.body(), self.status, headers=self.headers, media_type="application/json")
 
 
 def unsupported(param: str, message: str) -> ApiError:

@@ -71,9 +71,9 @@ class Guard:
                         inside.enter_context(self._limits.enter(client))
                 receive = self._bounded(scope, receive)
             except ApiError as error:
-                return await self._refuse(scope, send, error)
+                return await self._refuse(scope, receive, send, error)
             except RequestError as error:
-                return await self._refuse(scope, send, of_service(typed(error)))
+                return await self._refuse(scope, receive, send, of_service(typed(error)))
             await self._app(scope, receive, send)
 
     def _check_host(self, header: str) -> None:
@@ -137,19 +137,15 @@ class Guard:
 
         return bounded
 
-    async def _refuse(self, scope: Scope, send: Send, error: ApiError) -> None:
+    async def _refuse(self, scope: Scope, receive: Receive, send: Send, error: ApiError) -> None:
         now = time.monotonic()
         if now >= self._next_line:
             self._next_line = now + _SECONDS_PER_LINE
             address = (scope.get("client") or ("", 0))[0]
             _logger.warning("a request from %s was refused: %d: %s", address, error.status, error.message)
         # The body was not read: the connection cannot be used again.
-        fields = {"content-type": "application/json", "connection": "close"} | error.headers
-        body = error.body()
-        headers = [(name.encode(), value.encode()) for name, value in fields.items()]
-        headers.append((b"content-length", str(len(body)).encode()))
-        await send({"type": "http.response.start", "status": error.status, "headers": headers})
-        await send({"type": "http.response.body", "body": body})
+        error.headers.setdefault("connection", "close")
+        await error.response()(scope, receive, send)
 
 
 DIRECT = "outrider.send"
