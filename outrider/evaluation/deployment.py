@@ -39,18 +39,11 @@ _WARM_UP_TOKENS = 16
 
 @dataclass(frozen=True, slots=True)
 class Settings:
-    """The settings of a measurement.
+    """The settings of a measurement: the options of `outrider bench`, which describe them.
 
     Attributes:
         prompts: taken in turn; clips for a pair of speech models.
-        gammas: the fixed γ.
         drafters: the first one is that of the fixed γ and the default policy; each other one drafts with one γ.
-        temperatures: of the texts.
-        streams: how many texts are written at once.
-        texts: of each stream in each repeat.
-        max_new_tokens: tokens of each text.
-        repeats: how often each cell is measured.
-        stop_at_eos: texts end where the model ends them; otherwise all have the same length.
     """
 
     prompts: Sequence[Source]

@@ -10,29 +10,13 @@ from typing import Any
 
 @dataclass(frozen=True)
 class ServerSettings:
-    """How the front listens, whom it serves, and how it answers.
+    """How the front listens, whom it serves, and how it answers: the options of `outrider gateway` that begin with
+    `--http`, which describe them, and some more.
 
     Attributes:
-        address: `HOST:PORT`; port 0: a free one.
-        tls_cert: PEM file of the certificate and its chain; None: plaintext.
-        tls_key: PEM file of its private key.
-        key_file: file of the keys that clients send, one a line; None: no key is asked for.
-        plaintext: allow plaintext at addresses that are not loopback.
-        client_rate: sequences a second that one client may start; None: no limit.
-        client_burst: sequences that one client may start at once; None: those of one second.
-        max_client_sequences: of one client in progress; None: no limit.
-        allowed_hosts: names that a Host header may have, beside addresses and localhost; `*.NAME` stands for the names
-            under it, `*` for all.
-        cors_origins: origins of pages whose scripts may call; none: no page of another origin.
-        model: its name for callers; None: that of the target.
-        max_samples: prompts times `n` of one request.
-        timeout: seconds of one request.
-        max_body_bytes: of a body other than a transcription's.
         body_timeout: seconds until a body must have arrived.
-        playground: serve the playground at `/`.
         framing: options of every text that hide its token counts from the network, of `outrider.client.Options`. With
             them there is no playground, whose stream names every round.
-        vllm_metrics: show metrics under vLLM's names, too.
         idle_timeout: seconds that a connection may be without a whole request.
         slow_client_timeout: seconds that an answer may wait for its reader.
         grace: seconds that answers may take to end after a signal.
