@@ -40,20 +40,12 @@ from outrider.evaluation.local_models import (
     encode_speech,
     load_tokenizer_of,
 )
-from outrider.evaluation.skipped_layers import Step, find_layers
-from outrider.evaluation.target_text import (
-    SEQUENCES,
-    Prompt,
-    Report,
-    Text,
-    read_logits,
-    text_length,
-    write,
-)
+from outrider.evaluation.target_text import SEQUENCES, Prompt, Report, Text, read_logits, text_length, write
 from outrider.runtime.device import check_environment
-from outrider.runtime.loader import LoadedModel, ModelSource, load_model
+from outrider.runtime.loader import LoadedModel, ModelSource, adopt, load_model
 from outrider.runtime.model_runner import ModelRunner
 from outrider.runtime.ngram import NGramCounts, read_documents
+from outrider.runtime.skip_layers import DecoderLayers, write_layers
 from outrider.runtime.tokenizer import Tokenizer
 from outrider.service.model_info import vocabulary_end
 from protos.outrider.v1.draft_service_pb2 import Transcription
@@ -298,6 +290,21 @@ class Options:
 
 
 @dataclass(frozen=True, slots=True)
+class Step:
+    """One more layer is left out.
+
+    Attributes:
+        layer: its number.
+        skip_layers: all that are left out now, as the flag names them.
+        alpha: α of the rest as a draft.
+    """
+
+    layer: int
+    skip_layers: str
+    alpha: float
+
+
+@dataclass(frozen=True, slots=True)
 class Measurement:
     """α of each drafter at each lenience.
 
@@ -394,19 +401,46 @@ def _find_layers(
     length: int,
     report: Report,
 ) -> list[Step]:
-    def alpha_of(draft: ModelRunner) -> float:
+    """Leaves out layers of the target, one after another: each time the one without which α is highest [W A.7].
+
+    A layer without which α is no lower than before is left out at once, and the rest is not tried. Layers are tried
+    from the last one found on.
+    """
+    count, loaded = options.find_skip_layers, load_model(source)  # its model is changed
+    layers = DecoderLayers(loaded.model, loaded.name)
+    if count >= layers.count:
+        raise EvaluationError(
+            f"--find-skip-layers is {count}, and '{loaded.name}' has {layers.count} layers; keep at least one"
+        )
+    tokens, tried = sum(text.written for text in texts), 0
+    most = 1 + sum(layers.count - done for done in range(count))
+
+    def alpha_without(skipped: Sequence[int]) -> float:
+        nonlocal tried
+        layers.skip(skipped)
+        draft = build_runner(adopt(loaded.model, loaded.name, ""), 1, length, fuse=False)
         drafter = _drafter("model", options, draft, [], vocab_size)
         (betas,) = measure(target, {"model": drafter}, texts, options.params, (1.0,)).values()
+        tried += 1
+        report("searching", tried * tokens, most * tokens)
         return float(np.concatenate(betas).mean())
 
-    tokens = sum(text.written for text in texts)
-    return find_layers(
-        load_model(source),
-        options.find_skip_layers,
-        length,
-        alpha_of,
-        report=lambda work, tried, most: report(work, tried * tokens, most * tokens),
-    )
+    steps: list[Step] = []
+    skipped: list[int] = []
+    before = alpha_without([])
+    while len(skipped) < count:
+        alphas: dict[int, float] = {}
+        first = skipped[-1] if skipped else 0
+        for layer in [*range(first, layers.count), *range(first)]:
+            if layer not in skipped:
+                alphas[layer] = alpha_without([*skipped, layer])
+                if alphas[layer] >= before:
+                    break
+        best = max(alphas, key=lambda layer: alphas[layer])
+        before = alphas[best]
+        skipped.append(best)
+        steps.append(Step(best, write_layers(skipped), before))
+    return steps
 
 
 def _text_tokens(options: Options, prompts: Sequence[Prompt], target: LoadedModel, draft: LoadedModel | None) -> int:
