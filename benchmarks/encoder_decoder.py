@@ -34,7 +34,8 @@ from benchmarks import harness, pair
 from benchmarks.contenders import Task, Unavailable, Write, outrider_writer, take_turns, text_run, warm_up
 from benchmarks.harness import CACHE, ROOT, Bench, Json, number, percent
 from benchmarks.services import RULE, Models, Services, digest_of
-from models.encoder_decoder import deepen, edits
+from models.encoder_decoder import edits
+from models.training import deepen
 
 TRANSLATION, SPEECH = "translation", "speech"
 SPEED, RULES = "speed", "rules"

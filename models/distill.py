@@ -11,7 +11,7 @@ from pathlib import Path
 import numpy as np
 import torch
 from torch import Tensor, distributed
-from transformers import LlamaConfig, LlamaForCausalLM
+from transformers import LlamaForCausalLM
 
 from models.teaching import Lessons, load_lessons
 from models.train_target import hidden_states, llama_config
@@ -25,14 +25,9 @@ LAYERS_TAKEN = (0, 3)  # of the target, to begin from: two of those it had befor
 AT_ONCE = 2048
 
 
-def draft_config(end: int) -> LlamaConfig:
-    """Two layers of the target's own shape: a draft step's cost is its layers, not their width."""
-    return llama_config(hidden=320, intermediate=896, layers=2, heads=5, key_value_heads=1, end=end)
-
-
 def draft_from(target: LlamaForCausalLM, end: int) -> LlamaForCausalLM:
     """A draft that begins as the target with all but `LAYERS_TAKEN` left out."""
-    draft = LlamaForCausalLM(draft_config(end)).to(DTYPE)
+    draft = LlamaForCausalLM(llama_config(len(LAYERS_TAKEN), end)).to(DTYPE)
     draft.model.embed_tokens.load_state_dict(target.model.embed_tokens.state_dict())
     draft.model.norm.load_state_dict(target.model.norm.state_dict())
     for layer, taken in zip(draft.model.layers, LAYERS_TAKEN, strict=True):
@@ -41,12 +36,6 @@ def draft_from(target: LlamaForCausalLM, end: int) -> LlamaForCausalLM:
 
 
 def divergences(logits: Tensor, top_ids: Tensor, top_probabilities: Tensor) -> tuple[Tensor, Tensor]:
-    """KL(p‖q) in nats and the rejection rate 1 - Σ min(p, q), each the mean over rows of `divergences_of_rows`."""
-    kl, rejected = divergences_of_rows(logits, top_ids, top_probabilities)
-    return kl.mean(), rejected.mean()
-
-
-def divergences_of_rows(logits: Tensor, top_ids: Tensor, top_probabilities: Tensor) -> tuple[Tensor, Tensor]:
     """KL(p‖q) in nats and the rejection rate 1 - Σ min(p, q) of each row, `[N]` both.
 
     `logits` `[N, V]` are the draft's; `top_ids`, `top_probabilities` `[N, K]` the target's largest entries. The tokens
@@ -103,10 +92,10 @@ def distill(
                 lesson.top_ids[chosen].flatten(0, 1).long(),
                 lesson.top_probabilities[chosen].flatten(0, 1).float(),
             )
-            loss = kl if progress < REJECTION_FROM else rejected
+            loss = (kl if progress < REJECTION_FROM else rejected).mean()
             (loss * len(part) / len(ids)).backward()
             total += loss.item() * len(part) / len(ids)
-            means += torch.tensor([kl.item(), rejected.item()]) * len(part) / len(ids)
+            means += torch.tensor([kl.mean().item(), rejected.mean().item()]) * len(part) / len(ids)
         if lesson is written:
             recent.append((float(means[0]), float(means[1])))
         return total, ids.numel()

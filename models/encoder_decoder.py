@@ -21,14 +21,8 @@ from models.training import Optimizer, Run, Schedule, alone
 
 IGNORED = -100  # in labels
 
-# A target is trained with a shallow decoder first, as steps are cheaper then; the draft is trained in one piece.
-SHALLOW_SHARE = 0.6  # of the time
-SHALLOW, DEEP, WHOLE = (
-    Schedule(warmup=0.03, decay_from=0.5, last=0.5),
-    Schedule(warmup=0.03, decay_from=0.0, peak=0.5),
-    Schedule(warmup=0.03, decay_from=0.3),
-)
-OUTPUTS = (".o.weight", ".wo.weight", "out_proj.weight", "out_proj.bias", "fc2.weight", "fc2.bias")
+SHALLOW_SHARE = 0.6  # of the time of a target; the draft is trained in one piece
+WHOLE = Schedule(warmup=0.03, decay_from=0.3)
 
 
 def token_loss(logits: Tensor, labels: Tensor) -> Tensor:
@@ -61,33 +55,6 @@ def train(
         module.train()
         run.train(forward_and_backward, evaluate, every=120.0)
         module.eval()
-
-
-def begin_small(model: nn.Module, factor: float) -> None:
-    """Scale down the additions to the residual stream."""
-    for name, weight in model.named_parameters():
-        if name.endswith(OUTPUTS):
-            weight.data.mul_(factor)
-
-
-def deepen(shallow: PreTrainedModel, deep: PreTrainedModel) -> None:
-    """Let `deep` compute the same as `shallow`: behind each decoder layer, copies of it that write nothing yet."""
-    few, many = (_decoder_layers(model) for model in (shallow, deep))
-    inside = {id(weight) for weight in few.parameters()}
-    rest = {name: weight for name, weight in shallow.named_parameters() if id(weight) not in inside}
-    deep.load_state_dict(rest, strict=False)
-    copies = len(many) // len(few)
-    for index, layer in enumerate(many):
-        # Not strict: T5's first layer alone embeds distances.
-        layer.load_state_dict(few[index // copies].state_dict(), strict=False)
-        if index % copies:
-            begin_small(layer, 0.0)
-
-
-def _decoder_layers(model: PreTrainedModel) -> nn.ModuleList:
-    decoder = model.get_decoder()
-    layers: nn.ModuleList = decoder.block if hasattr(decoder, "block") else decoder.layers
-    return layers
 
 
 def save(model: PreTrainedModel, tokenizer: Any, generation: GenerationConfig, folder: Path) -> None:

@@ -19,9 +19,10 @@ from transformers import LlamaForCausalLM
 from models import DEMO
 from models.corpus import documents
 from models.distill import distill
+from models.measure import WINDOW, bits_per_token, model_log_probabilities
 from models.teaching import teach
 from models.tokenizer import load_tokenizer, token_stream, train_tokenizer
-from models.train_target import bits_per_token, train_target
+from models.train_target import train_target
 from models.training import DTYPE, Run, in_processes, is_made, save_model
 
 
@@ -43,7 +44,8 @@ def make_target(work: Path, out: Path, minutes: float) -> None:
     target, first, second = train_target(training, held_out, minutes, work, tokenizer.eos_token_id)
     if distributed.get_rank() > 0:
         return
-    print(f"target: {bits_per_token(target, held_out, limit=1000):.3f} held-out bits per token", flush=True)
+    bits = bits_per_token(model_log_probabilities(target), held_out[: 1000 * WINDOW])
+    print(f"target: {bits:.3f} held-out bits per token", flush=True)
     save_model(target, tokenizer, out / "target")
     _note(work / "target.json", shallow=first, deep=second)
 

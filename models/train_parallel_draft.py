@@ -21,7 +21,7 @@ from transformers import LlamaForCausalLM
 
 from models import DEMO
 from models.corpus import training_documents
-from models.distill import divergences_of_rows
+from models.distill import divergences
 from models.parallel import Groups, groups_of, parallel_logits, with_mask_token
 from models.teaching import Lessons, load_lessons, teach
 from models.tokenizer import load_tokenizer, token_stream
@@ -82,10 +82,8 @@ def train(
         for part in parts:
             ids, top_ids, top_probabilities = chosen(shelf, part)
             real, masked = parallel_logits(draft, ids, groups, mask_token)
-            _, rejected = divergences_of_rows(
-                real.flatten(0, 1), top_ids.flatten(0, 1), top_probabilities.flatten(0, 1)
-            )
-            kl, missed = divergences_of_rows(
+            _, rejected = divergences(real.flatten(0, 1), top_ids.flatten(0, 1), top_probabilities.flatten(0, 1))
+            kl, missed = divergences(
                 masked.flatten(0, 1),
                 top_ids[:, groups.rows].flatten(0, 1),
                 top_probabilities[:, groups.rows].flatten(0, 1),

@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor, distributed, multiprocessing, nn
-from transformers import AttentionInterface, GenerationConfig, LlamaForCausalLM
+from transformers import AttentionInterface, GenerationConfig, LlamaForCausalLM, PreTrainedModel
 from transformers.masking_utils import AttentionMaskInterface
 
 from outrider.runtime.loader import cpu_computes_bfloat16
@@ -95,6 +95,43 @@ class Schedule:
         rise = min(1.0, (progress + 1e-3) / self.warmup)
         fallen = max(0.0, (progress - self.decay_from) / (1.0 - self.decay_from))
         return rise * (self.peak + (self.last - self.peak) * fallen)
+
+
+# A target is trained with few layers first, as steps are cheaper then.
+SHALLOW = Schedule(warmup=0.03, decay_from=0.5, last=0.5)
+DEEP = Schedule(warmup=0.03, decay_from=0.0, peak=0.5)
+# A layer adds to the residual stream through these.
+OUTPUTS = (
+    "o_proj.weight", "down_proj.weight", ".o.weight", ".wo.weight", "out_proj.weight", "out_proj.bias", "fc2.weight",
+    "fc2.bias",
+)  # fmt: skip
+
+
+def begin_small(model: nn.Module, factor: float) -> None:
+    """Scale down the additions to the residual stream."""
+    for name, weight in model.named_parameters():
+        if name.endswith(OUTPUTS):
+            weight.data.mul_(factor)
+
+
+def deepen(shallow: PreTrainedModel, deep: PreTrainedModel) -> None:
+    """Let `deep` compute the same as `shallow`: behind each decoder layer, copies of it that write nothing yet."""
+    few, many = (_decoder_layers(model) for model in (shallow, deep))
+    inside = {id(weight) for weight in few.parameters()}
+    rest = {name: weight for name, weight in shallow.named_parameters() if id(weight) not in inside}
+    deep.load_state_dict(rest, strict=False)
+    copies = len(many) // len(few)
+    for index, layer in enumerate(many):
+        # Not strict: T5's first layer alone embeds distances.
+        layer.load_state_dict(few[index // copies].state_dict(), strict=False)
+        if index % copies:
+            begin_small(layer, 0.0)
+
+
+def _decoder_layers(model: PreTrainedModel) -> nn.ModuleList:
+    decoder = model.get_decoder()
+    layers: nn.ModuleList = decoder.block if hasattr(decoder, "block") else decoder.layers
+    return layers
 
 
 class Optimizer:

@@ -24,22 +24,11 @@ from transformers import (
     WhisperForConditionalGeneration,
 )
 
-from models.encoder_decoder import (
-    DEEP,
-    IGNORED,
-    SHALLOW,
-    SHALLOW_SHARE,
-    WHOLE,
-    begin_small,
-    deepen,
-    save,
-    token_loss,
-    train,
-)
+from models.encoder_decoder import IGNORED, SHALLOW_SHARE, WHOLE, save, token_loss, train
 from models.speech.phrases import LANGUAGES
 from models.speech.synthesis import RATE, SECONDS, Bank, Clip, make_bank, make_clip
 from models.speech.tokens import END, LONGEST, START, decoder_prompt, generation_config, make_tokenizer, transcript
-from models.training import DTYPE, Schedule, is_made
+from models.training import DEEP, DTYPE, SHALLOW, Schedule, begin_small, deepen, is_made
 
 HERE = Path(__file__).parent
 CLIPS = 16  # in a batch

@@ -17,19 +17,8 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, 
 from torch import Tensor
 from transformers import GenerationConfig, PreTrainedTokenizerFast, T5Config, T5ForConditionalGeneration
 
-from models.encoder_decoder import (
-    DEEP,
-    IGNORED,
-    SHALLOW,
-    SHALLOW_SHARE,
-    WHOLE,
-    begin_small,
-    deepen,
-    save,
-    token_loss,
-    train,
-)
-from models.training import DTYPE, Schedule, is_made
+from models.encoder_decoder import IGNORED, SHALLOW_SHARE, WHOLE, save, token_loss, train
+from models.training import DEEP, DTYPE, SHALLOW, Schedule, begin_small, deepen, is_made
 from models.translation.language import Pair, pairs
 
 HERE = Path(__file__).parent

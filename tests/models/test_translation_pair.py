@@ -10,7 +10,8 @@ import pytest
 import torch
 from transformers import AutoModelForSeq2SeqLM, AutoTokenizer, T5Config
 
-from models.encoder_decoder import deepen, edits
+from models.encoder_decoder import edits
+from models.training import deepen
 from models.translation import train
 from models.translation.language import LEXICON, canonical, is_right, pairs, translations, velan
 from models.translation.train import main, new_model
