@@ -44,19 +44,9 @@ def name_hash(name: str) -> int:
     return int.from_bytes(hashlib.sha256(name.encode()).digest()[:8], "big")
 
 
-def is_test(name: str) -> bool:
-    """Whether a module lies in a directory of tests."""
-    return not TEST_DIRECTORIES.isdisjoint(name.split("/")[:-1])
-
-
-def standard_library() -> Path:
-    """The directory of the running interpreter's standard library."""
-    return Path(sysconfig.get_paths()["stdlib"])
-
-
 def documents() -> list[Document]:
     """All documents of the standard library, ordered by the hash of their names."""
-    return sorted(_read_all(standard_library()), key=lambda document: name_hash(document.name))
+    return sorted(_read_all(Path(sysconfig.get_paths()["stdlib"])), key=lambda document: name_hash(document.name))
 
 
 def training_documents() -> list[Document]:
@@ -93,7 +83,8 @@ def _wanted(name: str) -> bool:
         return False
     if any(part.startswith(SKIPPED_PREFIXES) for part in parts):
         return False
-    return not is_test(name) or (name_hash(name) // HELD_OUT_ONE_IN) % TESTS_KEPT_ONE_IN == 0
+    is_test = not TEST_DIRECTORIES.isdisjoint(parts[:-1])
+    return not is_test or (name_hash(name) // HELD_OUT_ONE_IN) % TESTS_KEPT_ONE_IN == 0
 
 
 def _readable(text: str) -> bool:

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 from transformers import GenerationConfig, PreTrainedModel
 
-from models.measure import Acceptance, mean_over_texts, until_end
+from models.measure import Acceptance, accepted, mean_over_texts, until_end
 from models.training import Optimizer, Run, Schedule, alone
 
 IGNORED = -100  # in labels
@@ -109,11 +109,7 @@ def write(
 def acceptance(draft: PreTrainedModel, inputs: dict[str, Tensor], written: Written, temperature: float) -> Acceptance:
     """α of `draft` on a target's texts: the mean of Σ min(p, q); at temperature 0 the share of equal choices."""
     logits = draft(**inputs, decoder_input_ids=written.ids[:, :-1]).logits.float()[:, -written.logits.shape[1] :]
-    if temperature == 0:
-        scores = (logits.argmax(dim=-1) == written.logits.argmax(dim=-1)).float()
-    else:
-        p, q = written.logits.softmax(dim=-1), logits.softmax(dim=-1)
-        scores = torch.minimum(p, q).sum(dim=-1)
+    scores = accepted(written.logits, logits, temperature)
     return mean_over_texts("draft", temperature, scores, written.alive)
 
 

@@ -94,6 +94,14 @@ def until_end(new: Tensor, end: int) -> Tensor:
     return ends.cumsum(dim=1) - ends.long() == 0
 
 
+def accepted(p_logits: Tensor, q_logits: Tensor, temperature: float) -> Tensor:
+    """Σ min(p, q) of each row of two `[..., V]`; at temperature 0, whether the likeliest tokens agree."""
+    if temperature == 0:
+        return (p_logits.argmax(dim=-1) == q_logits.argmax(dim=-1)).float()
+    p, q = (p_logits / temperature).softmax(dim=-1), (q_logits / temperature).softmax(dim=-1)
+    return torch.minimum(p, q).sum(dim=-1)
+
+
 def acceptance(
     name: str, log_probabilities: LogProbabilities, ids: Tensor, logits: Tensor, temperature: float, end: int
 ) -> Acceptance:
@@ -103,10 +111,7 @@ def acceptance(
     scores = []
     for row_ids, row_logits in zip(ids.split(8), logits.split(8), strict=True):
         log_q = log_probabilities(row_ids)[:, begin - 1 : -1]
-        if temperature == 0:
-            scores.append((log_q.argmax(dim=-1) == row_logits.argmax(dim=-1)).float())
-        else:
-            scores.append(torch.minimum(row_logits.softmax(dim=-1), log_q.exp()).sum(dim=-1))
+        scores.append(accepted(row_logits, log_q, temperature))
     return mean_over_texts(name, temperature, torch.cat(scores), alive)
 
 

@@ -21,7 +21,17 @@ from transformers import LlamaForCausalLM
 
 from models import DEMO
 from models.corpus import held_out_documents
-from models.measure import NEW, PROMPT, ROWS, line_starts, load, mean_over_texts, until_end, write_with_logits
+from models.measure import (
+    NEW,
+    PROMPT,
+    ROWS,
+    accepted,
+    line_starts,
+    load,
+    mean_over_texts,
+    until_end,
+    write_with_logits,
+)  # fmt: skip
 from models.parallel import groups_of, parallel_logits
 from models.tokenizer import load_tokenizer
 from models.training import ATTENTION
@@ -30,14 +40,6 @@ TEMPERATURES = (0.0, 0.3, 0.7, 1.0)
 POSITIONS = 8
 PER_PASS = (1, 2, 4, 8)
 CONTINUATIONS = 16  # of each of the demo's prompts
-
-
-def accepted(p_logits: Tensor, q_logits: Tensor, temperature: float) -> Tensor:
-    """Σ min(p, q) of each row of two `[..., V]`; at temperature 0, whether the likeliest tokens agree."""
-    if temperature == 0:
-        return (p_logits.argmax(dim=-1) == q_logits.argmax(dim=-1)).float()
-    p, q = (p_logits / temperature).softmax(dim=-1), (q_logits / temperature).softmax(dim=-1)
-    return torch.minimum(p, q).sum(dim=-1)
 
 
 def scores_by_position(

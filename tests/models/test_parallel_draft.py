@@ -12,8 +12,8 @@ from torch import Tensor
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from models import train_parallel_draft
-from models.measure import model_log_probabilities, write_with_logits
-from models.measure_parallel import POSITIONS, accepted, accepted_of_proposal, at_prompts, measure, scores_by_position
+from models.measure import accepted, model_log_probabilities, write_with_logits
+from models.measure_parallel import POSITIONS, accepted_of_proposal, at_prompts, measure, scores_by_position
 from models.parallel import parallel_logits, with_mask_token
 from models.train_parallel_draft import SIZES, some_groups, train
 from models.training import ATTENTION, DTYPE, alone
