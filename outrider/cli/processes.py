@@ -127,8 +127,8 @@ _KEPT_LINES = 1_000
 START_TIMEOUT_S = 120.0
 # The default --grace of the services is thirty seconds; a process that runs longer hangs.
 STOP_TIMEOUT_S = 35.0
-# Timeout of one health check; between two of them the process is checked.
-_HEALTH_CHECK_S = 0.5
+# Between two checks that processes still run; timeout of one health check.
+_CHECK_S = 0.2
 
 
 # Variables of a service that is deployed alone, which both services of a pair would read. Here only flags say how a
@@ -237,12 +237,7 @@ class ServiceProcess:
         Raises:
             ServiceError: it ended, or does not serve in time.
         """
-        end = time.monotonic() + timeout
-        self.wait_listening(timeout)
-        while not self.is_healthy(within=max(0.01, min(_HEALTH_CHECK_S, end - time.monotonic()))):
-            self.check()
-            if time.monotonic() > end:
-                raise self._error(f"is not healthy after {timeout:g} s")
+        _wait_healthy([self], timeout)
 
     def is_healthy(self, *, within: float) -> bool:
         """Whether it serves within so many seconds."""
@@ -318,8 +313,14 @@ def _address_in(line: str, event: str) -> str:
     return str(entry.get("address", "")) if entry.get("event") == event else ""
 
 
-# Between two checks that processes still run.
-_CHECK_S = 0.2
+def _wait_healthy(services: Sequence[ServiceProcess], timeout: float) -> None:
+    end = time.monotonic() + timeout
+    for service in services:
+        while not service.is_healthy(within=_CHECK_S):
+            for each in services:
+                each.check()
+            if time.monotonic() > end:
+                raise service._error(f"is not healthy after {timeout:g} s")
 
 
 @dataclass(frozen=True, slots=True)
@@ -350,12 +351,7 @@ class Pair:
         Raises:
             ServiceError: one of them ended, or does not serve in time.
         """
-        end = time.monotonic() + timeout
-        for service in (self.verifier, self.draft):
-            while not service.is_healthy(within=_CHECK_S):
-                self.check()
-                if time.monotonic() > end:
-                    raise ServiceError(f"{service.name} is not healthy after {timeout:g} s", service.log_lines())
+        _wait_healthy([self.verifier, self.draft], timeout)
 
     def watch(self, also: Callable[[], None] = lambda: None) -> None:
         """Raises `ServiceError` when one ends, or what `also` raises; never returns."""
