@@ -20,11 +20,10 @@ from outrider.cli.options import (
     speech_options,
     timestamps_option,
 )
-from outrider.cli.output import Failure, needs_extra, print_table, table, write_json
+from outrider.cli.output import Failure, fails_in_one_line, needs_extra, print_table, table, write_json
 from outrider.cli.progress import progress
-from outrider.evaluation import ALPHA_DRAFTERS, DRAFT_MODELS, EvaluationError
+from outrider.evaluation import ALPHA_DRAFTERS, DRAFT_MODELS
 from outrider.rpc.errors import counted
-from outrider.runtime.errors import CheckpointError
 
 if TYPE_CHECKING:
     from outrider.evaluation.alpha import Estimate, Measurement, Options
@@ -191,6 +190,7 @@ class Leniences(click.ParamType[tuple[float, ...]]):
 @click.option("--threads", metavar="INTEGER", type=click.IntRange(min=1), help="CPU threads. Default: all processors.")
 @click.option("--trust-remote-code", is_flag=True, help="Run Python code that comes with a checkpoint.")
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
+@fails_in_one_line
 def alpha_command(
     target: str | None, draft: str | None, prompts_file: Path | None, as_json: bool, **values: Any
 ) -> None:
@@ -225,15 +225,12 @@ def alpha_command(
     values["ngram_by_line"] = values.pop("ngram_documents") == "line"
     with needs_extra("service"):
         from outrider.evaluation import alpha
-    try:
-        prompts: tuple[PromptText, ...] = ()
-        if not values["audio"]:
-            prompts = tuple(cast("list[PromptText]", read_prompts(prompts_file or _demo_prompts())))
-        options = alpha.Options(target=target, draft=draft, drafters=drafters, prompts=prompts, **values)
-        with progress("tokens") as update:
-            found = alpha.run(options, lambda work, done, total: update(_WORK[work], done, total))
-    except (EvaluationError, CheckpointError) as error:
-        raise Failure(str(error)) from error
+    prompts: tuple[PromptText, ...] = ()
+    if not values["audio"]:
+        prompts = tuple(cast("list[PromptText]", read_prompts(prompts_file or _demo_prompts())))
+    options = alpha.Options(target=target, draft=draft, drafters=drafters, prompts=prompts, **values)
+    with progress("tokens") as update:
+        found = alpha.run(options, lambda work, done, total: update(_WORK[work], done, total))
     if as_json:
         write_json(document(options, found))
     else:

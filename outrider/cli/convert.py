@@ -6,8 +6,7 @@ from pathlib import Path
 
 import click
 
-from outrider.cli.output import Failure, needs_extra
-from outrider.runtime.errors import CheckpointError
+from outrider.cli.output import fails_in_one_line, needs_extra
 
 _TYPES = ("f32", "f16", "bf16", "q8_0")
 
@@ -17,6 +16,7 @@ _TYPES = ("f32", "f16", "bf16", "q8_0")
 @click.argument("output", type=click.Path(dir_okay=False, path_type=Path), metavar="OUT.gguf")
 @click.option("--type", "kind", type=click.Choice(_TYPES), default="bf16", help="Type of the matrices.")
 @click.option("--revision", metavar="NAME", help="Branch, tag or commit of a hub id.")
+@fails_in_one_line
 def convert_command(model: str, output: Path, kind: str, revision: str | None) -> None:
     """Write the checkpoint DIR_OR_ID as the GGUF file OUT.gguf, which --model and --target take.
 
@@ -30,8 +30,5 @@ def convert_command(model: str, output: Path, kind: str, revision: str | None) -
         import gguf  # noqa: F401  # it is imported late below
 
         from outrider.runtime.gguf_convert import convert
-    try:
-        size = convert(model, output, kind, revision=revision)
-    except (CheckpointError, OSError) as error:
-        raise Failure(str(error)) from error
+    size = convert(model, output, kind, revision=revision)
     click.echo(f"{output}: {size / 1e6:.1f} MB, {kind}")

@@ -20,6 +20,7 @@ from rich.table import Table
 from outrider.cli.processes import ServiceError
 from outrider.client import Chunk, Completion, Event, OutriderError, Queued, Sample, Started
 from outrider.evaluation import EvaluationError
+from outrider.runtime.errors import CheckpointError
 
 Command = TypeVar("Command", bound=Callable[..., Any])
 
@@ -35,13 +36,13 @@ class Failure(click.ClickException):
 
 
 def fails_in_one_line(command: Command) -> Command:
-    """Turns exceptions of a client, of a service, of an evaluation, of a file or of standard input into a `Failure`."""
+    """Turns errors of a call, a service, an evaluation, a checkpoint, a file or standard input into a `Failure`."""
 
     @wraps(command)
     def run(*args: Any, **kwargs: Any) -> Any:
         try:
             return command(*args, **kwargs)
-        except (OutriderError, EvaluationError) as error:
+        except (OutriderError, EvaluationError, CheckpointError) as error:
             raise Failure(str(error)) from error
         except ServiceError as error:
             for line in [line for line in error.log_lines if not _repeats(str(error), line)][-_SHOWN_LINES:]:
