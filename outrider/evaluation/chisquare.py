@@ -88,34 +88,29 @@ def detectable(df: int, n: int, *, level: float, power: float, allowed: float = 
 def chi2_sf(x: float, df: int) -> float:
     """Return the chance that χ² of `df` degrees of freedom exceeds `x`: Γ(a, z)/Γ(a) with a = df/2, z = x/2.
 
-    A series below its mean, a continued fraction above it (Abramowitz and Stegun, 6.5.29 and 6.5.31).
+    Below its mean it is 1 less a series. Above it: the recurrence of `noncentral_sf`, down to erfc(√z) at a = 1/2, or
+    to 0 at a = 0 (Abramowitz and Stegun, 6.5.29, 6.5.17 and 6.5.21).
     """
     a, z = df / 2, x / 2
     if z <= 0:
         return 1.0
     if z == math.inf:
         return 0.0
-    density = math.exp(a * math.log(z) - z - math.lgamma(a))
     if z < a + 1:
-        term = total = 1 / a
+        term = rest = _poisson(a, z)
         n = a
-        while term > total * _SMALL:
+        while term > rest * _SMALL:
             n += 1
             term *= z / n
-            total += term
-        return 1.0 - density * total
-    b = z + 1 - a
-    c, d = math.inf, 1 / b
-    fraction, ratio, n = d, 0.0, 0
-    while abs(ratio - 1) > _SMALL:
-        n += 1
-        factor = n * (a - n)
-        b += 2
-        d = 1 / (b + factor * d)
-        c = b + factor / c
-        ratio = c * d
-        fraction *= ratio
-    return density * fraction
+            rest += term
+        return 1.0 - rest
+    total = math.erfc(math.sqrt(z)) if df % 2 else 0.0
+    k, term = a - 1, _poisson(a - 1, z)
+    while k >= 0 and term > total * _SMALL:
+        total += term
+        term *= k / z
+        k -= 1
+    return total
 
 
 def noncentral_sf(x: float, df: int, noncentrality: float) -> float:
