@@ -195,24 +195,14 @@ def make(
     (work / f"{member}.json").write_text(json.dumps(facts))
 
 
-class Options(argparse.Namespace):
-    """The arguments of the command line."""
-
-    work: Path
-    out: Path
-    quick: bool
-    orders: int
-    minutes: dict[str, float]
-
-
-def make_pair(banks: tuple[Bank, Bank], options: Options) -> None:
+def make_pair(banks: tuple[Bank, Bank], work: Path, out: Path, minutes: dict[str, float]) -> None:
     """Train both members, but for those that are done."""
-    if not (options.work / "tokenizer").exists():
-        make_tokenizer().save_pretrained(options.work / "tokenizer")
-    tokenizer = PreTrainedTokenizerFast.from_pretrained(options.work / "tokenizer")
+    if not (work / "tokenizer").exists():
+        make_tokenizer().save_pretrained(work / "tokenizer")
+    tokenizer = PreTrainedTokenizerFast.from_pretrained(work / "tokenizer")
     for member in ("target", "draft"):
-        if not is_made(member, options.work, options.out):
-            make(member, tokenizer, banks, options.work, options.out, options.minutes[member])
+        if not is_made(member, work, out):
+            make(member, tokenizer, banks, work, out, minutes[member])
 
 
 def main(arguments: list[str] | None = None) -> None:
@@ -224,15 +214,15 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--target-minutes", type=float, default=20.0, help="CPU minutes")
     parser.add_argument("--draft-minutes", type=float, default=2.0, help="CPU minutes")
     parser.add_argument("--quick", action="store_true", help="seconds in place of minutes: the pair will know nothing")
-    options = parser.parse_args(arguments, Options())
-    options.minutes = {"target": options.target_minutes, "draft": options.draft_minutes}
+    options = parser.parse_args(arguments)
+    minutes = {"target": options.target_minutes, "draft": options.draft_minutes}
     if options.quick:
-        options.orders, options.minutes = 40, dict.fromkeys(options.minutes, 0.02)
+        options.orders, minutes = 40, dict.fromkeys(minutes, 0.02)
     options.work.mkdir(parents=True, exist_ok=True)
     begun = time.monotonic()
     training = make_bank(options.work / "training", options.orders, False, _either)
     held_out = make_bank(options.work / "held_out", options.orders // 10, True, _either)
-    make_pair((training, held_out), options)
+    make_pair((training, held_out), options.work, options.out, minutes)
     print(f"done in {(time.monotonic() - begun) / 60:.1f} min; now: python -m models.speech.measure", flush=True)
 
 

@@ -13,7 +13,7 @@ from models.speech.measure import Member
 from models.speech.phrases import LANGUAGES, phrase
 from models.speech.synthesis import RATE, SECONDS, Bank, Clip, Order, Segment, make_bank, make_clip
 from models.speech.tokens import LONGEST, decoder_prompt, make_tokenizer, transcript
-from models.speech.train import Options, make_pair
+from models.speech.train import make_pair
 
 needs_espeak = pytest.mark.skipif(shutil.which("espeak-ng") is None, reason="espeak-ng is not installed")
 
@@ -68,15 +68,15 @@ def test_transcripts_are_in_whispers_order(bank: Bank) -> None:
 def test_a_quick_run_makes_a_pair_and_another_run_goes_on(
     bank: Bank, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    options = Options(work=tmp_path / "work", out=tmp_path, minutes={"target": 0.002, "draft": 0.002})
-    options.work.mkdir()
-    make_pair((bank, bank), options)
+    work, minutes = tmp_path / "work", {"target": 0.002, "draft": 0.002}
+    work.mkdir()
+    make_pair((bank, bank), work, tmp_path, minutes)
     for member, mels in (("target", 80), ("draft", 40)):
         made = Member(tmp_path / member)
         assert (made.model.config.num_mel_bins, made.extractor.feature_size) == (mels, mels)
-    (options.work / "draft.json").unlink()
+    (work / "draft.json").unlink()
     capsys.readouterr()
-    make_pair((bank, bank), options)
+    make_pair((bank, bank), work, tmp_path, minutes)
     again = capsys.readouterr().out
     assert "resumed at" in again
     assert "shallow" not in again
