@@ -228,8 +228,7 @@ class Front:
         if (body.prompt is None) == (body.messages is None):
             raise invalid("prompt", "give exactly one of prompt and messages")
         prompt: str | Sequence[Message] = body.prompt if body.prompt is not None else conversation(body.messages or [])
-        more = {} if body.add_special_tokens is None else {"add_special_tokens": body.add_special_tokens}
-        found = await self._pair.client.tokenize(prompt, **more)
+        found = await self._pair.client.tokenize(prompt, add_special_tokens=body.add_special_tokens)
         return _json(
             {
                 "count": len(found.token_ids),

@@ -289,12 +289,12 @@ def _context(cert: Path, key: Path) -> ssl.SSLContext:
 
 def _certificate(settings: ServerSettings) -> _Certificate | None:
     cert, key = settings.tls_cert, settings.tls_key
-    if (cert is None) != (key is None):
+    if cert is not None and key is not None:
+        return _from_files("--http-tls-cert, --http-tls-key", _Certificate, cert, key)
+    if cert is not None or key is not None:
         given, missing = ("cert", "key") if key is None else ("key", "cert")
         raise ValueError(f"--http-tls-{given} needs --http-tls-{missing}")
-    return (
-        None if cert is None or key is None else _from_files("--http-tls-cert, --http-tls-key", _Certificate, cert, key)
-    )
+    return None
 
 
 def _keys(settings: ServerSettings) -> Tokens | None:
