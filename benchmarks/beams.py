@@ -6,7 +6,7 @@ of a step are in the tree, the step needs no pass. Every text is compared with `
 """
 
 import sys
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -104,13 +104,12 @@ class Bigram:
         pass
 
 
-def drafted(draft: Draft, beams: Mapping[Text, float], width: int, gamma: int, ends: Collection[int]) -> list[Text]:
+def drafted(draft: Draft, beams: Mapping[Text, float], width: int, gamma: int) -> list[Text]:
     """All beams of γ steps of beam search with the draft; the first step begins with `beams` and their scores."""
     found: list[Text] = []
     for _ in range(gamma):
         texts = list(beams)
         scores = draft.log_probs(texts) + torch.tensor(list(beams.values()))[:, None]
-        scores[:, list(ends)] = -torch.inf  # a text that ends is no beam
         best = scores.flatten().topk(width)
         at = [divmod(index, scores.shape[1]) for index in best.indices.tolist()]
         beams = {(*texts[beam], token): score for (beam, token), score in zip(at, best.values.tolist(), strict=True)}
@@ -128,14 +127,14 @@ class DraftedBeams(PreTrainedModel, GenerationMixin):
 
     _supports_sdpa = True  # as the target
 
-    def __init__(self, target: Any, draft: Draft, *, width: int, gamma: int, ends: Collection[int] = ()) -> None:
-        """`width` is u, the beams of the draft; `ends` are the tokens that end a text."""
+    def __init__(self, target: Any, draft: Draft, *, width: int, gamma: int) -> None:
+        """`width` is u, the beams of the draft."""
         super().__init__(target.config)
         self.generation_config = target.generation_config
         self.model = target
         self.target = Tree(target)
         self.steps = 0
-        self._draft, self._width, self._gamma, self._ends = draft, width, gamma, ends
+        self._draft, self._width, self._gamma = draft, width, gamma
         self._prompt = 0
 
     def forward(self, input_ids: Tensor, **_: Any) -> CausalLMOutput:
@@ -148,7 +147,7 @@ class DraftedBeams(PreTrainedModel, GenerationMixin):
             self.target.keep(beams)
             self._draft.keep(beams)
             scores = {beam: self._score(beam) for beam in beams}
-            self.target.read([*beams, *drafted(self._draft, scores, self._width, self._gamma, self._ends)])
+            self.target.read([*beams, *drafted(self._draft, scores, self._width, self._gamma)])
         return CausalLMOutput(logits=torch.stack([self.target.logits[row] for row in rows])[:, None])
 
     def _score(self, beam: Text) -> float:

@@ -54,7 +54,7 @@ def test_the_text_is_that_of_transformers_beam_search(
     ends = options.get("eos_token_id", [])
     target = models["target"]
     draft: Draft = Tree(models["draft"]) if name == "model" else Bigram(noise(target.config.vocab_size))
-    model = DraftedBeams(target, draft, width=wider * beams, gamma=3, ends=ends).eval()
+    model = DraftedBeams(target, draft, width=wider * beams, gamma=3).eval()
     found = search(model, prompt, beams, NEW_TOKENS, use_cache=False, **options)
     assert found == search(target, prompt, beams, NEW_TOKENS, **options)
     assert len(found) == NEW_TOKENS or found[-1] in ends
@@ -62,11 +62,10 @@ def test_the_text_is_that_of_transformers_beam_search(
     assert saved > 0 if name == "model" else saved <= 1
 
 
-@pytest.mark.parametrize("ends", [[], [LINE_END]], ids=["endless", "a line"])
-def test_a_draft_that_is_the_target_saves_all_it_can(models: dict[str, Any], prompt: Text, ends: list[int]) -> None:
+def test_a_draft_that_is_the_target_saves_all_it_can(models: dict[str, Any], prompt: Text) -> None:
     """As many beams suffice: γ + 1 steps a pass, and w(γ + 1) tokens read in each."""
     beams, gamma = 3, 4
-    model = DraftedBeams(models["target"], Tree(models["target"]), width=beams, gamma=gamma, ends=ends).eval()
-    search(model, prompt, beams, NEW_TOKENS, use_cache=False, eos_token_id=ends or None)
+    model = DraftedBeams(models["target"], Tree(models["target"]), width=beams, gamma=gamma).eval()
+    search(model, prompt, beams, NEW_TOKENS, use_cache=False)
     assert model.target.passes == -(-model.steps // (gamma + 1))
     assert model.target.read_tokens == len(prompt) + beams * gamma + (model.target.passes - 1) * beams * (gamma + 1)
