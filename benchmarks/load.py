@@ -266,6 +266,7 @@ def figures(outcome: Outcome) -> Json:
     tokens = sum(each.tokens for each in answered)
     seconds = max((each.end for each in answered), default=0.0) - min(each.due for each in served)
     rounds, drafted = sum(each.rounds for each in answered), sum(each.drafted for each in answered)
+    proposals = sum(each.statistics.num_drafts for each in answered if each.statistics is not None)
     pieces = [at - before for each in answered for (before, _), (at, _) in pairwise(each.stamps)]
     return {
         "requests": len(served),
@@ -277,7 +278,7 @@ def figures(outcome: Outcome) -> Json:
         "piece_ms": _percentiles(pieces),
         "alpha": harness.alpha_of([{"alpha": each.alpha, "drafted": each.drafted} for each in answered]),
         "gamma": drafted / rounds if drafted else None,
-        "decode_share": 1 - sum(each.proposals for each in answered) / rounds if drafted else None,
+        "decode_share": 1 - proposals / rounds if drafted else None,
         "tokens_per_round": tokens / rounds if rounds else None,
         "rounds_per_pass": rounds / costs["passes"] if costs.get("passes") else None,
         **{
@@ -401,10 +402,10 @@ def _draw_panel(panel: Axes, part: str, by_level: Json, figure: str, dotted: str
             points = [(at, value[percentile] if percentile and value else value) for at, value in cells]
             label = name if style == "-" else None
             pictures.line(panel, points, color=colour, linestyle=style, marker="o", label=label)
-    if part == OPEN:
-        panel.set_xticks([float(level) for level in by_level], list(by_level))
-    else:
-        pictures.powers_of_two(panel, [float(level) for level in by_level])
+    if part != OPEN:
+        panel.set_xscale("log", base=2)
+    panel.set_xticks([float(level) for level in by_level], list(by_level))
+    panel.minorticks_off()
     if figure == "ratio":
         pictures.level(panel, AIM, linestyle="--")
         pictures.level(panel)

@@ -146,10 +146,3 @@ def level(panel: Axes, at: float = 1.0, **how: Any) -> None:
     """Draws a dotted horizontal line."""
     options: Any = {"color": "#333333", "linewidth": 0.8, "linestyle": ":"} | how
     panel.axhline(at, **options)
-
-
-def powers_of_two(panel: Axes, levels: Sequence[float]) -> None:
-    """Makes the horizontal axis one of streams or sequences, ticked where something was measured."""
-    panel.set_xscale("log", base=2)
-    panel.set_xticks(levels, [f"{each:g}" for each in levels])
-    panel.minorticks_off()

@@ -71,13 +71,8 @@ class Served:
         return len(self.stamps) if self.statistics is None else self.statistics.num_rounds
 
     @property
-    def proposals(self) -> int:
-        """Rounds with a drafted token."""
-        return 0 if self.statistics is None else self.statistics.num_drafts
-
-    @property
     def drafted(self) -> int:
-        """Tokens proposed in them."""
+        """Tokens that were proposed."""
         return 0 if self.statistics is None else self.statistics.num_draft_tokens
 
     @property
