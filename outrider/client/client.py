@@ -473,9 +473,9 @@ class Client:
         self._loop.close()
 
     def _begin(self, work: Coroutine[Any, Any, T]) -> Future[T] | None:
-        """Begins work in the thread of the loop; None if the client is closed."""
+        """Begins work in the thread of the loop; None if the client is closed, or of the process before a fork."""
         with self._lock:
-            if not self._is_closed:
+            if not self._is_closed and self._thread.is_alive():
                 return asyncio.run_coroutine_threadsafe(work, self._loop)
         work.close()
         return None
@@ -483,7 +483,8 @@ class Client:
     def _run(self, work: Coroutine[Any, Any, T]) -> T:
         future = self._begin(work)
         if future is None:
-            raise RuntimeError("the client is closed; make a new one")
+            why = "closed" if self._is_closed else "of the process that this one was forked from"
+            raise RuntimeError(f"the client is {why}; make a new one")
         try:
             return future.result()
         finally:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import random
 import time
 from collections.abc import Sequence
@@ -25,6 +26,8 @@ MAX_MESSAGE_BYTES = 16 * 1024 * 1024
 RESOLVED_FOR_S = 30.0
 # An address that failed is avoided for this long, unless all have failed.
 AVOIDED_FOR_S = 10.0
+
+_process = 0  # that began the first call
 
 
 class Stubs:
@@ -114,7 +117,19 @@ class Endpoints:
         self._resolved = -RESOLVED_FOR_S
 
     def begin(self, address: str, method: str, request: Any, timeout: float | None, *, service: str = "draft") -> Any:
-        """Begins a call of the service there, of `Stubs`; the request of a stream is None."""
+        """Begins a call of the service there, of `Stubs`; the request of a stream is None.
+
+        Raises:
+            RuntimeError: the process was forked from one that has begun a call. gRPC's threads are not in it, so the
+                call would never end.
+        """
+        global _process
+        _process = _process or os.getpid()
+        if os.getpid() != _process:
+            raise RuntimeError(
+                "this process was forked from one that has called a service, and gRPC does not work after that: fork "
+                "before the first call, or start processes by the method 'spawn'"
+            )
         if address not in self._channels:
             self._channels[address] = RenewedChannel(
                 address,

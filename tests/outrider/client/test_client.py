@@ -5,7 +5,9 @@ import doctest
 import gc
 import json
 import math
+import os
 import re
+import signal
 import socket
 import threading
 from collections.abc import AsyncIterator
@@ -258,6 +260,25 @@ async def test_a_client_that_is_being_closed_begins_no_call(monkeypatch: pytest.
     finally:
         goes_on.set()
         await closed
+
+
+def test_after_a_fork_a_call_is_an_error(draft_address: str) -> None:
+    """Without one it would never end: neither gRPC's threads nor the client's are in the new process."""
+    with Client(draft_address) as client:
+        client.get_model()
+        if not (child := os.fork()):
+            signal.alarm(5)
+            try:
+                with pytest.raises(RuntimeError, match="of the process that this one was forked from; make a new one"):
+                    client.get_model()
+                client.close()
+                with Client(draft_address) as new, pytest.raises(RuntimeError, match="fork before the first call"):
+                    new.get_model()
+                os._exit(0)
+            finally:
+                os._exit(1)
+        assert os.waitpid(child, 0)[1] == 0
+        client.get_model()
 
 
 # ------------------------------------------------------------------------------------------- TLS on one side only
