@@ -401,7 +401,7 @@ def table(head: Sequence[str], rows: Iterable[Sequence[Any]], title: str = "") -
 def read_prompts(path: Path) -> list[str]:
     """The `text` of each line, which is a JSON object; raises OSError, or ValueError where there is none."""
     prompts = []
-    for nth, line in enumerate(path.read_text(encoding="utf-8").splitlines(), start=1):
+    for nth, line in enumerate(path.read_text(encoding="utf-8").split("\n"), start=1):
         entry = json.loads(line) if line.strip() else {"text": ""}
         if not isinstance(entry, dict) or not isinstance(entry.get("text"), str):
             raise ValueError(f"line {nth} of {path.name} has no text")

@@ -234,7 +234,7 @@ def read_prompts(path: Path) -> list[Prompt]:
     """
     prompts: list[Prompt] = []
     try:
-        lines = path.read_text(encoding="utf-8").splitlines()
+        lines = path.read_text(encoding="utf-8").split("\n")  # JSON may hold other separators, such as U+2028
     except UnicodeDecodeError as error:
         raise Failure(not_text(f"--prompts-file {path}", error)) from error
     except OSError as error:

@@ -66,7 +66,7 @@ def test_quick_changes_defaults_and_not_what_was_asked() -> None:
 
 def test_a_line_without_a_prompt_is_named(tmp_path: Path) -> None:
     path = tmp_path / "prompts.jsonl"
-    path.write_text('{"text": "x = "}\n\n{"prompt": "y"}\n')
+    path.write_text('{"text": "x =\u2028"}\n\n{"prompt": "y"}\n', encoding="utf-8")
     with pytest.raises(ValueError, match=r"line 3 of prompts\.jsonl has no text"):
         read_prompts(path)
 

@@ -36,7 +36,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def done(draft_address: str, folder: Path) -> Result:
     prompts = folder.with_suffix(".jsonl")
-    prompts.write_text('{"text": "def mean(values):"}\n\n{"text": "import os", "id": 3}\n')
+    prompts.write_text('{"text": "def mean(values):"}\n\n{"text": "import os\u2028", "id": 3}\n', encoding="utf-8")
     given = ["--prompts-file", str(prompts), "--output", str(folder), "--repeats", "2"]
     return _bench("--draft", draft_address, *TINY, *given)
 
