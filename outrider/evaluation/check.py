@@ -23,7 +23,7 @@ import numpy as np
 
 from outrider.client import AsyncClient
 from outrider.evaluation import EvaluationError
-from outrider.evaluation.check_requests import Plan, Requester, Step, Text, requests
+from outrider.evaluation.check_requests import GAMMAS, Plan, Requester, Step, Text, requests
 from outrider.evaluation.clips import clips_for
 from outrider.evaluation.reference import Copy, DecodeReference, LocalTarget, Prefix, scores
 from outrider.evaluation.token_fit import next_tokens, three_tokens
@@ -127,6 +127,9 @@ def _fitted(plan: Plan, pair: draft_service_pb2.DraftServiceGetModelResponse) ->
             f"the target's dtype is {target.dtype}, whose rounding is not known; give it as --rounding, in nats, or "
             f"start both services in {', '.join(ROUNDING)}"
         )
+    largest = max(gamma or 0 for gamma in plan.gammas)
+    if largest > most and plan.gammas != GAMMAS:
+        raise EvaluationError(f"--gammas has {largest}; the most of these services is {most} (--max-gamma)")
     gammas = tuple(dict.fromkeys(None if gamma is None else min(gamma, most) for gamma in plan.gammas))
     if not any(gammas):
         raise EvaluationError(f"gamma is at most {most}: there is no speculation to check")

@@ -16,6 +16,7 @@ from outrider.evaluation.streams import for_each
 from outrider.evaluation.verdict import ALONE, COUPLED, GREEDY, LOAD, NO_DRAFT, RESUMED
 from protos.outrider.v1 import model_pb2
 
+GAMMAS = (1, 2, 4, None)
 SETTINGS = (SamplingParams(), SamplingParams(top_k=10, top_p=0.8))
 PROMPTS: tuple[Source, ...] = (
     *deployment.PROMPTS,
@@ -59,7 +60,7 @@ class Plan:
     at_once: int = 32
     prompts: Sequence[Source] = PROMPTS
     settings: Sequence[SamplingParams] = SETTINGS
-    gammas: Sequence[int | None] = (1, 2, 4, None)
+    gammas: Sequence[int | None] = GAMMAS
     drafter: str | None = None
     rounding: float | None = None
     seed: int = 0

@@ -250,6 +250,7 @@ def test_a_check_that_crashes_decides_nothing(monkeypatch: pytest.MonkeyPatch) -
         (("--target", "DRAFT"), "give the checkpoint that the verifier loads"),
         (("--target", "/nowhere"), "/nowhere"),
         (("--drafter", "none"), "nothing was drafted"),
+        (("--gammas", "1,17"), "--gammas has 17; the most of these services is 16 (--max-gamma)"),
         (("--draft", "127.0.0.1:1", "--timeout", "1"), "127.0.0.1:1"),
     ],
 )
