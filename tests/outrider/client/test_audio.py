@@ -6,6 +6,7 @@ import re
 import subprocess
 import sys
 import threading
+import tracemalloc
 from pathlib import Path
 from typing import Any
 
@@ -99,6 +100,18 @@ def test_a_long_file_is_read_in_blocks_without_a_seam() -> None:
     samples = read_samples(file(sine(441, 22_050, 40.0), 22_050), None, RATE)
     assert len(samples.values) == 40 * RATE
     assert_is_sine(samples, 441, 0.5)
+
+
+def test_long_audio_is_in_memory_once() -> None:
+    """An HTTP front with 512 MiB takes two hours of it, which are 220 MiB."""
+    silence = np.broadcast_to(np.int16(0), 1200 * RATE)
+    tracemalloc.start()
+    try:
+        values = read_samples(silence, RATE, RATE).values
+        assert tracemalloc.get_traced_memory()[1] < 1.5 * values.nbytes
+    finally:
+        tracemalloc.stop()
+    assert len(values) == len(silence)
 
 
 @pytest.mark.parametrize("seconds", [1.0, 40.0])
