@@ -45,8 +45,6 @@ from outrider.rpc.errors import RequestError
 
 T = TypeVar("T")
 
-_HEALTH_S = 2.0
-
 
 def create_app(
     client: AsyncClient, settings: ServerSettings, keys: Tokens | None, limits: ClientLimits | None
@@ -269,14 +267,14 @@ class Front:
 
     async def health(self, request: Request) -> Response:
         """GET /health: whether a draft service answers."""
-        if await self._pair.is_available(_HEALTH_S):
+        if await self._pair.is_available():
             return _json({"status": "ok"})
         raise ApiError(503, "no draft service is available; try again later", headers={"retry-after": "1"})
 
     async def show_metrics(self, request: Request) -> Response:
         """GET /metrics: the requests of this front, and its texts."""
         if self.metrics.shows_vllm and not self._pair.is_known:
-            await self._pair.is_available(_HEALTH_S)  # for the name of the model
+            await self._pair.is_available()  # for the name of the model
         shown = self.metrics.show(self._pair.name if self._pair.is_known else None)
         return Response(shown, headers={"content-type": TEXT_TYPE})
 

@@ -18,6 +18,8 @@ from protos.outrider.v1 import draft_service_pb2 as pb
 KNOWN_FOR_S = 30.0
 # Probes may come often.
 _AVAILABLE_FOR_S = 0.5
+# A service that is there answers within this time. A text then has its own time to wait for one.
+ANSWERS_WITHIN_S = 2.0
 # Texts are fetched in pieces: services limit the tokens of a call to those of a sequence.
 _LARGEST_PIECE = 1024
 
@@ -80,19 +82,17 @@ class Pair:
         Raises:
             OutriderError: no service has answered yet.
         """
-        if time.monotonic() - self._when >= KNOWN_FOR_S:
-            try:
-                await self._renew()
-            except OutriderError:
-                if self._found is None:
-                    raise
+        if self._found is None:
+            await self._renew()
+        elif time.monotonic() - self._when >= KNOWN_FOR_S:
+            await self.is_available()
 
-    async def is_available(self, within: float) -> bool:
-        """Whether a draft service answers within so many seconds, or has just done so."""
+    async def is_available(self) -> bool:
+        """Whether a draft service answers within `ANSWERS_WITHIN_S`, or has just done so."""
         if time.monotonic() - self._when < _AVAILABLE_FOR_S:
             return True
         try:
-            async with asyncio.timeout(within):
+            async with asyncio.timeout(ANSWERS_WITHIN_S):
                 await self._renew()
         except (OutriderError, TimeoutError):
             return False

@@ -1,15 +1,20 @@
 """A draft service is killed, or refuses, while the front answers."""
 
+import asyncio
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import httpx
 import pytest
 
-from outrider.client import Client
+from outrider.client import AsyncClient, Client
+from outrider.http import pair as pair_module
+from outrider.http.metrics import FrontMetrics
+from outrider.http.pair import Pair
+from protos.outrider.v1 import draft_service_pb2 as pb
 from tests.cluster import Cluster, Service, wait_healthy, wait_until
 from tests.outrider.http.conftest import events, plain, running_front, stream
 from tests.proxy import Proxy, Way
@@ -172,3 +177,21 @@ def test_requests_do_not_wait_for_each_other_while_no_service_answers() -> None:
         answers = list(pool.map(lambda _: plain.get(f"{url}/v1/models"), range(8)))
     assert {answer.status_code for answer in answers} == {503}
     assert time.monotonic() - began < 6.0, "one after the other they would take eight seconds"
+
+
+async def test_a_text_waits_for_a_service_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """And not, before that, for the description of a pair that is known."""
+    monkeypatch.setattr(pair_module, "KNOWN_FOR_S", 0.0)
+    monkeypatch.setattr(pair_module, "ANSWERS_WITHIN_S", 0.01)
+    answers, silent = [pb.DraftServiceGetModelResponse()], asyncio.Event()
+
+    class SilentAfterwards:
+        async def get_model(self) -> pb.DraftServiceGetModelResponse:
+            if not answers:
+                await silent.wait()
+            return answers.pop()
+
+    pair = Pair(cast(AsyncClient, SilentAfterwards()), FrontMetrics([], shows_vllm=False), framing={})
+    for _ in range(2):
+        async with asyncio.timeout(1.0):
+            await pair.describe()
