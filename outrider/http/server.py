@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import fcntl
 import logging
 import socket
 import ssl
 import sys
+import termios
 import threading
 from collections.abc import Callable
 from contextlib import suppress
@@ -167,6 +169,7 @@ class _Connection(Protocol):
         super().__init__(*args, **kwargs)
         self._quiet_since = self.loop.time()
         self._stuck_since: float | None = None
+        self._unread_bytes = 0  # when `check` last counted them
         self._head_bytes = 0
         self._data = self._unread = b""
         self._cycles: list[Any] = []  # of requests without a whole answer, in order
@@ -245,8 +248,20 @@ class _Connection(Protocol):
         super().resume_writing()
         self._stuck_since = None
 
+    def _count_unread(self) -> int:
+        """Bytes of answers that the client's side has not taken. Those in the kernel count: it takes more only once a
+        third of its buffer is free.
+        """
+        count = int(self.transport.get_write_buffer_size())
+        with suppress(OSError):  # not on every platform
+            queued = fcntl.ioctl(self.transport.get_extra_info("socket"), termios.TIOCOUTQ, bytes(4))
+            count += int.from_bytes(queued, sys.byteorder)
+        return count
+
     def check(self, now: float, idle_timeout: float, slow_client_timeout: float) -> None:
         """Closes the connection if it has taken too long."""
+        if self._stuck_since is not None and (count := self._count_unread()) != self._unread_bytes:
+            self._stuck_since, self._unread_bytes = now, count  # the client is slow, but reads
         is_quiet = self._is_idle and now - self._quiet_since > idle_timeout
         is_stuck = self._stuck_since is not None and now - self._stuck_since > slow_client_timeout
         if is_stuck and not is_quiet:

@@ -1,6 +1,8 @@
 """Keys, hosts, limits, and clients that are slow or gone, against a real server."""
 
+import asyncio
 import json
+import math
 import select
 import socket
 import ssl
@@ -12,11 +14,13 @@ from typing import Any
 
 import httpx
 import pytest
+import uvicorn
+from uvicorn.server import ServerState
 
 from outrider.client import AsyncClient
 from outrider.http import app
 from outrider.http.playground import GENERATE
-from outrider.http.server import HttpServer
+from outrider.http.server import HttpServer, _Connection
 from outrider.http.settings import ServerSettings
 from tests.certificates import Authority
 from tests.cluster import Service, wait_until
@@ -379,6 +383,33 @@ def test_a_client_that_does_not_read_is_cut_off(chat_draft: Service) -> None:
                 received += piece
         assert received.startswith(b"HTTP/1.1 200")
         assert b"[DONE]" not in received
+
+
+async def test_a_client_that_reads_slowly_is_not_cut_off() -> None:
+    """Before it stops reading. The buffers of both sides never get empty."""
+    answer = bytes(32 << 20)
+
+    async def whole(scope: Any, receive: Any, send: Any) -> None:
+        await send({"type": "http.response.start", "status": 200, "headers": []})
+        await send({"type": "http.response.body", "body": answer})
+
+    config = uvicorn.Config(whole, ws="none", lifespan="off", log_config=None)
+    config.load()
+    connection = _Connection(config, ServerState(), {})
+    server = await asyncio.get_running_loop().create_server(lambda: connection, "127.0.0.1", 0)
+    reader, writer = await asyncio.open_connection(*server.sockets[0].getsockname())
+    writer.write(b"GET / HTTP/1.1\r\nHost: x\r\n\r\n")
+    await reader.readline()
+    now = asyncio.get_running_loop().time()
+    for _ in range(20):
+        connection.check(now := now + 1, idle_timeout=math.inf, slow_client_timeout=3.0)
+        assert not connection.transport.is_closing()
+        await reader.readexactly(256 << 10)
+    connection.check(now, idle_timeout=math.inf, slow_client_timeout=3.0)
+    connection.check(now + 4, idle_timeout=math.inf, slow_client_timeout=3.0)
+    assert connection.transport.is_closing()
+    writer.close()
+    server.close()
 
 
 # ---------------------------------------------------------------------------------------------------------- settings
