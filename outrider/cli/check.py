@@ -96,7 +96,7 @@ class CheckFailure(Failure):
     metavar="NATS",
     type=FloatRange(min=0),
     help="Difference of two logits that counts as rounding. Default: 0.0005 in float32, 0.03 in float16, 0.2 in "
-    "bfloat16.",
+    "bfloat16 and of other GGUF files.",
 )
 @click.option("--seed", type=click.IntRange(min=0), default=0, help="Seed of the requests.")
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")

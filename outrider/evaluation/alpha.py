@@ -381,7 +381,7 @@ def run(options: Options, report: Report = lambda *_: None) -> Measurement:
         prompts=len({text.index for text in texts}),
         text_tokens=length,
         observation=observation,
-        dtype=str(loaded.dtype).removeprefix("torch."),
+        dtype=loaded.number_format,
         device=str(loaded.device),
         estimates=[
             estimate(name, lenience, [each[:, column] for each in betas[name]], clusters)

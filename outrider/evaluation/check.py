@@ -48,7 +48,9 @@ from protos.outrider.v1 import draft_service_pb2
 ROUNDING = {"float32": 5e-4, "float16": 0.03, "bfloat16": 0.2}
 """Difference of two logits that may be due to rounding, in nats: about six standard deviations between passes of
 different widths."""
-
+QUANTISED_ROUNDING = 0.2
+"""The same for other number formats, those of GGUF files. llama.cpp quantises activations, too: as q8_0, logits of the
+demo target in 21,575 places had differences with a standard deviation of 0.007, and 0.09 at most."""
 
 _MOST_ALLOWED = 0.25
 """Distance of two distributions, Σ (p' - p)²/p, beyond which rounding explains no more: near temperature 0 it could
@@ -75,7 +77,7 @@ async def check(
     pair = await client.get_model()
     clips = clips_for(pair.target, **(speech or {"audio": ()}))
     plan = _fitted(replace(plan, prompts=clips or plan.prompts), pair)
-    rounding = plan.rounding if plan.rounding is not None else ROUNDING[pair.target.dtype]
+    rounding = plan.rounding if plan.rounding is not None else ROUNDING.get(pair.target.dtype, QUANTISED_ROUNDING)
     requester = await Requester.of(client, plan, pair.target)
     local = None
     if copy is not None:
@@ -121,12 +123,7 @@ def _drafted(texts: Sequence[Text]) -> tuple[dict[str, int], dict[str, int]]:
 
 
 def _fitted(plan: Plan, pair: draft_service_pb2.DraftServiceGetModelResponse) -> Plan:
-    target, most = pair.target, pair.model.limits.max_gamma
-    if plan.rounding is None and target.dtype not in ROUNDING:
-        raise EvaluationError(
-            f"the target's dtype is {target.dtype}, whose rounding is not known; give it as --rounding, in nats, or "
-            f"start both services in {', '.join(ROUNDING)}"
-        )
+    most = pair.model.limits.max_gamma
     largest = max(gamma or 0 for gamma in plan.gammas)
     if largest > most and plan.gammas != GAMMAS:
         raise EvaluationError(f"--gammas has {largest}; the most of these services is {most} (--max-gamma)")

@@ -116,6 +116,11 @@ class LocalTarget:
         sampled_tokens: int = 0,
     ) -> None:
         dtype = copy.dtype or target.dtype
+        if not hasattr(torch, dtype):
+            raise CheckpointError(
+                f"the deployment's target, {target.name}, is a GGUF file ({dtype}), which cannot be loaded here; leave "
+                "--target out"
+            )
         source = ModelSource(copy.name, dtype=dtype, device=copy.device, trust_remote_code=copy.trust_remote_code)
         loaded = load_model(source)
         if loaded.weights_fingerprint != target.weights_fingerprint:
@@ -125,7 +130,7 @@ class LocalTarget:
             )
         self._inputs = None if sources is None else encoder_inputs(sources, loaded, source)
         self._sampled_tokens = sampled_tokens
-        self.dtype = str(loaded.dtype).removeprefix("torch.")
+        self.dtype = loaded.number_format
         self._vocab_size = target.vocab_size
         self._prompts = prompts
         self._rounding = rounding

@@ -48,9 +48,15 @@ class LlamaModel(LoadedModel):
 
     Attributes:
         handle: of the model in the library.
+        file_type: of most weights, such as q4_k_m; by torch's name where it has one.
     """
 
     handle: Any = field(default=None, repr=False)
+    file_type: str = ""
+
+    @property
+    def number_format(self) -> str:
+        return self.file_type
 
 
 @cache
@@ -196,7 +202,15 @@ def load_gguf(source: ModelSource) -> tuple[LlamaModel, Tokenizer]:
         reference=Reference(torch.empty(2, 0, dtype=torch.int64), torch.empty(2, 0, 0)),
         kv_dtype=torch.float32 if metadata.get("general.file_type") == _ALL_F32 else torch.float16,
         handle=handle,
+        file_type=_file_type(llama_cpp, metadata.get("general.file_type")),
     ), tokenizer
+
+
+def _file_type(llama_cpp: ModuleType, number: int | None) -> str:
+    prefixes = ("LLAMA_FTYPE_ALL_", "LLAMA_FTYPE_MOSTLY_")
+    names = [name for name in dir(llama_cpp) if name.startswith(prefixes) and getattr(llama_cpp, name) == number]
+    short = names[0].split("_", 3)[3].lower() if names else "gguf"
+    return {"f32": "float32", "f16": "float16", "bf16": "bfloat16"}.get(short, short)
 
 
 def no_text(name: str) -> UnsupportedModel:

@@ -116,6 +116,11 @@ class LoadedModel:
     mask_token: int | None = None
     kv_dtype: torch.dtype | None = None
 
+    @property
+    def number_format(self) -> str:
+        """Of the weights, by name."""
+        return str(self.dtype).removeprefix("torch.")
+
 
 def load_model(source: ModelSource, before: Callable[[dict[str, str]], object] | None = None) -> LoadedModel:
     """Loads a model without output, and checks its packed forward pass against transformers.

@@ -67,7 +67,7 @@ def load(settings: ServiceSettings) -> tuple[LoadedModel, Tokenizer]:
         model=loaded.name,
         device=str(loaded.device),
         **describe_device(loaded.device),
-        dtype=str(loaded.dtype).removeprefix("torch."),
+        dtype=loaded.number_format,
         reason=loaded.dtype_reason,
         **({"layers": len(loaded.layers), "skip_layers": source.skip_layers} if source.skip_layers else {}),
         **({"cpu_decoder": loaded.fused.cpu_decoder is not None} if isinstance(loaded.fused, FusedDecoder) else {}),

@@ -33,7 +33,7 @@ def describe(
     info.context_length = loaded.context_length
     # A token that the tokenizer lacks is never drawn.
     info.eos_token_ids[:] = [token for token in loaded.eos_token_ids if 0 <= token < info.vocab_size]
-    info.dtype = str(loaded.dtype).removeprefix("torch.")
+    info.dtype = loaded.number_format
     info.device = str(loaded.device)
     if loaded.encoder is not None:
         prompts = DecoderPrompts.read(loaded.model.generation_config, loaded.encoder.info.start_token)

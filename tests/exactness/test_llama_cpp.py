@@ -119,6 +119,8 @@ def test_each_token_has_the_targets_distribution(
     A quantised target's distribution is that of its own weights.
     """
     draft = services.draft("markov", runtime, verifier)
+    with Client(draft.address) as client:
+        assert client.get_model().target.dtype == ("q8_0" if "q8_0" in verifier else "float32")
     run = sampling.sample(draft, PROMPT, params=SAMPLING, samples=192, length=28, seed=seed, gamma=3, rule=rule)
     assert 0.1 < run.accepted / run.drafted < 0.98
     target = services.targets["markov"]
