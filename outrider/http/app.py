@@ -117,7 +117,8 @@ class Front:
             for prompt in prompts
             for i, seed in enumerate(body.seeds())
         ]
-        return await self._answer(body, CompletionForm, calls, {"max_new_tokens": "max_tokens", "text": "prompt"})
+        names = {"max_new_tokens": "max_tokens", "text": "prompt", "prompt_logprobs": "echo"}
+        return await self._answer(body, CompletionForm, calls, names)
 
     async def chat(self, request: Request) -> Response:
         body = parse(ChatRequest, read_json(await request.body()))

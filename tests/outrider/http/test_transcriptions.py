@@ -150,9 +150,10 @@ def test_a_wrong_form_is_refused_by_name(
     assert str(ROOT) not in error["message"]
 
 
-def test_a_pair_of_speech_refuses_text(speech: tuple[str, Client]) -> None:
-    answer = plain.post(f"{speech[0]}/v1/completions", json={"prompt": "x"})
-    assert (answer.status_code, answer.json()["error"]["param"]) == (400, "prompt")
+@pytest.mark.parametrize(("fields", "named"), [({}, "prompt"), ({"echo": True, "logprobs": 1}, "echo")])
+def test_a_pair_of_speech_refuses_text(speech: tuple[str, Client], fields: dict[str, Any], named: str) -> None:
+    answer = plain.post(f"{speech[0]}/v1/completions", json={"prompt": "x"} | fields)
+    assert (answer.status_code, answer.json()["error"]["param"]) == (400, named)
     assert str(ROOT) not in answer.text
 
 
