@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
@@ -207,7 +206,7 @@ def _extractor() -> Any:
 def logits_of(name: str, encoder_input: Tensor, tokens: list[int]) -> Tensor:
     """`[tokens, V]` by the model's own forward."""
     with torch.inference_mode():
-        logits: Tensor = build(name)(**_arguments(encoder_input[None], [tokens]), use_cache=False).logits[0]
+        logits: Tensor = build(name)(**_arguments([encoder_input], [tokens]), use_cache=False).logits[0]
         return logits
 
 
@@ -227,35 +226,22 @@ def generated(
     name: str, encoder_input: Tensor, count: int, prompt: Sequence[int] | None = None, noise: float = 0.0
 ) -> list[int]:
     """The text of transformers' `generate` at temperature 0, with its rules, up to the end of sequence."""
-    return _generated(name, encoder_input[None], count, decoder_prompt(name) if prompt is None else prompt, noise)[0]
+    return all_generated(name, [encoder_input], count, [decoder_prompt(name) if prompt is None else prompt], noise)[0]
 
 
 def all_generated(
-    name: str, encoder_inputs: Sequence[Tensor], count: int, prompts: Sequence[Sequence[int]]
+    name: str, encoder_inputs: Sequence[Tensor], count: int, prompts: Sequence[Sequence[int]], noise: float = 0.0
 ) -> list[list[int]]:
-    """The text of each input after its prompt; those of one size and prompt are written in one batch."""
-    alike = defaultdict[Any, list[int]](list)
-    for i, (encoder_input, prompt) in enumerate(zip(encoder_inputs, prompts, strict=True)):
-        alike[encoder_input.shape, tuple(prompt)].append(i)
-    texts: dict[int, list[int]] = {}
-    for (_, prompt), found in alike.items():
-        rows = torch.stack([encoder_inputs[i] for i in found])
-        texts |= zip(found, _generated(name, rows, count, prompt), strict=True)
-    return [texts[i] for i in range(len(encoder_inputs))]
-
-
-def _generated(
-    name: str, encoder_inputs: Tensor, count: int, prompt: Sequence[int], noise: float = 0.0
-) -> list[list[int]]:
-    model, processors = build(name, noise), []
-    if name == "whisper" and SILENT not in prompt:
-        processors = [WhisperTimeStampLogitsProcessor(model.generation_config, begin_index=len(prompt))]
-    arguments = _arguments(encoder_inputs, [prompt] * len(encoder_inputs))
+    """The text of each input after its prompt, in one batch. The prompts have one length."""
+    model, processors, length = build(name, noise), [], len(prompts[0])
+    if name == "whisper" and SILENT not in prompts[0]:
+        processors = [WhisperTimeStampLogitsProcessor(model.generation_config, begin_index=length)]
+    arguments = _arguments(encoder_inputs, prompts)
     with torch.inference_mode():  # not Whisper's own `generate`, which cuts windows at timestamps
         written = GenerationMixin.generate(
             model, **arguments, do_sample=False, max_new_tokens=count, logits_processor=processors, use_cache=False
         )
-    texts: list[list[int]] = written[:, len(prompt) :].tolist()
+    texts: list[list[int]] = written[:, length:].tolist()
     return [text[: text.index(EOS) + 1] if EOS in text else text for text in texts]  # longer rows pad the others
 
 
@@ -280,10 +266,7 @@ def scores_along(
     model, processors = build(name, noise), list[LogitsProcessor]()
     if name == "whisper" and SILENT not in prompt:
         processors = [WhisperTimeStampLogitsProcessor(model.generation_config, begin_index=len(prompt))]
-    rows = pad_sequence(list(encoder_inputs), batch_first=True, padding_value=PAD)
-    arguments = _arguments(rows, [prompt] * len(rows))
-    if name != "whisper":
-        arguments["attention_mask"] = (rows != PAD).long()
+    arguments = _arguments(encoder_inputs, [prompt] * len(encoder_inputs))
     with torch.inference_mode():
         GenerationMixin.generate(
             model, **arguments, do_sample=False, max_new_tokens=max(map(len, texts)) + 1,
@@ -292,10 +275,12 @@ def scores_along(
     return [torch.stack(seen[: len(text)])[:, row].double().numpy() for row, text in enumerate(texts)]
 
 
-def _arguments(encoder_inputs: Tensor, decoder_inputs: Sequence[Sequence[int]]) -> dict[str, Tensor]:
-    rows = encoder_inputs.expand(len(decoder_inputs), *encoder_inputs.shape[1:])
-    key = "input_ids" if rows.dim() == 2 else "input_features"
-    return {key: rows, "decoder_input_ids": torch.tensor(decoder_inputs)}
+def _arguments(encoder_inputs: Sequence[Tensor], decoder_inputs: Sequence[Sequence[int]]) -> dict[str, Tensor]:
+    arguments = {"decoder_input_ids": torch.tensor(decoder_inputs)}
+    if encoder_inputs[0].dim() > 1:
+        return arguments | {"input_features": torch.stack(list(encoder_inputs))}
+    rows = pad_sequence(list(encoder_inputs), batch_first=True, padding_value=PAD)
+    return arguments | {"input_ids": rows, "attention_mask": (rows != PAD).long()}
 
 
 def transcribed(samples: Any, *, timestamps: bool, language: str = "en", count: int) -> list[int]:

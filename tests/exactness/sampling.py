@@ -6,12 +6,13 @@ import asyncio
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
 
 from kernels.sampling import SamplingParams
-from outrider.client import AsyncClient, Completion, Options
+from outrider.client import AsyncClient, Completion, Options, Statistics
 from outrider.evaluation.chisquare import Array
 from tests.cluster import Service
 from tests.exactness.distributions import PARAMS
@@ -38,7 +39,7 @@ class Run:
         cache_hits: proposals that came from the outcome cache.
         drafted: drafted tokens of all samples.
         accepted: those of them that were accepted.
-        gammas: how many rounds had each γ, if the request reports rounds.
+        gammas: how many rounds had each γ.
     """
 
     tokens: Array
@@ -83,10 +84,16 @@ def sample(
         cache_hits=sum(text.statistics.num_outcome_cache_hits for text in texts),
         drafted=sum(text.statistics.num_draft_tokens for text in texts),
         accepted=sum(text.statistics.num_accepted_tokens for text in texts),
-        gammas=Counter(len(each.drafted_token_ids) for text in texts for each in text.rounds),
+        gammas=sum((gammas_of(text.statistics) for text in texts), Counter[int]()),
     )
     print(f"{run.tokens.size:,} tokens in {run.rounds:,} rounds; {run.accepted:,} of {run.drafted:,} drafts accepted")
     return run
+
+
+def gammas_of(statistics: Statistics) -> Counter[int]:
+    """Count the rounds of each γ: those with a token at a position less those with one at the next."""
+    longer = [statistics.num_rounds, *statistics.num_draft_tokens_per_pos, 0]
+    return Counter({gamma: most - more for gamma, (most, more) in enumerate(pairwise(longer))})
 
 
 async def _complete(address: str, prompt: Sequence[int], options: Options, seeds: Sequence[int]) -> list[Completion]:
