@@ -30,6 +30,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     harness.text_options(parser, prompts=5, new_tokens=64, repetitions=10)
     parser.add_argument("--old", required=True, help="folder of the older source tree")
     parser.add_argument("--dtype", choices=("bfloat16", "float32"), default="bfloat16", help="of all services")
+    parser.add_argument("--repetition-penalty", type=float, default=1.0, help="of all texts; 1: none")
     few = {"only": "demo", "prompts": 2, "new_tokens": 16, "repetitions": 2}
     given = harness.parse(parser, arguments, few)
     summarise = harness.summary_of(("pair", "temperature"), figures)
@@ -50,10 +51,9 @@ def measure(bench: Bench) -> None:
                 )
                 for name, tree in trees.items()
             }
-            writers = {
-                arm: outrider_writer(services[tree], **({"gamma": 0} if way == DECODE else {"speculation": "adaptive"}))
-                for arm, (tree, way) in ARMS.items()
-            }
+            how: dict[str, Json] = {DECODE: {"gamma": 0}, "pair": {"speculation": "adaptive"}}
+            penalty = {"repetition_penalty": given.repetition_penalty}
+            writers = {arm: outrider_writer(services[tree], **how[way], **penalty) for arm, (tree, way) in ARMS.items()}
             warm_up(writers, [task for _, task in texts(prompts, given.new_tokens, 1)])  # γ is adapted
             take_turns(bench, {"pair": models.name}, texts(prompts, given.new_tokens, given.repetitions), writers)
 
