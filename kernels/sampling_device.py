@@ -21,7 +21,7 @@ _LARGEST = 65535  # the weight of the most probable token
 
 
 class DeviceDraws(NamedTuple):
-    """`sampling.Draw` of each of B rows, by uniforms, as tensors on one device.
+    """`sampling.Draw` of each of B rows, by uniforms and without filters, as tensors on one device.
 
     Attributes:
         temperatures: float64 `[B]`; 0 takes the largest logit, the lowest id among equals.
@@ -45,13 +45,6 @@ class DeviceSamples(NamedTuple):
     tokens: Tensor
     ids: Tensor
     weights: Tensor
-
-
-def obstacle(draw: Draw) -> str | None:
-    """Return why `sample` does not support a draw, or None."""
-    if not (draw.params.is_greedy or draw.params.has_no_filters):
-        return "top-k, top-p or min-p"
-    return None if draw.max_entropy == float("inf") else "max_entropy"
 
 
 def sample(logits: Tensor, draws: DeviceDraws, config: SparseConfig | None) -> DeviceSamples:

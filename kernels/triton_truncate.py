@@ -1,7 +1,8 @@
 """Samples draft tokens from their truncated distributions on a GPU, without host syncs.
 
-The steps are those of `sampling.sample`: truncate, round to integers, sample from the integers. The most probable
-tokens come from torch, the normaliser from the statistics of verification, and one program for each row does the rest.
+The steps are those of `sampling.sample`: filter, truncate, round to integers, sample from the integers. The most
+probable tokens come from torch, the normaliser from the statistics of verification, and one program for each row does
+the rest. Filters see those tokens alone. Where top-k keeps more, it does nothing.
 Probabilities may round otherwise than on the host, and of tokens with equal logits any may be kept; q̂ is still the
 distribution that was sampled from.
 """
@@ -25,6 +26,11 @@ OPTIONS = {"num_warps": 4}
 """The compile options."""
 
 
+@triton.jit
+def _mass_of(count, below, k):
+    return tl.sum(tl.where(k == count - 1, below, 0.0), 0)
+
+
 @triton.jit(do_not_specialize=["V"])
 def truncate_kernel(
     best, best_ids, peaks, masses, floats, uniforms, tokens, ids, weights, keep_mass, n_tiles, V,
@@ -32,7 +38,9 @@ def truncate_kernel(
 ):  # fmt: skip
     """Truncate and sample one row; see `sample_truncated`. Grid: B."""
     row = tl.program_id(0)
-    scale = tl.load(floats + row * FLOAT_COLUMNS).to(tl.float32)
+    f = floats + row * FLOAT_COLUMNS
+    scale = tl.load(f).to(tl.float32)
+    top_k, top_p, min_p = tl.load(f + 4).to(tl.int32), tl.load(f + 5), tl.load(f + 6).to(tl.float32)
     tile = tl.arange(0, TILES)
     at = row * n_tiles + tile
     peak = tl.load(peaks + at, mask=tile < n_tiles, other=-float("inf"))
@@ -47,8 +55,16 @@ def truncate_kernel(
     z = tl.load(best + row * K + k, mask=there, other=-float("inf")).to(tl.float32)
     p = (tl.exp2((z - level) * scale) / whole).to(tl.float64)
     weight = tl.floor(p / tl.max(p, 0) * _LARGEST + 0.5).to(tl.int64)
-    # The largest come first, so the kept ones do, too.
-    enough = tl.sum((there & (tl.cumsum(p, 0) < keep_mass)).to(tl.int32), 0) + 1
+    # The largest come first, so those that stay do, too. `mass` is that of all tokens that the filters keep.
+    below = tl.cumsum(p, 0)
+    stay = tl.where(top_k > 0, tl.minimum(top_k, K), K)
+    mass = tl.where((top_k > 0) & (top_k <= K), _mass_of(stay, below, k), 1.0)
+    nucleus = tl.sum((there & (below < top_p * mass)).to(tl.int32), 0) + 1
+    stay = tl.where(top_p < 1, tl.minimum(stay, nucleus), stay)
+    mass = tl.where(top_p < 1, tl.maximum(top_p * mass, _mass_of(stay, below, k)), mass)
+    likely = tl.sum((there & ((z - level) * scale >= min_p)).to(tl.int32), 0)
+    mass = tl.where(likely < stay, _mass_of(likely, below, k), mass)
+    enough = tl.sum((there & (below < keep_mass * mass)).to(tl.int32), 0) + 1
     size = tl.minimum(enough, tl.sum((weight > 0).to(tl.int32), 0))
     kept = k < tl.where(is_sound, size, 0)
     # In ascending order of ids: weights are the low bits of what is sorted.

@@ -94,14 +94,19 @@ def numbers_of_draw(draw: Draw, row: int, given: int) -> tuple[tuple[int, ...], 
     """Return a row of `Batch.ints` and of `Batch.floats`, for a proposal without drafts.
 
     Args:
-        draw: of its next token, without filters.
+        draw: of its next token.
         given: the index of its uniform, which noise does not need.
     """
     seed, position, rule = 0, 0, RULE_NUMBERS[Rule.TOKENWISE]
     if draw.noise is not None:
         (seed, position), rule = draw.noise, RULE_NUMBERS[Rule.COUPLED]
     ints = (row, 0, GREEDY_NUMBER if draw.params.is_greedy else rule, _signed(seed), position, given)
-    return ints, (_scale(draw.params), 1.0, 0.0, 1.0, 0, 1.0, -math.inf)
+    return ints, (_scale(draw.params), 1.0, 0.0, 1.0, *_filters(draw.params))
+
+
+def _filters(params: SamplingParams) -> tuple[float, float, float]:
+    """The last three of `Batch.floats`."""
+    return params.top_k, params.top_p, math.log2(params.min_p) if params.min_p > 0 else -math.inf
 
 
 def is_filtered(proposal: Proposed) -> bool:
@@ -130,8 +135,7 @@ def _sequences(proposals: Sequence[Proposed]) -> dict[str, np.ndarray]:
         ints.append((first_row, len(each.tokens), _rule_number(each), _signed(each.seed), each.base_length, given))
         scales = each.sigmoid
         lowest, span = (scales.alpha, scales.beta - scales.alpha) if scales is not None else (0.0, 1.0)
-        least = math.log2(params.min_p) if params.min_p > 0 else -math.inf
-        floats.append((_scale(params), each.lenience, lowest, 1 / span, params.top_k, params.top_p, least))
+        floats.append((_scale(params), each.lenience, lowest, 1 / span, *_filters(params)))
     return {
         "ints": np.array(ints, np.int64).reshape(-1, INTS),
         "floats": np.array(floats, np.float64).reshape(-1, FLOATS),

@@ -84,8 +84,11 @@ class CapturedSteps:
             if len(own) > self._size.tokens:
                 return f"{len(own)} tokens; {self._size.tokens} at most are captured"
             for each in own:
-                if (why := sampling_device.obstacle(each)) is not None:
-                    return why
+                is_filtered = not (each.params.is_greedy or each.params.has_no_filters)
+                if is_filtered and (self._config is None or each.noise is not None or not self._size.with_kernels):
+                    return "top-k, top-p or min-p"
+                if each.max_entropy != math.inf:
+                    return "max_entropy"
                 if each.noise is not None and not self._size.with_kernels:
                     return "noise, which needs Triton"
         return None

@@ -11,7 +11,7 @@ import torch
 
 from kernels import sampling
 from kernels.sampling import Draw, Sample, SamplingParams
-from kernels.sampling_device import DeviceDraws, obstacle, sample, sample_greedily, to_samples
+from kernels.sampling_device import DeviceDraws, sample, sample_greedily, to_samples
 from kernels.sparse import SparseConfig
 from kernels.verify import Proposed, Uniforms, verify
 from tests.kernels.cases import LAST
@@ -49,13 +49,6 @@ def test_q_and_tokens_are_those_of_the_host(V: int) -> None:
         assert _numbers(to_samples(tokens, ids, weights, draws)) == expected
         at_zero = [Draw(SamplingParams(temperature=0), 0.5)] * len(z)
         assert sample_greedily(z).tolist() == [each.token for each in sampling.sample(z, at_zero, config)]
-
-
-def test_draws_that_need_the_host_are_named() -> None:
-    assert obstacle(Draw(SamplingParams(temperature=0.0, top_k=3))) is None
-    for params in (SamplingParams(top_k=3), SamplingParams(top_p=0.9), SamplingParams(min_p=0.1)):
-        assert obstacle(Draw(params)) == "top-k, top-p or min-p"
-    assert obstacle(Draw(SamplingParams(), max_entropy=2.0)) == "max_entropy"
 
 
 @pytest.mark.parametrize("config", [SparseConfig(), SparseConfig(0.5, 8), None], ids=str)

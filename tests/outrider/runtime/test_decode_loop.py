@@ -180,6 +180,7 @@ def test_captured_steps_draw_the_tokens_of_single_steps(
         model.pool.free(one)
         model.pool.free(other)
     model.pool.check_integrity()
+    assert loop.obstacle([[Draw(PARAMS[-1], noise=(1, 1))]]) == "top-k, top-p or min-p"
 
 
 def test_captured_steps_draw_the_token_after_a_full_context(load: Load, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -281,7 +282,7 @@ def test_nan_logits_end_the_decoding(make: Callable[[LoadedModel], DecodeLoop], 
 
 @pytest.mark.parametrize(
     ("name", "make", "params", "seeds"),
-    [("llama", eager_loop, PARAMS, range(4)), ("qwen3", captured_loop, PARAMS[:3], (1, 4))],
+    [("llama", eager_loop, PARAMS, range(4)), ("qwen3", captured_loop, [GREEDY, PARAMS[-1], PLAIN], (1, 4))],
 )
 def test_sequences_decoded_together_are_those_decoded_alone(
     name: str,
@@ -313,6 +314,8 @@ def test_sequences_decoded_together_are_those_decoded_alone(
             (alone,) = loop.decode([Chunk(slot, prompt, 0, 0)], [own])
             assert tokens(samples) == tokens(alone)
             assert len(samples) == len(own)
+            most = own[0].params.top_k or CONFIG.max_support
+            assert all(each.q is None or len(each.q.ids) <= most for each in samples)
             model.pool.rollback(slot, 0)
             text = [*prompt, *tokens(samples), 7]
             whole = model.forward([Chunk(slot, text, 0, len(text) - 2)]).clone()
