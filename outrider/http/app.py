@@ -345,7 +345,8 @@ async def _unless_gone(receive: Receive, work: Coroutine[Any, Any, T]) -> T:
     """The result of `work`, which is cancelled if the client closes the connection first.
 
     Raises:
-        ClientDisconnect: it did.
+        ApiError: the server stops, and the grace of answers in progress is over: uvicorn cancels them.
+        ClientDisconnect: the client did.
     """
     task, gone = asyncio.create_task(work), asyncio.create_task(_gone(receive))
     try:
@@ -353,6 +354,9 @@ async def _unless_gone(receive: Receive, work: Coroutine[Any, Any, T]) -> T:
         if task.done():
             return task.result()
         raise ClientDisconnect
+    except asyncio.CancelledError:
+        text = "the server stops; try again later"
+        raise ApiError(503, text, code="unavailable", headers={"retry-after": "1"}) from None
     finally:
         task.cancel()
         gone.cancel()
@@ -391,22 +395,22 @@ class _Stream(Response):
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
+        send = scope.get(DIRECT, send)
         try:
-            await _unless_gone(receive, self._write(scope.get(DIRECT, send)))
+            await _unless_gone(receive, self._write(send))
         except ClientDisconnect:
             scope[LEFT] = True
+        except (ApiError, OutriderError) as error:
+            # Without [DONE]: the text has not ended.
+            failure = error if isinstance(error, ApiError) else self._explain(error)
+            await send({"type": "http.response.body", "body": b"data: " + failure.body() + b"\n\n"})
         finally:
             await self._events.aclose()
 
     async def _write(self, send: Send) -> None:
         await send({"type": "http.response.body", "body": self._first, "more_body": True})
-        try:
-            async for event in self._events:
-                await send({"type": "http.response.body", "body": event, "more_body": True})
-        except OutriderError as error:
-            # Without [DONE]: the text has not ended.
-            body = b"data: " + self._explain(error).body() + b"\n\n"
-            await send({"type": "http.response.body", "body": body, "more_body": True})
+        async for event in self._events:
+            await send({"type": "http.response.body", "body": event, "more_body": True})
         await send({"type": "http.response.body", "body": b""})
 
 

@@ -101,6 +101,8 @@ class HttpServer:
             watching = asyncio.create_task(self._watch(self._server))
             try:
                 await self._server.serve(sockets=[self._socket])
+                if late := self._server.server_state.tasks:
+                    await asyncio.wait(late, timeout=_CHECK_S)  # cancelled by uvicorn: each sends an error
             finally:
                 watching.cancel()
                 with suppress(asyncio.CancelledError):

@@ -1,8 +1,9 @@
 """A draft service is killed, or refuses, while the front answers."""
 
 import asyncio
+import json
 import time
-from collections.abc import Iterator
+from collections.abc import AsyncGenerator, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, cast
@@ -10,10 +11,13 @@ from typing import Any, cast
 import httpx
 import pytest
 
-from outrider.client import AsyncClient, Client
+from outrider.client import AsyncClient, Client, Event
+from outrider.client.events import read
 from outrider.http import pair as pair_module
+from outrider.http.app import create_app
 from outrider.http.metrics import FrontMetrics
 from outrider.http.pair import Pair
+from outrider.http.settings import ServerSettings
 from protos.outrider.v1 import draft_service_pb2 as pb
 from tests.cluster import Cluster, Service, wait_healthy, wait_until
 from tests.outrider.http.conftest import events, plain, running_front, stream
@@ -195,3 +199,34 @@ async def test_a_text_waits_for_a_service_once(monkeypatch: pytest.MonkeyPatch) 
     for _ in range(2):
         async with asyncio.timeout(1.0):
             await pair.describe()
+
+
+@pytest.mark.parametrize("streamed", [False, True], ids=["whole", "stream"])
+async def test_an_answer_that_outlasts_the_grace_of_a_stop_ends_with_an_error(*, streamed: bool) -> None:
+    """Then uvicorn cancels the request."""
+    begun, sent = asyncio.Event(), list[dict[str, Any]]()
+
+    class Slow:
+        async def get_model(self) -> pb.DraftServiceGetModelResponse:
+            return pb.DraftServiceGetModelResponse()
+
+        async def generate(self, *_: Any, **__: Any) -> AsyncGenerator[Event | None, None]:
+            yield read(pb.GenerateResponse(chunk=pb.GenerateChunk(text="a", token_ids=[1])))
+            begun.set()
+            await asyncio.Event().wait()
+
+    async def send(message: Any) -> None:
+        sent.append(message)
+
+    body = asyncio.Queue[dict[str, Any]]()
+    body.put_nowait({"type": "http.request", "body": json.dumps({"prompt": "x", "stream": streamed}).encode()})
+    scope: dict[str, Any] = {"type": "http", "method": "POST", "path": "/v1/completions", "query_string": b""}
+    app = create_app(cast(AsyncClient, Slow()), ServerSettings("127.0.0.1:0"), None, None)
+    call = asyncio.ensure_future(app(scope | {"headers": [(b"host", b"localhost")]}, body.get, send))
+    await begun.wait()
+    call.cancel()
+    await call
+    last = sent[-1]["body"].removeprefix(b"data: ")
+    assert json.loads(last)["error"]["message"] == "the server stops; try again later"
+    assert sent[0]["status"] == (200 if streamed else 503)
+    assert not sent[-1].get("more_body")
