@@ -28,8 +28,9 @@ from draft_service.settings import DraftSettings
 from draft_service.vllm_request import renamed, translated
 from outrider.environment import installed_version, served_name
 from outrider.rpc.auth import caller
-from outrider.rpc.errors import RequestError, guarded, internal, invalid_field, write
+from outrider.rpc.errors import RequestError, failed_precondition, guarded, internal, invalid_field, write
 from outrider.runtime.checkpoint import resolve_folder
+from outrider.runtime.gguf import is_gguf
 from protos.outrider.v1 import draft_service_pb2, model_pb2, sampling_pb2
 
 _SERVICE = vllm.DESCRIPTOR.services_by_name["VllmEngine"]
@@ -238,8 +239,11 @@ def tokenizer_bundle(settings: DraftSettings) -> bytes:
     """The tokenizer's files, and the configurations, of the model's folder as a zip file.
 
     Raises:
-        RequestError: INTERNAL: there are none any more.
+        RequestError: FAILED_PRECONDITION: the model is a GGUF file; INTERNAL: there are none any more.
     """
+    if is_gguf(settings.model):
+        text = f"{served_name(settings.model)} is a GGUF file; give the client the tokenizer files of its checkpoint"
+        raise failed_precondition("UNSPECIFIED", text)
     folder, found = resolve_folder(settings.model, settings.revision, weights=False), io.BytesIO()
     files = [path for name in _TOKENIZER_FILES if (path := folder / name).is_file()]
     files += sorted(folder.glob("*.tiktoken"))

@@ -19,8 +19,9 @@ from transformers import AutoTokenizer
 from draft_service.app import vllm_engine
 from draft_service.service import DraftService
 from draft_service.settings import DraftSettings
+from draft_service.vllm_service import tokenizer_bundle
 from outrider.cli.processes import Pair
-from outrider.rpc.errors import from_rpc_error
+from outrider.rpc.errors import RequestError, from_rpc_error
 from outrider.service.metrics import Metrics
 from outrider.service.settings import SettingsError
 from outrider.service.tracing import Tracing
@@ -376,6 +377,14 @@ def test_the_tokenizer_comes_as_an_archive(channel: grpc.Channel, tmp_path: Path
     assert {"tokenizer.json", "tokenizer_config.json"} <= set(names)
     assert not any("/" in name or name.endswith(".safetensors") for name in names)
     assert AutoTokenizer.from_pretrained(tmp_path).encode(PROMPT) == IDS
+
+
+def test_a_gguf_file_has_no_tokenizer_files(tmp_path: Path) -> None:
+    given: dict[str, Any] = {"model": str(tmp_path / "model.gguf")}
+    Path(given["model"]).touch()
+    with pytest.raises(RequestError, match=r"model\.gguf is a GGUF file; give the client") as caught:
+        tokenizer_bundle(DraftSettings(**given))
+    assert caught.value.code is grpc.StatusCode.FAILED_PRECONDITION
 
 
 def test_the_tokenizer_is_no_sequence_of_its_client(channel: grpc.Channel) -> None:
