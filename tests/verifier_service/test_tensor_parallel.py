@@ -16,16 +16,18 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from outrider.client import Chunk, Client, Finished, Options
+from outrider.runtime.kv_cache import BLOCK_TOKENS
 from tests.cluster import MODELS, Cluster, wait_healthy
 from tests.exactness import mixed_requests
+from tests.exactness.mixed_requests import Request
 from tests.outrider.runtime import tiny
 from tests.outrider.runtime.two_ranks import ended_within, reason, two_ranks
 from tests.verifier_service.streams import PROMPT, Stream, error_of, opening
 
 SOON_S = 20.0  # within which ranks end unless they hang
-REQUESTS, TOKENS, PROMPT_CHARS = 9, 64, 90
+REQUESTS, TOKENS, PROMPT_CHARS = 9, 48, 90
 GAMMA = 4  # the same for all, so that sequences grow together until the pool is full
-POOL = ("--max-sequence-tokens", "160")
+TIGHT, ROOMY = ("--max-sequence-tokens", "160"), ("--kv-cache-mb", "2")
 DEMO_TOKENS = 2048
 LONG = 480  # tokens: a rank is killed before they are written
 
@@ -34,7 +36,7 @@ LONG = 480  # tokens: a rank is killed before they are written
 def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
     """A target whose heads two ranks can share, and a draft that often agrees with it."""
     folder = tmp_path_factory.mktemp("pair")
-    shape = {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "head_dim": 128}
+    shape = {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "head_dim": 256}
     config = LlamaConfig(
         vocab_size=DEMO_TOKENS, num_attention_heads=4, num_key_value_heads=2, max_position_embeddings=512,
         bos_token_id=None, eos_token_id=0, pad_token_id=0, **shape,
@@ -56,8 +58,8 @@ def test_two_ranks_write_the_texts_of_one_and_drain_together(checkpoints: tuple[
     """
     short = [each for each in mixed_requests.requests() if len(each.prompt) <= PROMPT_CHARS][:REQUESTS]
     requests = [replace(each, options=each.options | Options(max_new_tokens=TOKENS, gamma=GAMMA)) for each in short]
-    with Cluster() as cluster, two_ranks(checkpoints[0], *POOL) as ranks:
-        one = cluster.verifier(model=checkpoints[0], flags=POOL)
+    with Cluster() as cluster, two_ranks(checkpoints[0], *TIGHT, fault="crowded") as ranks:
+        one = cluster.verifier(model=checkpoints[0], flags=TIGHT)
         plain, front = (
             cluster.draft(verifier, model=checkpoints[1], flags="--kv-cache-mb 32") for verifier in (one, ranks[0])
         )
@@ -65,10 +67,16 @@ def test_two_ranks_write_the_texts_of_one_and_drain_together(checkpoints: tuple[
         alone = mixed_requests.texts(plain.address, requests, together=False, salt="alone")
         for _ in range(5):  # the machine's speed decides how many run at once
             assert mixed_requests.texts(front.address, requests, together=True, salt="together") == alone
-            counts = [ranks[0].count(f"outrider_{name}_total") for name in ("preemptions", "prefix_cache_hits")]
-            if all(counts):
+            if ranks[0].count("outrider_preemptions_total"):
                 break
-        assert min(counts) >= 1
+        assert ranks[0].count("outrider_preemptions_total") >= 1
+        # The second of two texts after one prompt, one after the other, begins with its first block.
+        twice = [Request([7 * i for i in range(1, BLOCK_TOKENS + 2)], Options(seed=1, max_new_tokens=4))] * 2
+        with_prefix = [
+            mixed_requests.texts(each.address, twice, together=False, salt="prefix") for each in (plain, front)
+        ]
+        assert with_prefix[0] == with_prefix[1]
+        assert ranks[0].count("outrider_prefix_cache_hits_total") >= BLOCK_TOKENS
         scores = []
         for service in (plain, front):
             with Client(service.address, timeout=60.0) as client:
@@ -88,7 +96,7 @@ def test_two_ranks_write_the_texts_of_one_and_drain_together(checkpoints: tuple[
 
 @pytest.mark.parametrize("victim", [0, 1])
 def test_a_killed_rank_ends_the_other(checkpoints: tuple[Path, Path], victim: int) -> None:
-    with two_ranks(checkpoints[0]) as ranks, grpc.insecure_channel(ranks[0].address) as channel:
+    with two_ranks(checkpoints[0], *ROOMY) as ranks, grpc.insecure_channel(ranks[0].address) as channel:
         ranks[0].wait_healthy()
         with Stream(channel) as stream:
             stream.open(opening(max_new_tokens=LONG))
@@ -106,7 +114,7 @@ def test_a_killed_rank_ends_the_other(checkpoints: tuple[Path, Path], victim: in
 
 @pytest.mark.parametrize("victim", [0, 1])
 def test_a_frozen_rank_ends_the_other(checkpoints: tuple[Path, Path], victim: int) -> None:
-    with two_ranks(checkpoints[0], "--rank-timeout", "2") as ranks:
+    with two_ranks(checkpoints[0], *ROOMY, "--rank-timeout", "2") as ranks:
         ranks[0].wait_healthy()
         ranks[victim].process.send_signal(signal.SIGSTOP)
         other = ranks[1 - victim]

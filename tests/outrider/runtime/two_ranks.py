@@ -40,10 +40,10 @@ def start_rank(cluster: Cluster, rank: int, address: str, model: Path, *flags: s
 
 
 @contextmanager
-def two_ranks(model: Path, *flags: str) -> Iterator[tuple[Service, Service]]:
-    """A verifier service on two ranks, which end with it."""
+def two_ranks(model: Path, *flags: str, fault: str | None = None) -> Iterator[tuple[Service, Service]]:
+    """A verifier service on two ranks, which end with it. `fault` is as in `Cluster`."""
     address = free_address()
-    with Cluster() as cluster:
+    with Cluster(fault=fault) as cluster:
         first, worker = (start_rank(cluster, rank, address, model, *flags) for rank in range(2))
         yield first, worker
         first.stop()
