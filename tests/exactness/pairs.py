@@ -2,11 +2,13 @@
 
 A Llama of 24 tokens: few enough to enumerate three of them, enough for top-k 20 to cut. Weights are so large that
 distributions differ much from prefix to prefix. The drafts are the target with another output layer; most are bad.
+`write_demo_like` has the vocabulary of the demo in place of the 24 tokens.
 """
 
 from __future__ import annotations
 
 import math
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 
@@ -15,6 +17,10 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from torch import Tensor
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
+from tests.cluster import MODELS
+from tests.outrider.runtime import tiny
+
+DEMO_TOKENS = 2048
 LETTERS = "abcdefghijklmnopqrstuvw"
 END = "<end>"
 VOCABULARY = len(LETTERS) + 1
@@ -68,6 +74,23 @@ def write_parallel_draft(folder: Path, target: Path, kind: str = "sharpened") ->
         model.lm_head.weight[VOCABULARY] = model.lm_head.weight[:VOCABULARY].mean(0)
     model.config.pard_token = VOCABULARY
     return _save(model, folder)
+
+
+def write_demo_like(folder: Path, **shape: int) -> tuple[Path, Path]:
+    """Write a target with the tokens of the demo, and a draft that often agrees with it. Return their folders."""
+    config = LlamaConfig(
+        vocab_size=DEMO_TOKENS, hidden_size=64, intermediate_size=96, num_hidden_layers=2, num_attention_heads=4,
+        num_key_value_heads=2, max_position_embeddings=512, bos_token_id=None, eos_token_id=0, pad_token_id=0, **shape,
+    )  # fmt: skip
+    target, draft_folder = tiny.save(config, folder / "target", seed=1), folder / "draft"
+    draft = LlamaForCausalLM.from_pretrained(target, dtype=torch.float32)
+    with torch.no_grad():
+        draft.lm_head.weight.add_(0.05 * torch.randn(draft.lm_head.weight.shape, generator=torch.manual_seed(5)))
+    draft.save_pretrained(draft_folder)
+    for each in (target, draft_folder):
+        for name in ("tokenizer.json", "tokenizer_config.json"):
+            shutil.copy(MODELS / "target" / name, each / name)
+    return target, draft_folder
 
 
 def _model(seed: int, sharpness: float) -> LlamaForCausalLM:

@@ -5,9 +5,9 @@ Verifiers are real processes with one deliberate fault each; texts are compared 
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 
 import grpc
 import pytest
@@ -15,22 +15,30 @@ import pytest
 from outrider.client import Client, OutriderError
 from tests.cluster import Cluster, Service, wait_healthy, wait_until
 from tests.exactness.mutants.conditions import POISON
+from tests.exactness.pairs import write_demo_like
 
 PROMPTS = [[number, 40, 50 + number] for number in range(10, 18)]
 TOKENS = 24
 
 Result = tuple[int, ...] | OutriderError
+Running = Callable[..., AbstractContextManager[tuple[Client, list[Service]]]]
 
 
-@contextmanager
-def running(*faults: str | None) -> Iterator[tuple[Client, list[Service]]]:
+@pytest.fixture(scope="module")
+def running(tmp_path_factory: pytest.TempPathFactory) -> Running:
     """A client of a draft service with one verifier for each fault."""
-    with Cluster() as cluster:
-        verifiers = [cluster.verifier(fault=fault) for fault in faults]
-        front = cluster.draft(*verifiers)
-        wait_healthy(*verifiers, front)
-        with Client(front.address, plaintext=True, timeout=120.0) as client:
-            yield client, verifiers
+    target, draft = write_demo_like(tmp_path_factory.mktemp("pair"))
+
+    @contextmanager
+    def run(*faults: str | None) -> Iterator[tuple[Client, list[Service]]]:
+        with Cluster() as cluster:
+            verifiers = [cluster.verifier(model=target, fault=fault) for fault in faults]
+            front = cluster.draft(*verifiers, model=draft)
+            wait_healthy(*verifiers, front)
+            with Client(front.address, plaintext=True, timeout=120.0) as client:
+                yield client, verifiers
+
+    return run
 
 
 def results(client: Client, prompts: list[list[int]]) -> list[Result]:
@@ -47,13 +55,13 @@ def results(client: Client, prompts: list[list[int]]) -> list[Result]:
 
 
 @pytest.fixture(scope="module")
-def right(draft_address: str) -> list[Result]:
-    with Client(draft_address, plaintext=True, timeout=120.0) as client:
+def right(running: Running) -> list[Result]:
+    with running(None) as (client, _):
         return results(client, PROMPTS)
 
 
 @pytest.mark.parametrize(("fault", "ended"), [("poisoned_step", 0), ("deadly_step", 2)])
-def test_a_poisoned_request_ends_alone(fault: str, ended: int, right: list[Result]) -> None:
+def test_a_poisoned_request_ends_alone(fault: str, ended: int, running: Running, right: list[Result]) -> None:
     """It is tried at two verifiers, and refused with a reason of its own; the third never gets it."""
     with running(fault, fault, fault) as (client, verifiers):
         *others, poisoned = results(client, [*PROMPTS, [10, POISON, 12]])
@@ -63,7 +71,9 @@ def test_a_poisoned_request_ends_alone(fault: str, ended: int, right: list[Resul
         wait_until(lambda: [verifier.returncode for verifier in verifiers].count(9) == ended)
 
 
-def test_a_verifier_with_a_broken_engine_exits_and_its_texts_go_on_elsewhere(right: list[Result]) -> None:
+def test_a_verifier_with_a_broken_engine_exits_and_its_texts_go_on_elsewhere(
+    running: Running, right: list[Result]
+) -> None:
     with running("scheduler_breaks", None) as (client, (broken, _)):
 
         def has_ended() -> bool:

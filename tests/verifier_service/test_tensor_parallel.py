@@ -5,22 +5,19 @@ Real processes, with gloo on CPUs.
 
 from __future__ import annotations
 
-import shutil
 import signal
 from dataclasses import replace
 from pathlib import Path
 
 import grpc
 import pytest
-import torch
-from transformers import LlamaConfig, LlamaForCausalLM
 
 from outrider.client import Chunk, Client, Finished, Options
 from outrider.runtime.kv_cache import BLOCK_TOKENS
-from tests.cluster import MODELS, Cluster, wait_healthy
+from tests.cluster import Cluster, wait_healthy
 from tests.exactness import mixed_requests
 from tests.exactness.mixed_requests import Request
-from tests.outrider.runtime import tiny
+from tests.exactness.pairs import write_demo_like
 from tests.outrider.runtime.two_ranks import ended_within, reason, two_ranks
 from tests.verifier_service.streams import PROMPT, Stream, error_of, opening
 
@@ -28,28 +25,13 @@ SOON_S = 20.0  # within which ranks end unless they hang
 REQUESTS, TOKENS, PROMPT_CHARS = 9, 48, 90
 GAMMA = 4  # the same for all, so that sequences grow together until the pool is full
 TIGHT, ROOMY = ("--max-sequence-tokens", "160"), ("--kv-cache-mb", "2")
-DEMO_TOKENS = 2048
 LONG = 480  # tokens: a rank is killed before they are written
 
 
 @pytest.fixture(scope="module")
 def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
-    """A target whose heads two ranks can share, and a draft that often agrees with it."""
-    folder = tmp_path_factory.mktemp("pair")
-    shape = {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "head_dim": 256}
-    config = LlamaConfig(
-        vocab_size=DEMO_TOKENS, num_attention_heads=4, num_key_value_heads=2, max_position_embeddings=512,
-        bos_token_id=None, eos_token_id=0, pad_token_id=0, **shape,
-    )  # fmt: skip
-    target, draft_folder = tiny.save(config, folder / "target", seed=1), folder / "draft"
-    draft = LlamaForCausalLM.from_pretrained(target, dtype=torch.float32)
-    with torch.no_grad():
-        draft.lm_head.weight.add_(0.05 * torch.randn(draft.lm_head.weight.shape, generator=torch.manual_seed(5)))
-    draft.save_pretrained(draft_folder)
-    for each in (target, draft_folder):
-        for name in ("tokenizer.json", "tokenizer_config.json"):
-            shutil.copy(MODELS / "target" / name, each / name)
-    return target, draft_folder
+    """Two ranks can share the target's heads. They are large, so that few tokens fill the pool."""
+    return write_demo_like(tmp_path_factory.mktemp("pair"), head_dim=256)
 
 
 def test_two_ranks_write_the_texts_of_one_and_drain_together(checkpoints: tuple[Path, Path]) -> None:
