@@ -22,7 +22,7 @@ from tests.exactness import sampling
 from tests.exactness.services import PairServices
 
 PROMPT = (15, 12, 14)
-LENGTH = 64
+LENGTH = 40
 REQUESTS: tuple[Options, ...] = tuple(
     Options(temperature=temperature, rule=rule, gamma=gamma, seed=seed, max_new_tokens=LENGTH, ignore_eos=True)
     for seed, (temperature, rule, gamma) in enumerate(
@@ -71,7 +71,7 @@ class Stack:
 @pytest.fixture(scope="module")
 def shared(cluster: Cluster, attentive: PairServices) -> Iterator[Stack]:
     # Slowly, so that a fault comes in the middle of texts, also where the machine stops for a moment.
-    verifiers = [cluster.verifier(model=attentive.target, fault="crowded", flags=sampling.FLAGS) for _ in range(2)]
+    verifiers = [cluster.verifier(model=attentive.target, fault="sluggish", flags=sampling.FLAGS) for _ in range(2)]
     limits = ("--verifier-timeout", str(VERIFIER_TIMEOUT_S), "--failover-timeout", str(FAILOVER_TIMEOUT_S))
     flags = (*limits, *sampling.DRAFT_FLAGS)
     draft = cluster.draft(*verifiers, model=attentive.drafts["uniform"], flags=flags)

@@ -24,6 +24,11 @@ def crowded() -> None:
     _slow_steps(0.02)
 
 
+def sluggish() -> None:
+    """Each step of the verifier takes 40 ms more, so that a short text is in progress for seconds."""
+    _slow_steps(0.04)
+
+
 def _slow_steps(seconds: float) -> None:
     from verifier_service.engine import VerifierEngine
 
