@@ -77,7 +77,7 @@ def test_tokens_are_the_same_with_every_draft_and_gamma_and_after_a_resume(
     kind: str, attentive: PairServices, alone: dict[str, tuple[int, ...]]
 ) -> None:
     accepted, text = set(), alone[kind]
-    for draft, gamma in (("reversed", 4), ("point_mass", 4), *(("uniform", gamma) for gamma in (1, 2, 5, 8))):
+    for draft, gamma in (("reversed", 4), ("point_mass", 4), *(("uniform", gamma) for gamma in (1, 2, 8))):
         whole = write(attentive.draft(draft), kind, gamma=gamma)
         assert whole.token_ids == text, (draft, gamma)
         assert whole.statistics.num_drafts > 0
