@@ -62,7 +62,10 @@ def pair(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Pair]:
     of_draft = f"{to_verifier} --tls-cert {front_files.cert} --tls-key {front_files.key}"
     tokens = f" --auth-token-file {pki / 'tokens'}"
     with Cluster("--health-listen 127.0.0.1:0") as cluster:
-        verifier = cluster.verifier(flags=f"{of_verifier} --max-connection-age {CONNECTION_AGE}{tokens}")
+        # Slow steps: texts are in progress all the while, and few of them.
+        verifier = cluster.verifier(
+            fault="crowded", flags=f"{of_verifier} --max-connection-age {CONNECTION_AGE}{tokens}"
+        )
         draft = cluster.draft(verifier, flags=f"{of_draft}{tokens} --verifier-token-file {pki / 'tokens'}")
         wait_healthy(verifier, draft)
         yield Pair(pki, ours, others, verifier, draft)
