@@ -15,6 +15,7 @@ from typing import Any
 import torch
 
 from draft_service.drafters.base import UNBOUNDED, Draft, Drafter, Drafting, DraftSequence
+from kernels.adjustments import Adjuster
 from kernels.verify import Proposed, Rule, Status, VerifyResult
 from outrider.runtime.batch import Chunk
 from outrider.runtime.decode_loop import Interrupt
@@ -225,7 +226,9 @@ class TokenRunner:
         proposals: Sequence[Proposed],
         counts: Sequence[int],
         stops: Sequence[Collection[int]],
+        adjusters: Sequence[Adjuster | None],
     ) -> StepResult | None:
+        assert not any(adjusters)
         if self._fails(proposals):
             return None
         if self._chance.random() < 0.3:  # a message arrives

@@ -85,14 +85,14 @@ def test_a_running_pair_is_measured(draft_address: str, tmp_path: Path, monkeypa
     prompts.write_text("".join((MODELS / "prompts.jsonl").read_text().splitlines(keepends=True)[:3]))
     arguments = ["--draft", draft_address, "--max-new-tokens", "16", "--temperature", "0"]
     arguments += ["--prompts-file", str(prompts)]
-    found = _document(*arguments, "--target-step", "1000", "--c-hat", "0.01")
+    found = _document(*arguments, "--target-step", "100000", "--c-hat", "0.01")
     pair, measured = found["pair"], found["measured"]
     assert measured["speed_ups"].keys() == {"2", "8"}
     assert pair["alpha"] == measured["pair"]["alpha"] > 0.5
-    assert (pair["step_ms"], pair["c_hat"]) == (1000, 0.01)
-    assert pair["c"] * 1000 == pytest.approx(measured["pair"]["c"] * measured["pair"]["step_ms"])
-    assert pair["round_trip"] * 1000 == pytest.approx(measured["pair"]["round_trip"] * measured["pair"]["step_ms"])
-    assert found["gamma"] > 1  # beside a second of the target a draft step is nothing
+    assert (pair["step_ms"], pair["c_hat"]) == (100_000, 0.01)
+    assert pair["c"] * 100_000 == pytest.approx(measured["pair"]["c"] * measured["pair"]["step_ms"])
+    assert pair["round_trip"] * 100_000 == pytest.approx(measured["pair"]["round_trip"] * measured["pair"]["step_ms"])
+    assert found["gamma"] > 1  # beside 100 s of the target a draft step is nothing, on a stalled machine too
     table = _plan(*arguments, "--top-k", "40").stdout
     assert "measured speed-up" in table
     assert "judged tokens" in table

@@ -326,8 +326,8 @@ def test_a_library_that_lacks_a_function_is_ignored(
     """As an old one does; its structures have the right sizes here."""
     source, built = tmp_path / "old.c", tmp_path / "old.so"
     bodies = dict.fromkeys(decoder._FUNCTIONS, "return 1;")
-    for name in ("decoder_sizes", "decoder_loop_sizes"):
-        sizes = (ctypes.c_int32 * 4)()
+    for name, count in (("decoder_sizes", 4), ("decoder_loop_sizes", 5), ("verify_sizes", 1)):
+        sizes = (ctypes.c_int32 * count)()
         getattr(decoder.library(), name)(sizes)
         bodies[name] = "".join(f"sizes[{i}] = {size};" for i, size in enumerate(sizes)) + "return 0;"
     if missing is not None:
