@@ -119,7 +119,8 @@ def test_a_failing_drafter_changes_no_token(
         written = [write(failing, max_new_tokens=length) for _ in range(texts)]
     alone = write(counting, drafter="none", max_new_tokens=length)
     assert all(text.token_ids == alone.token_ids for text in written)
-    assert all(text.statistics.num_drafts > 1 for text in written)
+    # More than one for each text; a fast target may end one of them during a backoff.
+    assert sum(text.statistics.num_drafts for text in written) > texts
     failures = sum(text.statistics.num_draft_failures for text in written)
     assert failures > texts
     # On a busy machine a proposal that follows a stall may be late too.
