@@ -189,7 +189,9 @@ async def test_a_lost_stream_continues_with_the_same_input(
             with first.recording() as seen:
                 whole = await client.complete(**options)
             total = sum(len(segment.data) for segment in seen if segment.way is Way.DOWN)
-        for share in (0.6, 0.75, 0.9):
+        for nth, share in enumerate((0.6, 0.75, 0.9, 0.65, 0.7, 0.8)):
+            if nth >= 3 and resumes >= 2:
+                break  # more cuts for a busy machine, where a stream has fewer bytes and may end before one
             for proxy in (first, second):
                 proxy.cut_after(round(share * total), Way.DOWN)
             async with AsyncClient([first.address, second.address]) as client:
