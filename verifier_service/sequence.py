@@ -265,8 +265,9 @@ class TargetSequence:
 
     @property
     def may_be_decoded(self) -> bool:
-        """Whether the decode loop may draw its tokens: it reports only tokens."""
-        return self.opening.top_logprobs < 0 and not self.opening.reports_probabilities
+        """Whether the decode loop may draw its tokens: it counts and reports only tokens."""
+        reports = self.opening.top_logprobs >= 0 or self.opening.reports_probabilities
+        return not reports and (self.adjuster is None or self.adjuster.is_counted(1))
 
     @property
     def _joins_verdicts(self) -> bool:

@@ -245,9 +245,10 @@ class DraftWork:
 
     @property
     def may_be_decoded(self) -> bool:
-        """Whether the decode loop may draw the rest of the proposal: it returns no logits."""
-        opening = self.sequence.opening
-        return self.draws and not opening.needs_logits and not self.guesses and opening.tokens_per_pass == 1
+        """Whether the decode loop may draw the rest of the proposal: it only counts tokens, and returns no logits."""
+        opening, adjuster = self.sequence.opening, self.sequence.adjuster
+        is_plain = not opening.needs_logits and (adjuster is None or adjuster.is_counted(1))
+        return self.draws and is_plain and not self.guesses and opening.tokens_per_pass == 1
 
 
 @dataclass(frozen=True, slots=True)
