@@ -173,6 +173,8 @@ MAX_BACKLOG = 64
 # Waiting samples continue below this many unread responses: waking all of them for each one would cost more than the
 # response.
 RESUME_BACKLOG = MAX_BACKLOG // 2
+# Joined responses wait for so many seconds, unless they have so many bytes.
+SECONDS_JOINED, BYTES_JOINED = 1.0, 64 * 1024
 
 
 class Responses:
@@ -181,12 +183,14 @@ class Responses:
     `send` never waits, so that released text is never lost. Writers call `wait_for_client` before they produce more.
 
     Attributes:
+        are_joined: whether the reader gets those of `SECONDS_JOINED` in one. Set it before the first.
         sent_at: time of the last response that was written, by the event loop; at first, of the start.
     """
 
     def __init__(self) -> None:
+        self.are_joined = False
         self._loop = asyncio.get_running_loop()
-        self.sent_at = self._loop.time()
+        self.sent_at = self._read_at = self._loop.time()
         self._queue: deque[GenerateResponse] = deque()
         self._ended = False
         self._error: BaseException | None = None
@@ -196,7 +200,8 @@ class Responses:
     def send(self, response: GenerateResponse) -> None:
         self.sent_at = self._loop.time()
         self._queue.append(response)
-        self._more.set()
+        if not self.may_wait:
+            self._more.set()
 
     def end(self, error: BaseException | None = None) -> None:
         """Ends the queue. The reader gets the error after all earlier responses."""
@@ -216,6 +221,12 @@ class Responses:
         return self._take() if self._queue else None
 
     @property
+    def may_wait(self) -> bool:
+        """Whether the next response may wait, to be joined with later ones."""
+        is_early = self.are_joined and self._loop.time() < self._read_at + SECONDS_JOINED
+        return is_early and len(self._queue) < RESUME_BACKLOG
+
+    @property
     def are_read(self) -> bool:
         return not self._queue
 
@@ -226,14 +237,24 @@ class Responses:
 
     async def __aiter__(self) -> AsyncIterator[GenerateResponse]:
         while True:
-            while self._queue:
-                yield self._take()
+            while self._queue and (self._ended or not self.may_wait):
+                yield self._join() if self.are_joined else self._take()
             if self._ended:
                 if self._error is not None:
                     raise self._error
                 return
             self._more.clear()
             await self._more.wait()
+
+    def _join(self) -> GenerateResponse:
+        """All responses in one, up to the one with which they have `BYTES_JOINED`."""
+        self._read_at = self._loop.time()
+        response = self._take()
+        if self._queue:
+            response = GenerateResponse(joined=[response])
+        while self._queue and response.ByteSize() < BYTES_JOINED:
+            response.joined.append(self._take())
+        return response
 
     def _take(self) -> GenerateResponse:
         response = self._queue.popleft()
@@ -322,10 +343,15 @@ class Emitter:
         self._verdicts.append((verdict, drafted, report))
 
     def send(self, timings: Timings) -> bool:
-        """Sends tokens and text. Returns whether a stop string ended the text; then the rest is dropped."""
+        """Sends tokens and text, unless they may wait to be joined with later ones.
+
+        Returns whether a stop string ended the text; then the rest is dropped.
+        """
         self._read_verdicts()
-        self._send(self._text.release(), timings)
-        return self._text.stopped_by is not None
+        is_over = self._text.stopped_by is not None
+        if is_over or timings.first_token is None or not self._responses.may_wait:
+            self._send(self._text.release(), timings)
+        return is_over
 
     def send_prompt_logprobs(self, part: sampling_pb2.PromptLogprobs) -> None:
         self._responses.send(draft_service_pb2.GenerateResponse(prompt_logprobs=part))

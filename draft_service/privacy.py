@@ -100,6 +100,7 @@ def _largest_response(top_logprobs: int | None, most: int, **counts: int) -> int
         "token_texts": 0,
         "rounds": 0,
         "prompt_logprobs": 0,
+        "joined": 0,
         "logprobs": 0 if top_logprobs is None else 1,
         "top": top_logprobs or 0,
     }

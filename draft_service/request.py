@@ -81,6 +81,7 @@ class Generation:
     top_prompt_logprobs: int | None = None
     report_probabilities: bool = False
     chooses_tokens_per_pass: bool = False
+    joined_responses: bool = False
 
     @property
     def prompt_tokens(self) -> int:

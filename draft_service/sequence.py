@@ -21,6 +21,8 @@ if TYPE_CHECKING:
 
 STATISTICS = Component("speculation_statistics")
 
+JOIN_MS = 1000  # for which tokens of the target alone may wait, if the client gets joined responses
+
 
 @dataclass(slots=True)
 class SpeculationCounts:
@@ -334,6 +336,8 @@ class Sequence:
             "fixed_rounds": bool(request.round_sizes.response),
             "encoder": request.encoder_input is not None,
         }
+        # A stop string, or the time limit, may end the text before tokens that wait.
+        is_patient = request.joined_responses and not request.stop and request.time_limit is None
         opening = verifier_service_pb2.OpenSequence(
             prompt_token_ids=self.tokens[: self.prompt_length],
             committed_token_ids=committed,
@@ -353,6 +357,7 @@ class Sequence:
             isolated=isolated,
             encoder_input=request.encoder_input,
             joined_verdicts=not request.round_sizes.response,  # one verdict of several tokens would show in its size
+            join_ms=JOIN_MS if is_patient else None,
             report_probabilities=request.report_probabilities,
         )
         opening.sampling.seed = self.seed

@@ -82,7 +82,7 @@ def heartbeats(responses: Responses) -> Iterator[None]:
         left = responses.sent_at + HEARTBEAT_SECONDS - loop.time()
         if left > 0:
             return left
-        if responses.are_read:
+        if responses.are_read or responses.are_joined:
             responses.send(GenerateResponse())
         return HEARTBEAT_SECONDS
 
@@ -138,6 +138,7 @@ class GenerateCall:
         with outcome(lambda status: self._record(message, request, status)):
             request = await self._check(message)
             count_sequences("n", request.samples)
+            self._responses.are_joined = request.joined_responses
             with self._limit.claim(request.samples, resumed=bool(request.committed)) as claim:
                 producer = asyncio.create_task(self._produce(request, claim))
                 try:

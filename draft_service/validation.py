@@ -150,6 +150,7 @@ def check_generate(message: draft_service_pb2.GenerateRequest, pair: Pair, setti
         weights_fingerprint=message.weights_fingerprint,
         cache_salt=message.cache_salt,
         emission=check_emission(message, max_gamma=limits.max_gamma, top_logprobs=top_logprobs),
+        joined_responses=message.joined_responses and not message.HasField("emission"),
         round_sizes=round_sizes(
             message,
             sampling,

@@ -166,7 +166,8 @@ class VerifyStream:
         try:
             if self._ended or (self._seen and not self._is_owed):
                 async with asyncio.timeout(CLOSING_SECONDS):
-                    await self._call.done_writing()
+                    if not self._ended:
+                        await self._call.done_writing()
                     while await self._call.read() is not grpc.aio.EOF:
                         pass
         except (TimeoutError, grpc.RpcError, asyncio.InvalidStateError):

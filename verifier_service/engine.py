@@ -77,8 +77,6 @@ _DRAINING = verifier_service_pb2.Notice(
     kind=verifier_service_pb2.NOTICE_KIND_DRAINING, message="the verifier is shutting down; continue at another one"
 )
 
-# Tokens of a `Decode` are sent together after so many seconds.
-SECONDS_JOINED = 100e-3
 # Seconds without a step before the pool is checked.
 QUIET_SECONDS = 1.0
 # Timed forward passes of each width at the start: the first one costs several times the next.
@@ -190,7 +188,6 @@ class VerifierEngine(Engine[Message, TargetWork, StepResult]):
         )
         self._load = speculation_pb2.VerifierLoad(active=1)  # at the end of the last step, or when idle
         self._unaccounted: Step | None = None  # the last step
-        self._unsent_since: float | None = None  # start of the first step with tokens that are not sent
         self._draining = False
         self._unchecked = False  # whether there was a sequence since the last check of the pool
 
@@ -333,7 +330,9 @@ class VerifierEngine(Engine[Message, TargetWork, StepResult]):
 
     def _decode(self, work: Sequence[TargetWork], proposals: Sequence[Proposed]) -> StepResult | None:
         """Several tokens of each sequence in a row; None for an ordinary step."""
-        most = self.runner.most_in_a_row(self.cost.line.seconds(len(work)), self._seconds_to_send())
+        now = time.perf_counter()
+        left = min(item.sequence.send_by(now) for item in work) - now
+        most = self.runner.most_in_a_row(self.cost.line.seconds(len(work)), left)
         counts = self.scheduler.tokens_in_a_row(work, most)
         if counts is None:
             return None
@@ -391,25 +390,13 @@ class VerifierEngine(Engine[Message, TargetWork, StepResult]):
         return JudgedRound(sequence, drafted, accepted, queued)
 
     def _send_joined(self) -> None:
-        """Sends the tokens of each `Decode` together, unless another pass ends before they have waited for too long."""
-        unsent = sum(sequence.unsent is not None for sequence in self.scheduler.running)
-        if not unsent:
-            self._unsent_since = None
-            return
-        if self._unsent_since is None:
-            self._unsent_since = self.step_started
-        if self._seconds_to_send() < self.cost.line.seconds(unsent):
-            self._send_all()
-
-    def _seconds_to_send(self) -> float:
-        """How long tokens may still wait to be sent."""
-        waited = 0.0 if self._unsent_since is None else time.perf_counter() - self._unsent_since
-        return SECONDS_JOINED - waited
-
-    def _send_all(self) -> None:
-        self._unsent_since = None
-        for sequence in self.scheduler.running:
-            sequence.send()
+        """Sends tokens that would wait for too long at the end of another pass, with all that may wait as long."""
+        unsent = [sequence for sequence in self.scheduler.running if sequence.unsent is not None]
+        next_end = time.perf_counter() + self.cost.line.seconds(len(unsent))
+        ended = {each.opening.seconds_joined for each in unsent if each.send_by(next_end) < next_end}
+        for sequence in unsent:
+            if sequence.opening.seconds_joined in ended:
+                sequence.send()
 
     def has_work(self) -> bool:
         return any(sequence.rounds or sequence.prefills for sequence in self.scheduler.running)
@@ -442,7 +429,8 @@ class VerifierEngine(Engine[Message, TargetWork, StepResult]):
     # ---------------------------------------------------------------------------------------------------------- idle
 
     def idle(self) -> float | None:
-        self._send_all()
+        for sequence in self.scheduler.running:
+            sequence.send()
         self._account()
         self._load = LOAD.run(self._measure_load, self._load)
         if self._unchecked and not self.scheduler.running:

@@ -42,6 +42,7 @@ FEATURES = (
     "resume",
 )
 MIN_RESPONSE_BYTES, MAX_RESPONSE_BYTES = 256, 1 << 20
+JOIN_MS, MAX_JOIN_MS = 100, 1000  # of `OpenSequence.join_ms`: the default, and the limit
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,6 +72,7 @@ class Opening:
     resumed: bool = False
     isolated: bool = False
     joined_verdicts: bool = False  # a verdict may hold several tokens of a Decode
+    seconds_joined: float = JOIN_MS / 1e3  # for which they may wait for later ones
     first_round: "Round | None" = None  # a Decode
     encoder_input: Tensor | None = field(default=None, repr=False, compare=False)
 
@@ -125,6 +127,8 @@ def check_open(
     if message.response_bytes and not MIN_RESPONSE_BYTES <= message.response_bytes <= MAX_RESPONSE_BYTES:
         or_any = ", or 0 for any size"
         raise outside("response_bytes", message.response_bytes, MIN_RESPONSE_BYTES, MAX_RESPONSE_BYTES, or_any)
+    if message.join_ms > MAX_JOIN_MS:
+        raise above_limit("join_ms", message.join_ms, MAX_JOIN_MS)
     stops = _check_stops(message, model)
     if committed and committed[-1] in stops:
         raise invalid_field(
@@ -156,6 +160,7 @@ def check_open(
         resumed=message.reopened or bool(committed),
         isolated=message.isolated,
         joined_verdicts=message.joined_verdicts,
+        seconds_joined=(message.join_ms if message.HasField("join_ms") else JOIN_MS) / 1e3,
         first_round=check_decode(message.decode) if message.HasField("decode") else None,
     )
 

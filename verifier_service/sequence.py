@@ -83,6 +83,7 @@ class Unsent:
     Attributes:
         timings: of each step that wrote some of the tokens.
         load: after the last one.
+        due: when it must be delivered, by `time.perf_counter()`.
     """
 
     round: int
@@ -93,6 +94,7 @@ class Unsent:
     reason: sampling_pb2.FinishReason
     timings: list[Callable[[], speculation_pb2.VerdictTimings]]
     load: speculation_pb2.VerifierLoad
+    due: float
 
     def join(self, later: "Unsent") -> None:
         """Adds the tokens of a later step of the same `Decode`."""
@@ -333,7 +335,7 @@ class TargetSequence:
         if self.adjuster is not None:
             for token in tokens:
                 self.adjuster.push(token)
-        is_first = not self.judged_at
+        is_first, due = not self.judged_at, self.judged_at + self.opening.seconds_joined
         self.judged_at = time.perf_counter()
         self.is_isolated = False
         self.decoded += len(tokens)
@@ -343,7 +345,7 @@ class TargetSequence:
             self.decoded = 0
         self.finished = reason != sampling_pb2.FINISH_REASON_UNSPECIFIED
         judged = min(result.accepted + 1, len(drafted))
-        verdict = Unsent(round_.number, base, judged, tokens, result, reason, [timings], load)
+        verdict = Unsent(round_.number, base, judged, tokens, result, reason, [timings], load, due)
         if self.unsent is None:
             self.unsent = verdict
         else:
@@ -363,6 +365,10 @@ class TargetSequence:
             self.backlog += 1
             self.deliver(partial(_encode_verdict, self.sequence_id, self.unsent))
             self.unsent = None
+
+    def send_by(self, now: float) -> float:
+        """When tokens of a `Decode` must be sent: those that wait, or those that come now."""
+        return now + self.opening.seconds_joined if self.unsent is None else self.unsent.due
 
     def _end_if_done(self) -> None:
         if self.half_closed and not self.rounds and not self.finished:

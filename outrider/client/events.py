@@ -295,8 +295,13 @@ class Queued:
 Event: TypeAlias = Queued | Started | PromptLogprobs | Chunk | Finished
 
 
-def read(response: draft_service_pb2.GenerateResponse) -> Event | None:
-    """The event of this message; None for an empty message, or a kind that only a newer server sends."""
+def read(response: draft_service_pb2.GenerateResponse) -> list[Event]:
+    """The events of this message: one, several that the service joined, or none."""
+    return [event for each in (response.joined or (response,)) if (event := _read(each)) is not None]
+
+
+def _read(response: draft_service_pb2.GenerateResponse) -> Event | None:
+    """None for an empty message, or a kind that only a newer server sends."""
     match response.WhichOneof("event"):
         case "started":
             return Started.of(response.started)

@@ -73,6 +73,7 @@ class CommonOptions(TypedDict, total=False):
     logprobs: int  # log-probabilities of each token and of the N most probable ones
     prompt_logprobs: int  # the same for the tokens of the prompt
     keep_special_tokens: bool
+    joined_responses: bool  # events come together, once a second and at the end; `complete` asks for it
     request_id: str
     required_features: Sequence[str]
     decoder_prompt_token_ids: Sequence[int]  # of an encoder–decoder model; default: the model's own

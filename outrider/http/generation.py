@@ -139,6 +139,8 @@ class Generation:
         Raises:
             OutriderError: a call failed.
         """
+        for call in self._calls:
+            call.options["joined_responses"] = True
         found: list[list[Part]] = [[] for _ in self._calls]
         async with aclosing(self.parts()) as parts:
             async for part in parts:

@@ -227,6 +227,8 @@ def _largest_field(field: Any, counts: Mapping[str, int], most: int) -> int:
     count = counts.get(f"{field.containing_type.name}.{field.name}", counts.get(field.name))
     if field.message_type is not None:
         entries = count if count is not None else most if field.is_repeated else 1
+        if not entries:  # it may hold messages of its own kind
+            return 0
         inner = largest(field.message_type, counts=counts, most=most)
         return entries * (tag + _varint_bytes(inner) + inner)
     if field.type in (FieldDescriptor.TYPE_STRING, FieldDescriptor.TYPE_BYTES):

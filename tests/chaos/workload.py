@@ -240,7 +240,7 @@ async def disturb(
 async def _events_of(call: Any) -> Events:
     try:
         async for response in call:
-            if (event := read(response)) is not None:
+            for event in read(response):
                 yield event
     except grpc.RpcError as error:
         raise typed(from_rpc_error(error)) from error

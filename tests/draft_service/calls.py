@@ -1,5 +1,6 @@
 """Calls of `Generate` and `Propose` as a client makes them: plain stubs, no service code."""
 
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -88,10 +89,14 @@ def generate(
 ) -> Result:
     """Call and read to the end. The first response must be `started`."""
     call = DraftServiceStub(channel).Generate(message, timeout=timeout)
-    first = next(response for response in call if response.WhichOneof("event"))
+    return result_of(each for response in call for each in response.joined or [response])
+
+
+def result_of(responses: Iterator[draft_service_pb2.GenerateResponse]) -> Result:
+    first = next(response for response in responses if response.WhichOneof("event"))
     assert first.WhichOneof("event") == "started"
     samples: dict[int, Sample] = {}
-    for response in call:
+    for response in responses:
         if response.WhichOneof("event") == "chunk":
             sample = samples.setdefault(response.chunk.index, Sample())
             assert sample.finished is None, "a chunk after the end of its sample"

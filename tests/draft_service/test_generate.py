@@ -1,6 +1,7 @@
 """`Generate` over gRPC, against real processes: the text is the target's, and it ends where it should."""
 
 import math
+import time
 from typing import Any
 
 import grpc
@@ -14,7 +15,17 @@ from protos.outrider.v1 import draft_service_pb2, sampling_pb2
 from protos.outrider.v1.draft_service_pb2_grpc import DraftServiceStub
 from tests.cluster import Service, wait_until
 from tests.draft_service import oracle
-from tests.draft_service.calls import BLOCK, COUPLED, PROMPT, TOKENWISE, generate, request, sampling, write
+from tests.draft_service.calls import (
+    BLOCK,
+    COUPLED,
+    PROMPT,
+    TOKENWISE,
+    generate,
+    request,
+    result_of,
+    sampling,
+    write,
+)
 from tests.draft_service.pairs import BREAKING_TOKEN, DRAFT_CONTEXT
 
 IDS = oracle.encode(PROMPT)
@@ -228,6 +239,22 @@ def test_samples_have_the_texts_of_their_own_seeds(draft: grpc.Channel) -> None:
     for index, sample in enumerate(samples):
         fields["sampling"].seed = derive_seed(8, index)
         assert sample.ids == write(draft, **fields).ids
+
+
+@pytest.mark.parametrize("gamma", [0, 4])
+def test_joined_responses_are_those_of_a_stream(draft: grpc.Channel, gamma: int) -> None:
+    """In one message for each second, and with privacy of emission each on its own."""
+    message = request(gamma=gamma, sampling=sampling(1.0, seed=8), max_new_tokens=40, ignore_eos=True, n=2, stop=["("])
+    expected = generate(draft, message)
+    message.joined_responses = True
+    began = time.monotonic()
+    responses = list(DraftServiceStub(draft).Generate(message, timeout=60))
+    assert len(responses) <= 2 + (time.monotonic() - began)
+    result = result_of(each for response in responses for each in response.joined or [response])
+    for one, other in zip(result.samples, expected.samples, strict=True):
+        assert (one.ids, one.text, one.reason) == (other.ids, other.text, other.reason)
+    message.emission.frame_bytes = 512
+    assert not any(each.joined for each in DraftServiceStub(draft).Generate(message, timeout=60))
 
 
 @pytest.mark.parametrize("gamma", [0, 4])

@@ -2,13 +2,21 @@
 
 import asyncio
 import codecs
-from collections.abc import Sequence
+from collections.abc import AsyncIterator, Sequence
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from draft_service.output import MAX_BACKLOG, RESUME_BACKLOG, Emitter, OutputText, Responses
+from draft_service.output import (
+    BYTES_JOINED,
+    MAX_BACKLOG,
+    RESUME_BACKLOG,
+    SECONDS_JOINED,
+    Emitter,
+    OutputText,
+    Responses,
+)
 from draft_service.sequence import SpeculationCounts, Timings
 from draft_service.service import HEARTBEAT_SECONDS, heartbeats
 from outrider.runtime.loader import ModelSource
@@ -227,3 +235,76 @@ async def test_heartbeats_fill_pauses_and_do_not_pile_up() -> None:
     await asyncio.sleep(10 * HEARTBEAT_SECONDS)
     responses.end()
     assert [each.WhichOneof("event") async for each in reader] == [None]
+
+
+async def indices(reader: AsyncIterator[GenerateResponse]) -> list[int]:
+    """Of the chunks in the next response."""
+    found = await anext(reader)
+    return [each.chunk.index for each in found.joined or [found]]
+
+
+@fake_clock
+async def test_joined_responses_come_once_a_second_and_at_the_end() -> None:
+    responses, loop = Responses(), asyncio.get_running_loop()
+    responses.are_joined = True
+    began, reader = loop.time(), aiter(responses)
+    reading = asyncio.create_task(indices(reader))
+    for index in range(5):  # at 0, 0.3, 0.6, 0.9 and 1.2 s
+        responses.send(response(index))
+        await asyncio.sleep(0.3 * SECONDS_JOINED)
+    assert await reading == [0, 1, 2, 3, 4]
+    assert loop.time() - began == pytest.approx(1.5 * SECONDS_JOINED)
+    reading = asyncio.create_task(indices(reader))
+    for index in (5, 6):
+        responses.send(response(index))
+        await asyncio.sleep(0.1 * SECONDS_JOINED)
+    assert not reading.done()
+    responses.end(ValueError("the end"))
+    assert await reading == [5, 6]
+    with pytest.raises(ValueError, match="the end"):
+        await anext(reader)
+
+
+async def test_joined_responses_do_not_wait_for_more_than_fit() -> None:
+    """Neither for more than half of the backlog, nor in messages that grow without a bound."""
+    responses = Responses()
+    responses.are_joined = True
+    reader = aiter(responses)
+    for index in range(RESUME_BACKLOG):
+        responses.send(response(index))
+    assert await asyncio.wait_for(indices(reader), 30.0) == list(range(RESUME_BACKLOG))
+    large = GenerateResponse(chunk=GenerateChunk(text="x" * (BYTES_JOINED // 2)))
+    for _ in range(5):
+        responses.send(large)
+    responses.end()
+    assert [len(each.joined) async for each in reader] == [2, 2, 0]
+
+
+@fake_clock
+async def test_a_heartbeat_brings_responses_that_wait() -> None:
+    responses = Responses()
+    responses.are_joined = True
+    with heartbeats(responses):
+        responses.send(response(1))
+        assert [each.WhichOneof("event") for each in (await anext(aiter(responses))).joined] == ["chunk", None]
+
+
+@fake_clock
+async def test_an_emitter_joins_tokens_until_a_stop_string() -> None:
+    responses, timings = Responses(), Timings(0.0)
+    responses.are_joined = True
+    tokens = OutputText(Bytes([b"a", b"b", b"."]), stop=["."])
+    emitter = Emitter(responses, tokens, index=0, prompt_tokens=1)
+
+    async def read() -> list[list[tuple[str, list[int]]]]:
+        return [
+            [(one.chunk.text, list(one.chunk.token_ids)) for one in each.joined or [each]] async for each in responses
+        ]
+
+    reading = asyncio.create_task(read())
+    for token, seconds in ((0, 0.0), (1, 0.5), (0, 0.6), (1, 0.1), (1, 0.1), (2, 0.1)):
+        await asyncio.sleep(seconds * SECONDS_JOINED)
+        emitter.take(speculation_pb2.Verdict(token_ids=[token]), [])
+        assert emitter.send(timings) is (token == 2)
+    responses.end()
+    assert await reading == [[("a", [0]), ("ba", [1, 0])], [("bb", [1, 1, 2])]]

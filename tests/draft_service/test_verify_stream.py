@@ -154,6 +154,9 @@ async def test_a_verdict_may_hold_several_tokens_of_a_decode() -> None:
                 sequence.commit(await stream.verdict())
                 assert sequence.tokens[-len(part) :] == part
         assert sequence.round.owed == 0
+    assert record(joined_responses=True).opening().join_ms == 1000
+    for how in ({}, {"joined_responses": True, "stop": ["."]}, {"joined_responses": True, "time_limit": 9.0}):
+        assert not record(**how).opening().HasField("join_ms")
     fixed = record(round_sizes=RoundSizes(request=512, response=512))
     assert not fixed.opening().joined_verdicts  # the size of a message must not show how many tokens it holds
 

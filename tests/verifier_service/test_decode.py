@@ -22,13 +22,8 @@ from tests.verifier_service.engines import PROMPTS, Client, a_round, break_forwa
 from verifier_service.engine import DECODE_LOOP, Close, Drain, HalfClose, Open, Read, Submit, VerifierEngine
 from verifier_service.sequence import MAX_BACKLOG
 
-
-@pytest.fixture
-def patient(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Tokens wait for longer than any test takes."""
-    monkeypatch.setattr("verifier_service.engine.SECONDS_JOINED", 1000.0)
-
-
+PATIENT: dict[str, Any] = {"joined_verdicts": True, "seconds_joined": 1000.0}
+"""Tokens wait for longer than any test takes."""
 GREEDY, SAMPLED = SamplingParams(temperature=0), SamplingParams(temperature=1.5, top_k=40)
 ALONE: list[dict[str, Any]] = [
     {"params": GREEDY},
@@ -105,10 +100,9 @@ def test_a_sequence_that_needs_more_than_the_decode_loop_is_not_drawn_by_it(
         assert reports == [20 if one.sequence.opening.top_logprobs >= 0 else 0] * 2
 
 
-@pytest.mark.usefixtures("patient")
 def test_a_silent_sequence_holds_nobody_to_one_token(engine: VerifierEngine) -> None:
     engine.cost = FittedCost([(1, 1e-6)])
-    silent, client = Client(engine, PROMPTS[1]), Client(engine, joined_verdicts=True, max_new_tokens=40)
+    silent, client = Client(engine, PROMPTS[1]), Client(engine, **PATIENT, max_new_tokens=40)
     silent.submit(())
     client.submit(decode=40)
     engine.turn()
@@ -182,23 +176,27 @@ def test_tokens_in_a_row_take_a_bounded_time(engine: VerifierEngine) -> None:
         client.close()
 
 
-@pytest.mark.usefixtures("patient")
 def test_tokens_of_a_decode_wait_to_be_sent_together(engine: VerifierEngine) -> None:
-    """The first one does not, nor do the last ones, nor those of a client that wants a verdict for each."""
+    """The first one does not, nor do the last ones, nor those of a client that wants a verdict for each.
+
+    Those of another client may wait for longer.
+    """
     engine.cost = FittedCost([(1, 600.0)])  # a row has one token
-    clients = [Client(engine, joined_verdicts=joined, max_new_tokens=10) for joined in (True, False)]
+    hows: list[dict[str, Any]] = [PATIENT, {"joined_verdicts": False}, PATIENT | {"seconds_joined": 1e6}]
+    clients = [Client(engine, **how, max_new_tokens=10) for how in hows]
     for client in clients:
         client.submit(decode=6)
     sent = list[list[list[int]]]()
     for waited in (0.0, 0.0, 0.0, 500.0, 0.0, 0.0):
-        if engine._unsent_since is not None:
-            engine._unsent_since -= waited
+        for client in clients:
+            if client.sequence.unsent is not None:
+                client.sequence.unsent.due -= waited
         clients[0].sequence.judged_at -= 10.0 * bool(sent)  # it has waited for each step
         engine.turn()
         sent.append([[len(each.token_ids) for each in client.verdicts] for client in clients])
-    assert [joined for joined, _ in sent] == [[1], [1], [1], [1, 3], [1, 3], [1, 3, 2]]
-    assert sent[-1][1] == [1] * 6
-    joined, single = (client.verdicts for client in clients)
+    assert [each[0] for each in sent] == [[1], [1], [1], [1, 3], [1, 3], [1, 3, 2]]
+    assert sent[-1][1:] == [[1] * 6, [1, 5]]
+    joined, single, _ = (client.verdicts for client in clients)
     assert [each.base_length for each in joined] == [3, 4, 7]
     assert [token for each in joined for token in each.token_ids] == [each.token_ids[0] for each in single]
     for name in ("forward_us", "verify_us"):
@@ -206,11 +204,23 @@ def test_tokens_of_a_decode_wait_to_be_sent_together(engine: VerifierEngine) -> 
     assert joined[1].timings.queue_us // 10_000_000 == 3
 
 
-@pytest.mark.usefixtures("patient")
+def test_tokens_of_all_that_wait_as_long_are_sent_with_the_first_that_must(engine: VerifierEngine) -> None:
+    engine.cost = FittedCost([(1, 600.0)])
+    clients = [Client(engine, **PATIENT, max_new_tokens=10) for _ in range(2)]
+    for client in clients:
+        client.submit(decode=6)
+    for _ in range(3):
+        engine.turn()
+    assert clients[0].sequence.unsent is not None
+    clients[0].sequence.unsent.due -= 500.0
+    engine.turn()
+    assert [[len(each.token_ids) for each in client.verdicts] for client in clients] == [[1, 3]] * 2
+
+
 @pytest.mark.parametrize("why", ["no other work", "an error"])
 def test_tokens_that_wait_are_sent_where_nothing_follows(engine: VerifierEngine, why: str) -> None:
     engine.cost = FittedCost([(1, 1e-3)])
-    client = Client(engine, joined_verdicts=True, max_new_tokens=30)
+    client = Client(engine, **PATIENT, max_new_tokens=30)
     client.submit(decode=30)
     engine.turn()
     engine.cost = FittedCost([(1, 600.0)])
@@ -225,7 +235,6 @@ def test_tokens_that_wait_are_sent_where_nothing_follows(engine: VerifierEngine,
     assert (client.error is not None) is (why == "an error")
 
 
-@pytest.mark.usefixtures("patient")
 @pytest.mark.parametrize("message", ["open", "submit", "close", "drain", "read", "half-close", "close at the end"])
 def test_a_message_ends_a_row_after_its_current_token(
     engine: VerifierEngine, message: str, monkeypatch: pytest.MonkeyPatch
@@ -259,7 +268,7 @@ def test_a_message_ends_a_row_after_its_current_token(
 
     monkeypatch.setattr(engine.model_runner, "steps", interrupted)
     engine.cost = FittedCost([(1, 1e-6)])
-    client = Client(engine, PROMPTS[0], joined_verdicts=True, max_new_tokens=20, seed=0, **ALONE[1])
+    client = Client(engine, PROMPTS[0], **PATIENT, max_new_tokens=20, seed=0, **ALONE[1])
     client.submit(decode=20)
     engine.turn()
     engine.turn()

@@ -95,6 +95,7 @@ Change = Callable[[verifier_service_pb2.OpenSequence], object]
         (lambda m: setattr(m.prompt_logprobs, "top_n", 21), "prompt_logprobs.top_n", ["21", "20"]),
         (lambda m: setattr(m, "request_id", "x" * 129), "request_id", ["129", "128"]),
         (lambda m: setattr(m, "response_bytes", 255), "response_bytes", ["255", "256", "1048576"]),
+        (lambda m: setattr(m, "join_ms", 1001), "join_ms", ["1001", "1000"]),
     ],
 )
 def test_an_invalid_opening_is_refused_with_field_and_numbers(change: Change, field: str, numbers: list[str]) -> None:

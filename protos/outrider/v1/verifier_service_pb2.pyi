@@ -21,7 +21,7 @@ NOTICE_KIND_QUEUED: NoticeKind
 NOTICE_KIND_DRAINING: NoticeKind
 
 class OpenSequence(_message.Message):
-    __slots__ = ("prompt_token_ids", "committed_token_ids", "sampling", "max_new_tokens", "min_new_tokens", "stop_token_ids", "ignore_eos", "logprobs", "required_features", "weights_fingerprint", "request_id", "cache_salt", "reopened", "request_bytes", "response_bytes", "isolated", "encoder_input", "prompt_logprobs", "report_probabilities", "joined_verdicts", "decode")
+    __slots__ = ("prompt_token_ids", "committed_token_ids", "sampling", "max_new_tokens", "min_new_tokens", "stop_token_ids", "ignore_eos", "logprobs", "required_features", "weights_fingerprint", "request_id", "cache_salt", "reopened", "request_bytes", "response_bytes", "isolated", "encoder_input", "prompt_logprobs", "report_probabilities", "joined_verdicts", "decode", "join_ms")
     PROMPT_TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
     COMMITTED_TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
     SAMPLING_FIELD_NUMBER: _ClassVar[int]
@@ -43,6 +43,7 @@ class OpenSequence(_message.Message):
     REPORT_PROBABILITIES_FIELD_NUMBER: _ClassVar[int]
     JOINED_VERDICTS_FIELD_NUMBER: _ClassVar[int]
     DECODE_FIELD_NUMBER: _ClassVar[int]
+    JOIN_MS_FIELD_NUMBER: _ClassVar[int]
     prompt_token_ids: _containers.RepeatedScalarFieldContainer[int]
     committed_token_ids: _containers.RepeatedScalarFieldContainer[int]
     sampling: _sampling_pb2.SamplingParams
@@ -64,7 +65,8 @@ class OpenSequence(_message.Message):
     report_probabilities: bool
     joined_verdicts: bool
     decode: Decode
-    def __init__(self, prompt_token_ids: _Optional[_Iterable[int]] = ..., committed_token_ids: _Optional[_Iterable[int]] = ..., sampling: _Optional[_Union[_sampling_pb2.SamplingParams, _Mapping]] = ..., max_new_tokens: _Optional[int] = ..., min_new_tokens: _Optional[int] = ..., stop_token_ids: _Optional[_Iterable[int]] = ..., ignore_eos: _Optional[bool] = ..., logprobs: _Optional[_Union[_sampling_pb2.LogprobsParams, _Mapping]] = ..., required_features: _Optional[_Iterable[str]] = ..., weights_fingerprint: _Optional[str] = ..., request_id: _Optional[str] = ..., cache_salt: _Optional[str] = ..., reopened: _Optional[bool] = ..., request_bytes: _Optional[int] = ..., response_bytes: _Optional[int] = ..., isolated: _Optional[bool] = ..., encoder_input: _Optional[_Union[_input_pb2.EncoderInput, _Mapping]] = ..., prompt_logprobs: _Optional[_Union[_sampling_pb2.LogprobsParams, _Mapping]] = ..., report_probabilities: _Optional[bool] = ..., joined_verdicts: _Optional[bool] = ..., decode: _Optional[_Union[Decode, _Mapping]] = ...) -> None: ...
+    join_ms: int
+    def __init__(self, prompt_token_ids: _Optional[_Iterable[int]] = ..., committed_token_ids: _Optional[_Iterable[int]] = ..., sampling: _Optional[_Union[_sampling_pb2.SamplingParams, _Mapping]] = ..., max_new_tokens: _Optional[int] = ..., min_new_tokens: _Optional[int] = ..., stop_token_ids: _Optional[_Iterable[int]] = ..., ignore_eos: _Optional[bool] = ..., logprobs: _Optional[_Union[_sampling_pb2.LogprobsParams, _Mapping]] = ..., required_features: _Optional[_Iterable[str]] = ..., weights_fingerprint: _Optional[str] = ..., request_id: _Optional[str] = ..., cache_salt: _Optional[str] = ..., reopened: _Optional[bool] = ..., request_bytes: _Optional[int] = ..., response_bytes: _Optional[int] = ..., isolated: _Optional[bool] = ..., encoder_input: _Optional[_Union[_input_pb2.EncoderInput, _Mapping]] = ..., prompt_logprobs: _Optional[_Union[_sampling_pb2.LogprobsParams, _Mapping]] = ..., report_probabilities: _Optional[bool] = ..., joined_verdicts: _Optional[bool] = ..., decode: _Optional[_Union[Decode, _Mapping]] = ..., join_ms: _Optional[int] = ...) -> None: ...
 
 class Decode(_message.Message):
     __slots__ = ("round", "base_length", "prefix_hash", "num_tokens", "seen_round")

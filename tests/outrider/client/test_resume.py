@@ -47,8 +47,10 @@ from tests.proxy import Proxy, Way
 from tests.slow_steps import STEP_SECONDS
 
 PROMPT = "def area(radius):\n"
-# A fixed γ gives a text the same bytes each time.
-SAMPLED: Options = {"temperature": 1.0, "seed": 11, "max_new_tokens": 72, "ignore_eos": True, "gamma": 5}
+# A fixed γ, with a chunk for each round, gives a text the same bytes each time.
+SAMPLED: Options = {
+    "temperature": 1.0, "seed": 11, "max_new_tokens": 72, "ignore_eos": True, "gamma": 5, "joined_responses": False
+}  # fmt: skip
 LONG: Options = {**SAMPLED, "max_new_tokens": 900, "gamma": 0}
 """A text that takes the pair seconds: a fault after a chunk falls in the middle of it."""
 SILENCE_S = 1.0
@@ -106,7 +108,7 @@ def assert_same(one: Completion, other: Completion) -> None:
     "options",
     [
         SAMPLED | {"repetition_penalty": 1.3, "presence_penalty": 0.4, "frequency_penalty": 0.2, "max_new_tokens": 200},
-        {"temperature": 1.0, "seed": 3, "max_new_tokens": 200},
+        {"temperature": 1.0, "seed": 3, "max_new_tokens": 200, "joined_responses": False},
     ],
     ids=["penalties", "the model's own end"],
 )

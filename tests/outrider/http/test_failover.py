@@ -210,8 +210,9 @@ async def test_an_answer_that_outlasts_the_grace_of_a_stop_ends_with_an_error(*,
         async def get_model(self) -> pb.DraftServiceGetModelResponse:
             return pb.DraftServiceGetModelResponse()
 
-        async def generate(self, *_: Any, **__: Any) -> AsyncGenerator[Event | None, None]:
-            yield read(pb.GenerateResponse(chunk=pb.GenerateChunk(text="a", token_ids=[1])))
+        async def generate(self, *_: Any, **__: Any) -> AsyncGenerator[Event, None]:
+            for event in read(pb.GenerateResponse(chunk=pb.GenerateChunk(text="a", token_ids=[1]))):
+                yield event
             begun.set()
             await asyncio.Event().wait()
 
