@@ -18,10 +18,11 @@ from dataclasses import dataclass
 from typing import Any, TypeAlias
 
 import numpy as np
+import torch
 from numpy.typing import NDArray
+from torch import Tensor
 
 LEAST_EXPECTED = 5.0
-_SMALL = 1e-14
 
 Array: TypeAlias = NDArray[Any]
 
@@ -86,53 +87,26 @@ def detectable(df: int, n: int, *, level: float, power: float, allowed: float = 
 
 
 def chi2_sf(x: float, df: int) -> float:
-    """Return the chance that χ² of `df` degrees of freedom exceeds `x`: Γ(a, z)/Γ(a) with a = df/2, z = x/2.
-
-    Below its mean it is 1 less a series. Above it: the recurrence of `noncentral_sf`, down to erfc(√z) at a = 1/2, or
-    to 0 at a = 0 (Abramowitz and Stegun, 6.5.29, 6.5.17 and 6.5.21).
-    """
-    a, z = df / 2, x / 2
-    if z <= 0:
-        return 1.0
-    if z == math.inf:
-        return 0.0
-    if z < a + 1:
-        term = rest = _poisson(a, z)
-        n = a
-        while term > rest * _SMALL:
-            n += 1
-            term *= z / n
-            rest += term
-        return 1.0 - rest
-    total = math.erfc(math.sqrt(z)) if df % 2 else 0.0
-    k, term = a - 1, _poisson(a - 1, z)
-    while k >= 0 and term > total * _SMALL:
-        total += term
-        term *= k / z
-        k -= 1
-    return total
+    """Return the chance that χ² of `df` degrees of freedom exceeds `x`: Γ(df/2, x/2)/Γ(df/2)."""
+    return float(_upper_gamma(df / 2, x / 2))
 
 
 def noncentral_sf(x: float, df: int, noncentrality: float) -> float:
-    """Return the chance that noncentral χ² exceeds `x`: a mixture of χ² of df + 2j with Poisson weights, mean λ/2.
-
-    Two more degrees of freedom add one term: Γ(a + 1, z)/Γ(a + 1) = Γ(a, z)/Γ(a) + z^a e^-z/Γ(a + 1) (Abramowitz and
-    Stegun, 6.5.21).
-    """
+    """Return the chance that noncentral χ² exceeds `x`: a mixture of χ² of df + 2j with Poisson weights, mean λ/2."""
     mean = noncentrality / 2
-    if mean == 0 or x == math.inf or x <= 0:
+    if mean == 0:
         return chi2_sf(x, df)
     width = 9 * math.sqrt(mean) + 20
-    first = max(0, int(mean - width))
-    sf, terms = chi2_sf(x, df + 2 * first), []
-    for j in range(first, int(mean + width)):
-        terms.append(_poisson(j, mean) * sf)
-        sf += _poisson(df / 2 + j, x / 2)
-    return math.fsum(terms)
+    j = torch.arange(max(0, int(mean - width)), int(mean + width), dtype=torch.float64)
+    weights = (j * math.log(mean) - mean - torch.lgamma(j + 1)).exp()
+    return min(1.0, float(weights @ _upper_gamma(df / 2 + j, x / 2)))  # rounded weights may sum to more than 1
 
 
-def _poisson(k: float, mean: float) -> float:
-    return math.exp(k * math.log(mean) - mean - math.lgamma(k + 1))
+def _upper_gamma(a: Tensor | float, z: float) -> Tensor:
+    """Γ(a, z)/Γ(a); 1 for z ≤ 0."""
+    return torch.special.gammaincc(
+        torch.as_tensor(a, dtype=torch.float64), torch.tensor(max(z, 0.0), dtype=torch.float64)
+    )
 
 
 def _root(decreasing: Callable[[float], float]) -> float:
