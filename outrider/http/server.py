@@ -13,9 +13,10 @@ import threading
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Self
+from typing import Any, Self
 
 import uvicorn
+from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
 from outrider.client import AsyncClient
 from outrider.http.app import create_app
@@ -23,14 +24,6 @@ from outrider.http.settings import ServerSettings
 from outrider.rpc.auth import ClientLimits, Tokens
 from outrider.rpc.channel import check_plaintext, checked_host_and_port, is_local
 from outrider.rpc.tls import FileProblem, Watched
-
-if TYPE_CHECKING:
-    from uvicorn.protocols.http.h11_impl import H11Protocol as Protocol
-else:
-    try:
-        from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol as Protocol
-    except ImportError:  # the slower parser is always there
-        from uvicorn.protocols.http.h11_impl import H11Protocol as Protocol
 
 _logger = logging.getLogger("outrider.http")
 
@@ -162,7 +155,7 @@ class BackgroundServer:
 # ------------------------------------------------------------------------------------------------------- connections
 
 
-class _Connection(Protocol):
+class _Connection(HttpToolsProtocol):
     """A connection with limits: for the time until a request's head has arrived, for its size, and for a reader that
     does not read. uvicorn has a time for idle connections alone.
     """
@@ -205,24 +198,21 @@ class _Connection(Protocol):
         self._head_bytes = self._head_bytes + len(data) if self._is_idle else 0
 
     def _should_upgrade(self) -> bool:
-        """Whether `handle_websocket_upgrade` takes the request. h11, which has no such parser, needs no help."""
-        parser: Any = getattr(self, "parser", None)
-        return parser is not None and parser.should_upgrade() and parser.get_method() != b"CONNECT"
+        """Whether `handle_websocket_upgrade` takes the request."""
+        return bool(self.parser.should_upgrade() and self.parser.get_method() != b"CONNECT")
 
-    def handle_websocket_upgrade(self, event: Any = None) -> None:
+    def handle_websocket_upgrade(self) -> None:
         """Reads a request that asks for an upgrade again, as one that does not: httptools would drop its body. Java's
         HttpClient asks for HTTP/2 with its requests in plaintext, and takes an answer in HTTP/1.1.
         """
         paused: Any = sys.exception()  # of the parser, with the length of the head
-        this: Any = self
-        head = [f"{self.scope['method']} ".encode(), this.url, f" HTTP/{self.scope['http_version']}\r\n".encode()]
+        head = [f"{self.scope['method']} ".encode(), self.url, f" HTTP/{self.scope['http_version']}\r\n".encode()]
         head += [b"%s: %s\r\n" % header for header in self.headers if header[0] != b"upgrade"]
         self._unread = b"".join([*head, b"\r\n", self._data[paused.args[0] :]])
-        this.parser = type(this.parser)(self)  # the old one reads no more after `Connection: close`
+        self.parser = type(self.parser)(self)  # the old one reads no more after `Connection: close`
 
     def on_headers_complete(self) -> None:
-        """Of httptools alone. uvicorn's part for h11 sends HTTP/1.0 no chunks by itself."""
-        super().on_headers_complete()  # type: ignore[misc]
+        super().on_headers_complete()
         if self._should_upgrade():
             return
         cycle: Any = self.cycle
