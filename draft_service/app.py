@@ -30,7 +30,7 @@ from kernels.verify import implementation_for
 from outrider.environment import served_name
 from outrider.rpc.auth import OwnToken
 from outrider.rpc.channel import RenewedChannel
-from outrider.rpc.tls import TLS, ChannelTLS
+from outrider.rpc.tls import TLS, ChannelTLS, certificate_and_key, from_files
 from outrider.runtime.checkpoint import vocabulary_size
 from outrider.runtime.loader import LoadedModel
 from outrider.runtime.tokenizer import Tokenizer
@@ -51,7 +51,7 @@ from outrider.service.loading import (
 from outrider.service.metrics import VllmMetrics
 from outrider.service.model_info import describe, describe_tokenizer
 from outrider.service.sampling import RULES
-from outrider.service.settings import SettingsError, certificate_and_key, check_plaintext, from_files
+from outrider.service.settings import SettingsError, check_plaintext
 from outrider.service.wire import largest_generate_request, largest_verify_message, server_limit
 from protos.outrider.v1 import model_pb2
 from protos.outrider.v1.draft_service_pb2_grpc import add_DraftServiceServicer_to_server

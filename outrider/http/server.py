@@ -23,7 +23,7 @@ from outrider.http.app import create_app
 from outrider.http.settings import ServerSettings
 from outrider.rpc.auth import ClientLimits, Tokens
 from outrider.rpc.channel import check_plaintext, checked_host_and_port, is_local
-from outrider.rpc.tls import FileProblem, Watched
+from outrider.rpc.tls import FileProblem, Watched, certificate_and_key, from_files
 
 _logger = logging.getLogger("outrider.http")
 
@@ -51,7 +51,7 @@ class HttpServer:
         self._settings = settings
         self._connect = connect
         self._certificate = _certificate(settings)
-        self._keys, self._limits = _keys(settings), _limits(settings)
+        self._keys, self._limits = _keys(settings), ClientLimits.of(settings, "http-")
         self._socket = _bind(settings.address)
         self._name = self._socket.getsockname()[:2]  # uvicorn closes the socket at its end
         self._server: uvicorn.Server | None = None
@@ -269,10 +269,9 @@ class _Certificate:
     """The TLS context of a listener, whose files are read again when they change."""
 
     def __init__(self, cert: Path, key: Path) -> None:
-        self.context = _context(cert, key)
         self._files = cert, key
         self._watched = Watched([cert, key], lambda: _context(cert, key))  # fails if they do not match
-        self._version = 0
+        self._version, self.context = self._watched.look()
 
     def renew(self) -> None:
         """Uses the files as they are now, for new connections."""
@@ -295,13 +294,8 @@ def _context(cert: Path, key: Path) -> ssl.SSLContext:
 
 
 def _certificate(settings: ServerSettings) -> _Certificate | None:
-    cert, key = settings.tls_cert, settings.tls_key
-    if cert is not None and key is not None:
-        return _from_files("--http-tls-cert, --http-tls-key", _Certificate, cert, key)
-    if cert is not None or key is not None:
-        given, missing = ("cert", "key") if key is None else ("key", "cert")
-        raise ValueError(f"--http-tls-{given} needs --http-tls-{missing}")
-    return None
+    files = certificate_and_key("--http-tls-cert", settings.tls_cert, "--http-tls-key", settings.tls_key)
+    return None if files is None else from_files("--http-tls-cert, --http-tls-key", lambda: _Certificate(*files))
 
 
 def _keys(settings: ServerSettings) -> Tokens | None:
@@ -317,29 +311,7 @@ def _keys(settings: ServerSettings) -> Tokens | None:
             f"--http {settings.address} is not a loopback address, and without keys anyone may call: give "
             "--http-key-file, or --http-plaintext if the network is trusted"
         )
-    return None if path is None else _from_files("--http-key-file", Tokens, path)
-
-
-def _limits(settings: ServerSettings) -> ClientLimits | None:
-    if settings.client_rate is None and settings.max_client_sequences is None:
-        if settings.client_burst is not None:
-            raise ValueError("--http-client-burst needs --http-client-rate")
-        return None
-    return ClientLimits(
-        rate=settings.client_rate,
-        burst=settings.client_burst,
-        max_sequences=settings.max_client_sequences,
-        prefix="http-",
-    )
-
-
-def _from_files(flag: str, make: Callable[..., Any], *paths: Path) -> Any:
-    try:
-        return make(*paths)
-    except FileProblem as problem:
-        raise ValueError(f"{flag}: {problem}") from problem
-    except OSError as error:
-        raise ValueError(f"{flag}: {error.filename or paths[0]}: {error.strerror or error}") from error
+    return None if path is None else from_files("--http-key-file", lambda: Tokens(path))
 
 
 def _bind(address: str) -> socket.socket:

@@ -17,14 +17,14 @@ from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack, asynccontextmanager, contextmanager
 from contextvars import ContextVar
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 import grpc
 
 from outrider.rpc import errors
 from outrider.rpc.errors import RequestError, above_limit, counted, overloaded, permission_denied, unauthenticated
 from outrider.rpc.interceptor import Context, Handler, Interceptor, wrapped
-from outrider.rpc.tls import FileProblem, Watched
+from outrider.rpc.tls import FileProblem, SettingsError, Watched
 
 METADATA_KEY = "authorization"
 _SCHEME = "bearer "
@@ -181,6 +181,20 @@ class ClientLimits:
         self._prefix = prefix
         self._clock = clock
         self._clients: dict[str, _Client] = {}
+
+    @classmethod
+    def of(cls, settings: Any, prefix: str = "") -> Self | None:
+        """The limits by `client_rate`, `client_burst` and `max_client_sequences` of the settings; None without any.
+
+        Raises:
+            SettingsError: a burst without a rate.
+        """
+        rate, burst, most = settings.client_rate, settings.client_burst, settings.max_client_sequences
+        if rate is not None or most is not None:
+            return cls(rate=rate, burst=burst, max_sequences=most, prefix=prefix)
+        if burst is not None:
+            raise SettingsError(f"--{prefix}client-burst needs --{prefix}client-rate")
+        return None
 
     @contextmanager
     def enter(self, name: str) -> Iterator[None]:

@@ -30,6 +30,36 @@ class FileProblem(ValueError):
     """A file cannot be read, or has the wrong content. The text is one line that names the file."""
 
 
+class SettingsError(ValueError):
+    """A setting that this machine cannot meet; the text is one line that names the flag."""
+
+
+def from_files(flag: str, make: Callable[[], Value]) -> Value:
+    """Returns the result of `make`, which reads files.
+
+    Raises:
+        SettingsError: a file cannot be read; with the flag.
+    """
+    try:
+        return make()
+    except FileProblem as problem:
+        raise SettingsError(f"{flag}: {problem}") from problem
+
+
+def certificate_and_key(cert_flag: str, cert: Path | None, key_flag: str, key: Path | None) -> tuple[Path, Path] | None:
+    """A certificate and its key; None if neither is given.
+
+    Raises:
+        SettingsError: only one is given.
+    """
+    if cert is not None and key is not None:
+        return cert, key
+    if cert is not None or key is not None:
+        given, missing = (cert_flag, key_flag) if cert is not None else (key_flag, cert_flag)
+        raise SettingsError(f"{given} needs {missing}")
+    return None
+
+
 class Watched(Generic[Value]):
     """A value that is read from files, and again when they change.
 

@@ -4,11 +4,10 @@ a service listens, who may call it, and how it calls others.
 
 import sys
 from argparse import ArgumentParser, HelpFormatter
-from collections.abc import Callable
 from difflib import get_close_matches
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, NoReturn, TypeVar
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, NoReturn
 
 import structlog
 from pydantic import AfterValidator, BeforeValidator, Field, ValidationError, field_validator
@@ -20,7 +19,8 @@ from outrider.rpc import channel
 from outrider.rpc.auth import AllowedClients, Authentication, ClientLimits, Tokens
 from outrider.rpc.channel import checked_address, checked_host_and_port, is_local
 from outrider.rpc.server import LARGEST_OPTION
-from outrider.rpc.tls import FileProblem, ServerTLS
+from outrider.rpc.tls import ServerTLS, certificate_and_key, from_files
+from outrider.rpc.tls import SettingsError as SettingsError
 
 if TYPE_CHECKING:
     from pydantic_core import ErrorDetails
@@ -100,10 +100,6 @@ def _endpoint(value: str) -> str:
 
 
 Endpoint = Annotated[str, AfterValidator(_endpoint)]
-
-
-class SettingsError(Exception):
-    """A setting that this machine cannot meet; the text is one line that names the flag."""
 
 
 class ServiceSettings(SecuritySettings):
@@ -346,8 +342,6 @@ _REQUIREMENTS = {
 
 # ---------------------------------------------------------------------------------------------------------- security
 
-Made = TypeVar("Made")
-
 
 def listening(settings: ServiceSettings) -> tuple[ServerTLS | None, list[Authentication]]:
     """How a service with these settings listens: its TLS, None for plaintext, and its first interceptors.
@@ -373,7 +367,7 @@ def listening(settings: ServiceSettings) -> tuple[ServerTLS | None, list[Authent
         if tls is None and not is_local(settings.listen):
             _log.warning("bearer tokens travel in plaintext; use TLS", listen=settings.listen)
     allowed = AllowedClients(settings.allow_client_san) if settings.allow_client_san else None
-    limits = _limits(settings)
+    limits = ClientLimits.of(settings)
     if allowed is None and tokens is None and limits is None:
         return tls, []
     return tls, [Authentication(allowed=allowed, tokens=tokens, limits=limits)]
@@ -392,32 +386,6 @@ def check_plaintext(flag: str, address: str, allowed: bool, instead: str) -> Non
             raise SettingsError(f"{flag} {error}") from None
 
 
-def from_files(flag: str, make: Callable[[], Made]) -> Made:
-    """Returns the result of `make`, which reads files.
-
-    Raises:
-        SettingsError: a file cannot be read; with the flag.
-    """
-    try:
-        return make()
-    except FileProblem as problem:
-        raise SettingsError(f"{flag}: {problem}") from problem
-
-
-def certificate_and_key(cert_flag: str, cert: Path | None, key_flag: str, key: Path | None) -> tuple[Path, Path] | None:
-    """A certificate and its key; None if neither is given.
-
-    Raises:
-        SettingsError: only one is given.
-    """
-    if cert is not None and key is not None:
-        return cert, key
-    if cert is not None or key is not None:
-        given, missing = (cert_flag, key_flag) if cert is not None else (key_flag, cert_flag)
-        raise SettingsError(f"{given} needs {missing}")
-    return None
-
-
 def _server_tls(settings: ServiceSettings) -> ServerTLS | None:
     files = certificate_and_key("--tls-cert", settings.tls_cert, "--tls-key", settings.tls_key)
     ca = settings.tls_client_ca
@@ -426,13 +394,3 @@ def _server_tls(settings: ServiceSettings) -> ServerTLS | None:
             raise SettingsError("--tls-client-ca needs --tls-cert and --tls-key")
         return None
     return from_files("--tls-cert, --tls-key or --tls-client-ca", lambda: ServerTLS(*files, ca))
-
-
-def _limits(settings: ServiceSettings) -> ClientLimits | None:
-    if settings.client_rate is None and settings.max_client_sequences is None:
-        if settings.client_burst is not None:
-            raise SettingsError("--client-burst needs --client-rate")
-        return None
-    return ClientLimits(
-        rate=settings.client_rate, burst=settings.client_burst, max_sequences=settings.max_client_sequences
-    )
