@@ -7,12 +7,13 @@ from dataclasses import dataclass
 from datetime import timedelta
 from difflib import get_close_matches
 from functools import partial
+from operator import attrgetter
 from reprlib import repr as short_repr
 from typing import Any, TypeAlias, TypedDict
 
 from google.protobuf.descriptor import FieldDescriptor
 
-from outrider.client.audio import Array, AudioSource, Samples, features_message
+from outrider.client.audio import Array, AudioSource, features_message
 from outrider.client.errors import refused
 from outrider.client.events import AcceptanceRule, Drafter, SpeculationPolicy
 from outrider.client.mirror import Named
@@ -165,7 +166,9 @@ def build_detokenize(token_ids: Sequence[int], keep_special_tokens: bool) -> dra
 
 
 def _carry(request: draft_service_pb2.GenerateRequest, name: str, value: Any) -> None:
-    setter, expected = _SETTERS.get(name, (partial(_set_field, name), ""))
+    setter, expected, feature = _SETTERS.get(name, (partial(_set_field, name), "", ""))
+    if value is False and expected == _BOOL:  # its message, and the feature, would be required for nothing
+        return
     try:
         setter(request, value)
     except UnicodeEncodeError as error:  # Python reads an argument that is not UTF-8 as lone surrogates
@@ -173,6 +176,8 @@ def _carry(request: draft_service_pb2.GenerateRequest, name: str, value: Any) ->
     except (TypeError, ValueError, AttributeError, OverflowError) as error:
         text = f"{name} is {short_repr(value)}; it must be {expected}" if expected else str(error)
         raise refused(name, text) from error
+    if feature:
+        require(request, feature)
 
 
 _TOKEN_IDS = f"integers from 0 to {2**32 - 1}"
@@ -233,40 +238,22 @@ def _role_and_content(message: Any) -> tuple[str, str]:
     return message["role"], message["content"]
 
 
-def _part(message: str, field: str, kind: type[Named] | None = None, *, needs: str = "") -> Setter:
-    """Sets a field of a message in the request, an enum of this kind or a number, and requires a feature."""
+def _part(message: str, field: str, kind: type[Named] | None = None) -> Setter:
+    """Sets a field of a message in the request, an enum of this kind or a value as it is."""
 
     def setter(request: draft_service_pb2.GenerateRequest, value: Any) -> None:
         setattr(getattr(request, message), field, value if kind is None else kind(value).number)
-        if needs:
-            require(request, needs)
 
     return setter
 
 
-def _set_audio(request: draft_service_pb2.GenerateRequest, value: Samples) -> None:
-    request.audio.CopyFrom(value.to_message())
-    require(request, "encoder")
+def _seconds(path: str) -> Setter:
+    """Sets a duration, at this path in the request."""
+    return lambda request, value: attrgetter(path)(request).FromTimedelta(timedelta(seconds=value))
 
 
 def _set_sample_rate(request: draft_service_pb2.GenerateRequest, value: int) -> None:
     raise ValueError(f"sample_rate is {value!r}; leave it out: only audio as an array needs it")
-
-
-def _set_features(request: draft_service_pb2.GenerateRequest, value: Array) -> None:
-    request.features.CopyFrom(features_message(value))
-    require(request, "encoder")
-
-
-def _set_decoder_prompt(request: draft_service_pb2.GenerateRequest, value: Sequence[int]) -> None:
-    request.decoder_prompt_token_ids.extend(value)
-    require(request, "encoder")
-
-
-def _set_transcription(name: str, request: draft_service_pb2.GenerateRequest, value: str | bool) -> None:
-    if value is not False:  # a model without timestamps writes none
-        setattr(request.transcription, name, value)
-        require(request, "encoder")
 
 
 def _set_stop(request: draft_service_pb2.GenerateRequest, value: str | Sequence[str]) -> None:
@@ -282,51 +269,41 @@ def _set_sigmoid(request: draft_service_pb2.GenerateRequest, value: tuple[float,
     request.sampling.sigmoid.alpha, request.sampling.sigmoid.beta = value
 
 
-def _set_frame_pace(request: draft_service_pb2.GenerateRequest, value: float) -> None:
-    request.emission.pace.FromTimedelta(timedelta(seconds=value))
-    require(request, "emission")
-
-
-def _set_fixed_size_rounds(request: draft_service_pb2.GenerateRequest, value: bool) -> None:
-    request.speculation.fixed_size = value
-    if value:
-        require(request, "fixed_rounds")
-
-
 def require(request: draft_service_pb2.GenerateRequest, feature: str) -> None:
     """A service without the feature then refuses the request; otherwise it would ignore the field."""
     if feature not in request.required_features:
         request.required_features.append(feature)
 
 
-def _set_time_limit(request: draft_service_pb2.GenerateRequest, value: float) -> None:
-    request.time_limit.FromTimedelta(timedelta(seconds=value))
-
-
 def _one_of(kind: type[Named]) -> str:
     return f"one of {', '.join(each.value for each in kind if each.value != 'unspecified')}"
 
 
-# Of options without a field of the same name and type: the setter, and the expected value, for errors without a text.
-_SETTERS: dict[str, tuple[Setter, str]] = {
-    "prompt": (_set_prompt, ""),
-    "time_limit": (_set_time_limit, "a number of seconds"),
-    "logit_bias": (_set_logit_bias, f"a mapping of token ids ({_TOKEN_IDS}) to numbers"),
-    "rule": (_part("sampling", "rule", AcceptanceRule), _one_of(AcceptanceRule)),
-    "sigmoid_scales": (_set_sigmoid, "a pair of numbers, alpha and beta"),
-    "stop": (_set_stop, "text or a list of texts"),
-    "speculation": (_part("speculation", "policy", SpeculationPolicy), _one_of(SpeculationPolicy)),
-    "drafter": (_part("speculation", "drafter", Drafter), _one_of(Drafter)),
-    "logprobs": (_part("logprobs", "top_n"), _UINT32),
-    "prompt_logprobs": (_part("prompt_logprobs", "top_n", needs="prompt_logprobs"), _UINT32),
-    "frame_bytes": (_part("emission", "frame_bytes", needs="emission"), _UINT32),
-    "frame_pace": (_set_frame_pace, "a number of seconds"),
-    "fixed_size_rounds": (_set_fixed_size_rounds, _BOOL),
-    "audio": (_set_audio, ""),
-    "sample_rate": (_set_sample_rate, ""),
-    "features": (_set_features, ""),
-    "decoder_prompt_token_ids": (_set_decoder_prompt, f"a list of token ids ({_TOKEN_IDS})"),
-    "language": (partial(_set_transcription, "language"), _STRING),
-    "task": (partial(_set_transcription, "task"), _STRING),
-    "timestamps": (partial(_set_transcription, "timestamps"), _BOOL),
+# Of options without a field of the same name and type: the setter, the expected value (for errors without a text), and
+# the feature that the service must have.
+_SETTERS: dict[str, tuple[Setter, str, str]] = {
+    "prompt": (_set_prompt, "", ""),
+    "time_limit": (_seconds("time_limit"), "a number of seconds", ""),
+    "logit_bias": (_set_logit_bias, f"a mapping of token ids ({_TOKEN_IDS}) to numbers", ""),
+    "rule": (_part("sampling", "rule", AcceptanceRule), _one_of(AcceptanceRule), ""),
+    "sigmoid_scales": (_set_sigmoid, "a pair of numbers, alpha and beta", ""),
+    "stop": (_set_stop, "text or a list of texts", ""),
+    "speculation": (_part("speculation", "policy", SpeculationPolicy), _one_of(SpeculationPolicy), ""),
+    "drafter": (_part("speculation", "drafter", Drafter), _one_of(Drafter), ""),
+    "logprobs": (_part("logprobs", "top_n"), _UINT32, ""),
+    "prompt_logprobs": (_part("prompt_logprobs", "top_n"), _UINT32, "prompt_logprobs"),
+    "frame_bytes": (_part("emission", "frame_bytes"), _UINT32, "emission"),
+    "frame_pace": (_seconds("emission.pace"), "a number of seconds", "emission"),
+    "fixed_size_rounds": (_part("speculation", "fixed_size"), _BOOL, "fixed_rounds"),
+    "audio": (lambda request, value: request.audio.CopyFrom(value.to_message()), "", "encoder"),
+    "sample_rate": (_set_sample_rate, "", ""),
+    "features": (lambda request, value: request.features.CopyFrom(features_message(value)), "", "encoder"),
+    "decoder_prompt_token_ids": (
+        lambda request, value: request.decoder_prompt_token_ids.extend(value),
+        f"a list of token ids ({_TOKEN_IDS})",
+        "encoder",
+    ),
+    "language": (_part("transcription", "language"), _STRING, "encoder"),
+    "task": (_part("transcription", "task"), _STRING, "encoder"),
+    "timestamps": (_part("transcription", "timestamps"), _BOOL, "encoder"),
 }
