@@ -14,7 +14,7 @@ from matplotlib.axes import Axes
 
 from outrider.evaluation.deployment import ALONE, POLICY, ROUND, Json
 from outrider.evaluation.pictures import COLOURS, GREY, VIOLET, Destination, bars, level, line, picture, stacked, svg
-from outrider.evaluation.report import Part, Picture, Points, Table, page
+from outrider.evaluation.report import Table, captioned, page, paragraph, points, section
 from outrider.rpc.errors import counted
 
 _LABELS = dict(zip(ROUND, ROUND, strict=True)) | {"forward": "pass", "verify": "verification", "other": "rest"}
@@ -71,39 +71,41 @@ def conclusions(document: Json) -> list[str]:
 def html(document: Json) -> str:
     """Return the report: a page that loads nothing."""
     models, settings = document["models"], document["settings"]
-    lead: list[Part] = [
-        f"Target `{models['target']['name']}` ({models['target']['dtype']} on {models['target']['device']}), draft "
-        f"`{models['draft']['name'] or 'none'}`"
-        + (f" ({models['draft']['dtype']} on {models['draft']['device']})" if models["draft"]["name"] else "")
-        + f". Draft service at `{document['address']}`, {document['time']}, Outrider {document['version']}.",
-        Points(conclusions(document)),
-        f"In brackets: the lowest and the highest of {settings['repeats']} repeats.",
+    lead = [
+        paragraph(
+            f"Target `{models['target']['name']}` ({models['target']['dtype']} on {models['target']['device']}), draft "
+            f"`{models['draft']['name'] or 'none'}`"
+            + (f" ({models['draft']['dtype']} on {models['draft']['device']})" if models["draft"]["name"] else "")
+            + f". Draft service at `{document['address']}`, {document['time']}, Outrider {document['version']}."
+        ),
+        points(conclusions(document)),
+        paragraph(f"In brackets: the lowest and the highest of {settings['repeats']} repeats."),
     ]
     if document["missing"]:
-        lead[1:1] = ["The measurement is incomplete:", Points(document["missing"])]
+        lead[1:1] = [paragraph("The measurement is incomplete:"), points(document["missing"])]
     return page(
         "Benchmark of a deployment",
-        lead,
-        {
-            "Speed": [
-                Picture(
-                    svg(partial(_draw_speed, document=document)),
-                    "Top: tokens/s over those of the target alone in the same repeat. Middle: time per token after "
-                    "the first piece; diamonds: predicted. Bottom: time to the first token. Lines: lowest and "
-                    "highest repeat.",
-                ),
-                table(document),
-            ],
-            "Where the time of a round goes": [
-                Picture(
-                    svg(partial(_draw_rounds, document=document)),
-                    "Mean round of one stream, without the first of each text, which reads the prompt. A round of "
-                    "the target alone is one token.",
-                ),
-                _table_of_rounds(document),
-            ],
-            "How it was measured": [Points(_method(document))],
-        },
+        *lead,
+        section(
+            "Speed",
+            captioned(
+                svg(partial(_draw_speed, document=document)),
+                "Top: tokens/s over those of the target alone in the same repeat. Middle: time per token after "
+                "the first piece; diamonds: predicted. Bottom: time to the first token. Lines: lowest and "
+                "highest repeat.",
+            ),
+            table(document).html(),
+        ),
+        section(
+            "Where the time of a round goes",
+            captioned(
+                svg(partial(_draw_rounds, document=document)),
+                "Mean round of one stream, without the first of each text, which reads the prompt. A round of "
+                "the target alone is one token.",
+            ),
+            _table_of_rounds(document).html(),
+        ),
+        section("How it was measured", points(_method(document))),
     )
 
 

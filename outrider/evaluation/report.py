@@ -1,12 +1,14 @@
-"""A report as one HTML page that loads nothing: text, tables, and pictures as inline SVG. It follows the dark mode."""
+"""A report as one HTML page that loads nothing: text, tables, and pictures as inline SVG. It follows the dark mode.
+
+In texts, what stands between backticks is code.
+"""
 
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from html import escape
-from typing import TypeAlias
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,42 +35,30 @@ class Table:
         return f"<tr>{names}{''.join(f'<{tag}>{_inline(cell)}</{tag}>' for cell in cells[self.keys :])}</tr>"
 
 
-@dataclass(frozen=True, slots=True)
-class Picture:
-    """One `<svg>` element, and a sentence that describes it."""
-
-    svg: str
-    caption: str
-
-    def html(self) -> str:
-        """Return it as HTML. In the dark mode its lightness is inverted, and hues stay."""
-        return f"<figure>{self.svg}<figcaption>{_inline(self.caption)}</figcaption></figure>"
+def paragraph(text: str) -> str:
+    """Return a paragraph of text."""
+    return f"<p>{_inline(text)}</p>"
 
 
-@dataclass(frozen=True, slots=True)
-class Points:
-    """A list of sentences."""
-
-    items: Sequence[str]
-
-    def html(self) -> str:
-        return f"<ul>{''.join(f'<li>{_inline(item)}</li>' for item in self.items)}</ul>"
+def points(sentences: Sequence[str]) -> str:
+    """Return a list."""
+    return f"<ul>{''.join(f'<li>{_inline(each)}</li>' for each in sentences)}</ul>"
 
 
-Part: TypeAlias = str | Points | Table | Picture
-"""A string is a paragraph; text between backticks is code."""
+def captioned(svg: str, caption: str) -> str:
+    """Return a picture; in the dark mode its lightness is inverted, and hues stay."""
+    return f"<figure>{svg}<figcaption>{_inline(caption)}</figcaption></figure>"
 
 
-def page(title: str, lead: Sequence[Part], sections: Mapping[str, Sequence[Part]]) -> str:
-    """Return the whole page; `lead` stands below its title, and `sections` have a heading each."""
-    body = [f"<h1>{_inline(title)}</h1>", *map(_html, lead)]
-    for heading, parts in sections.items():
-        body += [f"<section><h2>{_inline(heading)}</h2>", *map(_html, parts), "</section>"]
-    return _PAGE.format(title=escape(title), style=_STYLE, body="\n".join(body))
+def section(heading: str, *parts: str) -> str:
+    """Return parts below a heading."""
+    return "\n".join([f"<section><h2>{_inline(heading)}</h2>", *parts, "</section>"])
 
 
-def _html(part: Part) -> str:
-    return f"<p>{_inline(part)}</p>" if isinstance(part, str) else part.html()
+def page(title: str, *parts: str) -> str:
+    """Return the whole page, of parts in HTML."""
+    body = "\n".join([f"<h1>{_inline(title)}</h1>", *parts])
+    return _PAGE.format(title=escape(title), style=_STYLE, body=body)
 
 
 def _inline(text: str) -> str:

@@ -2,7 +2,7 @@
 
 from html.parser import HTMLParser
 
-from outrider.evaluation.report import Picture, Points, Table, page
+from outrider.evaluation.report import Table, captioned, page, paragraph, points, section
 
 TABLE = Table(("name", "value"), [("<b>", "1.0"), ("`code`", "2 & 3")])
 
@@ -32,7 +32,8 @@ class Seen(HTMLParser):
 
 def test_a_page_is_well_formed_and_escapes_its_text() -> None:
     svg = "<svg><text>letters</text></svg>"
-    seen = Seen(page("A < B", ["a & b", Points(["one"])], {"Title": [TABLE, Picture(svg, "what it shows")]}))
+    parts = section("Title", TABLE.html(), captioned(svg, "what it shows"))
+    seen = Seen(page("A < B", paragraph("a & b"), points(["one"]), parts))
     assert seen.open == []
     assert "b" not in seen.tags
     assert seen.tags.count("tr") == 3
@@ -42,7 +43,7 @@ def test_a_page_is_well_formed_and_escapes_its_text() -> None:
 
 
 def test_a_page_loads_nothing() -> None:
-    seen = Seen(page("A page", [], {"Title": ["text"]}))
+    seen = Seen(page("A page", section("Title", paragraph("text"))))
     assert {"script", "img", "iframe"}.isdisjoint(seen.tags)
     loads = [value for name, value in seen.attributes if name in ("src", "href")]
     assert loads == ["data:,"], "no icon is asked for"
