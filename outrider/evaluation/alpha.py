@@ -14,6 +14,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -24,15 +25,7 @@ from kernels.adjustments import LogitRules
 from kernels.sampling import SamplingParams, probabilities
 from kernels.sparse import SparseConfig, SparseDistribution
 from outrider.evaluation import DRAFT_MODELS, EvaluationError
-from outrider.evaluation.drafters import (
-    Drafter,
-    LookupDrafter,
-    ModelDrafter,
-    NGramDrafter,
-    ParallelDrafter,
-    RandomDrafter,
-    point_mass,
-)
+from outrider.evaluation.drafters import Drafter, at_random, by_lookup, by_model, by_ngrams, in_parallel, point_mass
 from outrider.evaluation.local_models import (
     PromptText,
     build_runner,
@@ -121,7 +114,7 @@ def measure(
     found: dict[str, list[np.ndarray]] = {name: [] for name in drafters}
     for text in texts:
         parts: dict[str, list[np.ndarray]] = {name: [] for name in drafters}
-        drafted = {name: list(drafter.read(text)) for name, drafter in drafters.items()}
+        drafted = {name: list(drafter(text)) for name, drafter in drafters.items()}
         begin = 0
         for z in read_logits(target, text, "the target"):
             if not len(z):
@@ -477,18 +470,18 @@ def _drafter(
         case "model":
             if draft is None:
                 raise EvaluationError("--drafter model needs --draft")
-            return ModelDrafter(draft, vocab_size, params, sparse)
+            return partial(by_model, draft, vocab_size, params, sparse)
         case "parallel":
             if draft is None or draft.loaded.mask_token is None:
                 raise EvaluationError(f"--drafter parallel: '{options.draft}' has no mask token")
-            return ParallelDrafter(draft, vocab_size, params, sparse, options.tokens_per_pass)
+            return partial(in_parallel, draft, vocab_size, params, sparse, options.tokens_per_pass)
         case "lookup":
-            return LookupDrafter(options.lookup_min_match)
+            return partial(by_lookup, options.lookup_min_match)
         case "random":
-            return RandomDrafter(vocab_size, min(vocab_size, options.max_support), options.seed)
+            return partial(at_random, vocab_size, min(vocab_size, options.max_support), options.seed)
         case _:
             order = {"unigram": 1, "bigram": 2}.get(name, options.ngram_order)
             counts = NGramCounts(order, vocab_size, options.ngram_entries)
             for document in documents:
                 counts.add(document)
-            return NGramDrafter(counts, params, sparse)
+            return partial(by_ngrams, counts, params, sparse)

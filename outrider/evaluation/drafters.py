@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from dataclasses import dataclass
-from typing import Protocol
+from collections.abc import Callable, Iterator
+from typing import TypeAlias
 
 import numpy as np
 import torch
@@ -19,112 +18,76 @@ from outrider.runtime.lookup import TextIndex
 from outrider.runtime.model_runner import ModelRunner
 from outrider.runtime.ngram import NGramCounts, back_off
 
-
-class Drafter(Protocol):
-    """A drafter. Its `params` are those of the draft."""
-
-    def read(self, text: Text) -> Iterator[SparseDistribution | None]:
-        """Yields q̂ of each token that the target wrote; None where it drafts nothing."""
+Drafter: TypeAlias = Callable[[Text], Iterator[SparseDistribution | None]]
+"""Yields q̂ of each token that the target wrote in a text; None where it drafts nothing. Made of one of the functions
+below, whose last argument is the text, by `partial`. Their `params` are those of the draft."""
 
 
-@dataclass(frozen=True, slots=True)
-class ModelDrafter:
+def by_model(
+    runner: ModelRunner, vocab_size: int, params: SamplingParams, sparse: SparseConfig, text: Text
+) -> Iterator[SparseDistribution]:
     """A draft model. Ids from `vocab_size`, the target's, on are padding, and never drafted."""
-
-    runner: ModelRunner
-    vocab_size: int
-    params: SamplingParams
-    sparse: SparseConfig
-
-    def read(self, text: Text) -> Iterator[SparseDistribution]:
-        for z in read_logits(
-            self.runner, text.for_draft(), "the draft", lambda z: _of_target(z, self.vocab_size, self.runner)
-        ):
-            yield from draft_distributions(z, self.params, self.sparse)
+    for z in read_logits(runner, text.for_draft(), "the draft", lambda z: _of_target(z, vocab_size, runner)):
+        yield from draft_distributions(z, params, sparse)
 
 
-@dataclass(frozen=True, slots=True)
-class ParallelDrafter:
+def in_parallel(
+    runner: ModelRunner, vocab_size: int, params: SamplingParams, sparse: SparseConfig, tokens_per_pass: int, text: Text
+) -> Iterator[SparseDistribution]:
     """A draft model with a mask token. Each pass gives q̂ of `tokens_per_pass` positions of the text, in turn."""
-
-    runner: ModelRunner
-    vocab_size: int
-    params: SamplingParams
-    sparse: SparseConfig
-    tokens_per_pass: int
-
-    def read(self, text: Text) -> Iterator[SparseDistribution]:
-        # A pass runs the tokens before the first of its positions, and masks.
-        runner, mask_token = self.runner, self.runner.loaded.mask_token
-        assert mask_token is not None
-        slot, adjuster = runner.pool.allocate(), adjuster_of(runner, text, self.vocab_size)
-        try:
-            for begin in range(text.begin, len(text.tokens), self.tokens_per_pass):
-                masks = min(self.tokens_per_pass, len(text.tokens) - begin) - 1
-                held = runner.pool.length(slot)
-                tokens = [*text.tokens[held:begin], *[mask_token] * masks]
-                z = runner.logits([Chunk(slot, tokens, held, begin - held - 1)])
-                runner.pool.rollback(slot, begin)
-                written = text.tokens[begin : begin + masks + 1]
-                z = adjusted(_of_target(z, self.vocab_size, runner), adjuster, written, stand_in=mask_token)
-                refuse_bad(z, "the draft")
-                yield from draft_distributions(z, self.params, self.sparse)
-        finally:
-            runner.pool.free(slot)
+    # A pass runs the tokens before the first of its positions, and masks.
+    mask_token = runner.loaded.mask_token
+    assert mask_token is not None
+    slot, adjuster = runner.pool.allocate(), adjuster_of(runner, text, vocab_size)
+    try:
+        for begin in range(text.begin, len(text.tokens), tokens_per_pass):
+            masks = min(tokens_per_pass, len(text.tokens) - begin) - 1
+            held = runner.pool.length(slot)
+            tokens = [*text.tokens[held:begin], *[mask_token] * masks]
+            z = runner.logits([Chunk(slot, tokens, held, begin - held - 1)])
+            runner.pool.rollback(slot, begin)
+            written = text.tokens[begin : begin + masks + 1]
+            z = adjusted(_of_target(z, vocab_size, runner), adjuster, written, stand_in=mask_token)
+            refuse_bad(z, "the draft")
+            yield from draft_distributions(z, params, sparse)
+    finally:
+        runner.pool.free(slot)
 
 
-@dataclass(frozen=True, slots=True)
-class NGramDrafter:
+def by_ngrams(
+    corpus: NGramCounts, params: SamplingParams, sparse: SparseConfig, text: Text
+) -> Iterator[SparseDistribution]:
     """Counts of a corpus, and of the text itself."""
-
-    corpus: NGramCounts
-    params: SamplingParams
-    sparse: SparseConfig
-
-    def read(self, text: Text) -> Iterator[SparseDistribution]:
-        own = NGramCounts(self.corpus.order, len(self.corpus.singles), self.corpus.bound)
-        adjuster = Adjuster.after(text.prompt.tokens, (), text.prompt.penalties, len(own.singles))
-        own.add(text.prompt.tokens)
-        for position in range(text.begin, len(text.tokens)):
-            before, token = text.tokens[max(0, position - own.order) : position], text.tokens[position]
-            p = back_off([self.corpus, own], before)
-            assert p is not None  # `own` has counted a token
-            z = torch.from_numpy(np.log(p)).to(torch.float32).unsqueeze(0)
-            yield from draft_distributions(adjusted(z, adjuster, [token]), self.params, self.sparse)
-            own.add([*before, token], len(before))
+    own = NGramCounts(corpus.order, len(corpus.singles), corpus.bound)
+    adjuster = Adjuster.after(text.prompt.tokens, (), text.prompt.penalties, len(own.singles))
+    own.add(text.prompt.tokens)
+    for position in range(text.begin, len(text.tokens)):
+        before, token = text.tokens[max(0, position - own.order) : position], text.tokens[position]
+        p = back_off([corpus, own], before)
+        assert p is not None  # `own` has counted a token
+        z = torch.from_numpy(np.log(p)).to(torch.float32).unsqueeze(0)
+        yield from draft_distributions(adjusted(z, adjuster, [token]), params, sparse)
+        own.add([*before, token], len(before))
 
 
-@dataclass(frozen=True, slots=True)
-class RandomDrafter:
+def at_random(vocab_size: int, size: int, seed: int, text: Text) -> Iterator[SparseDistribution]:
     """Draws uniformly from `size` tokens at equal distances, from a random one on: as the draft service's `random`.
 
     At temperature 0 the service proposes the drawn token alone; q̂ is then what it is drawn from.
     """
-
-    vocab_size: int
-    size: int
-    seed: int
-
-    def read(self, text: Text) -> Iterator[SparseDistribution]:
-        """See `Drafter`."""
-        generator = np.random.default_rng((self.seed, *text.tokens))
-        for begin in generator.integers(self.vocab_size, size=text.written):
-            yield evenly_spaced(int(begin), self.vocab_size, self.size)
+    generator = np.random.default_rng((seed, *text.tokens))
+    for begin in generator.integers(vocab_size, size=text.written):
+        yield evenly_spaced(int(begin), vocab_size, size)
 
 
-@dataclass(frozen=True, slots=True)
-class LookupDrafter:
+def by_lookup(min_match: int, text: Text) -> Iterator[SparseDistribution | None]:
     """Copies the token after the longest earlier occurrence of the end of the text, of `min_match` tokens or more."""
-
-    min_match: int
-
-    def read(self, text: Text) -> Iterator[SparseDistribution | None]:
-        index = TextIndex(self.min_match)
-        index.read(text.prompt.tokens)
-        for token in text.tokens[text.begin :]:
-            copied = index.copy(1)
-            yield point_mass(copied[0]) if copied else None
-            index.read([token])
+    index = TextIndex(min_match)
+    index.read(text.prompt.tokens)
+    for token in text.tokens[text.begin :]:
+        copied = index.copy(1)
+        yield point_mass(copied[0]) if copied else None
+        index.read([token])
 
 
 def _of_target(z: Tensor, vocab_size: int, runner: ModelRunner) -> Tensor:

@@ -9,6 +9,7 @@ a sampled case show a mean error in β of 0.11 with 99.9 %; the first comparison
 from __future__ import annotations
 
 import math
+from functools import partial
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -20,7 +21,7 @@ from kernels.sampling import SamplingParams
 from kernels.sparse import SparseConfig
 from outrider.client import Client, Round
 from outrider.evaluation.alpha import measure
-from outrider.evaluation.drafters import Drafter, LookupDrafter, ModelDrafter, NGramDrafter
+from outrider.evaluation.drafters import Drafter, by_lookup, by_model, by_ngrams
 from outrider.evaluation.local_models import build_runner
 from outrider.evaluation.target_text import Prompt, Text
 from outrider.runtime.loader import ModelSource, load_model
@@ -49,13 +50,13 @@ def drafter_of(name: str, params: SamplingParams, markov: PairServices, counting
     sparse = SparseConfig(max_support=int(flags[flags.index("--max-support") + 1]))
     if name == "model":
         runner = build_runner(load_model(source_of(markov.drafts["flattened"])), 1, 256)
-        return ModelDrafter(runner, VOCABULARY, params, sparse)
+        return partial(by_model, runner, VOCABULARY, params, sparse)
     if name == "lookup":
-        return LookupDrafter(int(flags[flags.index("--lookup-min-match") + 1]))
+        return partial(by_lookup, int(flags[flags.index("--lookup-min-match") + 1]))
     counts = NGramCounts(int(flags[flags.index("--ngram-order") + 1]), VOCABULARY, 1 << 20)
     tokenizer = load_tokenizer(source_of(markov.target))
     counts.add(tokenizer.encode(Path(flags[flags.index("--ngram-corpus") + 1]).read_text()))
-    return NGramDrafter(counts, params, sparse)
+    return partial(by_ngrams, counts, params, sparse)
 
 
 CASES: dict[str, tuple[str, SamplingParams, dict[str, Any]]] = {

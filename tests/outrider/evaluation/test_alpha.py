@@ -9,7 +9,7 @@ import copy
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -29,11 +29,11 @@ from outrider.evaluation import EvaluationError, alpha, chisquare, target_text
 from outrider.evaluation.alpha import FEW_PROMPTS, Estimate, Options, acceptance, clusters_of, estimate, measure
 from outrider.evaluation.drafters import (
     Drafter,
-    LookupDrafter,
-    ModelDrafter,
-    NGramDrafter,
-    ParallelDrafter,
-    RandomDrafter,
+    at_random,
+    by_lookup,
+    by_model,
+    by_ngrams,
+    in_parallel,
 )
 from outrider.evaluation.local_models import build_runner
 from outrider.evaluation.target_text import (
@@ -169,7 +169,7 @@ def test_alpha_equals_a_slow_computation_in_float64(setting: str, pair: Pair) ->
     given = PENALTIES if setting == "penalties" else NO_PENALTIES
     starts = [replace(each, penalties=given) for each in prompts()]
     texts = write(pair.target_runner, starts, params, tokens=6 * LENGTH, length=LENGTH, seed=5)
-    drafters = {"model": ModelDrafter(pair.draft_runner, V, draft_params, sparse)}
+    drafters = {"model": partial(by_model, pair.draft_runner, V, draft_params, sparse)}
     betas = measure(pair.target_runner, drafters, texts, params, LENIENCES)["model"]
     for text, own in zip(texts, betas, strict=True):
         z, w = (reference_logits(folder, text.tokens) for folder in (pair.target, pair.draft))
@@ -194,7 +194,7 @@ def test_alpha_of_parallel_drafting_is_that_of_passes_over_the_text(
     params, s = SamplingParams(), 3
     starts = [replace(each, penalties=penalties) for each in prompts(3)]
     texts = write(pair.target_runner, starts, params, tokens=3 * LENGTH, length=LENGTH, seed=5)
-    drafter = ParallelDrafter(runner_of(folder, 1), V, params, SparseConfig(), s)
+    drafter = partial(in_parallel, runner_of(folder, 1), V, params, SparseConfig(), s)
     betas = measure(pair.target_runner, {"parallel": drafter}, texts, params, (1.0,))["parallel"]
     for text, own in zip(texts, betas, strict=True):
         z, expected = reference_logits(pair.target, text.tokens), []
@@ -226,7 +226,7 @@ def test_alpha_of_models_with_rules_equals_transformers(name: str) -> None:
     own, read, found = list[list[int]](), list[torch.Tensor](), list[tuple[SamplingParams, np.ndarray]]()
     for params in (SamplingParams(temperature=0.8), GREEDY):
         texts = write(target, [Prompt(prompt, each) for each in inputs], params, tokens=42, length=14, seed=4)
-        drafter = ModelDrafter(draft, encoder_decoders.V, params, SparseConfig())
+        drafter = partial(by_model, draft, encoder_decoders.V, params, SparseConfig())
         betas = measure(target, {"model": drafter}, texts, params, (1.0,))["model"]
         own += [text.tokens[text.begin :] for text in texts]
         read += [inputs[text.index] for text in texts]
@@ -249,7 +249,7 @@ def test_a_draft_of_other_features_reads_its_own(tmp_path: Path) -> None:
     first, second = encoder_decoders.inputs(name, 2)
     target, draft = encoder_decoder_runners(name)
     tokens, params = encoder_decoders.decoder_prompt(name), SamplingParams()
-    drafter = {"model": ModelDrafter(draft, encoder_decoders.V, params, SparseConfig())}
+    drafter = {"model": partial(by_model, draft, encoder_decoders.V, params, SparseConfig())}
     (text,) = write(target, [Prompt(tokens, first, second)], params, tokens=12, length=12, seed=4)
     (found,) = measure(target, drafter, [text], params, (1.0,))["model"]
     written = text.tokens[text.begin :]
@@ -271,9 +271,9 @@ def test_blocks_change_nothing(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> N
     texts = write(pair.target_runner, prompts(), SamplingParams(), tokens=100, length=20, seed=1)
     counts = NGramCounts(3, V, 1000)
     drafters: dict[str, Drafter] = {
-        "model": ModelDrafter(pair.draft_runner, V, SamplingParams(), SparseConfig()),
-        "ngram": NGramDrafter(counts, SamplingParams(), SparseConfig()),
-        "lookup": LookupDrafter(1),
+        "model": partial(by_model, pair.draft_runner, V, SamplingParams(), SparseConfig()),
+        "ngram": partial(by_ngrams, counts, SamplingParams(), SparseConfig()),
+        "lookup": partial(by_lookup, 1),
     }
     whole = measure(pair.target_runner, drafters, texts, SamplingParams(), (1.0,))
     monkeypatch.setattr(target_text, "block_rows", lambda vocab_size: 3)
@@ -292,7 +292,7 @@ def test_padding_of_the_draft_is_never_drafted(pair: Pair, tmp_path: Path) -> No
     padded, texts = runner_of(tmp_path, 1), write(pair.target_runner, prompts(), GREEDY, tokens=100, length=20, seed=1)
     for params in (SamplingParams(), GREEDY):
         drafters: dict[str, Drafter] = {
-            name: ModelDrafter(runner, V, params, SparseConfig())
+            name: partial(by_model, runner, V, params, SparseConfig())
             for name, runner in (("padded", padded), ("plain", pair.draft_runner))
         }
         found = measure(pair.target_runner, drafters, texts, params, (1.0,))
@@ -421,8 +421,8 @@ def test_counting_and_copying_drafters_are_those_of_the_draft_service(
         "ngram": ngram.NGramDrafter([corpus], vocab_size=V, sparse=sparse, order=3, entries=10_000).guesser(sequence),
         "lookup": cheap.LookupDrafter(min_match=2).guesser(sequence),
     }
-    own: dict[str, Drafter] = {"ngram": NGramDrafter(counts, params, sparse), "lookup": LookupDrafter(2)}
-    drafted = {name: list(drafter.read(text)) for name, drafter in own.items()}
+    own: dict[str, Drafter] = {"ngram": partial(by_ngrams, counts, params, sparse), "lookup": partial(by_lookup, 2)}
+    drafted = {name: list(drafter(text)) for name, drafter in own.items()}
     for guesser in served.values():
         guesser.read(tokens[:5])
     copied = 0
@@ -446,7 +446,7 @@ def test_counting_and_copying_drafters_are_those_of_the_draft_service(
 def test_random_drafts_are_those_of_the_draft_service() -> None:
     """Each support is one that the service draws; at temperature 0 a β of 1/8 in a third of 240 positions: α = 1/V."""
     text = Text(0, Prompt([1]), np.random.default_rng(3).integers(0, V, 241).tolist())
-    drafted = list(RandomDrafter(V, 8, 0).read(text))
+    drafted = list(at_random(V, 8, 0, text))
     served = {tuple(cheap.support(seed, 1, vocab_size=V, size=8).ids.tolist()) for seed in range(300)}
     assert {tuple(q.ids.tolist()) for q in drafted} == served
     assert {(q.total, *q.weights.tolist()) for q in drafted} == {(8, *[1] * 8)}
@@ -495,6 +495,6 @@ def test_bad_logits_are_an_error(pair: Pair, tmp_path: Path) -> None:
     texts = write(pair.target_runner, prompts(1), SamplingParams(), tokens=10, length=10, seed=1)
     forward = runner.forward
     runner.forward = lambda chunks: forward(chunks) * math.nan  # type: ignore[method-assign]
-    drafters = {"model": ModelDrafter(runner, V, SamplingParams(), SparseConfig())}
+    drafters = {"model": partial(by_model, runner, V, SamplingParams(), SparseConfig())}
     with pytest.raises(EvaluationError, match="the draft gives logits that are NaN"):
         measure(pair.target_runner, drafters, texts, SamplingParams(), [1.0])

@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 import json
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +24,7 @@ from outrider.evaluation.alpha import measure
 from outrider.evaluation.check import check
 from outrider.evaluation.check_requests import Plan
 from outrider.evaluation.clips import clips_for, request_of
-from outrider.evaluation.drafters import ModelDrafter
+from outrider.evaluation.drafters import by_model
 from outrider.evaluation.local_models import build_runner, encode_speech
 from outrider.evaluation.reference import Copy, DecodeReference, LocalTarget
 from outrider.evaluation.target_text import Text
@@ -70,7 +71,7 @@ def test_alpha_of_speech_is_what_services_accept(pairs: Callable[[str], Pair], c
     ]
     target, draft = ((load_model(source), source) for source in sources)
     runners = [build_runner(model, 1, 64) for model, _ in (target, draft)]
-    drafter = {"model": ModelDrafter(runners[1], encoder_decoders.V, params, SparseConfig())}
+    drafter = {"model": partial(by_model, runners[1], encoder_decoders.V, params, SparseConfig())}
     with Client(pair.draft.address) as client:
         info = client.get_model().target
         for timestamps in (False, True):
