@@ -14,7 +14,6 @@ from typing import Any
 import click
 from click.core import ParameterSource
 from rich.console import Console
-from rich.progress import Progress
 from rich.table import Table
 
 from outrider.cli.bench import read_prompts
@@ -31,6 +30,7 @@ from outrider.cli.options import (
     timeout_option,
 )
 from outrider.cli.output import Failure, check_picture, fails_in_one_line, table, write_json, writing
+from outrider.cli.progress import progress
 from outrider.client import Prompt
 from outrider.evaluation.deployment import PROMPTS
 from outrider.evaluation.plan import MAX_GAMMA, Measurement, Pair, Plan, make_plan, measure
@@ -229,21 +229,20 @@ def _measured(draft: str, max_gamma: int | None, values: dict[str, Any]) -> Meas
     prompts: Sequence[Prompt] = PROMPTS if file is None else read_prompts(file)
     prompts = prompts[:: -(-len(prompts) // MOST_PROMPTS)]
     warn_of_busy_processors(draft)
-    err = Console(stderr=True)
     with (
         connected(draft, values.pop("timeout"), RETRY_TIMEOUT_S, values) as client,
-        Progress(console=err, transient=True, disable=not err.is_terminal) as progress,
+        progress("texts", with_lines=False) as update,
     ):
+        update("Measuring", 0, 0)
         limit = client.get_model().model.limits.max_gamma
         if max_gamma is not None and max_gamma > limit:
             raise Failure(f"--max-gamma is {max_gamma}; the draft service allows at most {limit}")
-        bar = progress.add_task("Measuring")
         options = request_of(values | {"ignore_eos": True})
         return measure(
             partial(client.complete, **options),
             prompts,
             max_gamma=max_gamma or min(limit, MAX_GAMMA),
-            report=lambda done, of: progress.update(bar, completed=done, total=of),
+            report=partial(update, "Measuring"),
         )
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -23,11 +24,13 @@ class Update(Protocol):
 
 
 @contextmanager
-def progress(unit: str = "") -> Iterator[Update]:
-    """Shows the progress of stages, of which one is current. `unit` names the steps, in the plural."""
+def progress(unit: str = "", *, with_lines: bool = True) -> Iterator[Update]:
+    """Shows the progress of stages, of which one is current. `unit` names the steps, in the plural. Without
+    `with_lines` nothing is written where there is no terminal.
+    """
     console = Console(stderr=True)
     if not console.is_terminal:
-        yield Lines(unit, lambda line: click.echo(line, err=True))
+        yield Lines(unit, lambda line: click.echo(line, err=True) if with_lines else None)
         return
     columns = (
         TextColumn("{task.description}"),
@@ -35,16 +38,17 @@ def progress(unit: str = "") -> Iterator[Update]:
         TextColumn("{task.fields[count]}"),
         TimeRemainingColumn(elapsed_when_finished=True),
     )
-    with Progress(*columns, console=console, transient=True) as bars:
+    # What goes to a terminal on stdout stands above the bar.
+    with Progress(*columns, console=console, transient=True, redirect_stdout=sys.stdout.isatty()) as bars:
         tasks: dict[str, TaskID] = {}
 
         def update(stage: str, done: int, total: int, detail: str = "") -> None:
             if stage not in tasks:
                 for task in tasks.values():
                     bars.update(task, visible=False)
-                tasks[stage] = bars.add_task("", total=total or None, completed=done, count="")
+                tasks[stage] = bars.add_task("", total=None, count="")
             count = _count(done, total, unit) if total else ""
-            bars.update(tasks[stage], completed=done, description=detail or stage, count=count)
+            bars.update(tasks[stage], total=total or None, completed=done, description=detail or stage, count=count)
 
         yield update
 

@@ -3,15 +3,11 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 import click
-from rich.console import Console
-from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeElapsedColumn
 
 from outrider.cli.options import (
     calling_options,
@@ -24,6 +20,7 @@ from outrider.cli.options import (
     timeout_option,
 )
 from outrider.cli.output import Failure, ended_document, fails_in_one_line, started_document, warn_of_loss, write_json
+from outrider.cli.progress import progress
 from outrider.client import Segment, Transcription
 
 
@@ -64,40 +61,18 @@ def transcribe_command(
         options: dict[str, Any] = dict(request_of(values))
         transcription = client.transcribe(audio, **options)
         try:
-            with _progress(transcription) as update:
+            with progress("s", with_lines=False) as update:
+                update("Transcribing", 0, 0)
                 for segment in transcription:
                     if not as_json:
                         click.echo(_line(segment, shows_times))
-                    update()
+                    update("Transcribing", round(transcription.position), round(transcription.duration))
         except ImportError as error:
             raise Failure(str(error)) from error
     if as_json:
         write_json(_document(transcription))
     else:
         warn_of_loss(transcription.completions[0].started)
-
-
-@contextmanager
-def _progress(transcription: Transcription) -> Iterator[Any]:
-    """A bar on stderr, if that is a terminal; the seconds that are done. Call what it yields after each segment."""
-    console = Console(stderr=True)
-    columns = TextColumn("{task.description}"), BarColumn(), TaskProgressColumn(), TimeElapsedColumn()
-    bar = Progress(
-        *columns,
-        console=console,
-        transient=True,
-        disable=not console.is_terminal,
-        redirect_stdout=sys.stdout.isatty(),  # text goes above the bar
-        redirect_stderr=True,
-    )
-    with bar:
-        task = bar.add_task("Transcribing", total=None)
-
-        def update() -> None:
-            total = transcription.duration or None
-            bar.update(task, total=total, completed=transcription.position)
-
-        yield update
 
 
 def _line(segment: Segment, shows_times: bool) -> str:
