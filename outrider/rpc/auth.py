@@ -13,9 +13,10 @@ import logging
 import math
 import re
 import time
-from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Mapping
+from collections.abc import AsyncIterator, Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import ExitStack, asynccontextmanager, contextmanager
 from contextvars import ContextVar
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Self
 
@@ -118,31 +119,25 @@ def names_of(auth_context: Mapping[str, Iterable[bytes]]) -> tuple[str, ...]:
     return tuple(name.decode("utf-8", "replace") for kind in _KINDS for name in auth_context.get(kind, ()))
 
 
-class AllowedClients:
-    """The names of the clients that are allowed. A certificate with one of them suffices."""
+def allowed_name(allowed: Collection[str], auth_context: Mapping[str, Iterable[bytes]]) -> str:
+    """The first allowed name in the peer's certificate. Names are compared letter for letter.
 
-    def __init__(self, names: Iterable[str]) -> None:
-        self._names = frozenset(names)
-
-    def check(self, auth_context: Mapping[str, Iterable[bytes]]) -> str:
-        """The allowed name in the peer's certificate. Names are compared letter for letter.
-
-        Raises:
-            RequestError: UNAUTHENTICATED: no certificate; PERMISSION_DENIED: no allowed name in it.
-        """
-        if not auth_context.get("x509_pem_cert"):
-            raise unauthenticated("the client has no certificate; give it one of the service's --tls-client-ca")
-        seen = names_of(auth_context)
-        for name in seen:
-            if name in self._names:
-                return name
-        allowed = _listed(sorted(self._names))
-        raise permission_denied(
-            f"the client's certificate names {_listed(seen) or 'no DNS name and no URI'}; --allow-client-san of the "
-            f"service allows {allowed}",
-            seen=_listed(seen),
-            allowed=allowed,
-        )
+    Raises:
+        RequestError: UNAUTHENTICATED: no certificate; PERMISSION_DENIED: no allowed name in it.
+    """
+    if not auth_context.get("x509_pem_cert"):
+        raise unauthenticated("the client has no certificate; give it one of the service's --tls-client-ca")
+    seen = names_of(auth_context)
+    for name in seen:
+        if name in allowed:
+            return name
+    shown = _listed(sorted(allowed))
+    raise permission_denied(
+        f"the client's certificate names {_listed(seen) or 'no DNS name and no URI'}; --allow-client-san of the "
+        f"service allows {shown}",
+        seen=_listed(seen),
+        allowed=shown,
+    )
 
 
 def _listed(names: Iterable[str]) -> str:
@@ -208,6 +203,7 @@ class ClientLimits:
         self._check_limit(client, 1)
         if self._rate is not None:
             self._take(client, self._rate)
+        client.sequences += 1
         call = _Call(self, client)
         _call.set(call)  # each call is a task of its own, and so has a context of its own
         try:
@@ -288,14 +284,13 @@ class _Client:
         self._now = now
 
 
+@dataclass(slots=True)
 class _Call:
     """One call of a client, and how many sequences it counts as."""
 
-    def __init__(self, limits: ClientLimits, client: _Client) -> None:
-        self.limits = limits
-        self.client = client
-        self.sequences = 1
-        client.sequences += 1
+    limits: ClientLimits
+    client: _Client
+    sequences: int = 1
 
 
 _call: ContextVar[_Call | None] = ContextVar("call", default=None)
@@ -340,16 +335,16 @@ class Authentication(Interceptor):
     exempt = ("/grpc.health.",)
 
     def __init__(
-        self, *, allowed: AllowedClients | None = None, tokens: Tokens | None = None, limits: ClientLimits | None = None
+        self, *, allowed: Collection[str] = (), tokens: Tokens | None = None, limits: ClientLimits | None = None
     ) -> None:
         """
         Args:
-            allowed: names, of which a client's certificate must have one; None: any client.
+            allowed: names, of which a client's certificate must have one; empty: any client.
             tokens: of which each call must carry one; None: no token is required.
             limits: of each client, identified by its token, else its certificate, else its address. Only streaming
                 calls that start sequences count, as one each unless `count_sequences` adds more.
         """
-        self._allowed = allowed
+        self._allowed = frozenset(allowed)
         self._tokens = tokens
         self._limits = limits
         self._next_line = 0.0
@@ -376,7 +371,7 @@ class Authentication(Interceptor):
 
     def _name(self, context: Context, metadata: Any) -> str:
         """Authenticates the caller. Returns its name in the limits."""
-        name = "" if self._allowed is None else self._allowed.check(context.auth_context())
+        name = allowed_name(self._allowed, context.auth_context()) if self._allowed else ""
         token = "" if self._tokens is None else self._tokens.check(metadata)
         return token or name or _anonymous(context)
 

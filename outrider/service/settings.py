@@ -16,7 +16,7 @@ from pydantic_settings import BaseSettings, CliApp, CliSettingsSource, NoDecode,
 
 from outrider.environment import COMMANDS, ENV_PREFIX, installed_version, unknown_variables
 from outrider.rpc import channel
-from outrider.rpc.auth import AllowedClients, Authentication, ClientLimits, Tokens
+from outrider.rpc.auth import Authentication, ClientLimits, Tokens
 from outrider.rpc.channel import checked_address, checked_host_and_port, is_local
 from outrider.rpc.server import LARGEST_OPTION
 from outrider.rpc.tls import ServerTLS, certificate_and_key, from_files
@@ -366,9 +366,8 @@ def listening(settings: ServiceSettings) -> tuple[ServerTLS | None, list[Authent
         tokens = from_files("--auth-token-file", lambda: Tokens(path))
         if tls is None and not is_local(settings.listen):
             _log.warning("bearer tokens travel in plaintext; use TLS", listen=settings.listen)
-    allowed = AllowedClients(settings.allow_client_san) if settings.allow_client_san else None
-    limits = ClientLimits.of(settings)
-    if allowed is None and tokens is None and limits is None:
+    allowed, limits = settings.allow_client_san, ClientLimits.of(settings)
+    if not allowed and tokens is None and limits is None:
         return tls, []
     return tls, [Authentication(allowed=allowed, tokens=tokens, limits=limits)]
 

@@ -14,7 +14,6 @@ from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 
 from outrider.rpc import errors
 from outrider.rpc.auth import (
-    AllowedClients,
     Authentication,
     ClientLimits,
     OwnToken,
@@ -91,7 +90,7 @@ def bearer(token: str) -> tuple[tuple[str, str], ...]:
 
 @pytest.mark.parametrize("names", [ALLOWED[:1], ALLOWED[1:], ("other.models.svc", ALLOWED[0]), ("cn:x", ALLOWED[1])])
 async def test_a_client_with_an_allowed_name_is_admitted(authority: Authority, names: tuple[str, ...]) -> None:
-    auth = Authentication(allowed=AllowedClients(ALLOWED))
+    auth = Authentication(allowed=ALLOWED)
     async with guarded(authority, auth, Probe()) as address, channel_of(address, authority, *names) as channel:
         assert await once(channel)(b"x", timeout=60) == b"x"
 
@@ -107,7 +106,7 @@ async def test_a_client_with_an_allowed_name_is_admitted(authority: Authority, n
 async def test_a_client_of_the_ca_without_an_allowed_name_is_refused(
     authority: Authority, names: tuple[str, ...]
 ) -> None:
-    probe, auth = Probe(), Authentication(allowed=AllowedClients(ALLOWED))
+    probe, auth = Probe(), Authentication(allowed=ALLOWED)
     async with guarded(authority, auth, probe) as address, channel_of(address, authority, *names) as channel:
         for method, request in every(b"0"):
             error = await refusal(method(channel)(request, timeout=60))
@@ -121,7 +120,7 @@ async def test_a_client_of_the_ca_without_an_allowed_name_is_refused(
 
 async def test_a_client_without_a_certificate_is_refused() -> None:
     """The list of names holds even without TLS."""
-    auth = Authentication(allowed=AllowedClients(ALLOWED))
+    auth = Authentication(allowed=ALLOWED)
     async with serving(Probe(), first=[auth]) as address, open_channel(address) as channel:
         error = await refusal(once(channel)(b""))
     assert (error.code, error.reason) == (grpc.StatusCode.UNAUTHENTICATED, "UNAUTHENTICATED")
@@ -129,7 +128,7 @@ async def test_a_client_without_a_certificate_is_refused() -> None:
 
 
 async def test_health_is_open_to_all_and_reflection_is_not(authority: Authority) -> None:
-    auth = Authentication(allowed=AllowedClients(ALLOWED))
+    auth = Authentication(allowed=ALLOWED)
     async with guarded(authority, auth, Probe()) as address, channel_of(address, authority, "other") as channel:
         health: Any = health_pb2_grpc.HealthStub(channel)
         assert (await health.Check(health_pb2.HealthCheckRequest(), timeout=60)).status == 1
