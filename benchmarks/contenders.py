@@ -284,9 +284,11 @@ def checked(name: str, tasks: Sequence[Task], served: list[Served]) -> list[Serv
 
 
 class OutriderServer:
+    """Our services. A text comes in one piece, as from the others; the draft service says when its first token was."""
+
     def __init__(self, services: Services, **options: Any) -> None:
         self._services = services
-        self._options = {"rule": RULE, "ignore_eos": True, **options}
+        self._options = {"rule": RULE, "ignore_eos": True, "joined_responses": True, **options}
 
     def settings(self) -> Json:
         return self._services.how | self._options
@@ -309,7 +311,7 @@ class OutriderServer:
         # A refused request is counted, not tried again.
         async with AsyncClient(self._services.draft.address, timeout=_TIMEOUT_S, retry=False) as client:
             await client.get_model()
-            return await serve(client, requests, streams, due)
+            return [_with_first(each) for each in await serve(client, requests, streams, due)]
 
     def _counters(self) -> dict[str, float]:
         services = self._services
@@ -319,6 +321,14 @@ class OutriderServer:
             "verifier_cpu_seconds": verifier.get("process_cpu_seconds_total", 0.0),
             "draft_cpu_seconds": draft.get("process_cpu_seconds_total", 0.0),
         }
+
+
+def _with_first(served: Served) -> Served:
+    if served.finished is None:
+        return served
+    (came, count), *later = served.stamps
+    first = served.due + served.finished.timings.time_to_first_token_us / 1e6
+    return replace(served, stamps=((min(first, came), count), *later))
 
 
 class ContinuousBatching:
