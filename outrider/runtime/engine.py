@@ -8,7 +8,7 @@ import queue
 import threading
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from concurrent.futures import Future
 from contextlib import suppress
 from typing import Generic, TypeVar
@@ -20,55 +20,14 @@ from outrider.runtime.device import is_lost, work_on
 from outrider.runtime.errors import ModelLost
 from outrider.runtime.model_runner import ModelRunner
 
-# A step counts as stuck only if it also lasts this many times longer than the longest step so far.
-TIMES_THE_LONGEST = 4.0
-
-
-class Heartbeat:
-    """Tracks how long the current step of a loop lasts. The loop calls `begin` and `rest`; any thread may read.
-
-    Attributes:
-        longest: seconds of the longest completed step.
-    """
-
-    def __init__(self, clock: Callable[[], float] = time.perf_counter) -> None:
-        """`clock` returns seconds."""
-        self.longest = 0.0
-        self._clock = clock
-        self._since: float | None = None
-
-    def begin(self) -> None:
-        """A step begins; the one before has ended."""
-        now = self._clock()
-        self._end(now)
-        self._since = now
-
-    def rest(self) -> None:
-        """The loop waits for work, for any time."""
-        self._end(self._clock())
-        self._since = None
-
-    def step_seconds(self) -> float:
-        """Seconds since the current step began; 0 while the loop waits for work."""
-        since = self._since
-        return 0.0 if since is None else max(0.0, self._clock() - since)
-
-    def is_stuck(self, bound: float) -> bool:
-        """Whether the current step lasts longer than `bound` seconds and much longer than the longest before."""
-        return self.step_seconds() > max(bound, TIMES_THE_LONGEST * self.longest)
-
-    def _end(self, now: float) -> None:
-        if self._since is not None:
-            self.longest = max(self.longest, now - self._since)
-
-
 _log = structlog.get_logger()
-
 
 Message = TypeVar("Message")
 Work = TypeVar("Work")
 Output = TypeVar("Output")
 
+# A step counts as stuck only if it also lasts this many times longer than the longest step so far.
+TIMES_THE_LONGEST = 4.0
 # After a step without further work, so long for the event loop to take the replies: it needs the interpreter's lock.
 LEAVING_SECONDS = 0.2e-3
 # How long `stop` waits for the step under way, which may never end.
@@ -79,18 +38,18 @@ class Engine(ABC, Generic[Message, Work, Output]):
     """A thread that runs one model. `prepare` and the methods below it run on that thread only, so they need no locks.
 
     Attributes:
-        heartbeat: of the loop, once `prepare` is done.
         lost: completes with the reason when the loop ends with an error: no step will run again.
     """
 
     def __init__(self, model_runner: ModelRunner, *, name: str, threads: int | None = None) -> None:
         self.model_runner = model_runner
-        self.heartbeat = Heartbeat()
         self.lost: Future[str] = Future()
         self._threads = threads
         self._inbox: queue.SimpleQueue[Message | None] = queue.SimpleQueue()
         self._is_stopping = False  # `stop` was called
         self._is_over = False  # the loop has received that message
+        self._since: float | None = None  # when the current iteration of the loop began; None while it waits
+        self._longest = 0.0  # seconds of the longest iteration before
         self._thread = threading.Thread(target=self._run, name=name, daemon=True)
         self.step_started = 0.0  # time.perf_counter() at the start of the last step
         self.step_ended = 0.0  # the same at its end
@@ -113,15 +72,20 @@ class Engine(ABC, Generic[Message, Work, Output]):
     def failure(self, bound: float) -> str:
         """Why the engine can run no more steps; empty while it can, before `start` and after `stop`.
 
-        A step that lasts longer than `bound` seconds counts as stuck, see `Heartbeat.is_stuck`.
+        A step that lasts longer than `bound` seconds, and much longer than the longest before, counts as stuck.
         """
         if self._thread.ident is None or self._is_stopping:
             return ""
         if not self.alive:
             return self.lost.result() if self.lost.done() else "the engine's thread has ended"
-        if self.heartbeat.is_stuck(bound):
-            return f"the engine's step has lasted {self.heartbeat.step_seconds():.0f} s"
+        if (seconds := self.step_seconds()) > max(bound, TIMES_THE_LONGEST * self._longest):
+            return f"the engine's step has lasted {seconds:.0f} s"
         return ""
+
+    def step_seconds(self) -> float:
+        """Seconds since the current step began; 0 while the loop waits for work. Any thread may call it."""
+        since = self._since
+        return 0.0 if since is None else time.perf_counter() - since
 
     def post(self, message: Message) -> None:
         """Queues a message for the engine. Any thread may call it; it does not block."""
@@ -252,7 +216,7 @@ class Engine(ABC, Generic[Message, Work, Output]):
             try:
                 self.prepare()
                 while not self._is_over:
-                    self.heartbeat.begin()
+                    self._mark(works=True)
                     self._wait(self.turn())
             except Exception as error:  # the service ends, and its sequences continue on another replica
                 _log.exception("engine failed; the service stops")
@@ -262,11 +226,18 @@ class Engine(ABC, Generic[Message, Work, Output]):
         """Waits up to `seconds` for a message, and handles it."""
         if seconds == 0:
             return
-        self.heartbeat.rest()
+        self._mark(works=False)
         with suppress(queue.Empty):
             message = self._inbox.get(timeout=seconds)
-            self.heartbeat.begin()
+            self._mark(works=True)
             self._receive_one(message)
+
+    def _mark(self, *, works: bool) -> None:
+        """Notes that an iteration of the loop begins, or that the loop waits; the iteration before has ended."""
+        now = time.perf_counter()
+        if self._since is not None:
+            self._longest = max(self._longest, now - self._since)
+        self._since = now if works else None
 
     def _receive_one(self, message: Message | None) -> None:
         if message is None:

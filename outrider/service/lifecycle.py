@@ -51,7 +51,7 @@ def export_health(service: "Service", health: HealthState, bound: float) -> None
         gauge.labels(probe).set_function(partial(is_serving, probe))
 
     def step_seconds() -> float:
-        return 0.0 if service.engine is None else service.engine.heartbeat.step_seconds()
+        return 0.0 if service.engine is None else service.engine.step_seconds()
 
     text = "Time that the engine's current step has lasted; 0 while the engine waits for work or is not loaded."
     service.metrics.gauge("engine_step_seconds", text, step_seconds)

@@ -2,10 +2,12 @@
 
 import threading
 from collections.abc import Callable, Sequence
+from types import SimpleNamespace
+from unittest.mock import Mock
 
 import pytest
 
-from outrider.runtime.engine import TIMES_THE_LONGEST, Engine, Heartbeat
+from outrider.runtime.engine import TIMES_THE_LONGEST, Engine
 from outrider.runtime.errors import ModelLost
 from outrider.runtime.loader import LoadedModel
 from outrider.runtime.model_runner import ModelRunner
@@ -56,16 +58,21 @@ def test_a_lost_model_ends_the_engine_and_a_failed_step_only_its_sequences(load:
     assert engine.failure(60.0) == "rank 1 is lost"
 
 
-def test_long_steps_widen_the_bound_and_idle_time_does_not() -> None:
-    now = [100.0]
-    heart = Heartbeat(lambda: now[0])
-    heart.begin()
-    now[0] += 30.0
-    heart.rest()
-    now[0] += 1e6
-    heart.begin()
-    assert heart.longest == pytest.approx(30.0)
-    now[0] += TIMES_THE_LONGEST * 30.0 - 1.0
-    assert not heart.is_stuck(10.0)
-    now[0] += 2.0
-    assert heart.is_stuck(10.0)
+def test_long_steps_widen_the_bound_and_idle_time_does_not(
+    load: Callable[..., LoadedModel], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine = Failing(ModelRunner.build(load("llama"), max_sequences=1, max_length=32), {})
+    engine._thread = Mock()  # alive
+    now = 100.0
+    monkeypatch.setattr("outrider.runtime.engine.time", SimpleNamespace(perf_counter=lambda: now))
+    engine._mark(works=True)
+    now += 30.0
+    assert engine.step_seconds() == pytest.approx(30.0)
+    engine._mark(works=False)
+    now += 1e6
+    assert engine.step_seconds() == 0.0
+    engine._mark(works=True)
+    now += TIMES_THE_LONGEST * 30.0 - 1.0
+    assert engine.failure(10.0) == ""
+    now += 2.0
+    assert engine.failure(10.0) == "the engine's step has lasted 121 s"
