@@ -167,8 +167,7 @@ class GuardedDrafter(Drafter):
             Exception: from the drafter.
         """
         if not proposal.done():
-            loop = asyncio.get_running_loop()
-            await _settled(proposal, requested + self.timeout, loop)
+            await asyncio.wait((proposal,), timeout=requested + self.timeout - asyncio.get_running_loop().time())
         if not proposal.done():
             raise TimeoutError(f"no proposal within {self.timeout:g} s (--draft-timeout)")
         if proposal.cancelled():  # by the drafter; a `CancelledError` here would cancel the request
@@ -317,23 +316,6 @@ def begun(proposal: Awaitable[Draft]) -> "asyncio.Future[Draft]":
     future = asyncio.ensure_future(proposal)
     future.add_done_callback(lambda done: done.cancelled() or done.exception())
     return future
-
-
-async def _settled(proposal: "asyncio.Future[Draft]", until: float, loop: asyncio.AbstractEventLoop) -> None:
-    """Waits for a proposal, until `until` by the loop's clock. `asyncio.wait` does the same in three times the time."""
-    waiter = loop.create_future()
-
-    def wake(*_: object) -> None:
-        if not waiter.done():
-            waiter.set_result(None)
-
-    timer = loop.call_at(until, wake)
-    proposal.add_done_callback(wake)
-    try:
-        await waiter
-    finally:
-        timer.cancel()
-        proposal.remove_done_callback(wake)
 
 
 class _Invalid(Exception):
