@@ -206,9 +206,7 @@ class CostModel:
 
     overhead(γ) is drafting and the round trip: a line in the passes of the draft model, ⌈γ/s⌉, that follows measured
     rounds. More tokens of one pass cost nothing there, and nor does drafting during a verdict. step is the cost that
-    the verifier publishes. The verifier delays a step for sequences that are about to answer, but no longer than the
-    fixed cost of a step. If overhead is longer, one half of the sequences drafts while the other half is verified:
-    cycle(γ) = x · max(2·step(n / 2), overhead(γ) + step(n / 2)).
+    the verifier publishes. Where overhead is long, the sequences do not share one step; x shows what that changes.
 
     x and x₀ are measured cycles divided by these formulas, each with the cost of a step published at that time: a
     verifier is slower beside a busy draft. A cycle lasts from verdict to verdict; the first one from the start of the
@@ -346,18 +344,13 @@ class CostModel:
         fitted = self._overhead() if drafts else None
         line = CostLine(0.0, 0.0) if fitted is None else fitted.line
         # Numbers, not objects: it is called for each γ of each choice.
-        fixed, per_pass, step_fixed, step_per_token = line.fixed, line.per_token, step.fixed, step.per_token
-        active, tokens_per_pass = self.active, self._tokens_per_pass
+        fixed, per_pass, per_token = line.fixed + step.fixed, line.per_token, step.per_token * self.active
+        tokens_per_pass = self._tokens_per_pass
 
         def seconds(gamma: float) -> float:
             # γ may be a mean: only whole passes of several tokens are rounded up.
             passes = gamma if tokens_per_pass == 1 else math.ceil(gamma / tokens_per_pass)
-            tokens, overhead = active * (gamma + 1), fixed + per_pass * passes
-            if active > 1 and overhead > step_fixed:
-                half = step_fixed + step_per_token * (tokens / 2)
-                seconds = half + (half if half > overhead else overhead)
-            else:
-                seconds = overhead + (step_fixed + step_per_token * tokens)
+            seconds = fixed + per_pass * passes + per_token * (gamma + 1)
             return seconds if seconds > 1e-9 else 1e-9
 
         return seconds
