@@ -16,9 +16,9 @@ import grpc
 import structlog
 
 from draft_service.metrics import FailoverMetrics
-from draft_service.replicas import BUSY_SECONDS, Lease, Replica, Replicas
+from draft_service.replicas import BUSY_SECONDS, Replica, Replicas
 from draft_service.sequence import Sequence
-from draft_service.verify_stream import SILENT
+from draft_service.verify_stream import SILENT, VerifyStream
 from outrider.rpc.errors import RequestError, unavailable
 from protos.outrider.v1 import speculation_pb2, verifier_service_pb2
 
@@ -167,7 +167,7 @@ class _Failures:
     step_error: RequestError | None = None
     avoid: dict[Replica, float] = field(default_factory=dict)
 
-    def add(self, lease: Lease, kind: FailureKind, error: RequestError, *, was_running: bool) -> None:
+    def add(self, stream: VerifyStream, kind: FailureKind, error: RequestError, *, was_running: bool) -> None:
         """Records a failure. `was_running` is whether the verifier may have been running the sequence.
 
         Raises:
@@ -176,9 +176,9 @@ class _Failures:
         self.last, self.kind = error, kind
         if kind is FailureKind.STEP_FAILED:
             self.step_error = error
-            self.avoid[lease.replica] = math.inf
+            self.avoid[stream.replica] = math.inf
         if kind is FailureKind.STEP_FAILED or (kind is FailureKind.DIED and was_running):
-            self.suspected.append(lease.replica)
+            self.suspected.append(stream.replica)
         if len(self.suspected) >= MOST_FAILED_IN_A_ROUND:
             names = " and ".join(each.address for each in self.suspected)
             raise RequestError(
@@ -189,8 +189,8 @@ class _Failures:
             )
         if kind is FailureKind.REFUSED:
             pause = BUSY_SECONDS if error.retry_after is None else error.retry_after
-            self.avoid[lease.replica] = time.monotonic() + pause
-        if lease.stream.is_open:
+            self.avoid[stream.replica] = time.monotonic() + pause
+        if stream.is_open:
             self.lost += 1
             if self.lost >= MOST_LOST_IN_A_ROUND:
                 raise error
@@ -225,7 +225,7 @@ class FailoverStream:
         self._sequence = sequence
         self._deadline = time.monotonic() + timeout
         self._margin = min(MARGIN_SHARE * timeout, MARGIN_SECONDS)
-        self._lease: Lease | None = None
+        self._stream: VerifyStream | None = None
         self._failures = _Failures()
         self._avoided: dict[Replica, float] = {}  # draining: replicas not to try, and until when
 
@@ -245,10 +245,10 @@ class FailoverStream:
         If this fails, or the verifier drains, `verdict` does the failover, so that committed tokens are sent to the
         client first.
         """
-        if self._lease is None or self._lease.stream.draining or self._lease.stream.has_round:
+        if self._stream is None or self._stream.draining or self._stream.has_round:
             return
         try:
-            await self._lease.stream.send()
+            await self._stream.send()
         except RequestError as error:
             self._lose(error)
 
@@ -259,20 +259,20 @@ class FailoverStream:
             RequestError: the verifier refused the round; or it failed, and no other one took over in time.
         """
         self.pause = 0.0
-        if self._lease is not None and self._lease.stream.draining:
-            await self._move(self._lease)
+        if self._stream is not None and self._stream.draining:
+            await self._move(self._stream)
         while True:
             try:
-                if self._lease is None:
+                if self._stream is None:
                     await self._reopen()
-                assert self._lease is not None
-                if not self._lease.stream.has_round:
-                    await self._lease.stream.send()
-                verdict = await self._lease.stream.verdict()
+                assert self._stream is not None
+                if not self._stream.has_round:
+                    await self._stream.send()
+                verdict = await self._stream.verdict()
                 break
             except RequestError as error:
                 self._lose(error)
-        self._lease.succeeded(verdict.load)
+        self._stream.replica.succeeded(self._stream, verdict.load)
         self._verifiers.budget.earn()
         if self._failures.last is not None:
             self._failures = _Failures()
@@ -280,13 +280,13 @@ class FailoverStream:
 
     async def close(self) -> None:
         """Ends the stream, in order if no verdict is owed."""
-        if self._lease is not None:
-            await self._lease.close()
+        if self._stream is not None:
+            await self._stream.close()
 
     def cancel(self) -> None:
         """Ends the stream at once. May be called twice."""
-        if self._lease is not None:
-            self._lease.cancel()
+        if self._stream is not None:
+            self._stream.cancel()
 
     # ------------------------------------------------------------------------------------------------------- failover
 
@@ -296,28 +296,28 @@ class FailoverStream:
         Raises:
             RequestError: the error itself, if every verifier would refuse the request, or too many were lost.
         """
-        lease, kind = self._lease, kind_of(error)
+        stream, kind = self._stream, kind_of(error)
         target, needed = self._verifiers.replicas.target, self._sequence.request.weights_fingerprint
         if kind is FailureKind.MISMATCHED and needed and target is not None and needed != target.weights_fingerprint:
             kind = None
-        if lease is None:
+        if stream is None:
             raise error
-        was_running = lease.stream.is_running
-        self._lease = None
-        lease.cancel()
+        was_running = stream.is_running
+        self._stream = None
+        stream.cancel()
         if kind is None:
             raise error
-        _report(lease, kind, error)
-        if lease.stream.is_open:
+        _report(stream, kind, error)
+        if stream.is_open:
             _log.warning(
                 "verifier lost",
                 request_id=self._sequence.request.request_id,
-                verifier=lease.replica.address,
+                verifier=stream.replica.address,
                 loss=kind.value,
                 reason=error.message,
                 tokens=len(self._sequence.tokens),
             )
-        self._failures.add(lease, kind, error, was_running=was_running)
+        self._failures.add(stream, kind, error, was_running=was_running)
 
     async def _reopen(self) -> None:
         """Opens the sequence at another verifier; raises as `_open`."""
@@ -348,26 +348,26 @@ class FailoverStream:
                 replica = await replicas.wait(min(latest, started + left), avoid, failed=failures.suspected)
                 if replica is None:
                     raise failures.no_verifier(replicas)
-                self._lease = self._lease_at(replica)
-                return await self._lease.stream.open(reopened=self.is_open, isolated=bool(failures.suspected))
+                self._stream = self._begin_at(replica)
+                return await self._stream.open(reopened=self.is_open, isolated=bool(failures.suspected))
             except BaseException as error:
                 if self.is_open:
                     budget.give_back()
-                if self._lease is None or not isinstance(error, RequestError):
+                if self._stream is None or not isinstance(error, RequestError):
                     raise
                 left -= time.monotonic() - started
                 self._lose(error)
 
-    async def _move(self, old: Lease) -> None:
+    async def _move(self, old: VerifyStream) -> None:
         """Moves from a draining verifier to another one, if there is one now. Otherwise the old one continues."""
         replica = self._verifiers.replicas.choose(self._avoided, proven=True)
         if replica is None or not self._verifiers.budget.take_now():
             return
         started = time.monotonic()
-        new = self._lease_at(replica)
+        new = self._begin_at(replica)
         try:
             async with asyncio.timeout(MOVING_TIMEOUT):
-                await new.stream.open(reopened=True)
+                await new.open(reopened=True)
         except BaseException as error:
             new.cancel()
             self._verifiers.budget.give_back()
@@ -382,12 +382,12 @@ class FailoverStream:
             return
         finally:
             self._add_pause(time.monotonic() - started)
-        self._lease = new
+        self._stream = new
         old.cancel()
         self._sequence.counts.num_drain_moves += 1
         self._note_switch(FailureKind.DRAINING)
 
-    def _lease_at(self, replica: Replica) -> Lease:
+    def _begin_at(self, replica: Replica) -> VerifyStream:
         timeout = min(max(0.0, self._deadline - time.monotonic()), LONGEST_CALL)
         target = self._verifiers.replicas.target
         assert target is not None
@@ -399,7 +399,7 @@ class FailoverStream:
         self._verifiers.metrics.paused(seconds)
 
     def _note_switch(self, kind: FailureKind) -> None:
-        assert self._lease is not None
+        assert self._stream is not None
         sequence = self._sequence
         sequence.counts.num_failovers += 1
         sequence.counts.num_reopened_tokens += len(sequence.tokens)
@@ -407,18 +407,18 @@ class FailoverStream:
         _log.info(
             "failover",
             request_id=sequence.request.request_id,
-            verifier=self._lease.replica.address,
+            verifier=self._stream.replica.address,
             loss=kind.value,
             tokens=len(sequence.tokens),
             seconds=round(self.pause, 3),
         )
 
 
-def _report(lease: Lease, kind: FailureKind, error: RequestError) -> None:
-    """Updates the replica's circuit breaker after a failure."""
+def _report(stream: VerifyStream, kind: FailureKind, error: RequestError) -> None:
+    """Updates the replica after a failure of the stream."""
     if kind is FailureKind.REFUSED:
-        lease.refused(error.retry_after)
+        stream.replica.refused(error.retry_after)
     elif kind is FailureKind.MISMATCHED:
-        lease.mismatched(error.message)
+        stream.replica.mismatched(error.message)
     elif kind is not FailureKind.STEP_FAILED:  # then the verifier itself is healthy
-        lease.failed(error.message)
+        stream.replica.failed(stream, error.message)

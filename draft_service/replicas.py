@@ -214,7 +214,7 @@ class Replica:
         if self.status != before:
             self.on_change(self)
 
-    def open(self, sequence: Sequence, target: model_pb2.ModelInfo, *, timeout: float) -> "Lease":
+    def open(self, sequence: Sequence, target: model_pb2.ModelInfo, *, timeout: float) -> VerifyStream:
         """Begins a call of Verify for a sequence. `target` is the model that the pair was matched with, or an empty
         one; `timeout` is the time left of the client's deadline, in seconds.
         """
@@ -222,63 +222,37 @@ class Replica:
         call = self._channel.begin(
             lambda stub, token: stub.Verify(timeout=timeout, wait_for_ready=False, metadata=token + trace)
         )
-        stream = VerifyStream(call, sequence, address=self.address, target=target, timeout=self._timeout)
-        return Lease(self, stream)
+        return VerifyStream(call, sequence, self, target=target, timeout=self._timeout)
+
+    def succeeded(self, stream: VerifyStream, load: speculation_pb2.VerifierLoad) -> None:
+        """Records a verdict, with the load."""
+        self._others = max(0, load.running + load.waiting - self.num_open)
+        self.reported, self.reported_at = load, time.monotonic()
+        if stream.draining:
+            self.failed(stream, "the verifier is draining")
+        elif self.breaker.succeeded(stream.epoch):
+            self.on_change(self)
+
+    def failed(self, stream: VerifyStream, why: str) -> None:
+        """Records that it died, is silent, or drains."""
+        self.last_failure = why
+        if self.breaker.failed(stream.epoch):
+            self.on_change(self)
+
+    def refused(self, retry_after: float | None) -> None:
+        """Records that it refused a sequence, as it is full; `retry_after` is in seconds."""
+        now = time.monotonic()
+        # Each refusal names a later time than the one before. A new sequence need not wait for the last.
+        if self.busy_until < now:
+            self.busy_until = now + (BUSY_SECONDS if retry_after is None else retry_after)
+
+    def mismatched(self, why: str) -> None:
+        """Records that it runs another model now."""
+        self.mismatch = why
+        self.on_change(self)
 
     async def close(self) -> None:
         await self._channel.close()
-
-
-class Lease:
-    """A sequence's claim on a replica, with its stream. Reports successes and failures to the replica's breaker."""
-
-    def __init__(self, replica: Replica, stream: VerifyStream) -> None:
-        self.replica = replica
-        self.stream = stream
-        self._epoch = replica.breaker.begin()
-        self._is_over = False
-        replica.num_open += 1
-
-    def succeeded(self, load: speculation_pb2.VerifierLoad) -> None:
-        """Records a verdict, with the replica's load."""
-        self.replica._others = max(0, load.running + load.waiting - self.replica.num_open)
-        self.replica.reported, self.replica.reported_at = load, time.monotonic()
-        if self.stream.draining:
-            self.failed("the verifier is draining")
-        elif self.replica.breaker.succeeded(self._epoch):
-            self.replica.on_change(self.replica)
-
-    def failed(self, why: str) -> None:
-        """Records that the replica died, is silent, or drains."""
-        self.replica.last_failure = why
-        if self.replica.breaker.failed(self._epoch):
-            self.replica.on_change(self.replica)
-
-    def refused(self, retry_after: float | None) -> None:
-        """Records that the replica is full; `retry_after` is in seconds."""
-        now = time.monotonic()
-        # Each refusal names a later time than the one before. A new sequence need not wait for the last.
-        if self.replica.busy_until < now:
-            self.replica.busy_until = now + (BUSY_SECONDS if retry_after is None else retry_after)
-
-    def mismatched(self, why: str) -> None:
-        """Records that the replica runs another model now."""
-        self.replica.mismatch = why
-        self.replica.on_change(self.replica)
-
-    async def close(self) -> None:
-        """Ends the stream, in order if no verdict is owed."""
-        try:
-            await self.stream.close()
-        finally:
-            self.cancel()  # even if the client cancels meanwhile
-
-    def cancel(self) -> None:
-        """Ends the stream at once. May be called twice."""
-        self.stream.cancel()
-        if not self._is_over:
-            self._is_over = True
-            self.replica.num_open -= 1
 
 
 # --- all of them

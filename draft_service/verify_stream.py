@@ -2,7 +2,7 @@
 
 import asyncio
 from collections.abc import Awaitable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import grpc
 import structlog
@@ -16,6 +16,9 @@ from outrider.service.wire import encode_proposal, pad
 from protos.outrider.v1 import model_pb2, sampling_pb2, speculation_pb2, verifier_service_pb2
 from protos.outrider.v1.verifier_service_pb2 import VerifyRequest, VerifyResponse
 
+if TYPE_CHECKING:
+    from draft_service.replicas import Replica
+
 _log = structlog.get_logger()
 
 # Seconds to wait for the verifier to end a finished stream.
@@ -28,19 +31,24 @@ class VerifyStream:
     """A sequence at one verifier. Use: open, then for each round send, read its verdicts and commit them.
 
     Attributes:
+        replica: the verifier, which counts the stream until its end.
+        epoch: of the replica's circuit breaker when the stream began.
         draining: the verifier has sent the notice DRAINING.
     """
 
     def __init__(
-        self, call: Any, sequence: Sequence, *, address: str, target: model_pb2.ModelInfo, timeout: float
+        self, call: Any, sequence: Sequence, replica: "Replica", *, target: model_pb2.ModelInfo, timeout: float
     ) -> None:
-        """`call` is a new call of `Verify` at `address`. `target` is the model that the pair was matched with, or an
+        """`call` is a new call of `Verify` at `replica`. `target` is the model that the pair was matched with, or an
         empty one. `timeout` is the longest time, in seconds, until the verifier's next message.
         """
+        self.replica = replica
+        self.epoch = replica.breaker.begin()
+        replica.num_open += 1
         self.draining = False
         self._call = call
         self._sequence = sequence
-        self._address = address
+        self._address = replica.address
         self._target = target
         self._ending = Ending(call)
         self._timer = InactivityTimer(timeout)
@@ -50,6 +58,7 @@ class VerifyStream:
         self._sent: Round | None = None
         self._seen = 0  # number of the last round with a verdict
         self._ended = False  # by a verdict with a finish reason
+        self._is_over = False
 
     @property
     def is_open(self) -> bool:
@@ -162,7 +171,7 @@ class VerifyStream:
         return verdict
 
     async def close(self) -> None:
-        """Ends the stream in order if no verdict is owed. Call `cancel` in any case."""
+        """Ends the stream, in order if no verdict is owed."""
         try:
             if self._ended or (self._seen and not self._is_owed):
                 async with asyncio.timeout(CLOSING_SECONDS):
@@ -172,11 +181,16 @@ class VerifyStream:
                         pass
         except (TimeoutError, grpc.RpcError, asyncio.InvalidStateError):
             pass  # the stream has ended anyway
+        finally:
+            self.cancel()  # even if the client cancels meanwhile
 
     def cancel(self) -> None:
         """Ends the stream at once. May be called twice."""
         self._timer.close()
         self._call.cancel()
+        if not self._is_over:
+            self._is_over = True
+            self.replica.num_open -= 1
 
     async def _read_prompt_logprobs(self) -> None:
         """Reads those that are owed: all come before the first verdict."""

@@ -13,7 +13,7 @@ from unittest.mock import Mock
 
 import pytest
 
-from draft_service.replicas import FIRST_PAUSE, LONGEST_PAUSE, TRIAL_SECONDS, Breaker, Lease, Replica, Replicas, State
+from draft_service.replicas import FIRST_PAUSE, LONGEST_PAUSE, TRIAL_SECONDS, Breaker, Replica, Replicas, State
 from outrider.rpc.channel import Lookup, look_up
 from outrider.service.model_info import check_target
 from protos.outrider.v1 import model_pb2, sampling_pb2, speculation_pb2
@@ -50,16 +50,14 @@ async def found(*names: str, lookup: Lookup = look_up) -> AsyncIterator[Replicas
         replicas.close()
 
 
-def lease(replica: Replica) -> Lease:
-    """A lease with a fake stream."""
-    return Lease(replica, Mock(draining=False))
-
-
 def report_load(replica: Replica, running: int) -> None:
     """Set the load as a verdict does."""
-    claim = lease(replica)
-    claim.succeeded(speculation_pb2.VerifierLoad(running=running + 1))
-    claim.cancel()
+    replica.succeeded(stream_at(replica), speculation_pb2.VerifierLoad(running=running))
+
+
+def stream_at(replica: Replica) -> Any:
+    """A fake stream that has just begun."""
+    return Mock(draining=False, epoch=replica.breaker.begin())
 
 
 def chosen(replicas: Replicas, times: int = 60) -> Counter[str]:
@@ -87,7 +85,8 @@ async def test_a_name_is_resolved_again_when_a_verifier_is_lost() -> None:
         ):
             assert chosen(replicas).keys() == {first}
             addresses[:] = ["127.0.0.2"]
-            lease(replicas.all()[0]).failed("gone")
+            (gone,) = replicas.all()
+            gone.failed(stream_at(gone), "gone")
             await until(lambda: chosen(replicas, 1).keys() == {second})
             assert [each.address for each in replicas.all()] == [second]
 
@@ -149,9 +148,9 @@ async def test_the_less_loaded_replica_is_chosen_and_equal_ones_share() -> None:
 
 async def test_a_replica_that_refuses_is_not_used_until_its_retry_after() -> None:
     async with some(2) as (replicas, (first, second)):
-        lease(first).refused(40.0)
+        first.refused(40.0)
         assert chosen(replicas) == {second.address: 60}
-        lease(second).refused(60.0)
+        second.refused(60.0)
         assert "" not in chosen(replicas), "a new sequence tries a full verifier anyway"
         assert replicas.choose(proven=True) is None
         now = time.monotonic()

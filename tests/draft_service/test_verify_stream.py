@@ -51,11 +51,11 @@ async def stream_to(
     target: model_pb2.ModelInfo | None = None,
 ) -> AsyncIterator[VerifyStream]:
     replica = Replica(address, connect(address, tls=tls), timeout=silence)
-    lease = replica.open(sequence or record(), target or model_pb2.ModelInfo(), timeout=60.0)
+    stream = replica.open(sequence or record(), target or model_pb2.ModelInfo(), timeout=60.0)
     try:
-        yield lease.stream
+        yield stream
     finally:
-        lease.cancel()
+        stream.cancel()
 
 
 async def refusal(address: str, **options: Any) -> RequestError:

@@ -86,7 +86,7 @@ async def matched(
         while not all(replica.has_target for replica in replicas.all()):  # noqa: ASYNC110  # there is no event
             await asyncio.sleep(0.02)
         yield Verifiers(replicas, FailoverBudget(burst), failover_timeout, switches or Switches())
-        assert all(replica.num_open == 0 for replica in replicas.all()), "every lease has ended"
+        assert all(replica.num_open == 0 for replica in replicas.all()), "every stream has ended"
     finally:
         replicas.close()
 

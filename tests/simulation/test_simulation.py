@@ -9,7 +9,6 @@ from typing import Any
 import pytest
 
 from draft_service.output import Emitter
-from draft_service.replicas import Lease
 from draft_service.sequence import Sequence
 from draft_service.verify_stream import VerifyStream
 from outrider.runtime.block_pool import BlockPool
@@ -73,10 +72,11 @@ def _does_not_close(receive: Any) -> Any:
     return changed
 
 
-def _does_not_release(_: Any) -> Any:
-    async def changed(self: Lease) -> None:
-        await self.stream.close()
-        self.cancel()
+def _does_not_release(close: Any) -> Any:
+    async def changed(self: VerifyStream) -> None:
+        cancel, self.cancel = self.cancel, lambda: None  # type: ignore[method-assign]
+        await close(self)
+        cancel()
 
     return changed
 
@@ -88,7 +88,7 @@ FAULTS: dict[str, tuple[type, str, Change, str, str]] = {
     "emits unverified tokens": (Emitter, "take", _emits_unverified_tokens, "calm", "received"),
     "keeps stale prefixes": (BlockPool, "forget", lambda _: lambda self, block: None, "calm", ""),
     "does not close": (VerifierEngine, "receive", _does_not_close, "steps", "still has"),
-    "does not release a lease": (Lease, "close", _does_not_release, "wild", "counted"),
+    "does not release a replica": (VerifyStream, "close", _does_not_release, "wild", "counted"),
 }
 
 
