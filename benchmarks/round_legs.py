@@ -26,7 +26,7 @@ _BEGIN, _END = "begin", "end"
 _POINTS = {
     "drafted": ("draft_service.drafters.sequence", "ModelSequence.finish", _BEGIN),
     "proposal is on the event loop": ("draft_service.drafters.model", "_settle", _BEGIN),
-    "proposal is checked": ("draft_service.speculation", "SequenceGamma.sent", _BEGIN),
+    "proposal is checked": ("draft_service.sequence", "Sequence.propose", _BEGIN),
     "proposal is encoded": ("draft_service.verify_stream", "VerifyStream._write", _BEGIN),
     "proposal has arrived": ("verifier_service.stream", "VerifyStream._next", _END),
     "round is checked": ("verifier_service.engine", "VerifierEngine.post", _BEGIN),

@@ -146,7 +146,8 @@ class Sample:
             if drafted is not None:
                 self._count_draft(drafted)
             await self._emit()  # while the target runs: earlier, it would delay the draft
-            self._gamma.prepare()
+            if drafted is not None:  # after a `Decode`, its verdicts decide whether to draft
+                self._gamma.prepare()
             while self.sequence.round.owed and not self.sequence.finish_reason:
                 verdict = await self._next_verdict(target)
                 self.emitter.take(verdict, self.sequence.round.draft_tokens, self._report(verdict))
@@ -184,20 +185,12 @@ class Sample:
 
     def _begin_round(self, drafted: Draft | None) -> None:
         """Begins a round with a proposal, or with a `Decode` (None)."""
-        sequence = self.sequence
-        sent = time.perf_counter()
-        self._gamma.sent(drafted)
+        sequence, sent = self.sequence, time.perf_counter()
         if drafted is None:
             most = sequence.left if self._drafting is None else self._gamma.pause or DECODED_IN_BACKOFF
             sequence.decode(min(sequence.left, most))
         else:
-            sequence.propose(
-                drafted.token_ids,
-                drafted.distributions,
-                gamma=self._gamma.gamma,
-                draft_seconds=drafted.seconds,
-                draft_start=self._draft_start,
-            )
+            sequence.propose(drafted, gamma=self._gamma.gamma, start=self._draft_start)
         sequence.round.sent = sent
 
     async def _drafted(self, draft: Awaitable[Draft]) -> Draft | None:
@@ -224,8 +217,8 @@ class Sample:
         round_, now = self.sequence.round, time.perf_counter()
         self._count_verdict()  # of the same round, if it is a Decode
         round_.waited = now - round_.sent - target.pause
+        self._gamma.judged(round_, verdict)
         round_.sent = now  # the wait for the next verdict of a Decode starts here
-        self._gamma.judged(verdict)
         self._uncounted = round_, verdict
         return verdict
 

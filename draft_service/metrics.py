@@ -105,7 +105,7 @@ class SampleWatch:
     def judged(self, round_: Round, verdict: speculation_pb2.Verdict) -> None:
         """Records the last verdict of a round."""
         self.ends()
-        drafted, draft = len(round_.draft_tokens), round_.draft_seconds  # None for a `Decode`
+        drafted, draft = len(round_.draft_tokens), None if round_.draft is None else round_.draft.seconds
         waited, timings = round_.waited, verdict.timings
         queue, forward, verify = timings.queue_us / 1e6, timings.forward_us / 1e6, timings.verify_us / 1e6
         wire = max(0.0, waited - queue - forward - verify)

@@ -5,10 +5,8 @@ from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
-from draft_service.drafters.base import CacheUse
+from draft_service.drafters.base import CacheUse, Draft
 from draft_service.request import KIND_TO_WIRE, POLICY_TO_WIRE, Generation
-from kernels.dense import DraftLogits
-from kernels.sparse import SparseDistribution
 from outrider.seeds import derive_seed
 from outrider.service.best_effort import Component
 from outrider.service.model_info import MAX_NAME_CHARS
@@ -178,24 +176,24 @@ class Round:
     Attributes:
         number: of the round in its sequence, from 1.
         owed: what is still to come: the verdict of a proposal, or the tokens of a `Decode`.
-        distributions: q̂ of each drafted token, or its logits; None is the point mass; empty under `coupled`.
+        draft: the proposal; None for a `Decode`.
         gamma: the chosen γ; the proposal may have fewer tokens.
-        draft_seconds: time of drafting; None for a `Decode`.
-        draft_start: `time.perf_counter()` when drafting began; None for a `Decode`.
+        draft_start: `time.perf_counter()` when drafting began.
         sent: the same when it was sent, or when its last verdict came.
         waited: seconds of the wait for its last verdict, without failovers.
     """
 
     number: int
     owed: int = 0
-    is_decode: bool = False
-    draft_tokens: list[int] = field(default_factory=list)
-    distributions: list[SparseDistribution | DraftLogits | None] = field(default_factory=list)
+    draft: Draft | None = None
     gamma: int = 0
-    draft_seconds: float | None = None
-    draft_start: float | None = None
+    draft_start: float = 0.0
     sent: float = 0.0
     waited: float = 0.0
+
+    @property
+    def draft_tokens(self) -> list[int]:
+        return [] if self.draft is None else self.draft.token_ids
 
 
 class Sequence:
@@ -245,21 +243,13 @@ class Sequence:
     def prefix_hash(self) -> bytes:
         return self._hash.digest()
 
-    def propose(
-        self,
-        draft_tokens: list[int],
-        distributions: list[SparseDistribution | DraftLogits | None],
-        *,
-        gamma: int = 0,
-        draft_seconds: float = 0.0,
-        draft_start: float | None = None,
-    ) -> None:
-        number = self.round.number + 1
-        self.round = Round(number, 1, False, draft_tokens, distributions, gamma, draft_seconds, draft_start)
+    def propose(self, draft: Draft, *, gamma: int = 0, start: float = 0.0) -> None:
+        """Begins a round with a proposal, whose drafting began at `start`."""
+        self.round = Round(self.round.number + 1, 1, draft, gamma, start)
 
     def decode(self, tokens: int) -> None:
         """Begins a round in which the target writes so many tokens without a draft."""
-        self.round = Round(self.round.number + 1, tokens, is_decode=True)
+        self.round = Round(self.round.number + 1, tokens)
 
     async def take_prompt_logprobs(self, part: sampling_pb2.PromptLogprobs) -> None:
         """Sends the positions of a part that were not sent before: a new verifier begins again.
@@ -283,14 +273,14 @@ class Sequence:
         """Appends the tokens of the round's next verdict."""
         self.tokens += verdict.token_ids
         self._hash.extend(verdict.token_ids)
-        self.round.owed -= len(verdict.token_ids) if self.round.is_decode else 1
+        self.round.owed -= len(verdict.token_ids) if self.round.draft is None else 1
         self.finish_reason = verdict.finish_reason
 
     def report(self, verdict: speculation_pb2.Verdict) -> draft_service_pb2.RoundReport:
         """The report of the round after its last verdict, without the texts of drafted tokens."""
         round_, arrived = self.round, self.timings.arrived
         sent = round_.sent - round_.waited
-        start = sent if round_.draft_start is None else round_.draft_start
+        start, seconds = (sent, 0.0) if round_.draft is None else (round_.draft_start, round_.draft.seconds)
         return draft_service_pb2.RoundReport(
             round=verdict.round,
             output_length=verdict.base_length - self.prompt_length,
@@ -300,7 +290,7 @@ class Sequence:
             draft_start_us=micros(start - arrived),
             sent_us=micros(sent - arrived),
             timings=draft_service_pb2.RoundTimings(
-                draft_us=round_micros(round_.draft_seconds or 0.0),
+                draft_us=round_micros(seconds),
                 verdict_us=round_micros(round_.waited),
                 queue_us=verdict.timings.queue_us,
                 forward_us=verdict.timings.forward_us,
@@ -312,10 +302,10 @@ class Sequence:
 
     def _draft_probabilities(self) -> list[float]:
         """The probability q of each drafted token of the round, if it is reported; empty under `coupled`."""
-        round_ = self.round
-        if not self.request.report_probabilities or not round_.distributions:
+        draft = self.round.draft
+        if not self.request.report_probabilities or draft is None or not draft.distributions:
             return []
-        return [draft_probability(q, x) for x, q in zip(round_.draft_tokens, round_.distributions, strict=True)]
+        return [draft_probability(q, x) for x, q in zip(draft.token_ids, draft.distributions, strict=True)]
 
     def opening(self, *, reopened: bool = False, isolated: bool = False) -> verifier_service_pb2.OpenSequence:
         """The message that opens the sequence at a verifier, with the seed and the rule that the draft service chose.

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 
 from prometheus_client import Histogram
 
-from draft_service.drafters.base import Draft, Kind
+from draft_service.drafters.base import Kind
 from draft_service.pass_size import PassSizes
 from draft_service.statistics import FIRM_ROUNDS, Acceptance, AcceptanceStatistics, CostModel, JudgedRound
 from kernels.verify import Rule
@@ -27,6 +27,7 @@ from protos.outrider.v1 import speculation_pb2
 
 if TYPE_CHECKING:
     from draft_service.request import Generation
+    from draft_service.sequence import Round
 
 OnRound = Callable[..., None]
 """Takes the `tokens`, `seconds` and `active` sequences of a round."""
@@ -262,7 +263,7 @@ class SequenceGamma:
     """Chooses γ for one sequence and measures its rounds. If the policy fails, no method raises, and γ is in bounds.
 
     Attributes:
-        gamma: of the current round; 0 for a `Decode`.
+        gamma: as last chosen.
     """
 
     def __init__(
@@ -277,8 +278,6 @@ class SequenceGamma:
         self._histogram = histogram
         self._has_beta = has_beta
         self._on_round = on_round
-        self._drafted = 0
-        self._drafting = 0.0  # seconds, of the current proposal
         self._since: float | None = None  # the last verdict or the start; None if other work followed it
         self._last_gamma: int | None = None  # of the last verdict's round
         self._unlearned: JudgedRound | None = None
@@ -303,37 +302,30 @@ class SequenceGamma:
         return self.gamma
 
     @GAMMA.quiet
-    def sent(self, draft: Draft | None) -> None:
-        """Record that a proposal was sent, or a `Decode` (None)."""
-        if draft is None:
-            self.gamma = 0
-        self._drafted = 0 if draft is None else len(draft.token_ids)
-        self._drafting = time.perf_counter() - self._since if self._since is not None else 0.0
-        if draft is not None and self._last_gamma == 0:
-            self._since = None  # the draft first runs the tokens of the `Decode`
-
-    @GAMMA.quiet
-    def judged(self, verdict: speculation_pb2.Verdict) -> None:
-        """Note a verdict."""
+    def judged(self, round_: "Round", verdict: speculation_pb2.Verdict) -> None:
+        """Note a verdict on a round. Its `sent` is still that of the proposal."""
         self.learn()
         now, timings, load = time.perf_counter(), verdict.timings, verdict.load
         at_verifier = (timings.queue_us + timings.forward_us + timings.verify_us) / 1e6
-        seconds = None if self._since is None else now - self._since
-        is_usual = self.gamma and self._last_gamma
+        since, gamma, drafted = self._since, round_.gamma, len(round_.draft_tokens)
+        if gamma and self._last_gamma == 0:
+            since = None  # the draft first ran the tokens of the `Decode`
+        seconds = None if since is None else now - since
         if self._on_round is not None and seconds is not None and self._last_gamma is not None:
             self._on_round(tokens=len(verdict.token_ids), seconds=seconds, active=load.active)
-        self._since, self._last_gamma = now, self.gamma
+        is_usual = gamma and self._last_gamma
+        self._since, self._last_gamma = now, gamma
         self._unlearned = JudgedRound(
-            gamma=self.gamma,
-            wanted=max(self.gamma, self._policy.wanted),
-            drafted=self._drafted,
+            gamma=gamma,
+            wanted=max(gamma, self._policy.wanted),
+            drafted=drafted,
             judged=verdict.judged,
             accepted=verdict.accepted,
             beta=verdict.beta if self._has_beta else (),
             seconds=seconds,
-            decoded=1 if self._drafted else len(verdict.token_ids),
+            decoded=1 if drafted else len(verdict.token_ids),
             overhead=seconds - at_verifier if seconds is not None and is_usual else None,
-            drafting=self._drafting,
+            drafting=0.0 if since is None else round_.sent - since,
             at_verifier=at_verifier,
             step=_step_cost(load),
             active=load.active,
@@ -351,10 +343,9 @@ class SequenceGamma:
 
     @GAMMA.quiet
     def prepare(self) -> None:
-        """Choose γ of the next round while the target runs. After a `Decode` its verdicts decide whether to draft."""
-        if self.gamma:
-            self.learn()
-            self._policy.prepare()
+        """Choose γ of the next round while the target runs."""
+        self.learn()
+        self._policy.prepare()
 
     def disturbed(self) -> None:
         """Exclude the current cycle from the measurements: a client that does not read, for example, delays it."""

@@ -89,7 +89,7 @@ class VerifyStream:
         opening = message.open
         opening.CopyFrom(self._sequence.opening(reopened=reopened, isolated=isolated))
         # A request of fixed size must not show whether the first round is a Decode.
-        if round_.is_decode and round_.owed and not self._sequence.request.round_sizes.request:
+        if round_.draft is None and round_.owed and not self._sequence.request.round_sizes.request:
             self._describe(opening.decode)
         await self._write(message)
         self._is_isolated, self._may_run = isolated, not isolated
@@ -127,7 +127,7 @@ class VerifyStream:
         if not self._is_isolated:  # the prompt of an isolated sequence runs once there is a round
             await self._read_prompt_logprobs()
         round_, message = self._sequence.round, VerifyRequest()
-        self._describe(message.decode if round_.is_decode else message.proposal)
+        self._describe(message.decode if round_.draft is None else message.proposal)
         await self._write(message)
         self._sent = round_
 
@@ -139,8 +139,8 @@ class VerifyStream:
         content.seen_round = self._seen
         if isinstance(content, verifier_service_pb2.Decode):
             content.num_tokens = round_.owed
-        else:
-            encode_proposal(content, round_.draft_tokens, round_.distributions)
+        elif round_.draft is not None:
+            encode_proposal(content, round_.draft.token_ids, round_.draft.distributions)
 
     async def verdict(self) -> speculation_pb2.Verdict:
         """The next verdict.
@@ -160,7 +160,7 @@ class VerifyStream:
                 "services",
             )
         round_ = self._sequence.round
-        if not verdict.token_ids or (round_.is_decode and len(verdict.token_ids) > round_.owed):
+        if not verdict.token_ids or (round_.draft is None and len(verdict.token_ids) > round_.owed):
             raise internal(
                 "INTERNAL",
                 f"the verdict on round {verdict.round} of the verifier at {self._address} has "

@@ -20,7 +20,7 @@ import numpy as np
 import pytest
 
 from draft_service import failover
-from draft_service.drafters.sequence import DraftDistribution
+from draft_service.drafters.base import Draft
 from draft_service.failover import PER_ROUND, PER_SECOND, FailoverBudget, FailoverStream, FailureKind, Verifiers
 from draft_service.sequence import Sequence
 from kernels.sparse import SparseDistribution
@@ -59,14 +59,14 @@ def text(rule: Rule = Rule.COUPLED, tokens: int = TOKENS, **fields: Any) -> Sequ
     return record(rule, seed=77, prompt=PROMPT, max_new_tokens=tokens, **fields)
 
 
-def proposal(base: int, rule: Rule) -> tuple[list[int], list[DraftDistribution]]:
+def proposal(base: int, rule: Rule) -> Draft:
     """Tokens drawn by the base length, and their distributions: uniform over a few frequent tokens."""
     chance = random.Random(base)
     tokens = [chance.randrange(10, 26) for _ in range(chance.randint(1, 4))]
     if rule is Rule.COUPLED:
-        return tokens, []
+        return Draft(tokens, [], 0.0)
     q = SparseDistribution(np.arange(10, 26), np.ones(16, np.uint16), 16)
-    return tokens, [q] * len(tokens)
+    return Draft(tokens, [q] * len(tokens), 0.0)
 
 
 async def write(
@@ -93,7 +93,7 @@ async def write(
             if base % 5 == 0:
                 sequence.decode(min(4, sequence.left))
             else:
-                sequence.propose(*proposal(base, sequence.request.sampling.rule))
+                sequence.propose(proposal(base, sequence.request.sampling.rule))
             await stream.send()
             while sequence.round.owed:
                 await step()

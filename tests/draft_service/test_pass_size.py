@@ -15,6 +15,7 @@ from draft_service import speculation
 from draft_service.drafters.base import Kind
 from draft_service.pass_size import FIRST_WAIT, MOST_WAIT, PassSizes
 from draft_service.request import Generation
+from draft_service.sequence import Round
 from draft_service.speculation import GammaController
 from kernels.verify import Rule
 from outrider.service.metrics import Metrics
@@ -84,8 +85,7 @@ def write(controller: GammaController, asked: Generation, texts: int) -> None:
         accepted = 4 if settled.tokens_per_pass > 1 else 0
         for _ in range(ROUNDS + 1):  # the first one reads the prompt
             gamma.next(4)
-            gamma.sent(None)
-            gamma.judged(speculation_pb2.Verdict(token_ids=[1] * (accepted + 1)))
+            gamma.judged(Round(1), speculation_pb2.Verdict(token_ids=[1] * (accepted + 1)))
 
 
 def chosen(controller: GammaController, asked: Generation) -> int:

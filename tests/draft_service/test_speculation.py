@@ -17,6 +17,7 @@ from draft_service import speculation
 from draft_service.drafters.base import Draft as Proposal
 from draft_service.drafters.base import Kind
 from draft_service.request import Generation
+from draft_service.sequence import Round
 from draft_service.speculation import (
     MOST_DECODED,
     STEP,
@@ -331,8 +332,7 @@ def test_a_policy_that_fails_leaves_gamma_within_bounds(answer: Any, gamma: int)
         sequence.begins(load)
     for _ in range(3):
         assert sequence.next(6) == sequence.gamma == gamma
-        sequence.sent(None)
-        sequence.judged(speculation_pb2.Verdict(judged=1))
+        sequence.judged(Round(1), speculation_pb2.Verdict(judged=1))
         assert 0 <= sequence.pause <= MOST_DECODED
     assert sequence.next(3) <= 3
     assert sequence.next(0) == sequence.next(-1) == 0
@@ -343,9 +343,17 @@ def play(policy: Policy, gammas: Sequence[int]) -> Iterator[int]:
     sequence = sequence_gamma(policy)
     for drafted in gammas:
         yield sequence.next(16)
-        sequence.sent(Proposal([7] * drafted, [], 0.005) if drafted else None)
-        sequence.prepare()
-        sequence.judged(speculation_pb2.Verdict(judged=drafted, accepted=drafted, token_ids=[7] * (drafted + 1)))
+        if drafted:
+            sequence.prepare()
+        verdict = speculation_pb2.Verdict(judged=drafted, accepted=drafted, token_ids=[7] * (drafted + 1))
+        sequence.judged(round_of(drafted, gamma=drafted), verdict)
+
+
+def round_of(drafted: int, *, gamma: int = 0, sent: float = 0.0) -> Round:
+    """A round with so many drafted tokens; 0 is a `Decode`."""
+    return (
+        Round(1, draft=Proposal([7] * drafted, [], 0.005), gamma=gamma, sent=sent) if drafted else Round(1, sent=sent)
+    )
 
 
 class Counting(Policy):
@@ -409,21 +417,23 @@ def test_a_round_is_measured_without_the_time_of_other_work(monkeypatch: pytest.
         if drafted:
             sequence.next(16)
             now += 0.005
-        sequence.sent(Proposal([7] * drafted, [], 0.005) if drafted else None)
+        round_ = round_of(drafted, gamma=4, sent=now)
         now += 0.02
         judged = min(accepted + 1, drafted)
         timings = speculation_pb2.VerdictTimings(
             queue_us=1000, forward_us=8000, verify_us=1000, pass_tokens=9, pass_sequences=3
         )
         load = speculation_pb2.VerifierLoad(pass_fixed_us=2000.0, pass_token_us=50.0, active=3)
-        sequence.judged(
-            speculation_pb2.Verdict(judged=judged, accepted=accepted, beta=[0.5] * judged, timings=timings, load=load)
+        verdict = speculation_pb2.Verdict(
+            judged=judged, accepted=accepted, beta=[0.5] * judged, timings=timings, load=load
         )
+        sequence.judged(round_, verdict)
     sequence.learn()
     for found, (drafted, accepted, overhead, seconds) in zip(policy.rounds, cases, strict=True):
         assert (found.gamma, found.drafted, found.accepted) == (4 if drafted else 0, drafted, accepted)
         assert found.overhead == (None if overhead is None else pytest.approx(overhead))
         assert found.seconds == (None if seconds is None else pytest.approx(seconds))
+        assert seconds is None or found.drafting == pytest.approx(0.005 if drafted else 0.0)
         assert found.at_verifier == pytest.approx(0.01)
         assert found.step is not None
         assert (found.step.fixed, found.step.per_token) == pytest.approx((0.002, 50e-6))

@@ -10,6 +10,7 @@ from typing import Any
 import grpc
 import pytest
 
+from draft_service.drafters.base import Draft
 from draft_service.privacy import RoundSizes
 from draft_service.replicas import Replica
 from draft_service.sequence import Round, Sequence
@@ -191,7 +192,7 @@ async def test_the_opening_carries_a_decode_that_is_sent_again_to_an_older_verif
 
 async def test_an_opening_carries_neither_a_proposal_nor_a_decode_of_fixed_size() -> None:
     for sequence, begin in (
-        (record(), lambda it: it.propose([1], [])),
+        (record(), lambda it: it.propose(Draft([1], [], 0.0))),
         (record(round_sizes=RoundSizes(request=512, response=512)), lambda it: it.decode(5)),
     ):
         openings: list[verifier_service_pb2.OpenSequence] = []
@@ -276,7 +277,7 @@ async def test_a_verifier_with_another_rule_is_an_error() -> None:
 
 def test_a_verdict_that_took_hours_is_counted_and_reported() -> None:
     sequence = record()
-    sequence.round = Round(1, owed=1, draft_tokens=[7], draft_seconds=7200.0, waited=7200.0)
+    sequence.round = Round(1, owed=1, draft=Draft([7], [], 7200.0), waited=7200.0)
     verdict = speculation_pb2.Verdict(round=1, base_length=3, token_ids=[7, 8], accepted=1)
     sequence.timings.add(7200.0, verdict)
     sequence.commit(verdict)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from itertools import islice
 from typing import Any
 
@@ -38,11 +39,11 @@ Change = Callable[[Any], Any]  # from a method to a faulty one
 def _resends_an_empty_proposal(send: Any) -> Any:
     async def changed(self: VerifyStream) -> None:
         round_ = self._sequence.round
-        whole = round_.draft_tokens, round_.distributions
-        if round_.number > 1 and not self._seen:
-            round_.draft_tokens, round_.distributions = [], []
+        whole = round_.draft
+        if whole is not None and round_.number > 1 and not self._seen:
+            round_.draft = replace(whole, token_ids=[], distributions=[])
         await send(self)
-        round_.draft_tokens, round_.distributions = whole
+        round_.draft = whole
 
     return changed
 
