@@ -1,10 +1,9 @@
 """The drafters that neither run a model nor count: by copying, at random, and none."""
 
-import asyncio
-from collections.abc import Awaitable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
-from draft_service.drafters.base import Draft, Drafter, Drafting, DraftSequence, Guesser, Guesses, GuessingDrafter
+from draft_service.drafters.base import DraftSequence, Guesser, Guesses, GuessingDrafter
 from kernels.rng import Domain, uniform
 from kernels.sparse import SparseDistribution, evenly_spaced
 from outrider.runtime.lookup import TextIndex
@@ -85,24 +84,14 @@ def support(seed: int, base: int, *, vocab_size: int, size: int) -> SparseDistri
     return evenly_spaced(int(uniform(seed, base, 0, Domain.DRAFT, _SUPPORT) * vocab_size), vocab_size, size)
 
 
-class NoDrafter(Drafter):
-    """Never drafts: it has no capacity, so `Generate` sends `Decode`. `Propose` returns proposals without tokens."""
+class NoDrafter(GuessingDrafter, Guesser):
+    """Never drafts. `Propose` returns proposals without tokens; `Generate` sends `Decode` and opens no drafter."""
 
-    def open(self, sequence: DraftSequence) -> Drafting:
-        return _NoDrafting()
+    def guesser(self, sequence: DraftSequence, domain: Domain = Domain.DRAFT) -> Guesser:
+        return self
 
-
-class _NoDrafting(Drafting):
-    def capacity(self) -> int:
-        return 0
-
-    def advance(self, tokens: Sequence[int]) -> None:
+    def read(self, tokens: Sequence[int]) -> None:
         """Does nothing."""
 
-    def propose(self, gamma: int) -> Awaitable[Draft]:
-        future: asyncio.Future[Draft] = asyncio.get_running_loop().create_future()
-        future.set_result(Draft([], [], 0.0))
-        return future
-
-    def close(self) -> None:
-        """Does nothing."""
+    def guess(self, count: int, ahead: Sequence[int] = ()) -> Guesses:
+        return []
