@@ -5,7 +5,6 @@ Used on the event loop only.
 """
 
 import asyncio
-import time
 from collections import deque
 from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import contextmanager, suppress
@@ -85,7 +84,6 @@ class ConcurrencyLimit:
         max_waiting: int,
         contended_idle_timeout: float,
         on_start: Callable[[float], None] = lambda _: None,
-        clock: Callable[[], float] | None = None,
     ) -> None:
         """`max_waiting` is the most sequences in the queue. `on_start` gets the seconds that a call spent there."""
         self.maximum = maximum
@@ -93,7 +91,6 @@ class ConcurrencyLimit:
         self.is_draining = False
         self._max_waiting = max_waiting
         self._on_start = _observer.quiet(on_start)
-        self._clock = clock or time.monotonic
         self._queue: deque[Claim] = deque()
         self._running: set[Claim] = set()
         self._pace = Pace()
@@ -145,7 +142,8 @@ class ConcurrencyLimit:
                 waiting=waiting,
                 maximum=most,
             )
-        claim = Claim(self, count, self._clock())
+        loop = asyncio.get_running_loop()
+        claim = Claim(self, count, loop.time())
         self._queue.append(claim)
         self._start_next()
         try:
@@ -155,7 +153,7 @@ class ConcurrencyLimit:
                 self._queue.remove(claim)
             else:
                 self._running.remove(claim)
-                self._pace.end(self._clock() - claim.started)
+                self._pace.end(loop.time() - claim.started)
             self._start_next()
 
     def drain(self) -> None:
@@ -168,6 +166,6 @@ class ConcurrencyLimit:
         while self._queue and not self.is_draining and self.running + self._queue[0].count <= self.maximum:
             claim = self._queue.popleft()
             self._running.add(claim)
-            claim.started = self._clock()
+            claim.started = asyncio.get_running_loop().time()
             claim.changed.set()
             self._on_start(claim.started - claim.arrived)

@@ -7,7 +7,6 @@ The opening carries prompt and committed tokens. A round that is sent again has 
 import asyncio
 import math
 import time
-from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, field
 from enum import StrEnum
@@ -79,21 +78,20 @@ class FailoverBudget:
     Each second adds a token, for the case that all sequences wait. Waiting sequences are served in order.
     """
 
-    def __init__(self, burst: int, clock: Callable[[], float] | None = None) -> None:
+    def __init__(self, burst: int) -> None:
         """`burst` is its size, in tokens; at least 1. It starts full."""
         if burst < 1:
             raise ValueError(f"burst is {burst}; at least 1")
         self._burst = float(burst)
-        self._clock = clock or time.monotonic
         self._tokens = self._burst
-        self._looked = self._clock()
+        self._looked = time.monotonic()
         self._turn = asyncio.Lock()  # held by the first in the queue
         self._more = asyncio.Event()
 
     @property
     def tokens(self) -> float:
         """Tokens in the bucket. Any thread may read it."""
-        return min(self._burst, self._tokens + PER_SECOND * max(0.0, self._clock() - self._looked))
+        return min(self._burst, self._tokens + PER_SECOND * max(0.0, time.monotonic() - self._looked))
 
     def earn(self) -> None:
         """Adds the share of one verdict."""
@@ -111,9 +109,9 @@ class FailoverBudget:
         return True
 
     async def take(self, until: float) -> bool:
-        """Takes a token, or waits for one until `until` by the clock. Returns whether it took one."""
+        """Takes a token, or waits for one until `until`, by `time.monotonic()`. Returns whether it took one."""
         try:
-            async with asyncio.timeout(max(0.0, until - self._clock())), self._turn:
+            async with asyncio.timeout(max(0.0, until - time.monotonic())), self._turn:
                 while self.tokens < 1.0:
                     self._more.clear()
                     with suppress(TimeoutError):
@@ -125,7 +123,7 @@ class FailoverBudget:
             return False
 
     def _add(self, tokens: float) -> None:
-        self._tokens, self._looked = min(self._burst, self.tokens + tokens), self._clock()
+        self._tokens, self._looked = min(self._burst, self.tokens + tokens), time.monotonic()
         if tokens > 0:
             self._more.set()
 

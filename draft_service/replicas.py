@@ -50,14 +50,9 @@ class Breaker:
         epoch: how often it has opened.
     """
 
-    def __init__(
-        self, *, clock: Callable[[], float] | None = None, chance: Callable[[], float] = random.random
-    ) -> None:
-        """`clock` returns seconds, and `chance` a random number in [0, 1)."""
+    def __init__(self) -> None:
         self.state = State.CLOSED
         self.epoch = 0
-        self._clock = clock or time.monotonic
-        self._chance = chance
         self._failures = 0  # in a row
         self._until = 0.0  # when the pause ends, while open
         self._trial: float | None = None  # when it began, while half-open
@@ -65,18 +60,18 @@ class Breaker:
     @property
     def pause(self) -> float:
         """Seconds until a probe is due."""
-        return max(0.0, self._until - self._clock()) if self.state is State.OPEN else 0.0
+        return max(0.0, self._until - time.monotonic()) if self.state is State.OPEN else 0.0
 
     def admits(self) -> bool:
         """Whether a try may begin now."""
         if self.state is State.HALF_OPEN:
-            return self._trial is None or self._clock() - self._trial > TRIAL_SECONDS
+            return self._trial is None or time.monotonic() - self._trial > TRIAL_SECONDS
         return self.state is State.CLOSED
 
     def begin(self) -> int:
         """Begins a try. Returns the epoch for `succeeded` or `failed`."""
         if self.state is State.HALF_OPEN:
-            self._trial = self._clock()
+            self._trial = time.monotonic()
         return self.epoch
 
     def succeeded(self, epoch: int) -> bool:
@@ -107,7 +102,7 @@ class Breaker:
         self._failures += 1
         self.epoch += 1
         self.state = State.OPEN
-        self._until = self._clock() + pause * (1 - JITTER * self._chance())
+        self._until = time.monotonic() + pause * (1 - JITTER * random.random())
 
 
 # --- one verifier

@@ -2,7 +2,7 @@
 
 import asyncio
 import time
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import AsyncIterator, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -22,10 +22,9 @@ from verifier_service.stream import Outbox, VerifyStream
 class ConcurrencyLimit:
     """At most `maximum` sequences at once, and a bounded queue for more."""
 
-    def __init__(self, maximum: int, max_waiting: int, clock: Callable[[], float] | None = None) -> None:
+    def __init__(self, maximum: int, max_waiting: int) -> None:
         self._maximum = maximum
         self._max_waiting = max_waiting
-        self._clock = clock or time.monotonic
         self._pace = Pace()
         self._inside = 0  # running or queued
         self._leaving = 0  # running, and being ended for queued ones
@@ -66,12 +65,12 @@ class ConcurrencyLimit:
                 maximum=maximum,
             )
         self._inside += 1
-        arrived = self._clock()
+        arrived = time.monotonic()
         try:
             yield
         finally:
             self._inside -= 1
-            self._pace.end(self._clock() - arrived)
+            self._pace.end(time.monotonic() - arrived)
 
 
 SERVICE_NAME = verifier_service_pb2.DESCRIPTOR.services_by_name["VerifierService"].full_name

@@ -18,10 +18,7 @@ class Service:
     """A limit, and the calls that run or wait."""
 
     def __init__(self, maximum: int = 4, max_waiting: int = 256) -> None:
-        loop = asyncio.get_running_loop()
-        self.limit = ConcurrencyLimit(
-            maximum, max_waiting=max_waiting, contended_idle_timeout=CONTENDED_S, clock=loop.time
-        )
+        self.limit = ConcurrencyLimit(maximum, max_waiting=max_waiting, contended_idle_timeout=CONTENDED_S)
         self.begun: list[str] = []
         self.most = 0
         self.positions: dict[str, list[int]] = {}

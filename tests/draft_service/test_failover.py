@@ -379,10 +379,11 @@ async def test_many_full_verifiers_end_an_opening_in_time(monkeypatch: pytest.Mo
     assert seconds <= waited < 10.0
 
 
-def test_failovers_are_bounded_by_burst_rounds_and_seconds() -> None:
+def test_failovers_are_bounded_by_burst_rounds_and_seconds(monkeypatch: pytest.MonkeyPatch) -> None:
     """Random rounds, waits and failovers. The bound holds between any two moments."""
     chance, now, burst = random.Random(5), 0.0, 12
-    budget = FailoverBudget(burst, lambda: now)
+    monkeypatch.setattr(failover, "time", SimpleNamespace(monotonic=lambda: now))
+    budget = FailoverBudget(burst)
     history: list[tuple[float, int, int]] = []
     rounds = taken = 0
     for _ in range(3000):

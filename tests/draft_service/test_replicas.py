@@ -8,11 +8,13 @@ import time
 from collections import Counter
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
+from types import SimpleNamespace
 from typing import Any
 from unittest.mock import Mock
 
 import pytest
 
+from draft_service import replicas as replicas_module
 from draft_service.replicas import FIRST_PAUSE, LONGEST_PAUSE, TRIAL_SECONDS, Breaker, Replica, Replicas, State
 from outrider.rpc.channel import Lookup, look_up
 from outrider.service.model_info import check_target
@@ -163,9 +165,11 @@ async def test_a_replica_that_refuses_is_not_used_until_its_retry_after() -> Non
 class TimedBreaker(Breaker):
     """On a fake clock, without jitter."""
 
-    def __init__(self) -> None:
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        super().__init__()
         self.now = 0.0
-        super().__init__(clock=lambda: self.now, chance=lambda: 0.0)
+        monkeypatch.setattr(replicas_module, "time", SimpleNamespace(monotonic=lambda: self.now))
+        monkeypatch.setattr(replicas_module, "JITTER", 0.0)
 
     def fail(self) -> float:
         """A failed attempt; returns the pause."""
@@ -179,8 +183,8 @@ class TimedBreaker(Breaker):
         return self.pause
 
 
-def test_pauses_double_up_to_the_longest_and_a_success_resets_them() -> None:
-    breaker = TimedBreaker()
+def test_pauses_double_up_to_the_longest_and_a_success_resets_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    breaker = TimedBreaker(monkeypatch)
     pauses = [breaker.fail(), *(breaker.probe(well=False) for _ in range(8))]
     assert pauses[:3] == pytest.approx([FIRST_PAUSE, 2 * FIRST_PAUSE, 4 * FIRST_PAUSE])
     assert pauses[-1] == LONGEST_PAUSE
@@ -189,8 +193,8 @@ def test_pauses_double_up_to_the_longest_and_a_success_resets_them() -> None:
     assert breaker.fail() == pytest.approx(FIRST_PAUSE)
 
 
-def test_open_admits_no_attempt_and_half_open_one_at_a_time() -> None:
-    breaker = TimedBreaker()
+def test_open_admits_no_attempt_and_half_open_one_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    breaker = TimedBreaker(monkeypatch)
     assert all(breaker.admits() for _ in range(10))
     breaker.fail()
     breaker.now += 1000.0
@@ -206,8 +210,8 @@ def test_open_admits_no_attempt_and_half_open_one_at_a_time() -> None:
     assert all(breaker.admits() for _ in range(10))
 
 
-def test_attempts_begun_before_it_opened_do_not_count() -> None:
-    breaker = TimedBreaker()
+def test_attempts_begun_before_it_opened_do_not_count(monkeypatch: pytest.MonkeyPatch) -> None:
+    breaker = TimedBreaker(monkeypatch)
     old, same = breaker.begin(), breaker.begin()
     breaker.fail()
     assert not breaker.failed(same), "concurrent failures are one failure"

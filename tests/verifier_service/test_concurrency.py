@@ -5,6 +5,7 @@ a client counts as silent.
 import asyncio
 import time
 from contextlib import ExitStack
+from types import SimpleNamespace
 from unittest.mock import Mock
 
 import pytest
@@ -27,9 +28,10 @@ def entered(limit: ConcurrencyLimit, *, resumed: bool = False) -> ExitStack:
     return stack
 
 
-def test_retry_after_depends_on_the_pace_and_not_on_refusals() -> None:
+def test_retry_after_depends_on_the_pace_and_not_on_refusals(monkeypatch: pytest.MonkeyPatch) -> None:
     now = 0.0
-    limit = ConcurrencyLimit(MAXIMUM, WAITING, clock=lambda: now)
+    monkeypatch.setattr("verifier_service.service.time", SimpleNamespace(monotonic=lambda: now))
+    limit = ConcurrencyLimit(MAXIMUM, WAITING)
     sequences = [entered(limit) for _ in range(MAXIMUM + WAITING)]
 
     def retry_after() -> float | None:
