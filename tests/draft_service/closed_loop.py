@@ -54,6 +54,17 @@ class Draft:
         return tokens
 
 
+class DecodeOnly(Policy):
+    """The target alone."""
+
+    pause = 64
+
+    def next(self, most: int) -> int:
+        return 0
+
+    def observe(self, round_: JudgedRound) -> None: ...
+
+
 @dataclass(slots=True, eq=False)
 class Stream:
     """A sequence in the loop."""

@@ -34,22 +34,11 @@ from kernels.verify import Rule
 from outrider.service.cost_model import CostLine
 from outrider.service.metrics import Metrics
 from protos.outrider.v1 import speculation_pb2
-from tests.draft_service.closed_loop import ClosedLoop, Draft
+from tests.draft_service.closed_loop import ClosedLoop, DecodeOnly, Draft
 from tests.draft_service.records import generation
 
 CEILING = 16
 STEP_COST, DEAR_TOKENS = CostLine(0.008, 0.0003), CostLine(0.004, 0.0004)
-
-
-class DecodeOnly(Policy):
-    """The target alone."""
-
-    pause = 64
-
-    def next(self, most: int) -> int:
-        return 0
-
-    def observe(self, round_: JudgedRound) -> None: ...
 
 
 def adaptive(sequences: int = 1, *, is_shared: bool = True, tokens_per_pass: int = 1) -> list[Adaptive]:
@@ -417,16 +406,15 @@ def test_a_round_is_measured_without_the_time_of_other_work(monkeypatch: pytest.
         if drafted:
             sequence.next(16)
             now += 0.005
-        round_ = round_of(drafted, gamma=4, sent=now)
+        round_ = round_of(drafted, gamma=4 if drafted else 0, sent=now)
         now += 0.02
         judged = min(accepted + 1, drafted)
         timings = speculation_pb2.VerdictTimings(
             queue_us=1000, forward_us=8000, verify_us=1000, pass_tokens=9, pass_sequences=3
         )
         load = speculation_pb2.VerifierLoad(pass_fixed_us=2000.0, pass_token_us=50.0, active=3)
-        verdict = speculation_pb2.Verdict(
-            judged=judged, accepted=accepted, beta=[0.5] * judged, timings=timings, load=load
-        )
+        beta = [0.5] * judged
+        verdict = speculation_pb2.Verdict(judged=judged, accepted=accepted, beta=beta, timings=timings, load=load)
         sequence.judged(round_, verdict)
     sequence.learn()
     for found, (drafted, accepted, overhead, seconds) in zip(policy.rounds, cases, strict=True):
