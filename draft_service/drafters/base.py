@@ -13,7 +13,6 @@ from concurrent.futures import Executor
 from dataclasses import dataclass, field, replace
 from enum import StrEnum
 from functools import cached_property
-from itertools import chain, islice
 
 from torch import Tensor
 
@@ -249,22 +248,22 @@ class GuesserDrafting(Drafting):
         self._guesser = guesser
         self._thread = thread
         self._sends_distributions = sequence.rule is not Rule.COUPLED
-        self._opening = chain(sequence.prompt, sequence.committed)
-        self._unread: list[int] = []  # after `_opening`
+        self._text = [*sequence.prompt, *sequence.committed]
+        self._read = 0  # tokens of the text that the guesser has read
         self._reading: asyncio.Future[Draft] | None = None
 
     def capacity(self) -> int:
         return UNBOUNDED
 
     def advance(self, tokens: Sequence[int]) -> None:
-        self._unread.extend(tokens)
+        self._text.extend(tokens)
 
     def propose(self, gamma: int) -> Awaitable[Draft]:
         loop, requested = asyncio.get_running_loop(), time.perf_counter()
         if self._thread is not None:
-            self._reading = loop.run_in_executor(self._thread, self._read_and_draft, gamma, requested)
-        elif not self._read_slice():
-            self._reading = asyncio.ensure_future(self._read_on(gamma, requested))
+            self._reading = loop.run_in_executor(self._thread, self._draft, gamma, requested)
+        elif len(self._text) - self._read > SLICE:
+            self._reading = asyncio.ensure_future(self._read_and_draft(gamma, requested))
         else:
             self._reading = loop.create_future()
             self._reading.set_result(self._draft(gamma, requested))
@@ -274,27 +273,20 @@ class GuesserDrafting(Drafting):
         if self._reading is not None:
             self._reading.cancel()
 
-    def _read_slice(self) -> bool:
-        """Reads at most `SLICE` tokens. Returns whether none is left."""
-        tokens = list(islice(self._opening, SLICE))
-        more = self._unread[: SLICE - len(tokens)]
-        del self._unread[: len(more)]
-        self._guesser.read(tokens + more)
-        return len(tokens) + len(more) < SLICE
+    def _read_slice(self) -> None:
+        tokens = self._text[self._read : self._read + SLICE]
+        self._guesser.read(tokens)
+        self._read += len(tokens)
+
+    async def _read_and_draft(self, gamma: int, requested: float) -> Draft:
+        while self._read < len(self._text):
+            self._read_slice()
+            await asyncio.sleep(0)
+        return self._draft(gamma, requested)
 
     def _draft(self, gamma: int, requested: float) -> Draft:
+        while self._read < len(self._text):
+            self._read_slice()
         guesses = self._guesser.guess(gamma)
         distributions = [q for _, q in guesses] if self._sends_distributions else []
         return Draft([token for token, _ in guesses], [*distributions], time.perf_counter() - requested)
-
-    async def _read_on(self, gamma: int, requested: float) -> Draft:
-        is_done = False
-        while not is_done:
-            await asyncio.sleep(0)
-            is_done = self._read_slice()
-        return self._draft(gamma, requested)
-
-    def _read_and_draft(self, gamma: int, requested: float) -> Draft:
-        while not self._read_slice():
-            pass
-        return self._draft(gamma, requested)
