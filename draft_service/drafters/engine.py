@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 from typing import TypeVar
 
 from draft_service.drafters.base import DraftError
-from draft_service.drafters.outcome_cache import LEAVING_SECONDS, OutcomeCache
+from draft_service.drafters.outcome_cache import OutcomeCache
 from draft_service.drafters.sequence import Close, DraftWork, Drawn, ModelSequence, Propose
 from draft_service.drafters.staged import Staging, row_draws
 from kernels.adjustments import RowAdjustment, apply
@@ -49,6 +49,8 @@ class DraftEngine(Engine[Propose | Close, DraftWork, Sequence[Drawn]]):
         prefix_queries: prompt and committed tokens that were looked up in the prefix cache.
         prefix_hits: those that were found.
     """
+
+    leaving_seconds = 0.5e-3  # the event loop also checks a proposal
 
     def __init__(
         self,
@@ -214,9 +216,6 @@ class DraftEngine(Engine[Propose | Close, DraftWork, Sequence[Drawn]]):
             assert self.mask_token is not None
             tokens = [*tokens, *[self.mask_token] * masks]
         return DraftWork(sequence, Chunk(sequence.slot, tokens, start, piece), draws, encodes=encodes, masks=masks)
-
-    def idle(self) -> float | None:
-        return LEAVING_SECONDS if self.cache.leaving else None
 
     def _has_blocks(self, sequence: ModelSequence, end: int) -> bool:
         """Grows the sequence. If the pool is full, preempts sequences that wait for a verdict, then later requests."""

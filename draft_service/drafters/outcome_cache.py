@@ -29,7 +29,6 @@ LEAST_CHANCE = 0.04  # a less likely outcome gets no branch: it would cost more 
 CANDIDATES = 5  # tokens at each position of a proposal, from which branches are chosen
 RESERVE = 1 / 8  # of all blocks: free blocks that branches leave to sequences
 END = -1  # in place of the token after a fully accepted proposal, until the candidates for it are known
-LEAVING_SECONDS = 0.5e-3  # from a proposal to its branches: the event loop sends it first, under the same GIL
 
 # Temperatures that `Predictor` chooses among. 0.45 fits the demo pair, under `coupled` and at temperature 0.
 TEMPERATURES = np.array([0.15, 0.3, 0.45, 0.7, 1.0, 1.5, 2.5])
@@ -208,7 +207,7 @@ class OutcomeCache:
         """`width` is the most branches in one step, `max_length` the most tokens of a sequence."""
         self.spare, self.width = SpareTime(), width
         self.entries: dict[ModelSequence, Entry] = {}
-        self.leaving: dict[ModelSequence, float] = {}  # sequences without an entry yet, and when their proposals left
+        self.leaving: dict[ModelSequence, None] = {}  # sequences whose proposals have left, without an entry yet
         self._pool, self._max_length = pool, max_length
         self._slots: set[int] = set()  # of branches
         self._predictors: dict[Hashable, Predictor] = {}
@@ -218,7 +217,8 @@ class OutcomeCache:
         """A proposal leaves. The time since the last one shows the cost and the gain of branches."""
         if sequence.opening.uses_outcome_cache and sequence.judged:
             self.trials[_kind(sequence)].add(now - sequence.sent, sequence.judged, on=sequence.had_branches)
-        sequence.sent = self.leaving[sequence] = self.spare.sent[sequence] = now
+        sequence.sent = self.spare.sent[sequence] = now
+        self.leaving[sequence] = None
 
     def take(self, message: Propose, drafted: int, kept: int) -> ModelSequence | None:
         """Drops the sequence's entry, and returns the branch that the verdict matches. The sequence gets its slot.
@@ -267,11 +267,8 @@ class OutcomeCache:
 
     def work(self, now: float) -> list[DraftWork]:
         """The branches of the next step. They draft as many tokens as end before the next request is expected."""
-        for sequence, since in list(self.leaving.items()):
-            if now - since < LEAVING_SECONDS:
-                return []
-            del self.leaving[sequence]
-            self._enter(sequence)
+        while self.leaving:
+            self._enter(self.leaving.popitem()[0])
         if not self.spare.steps(now, 1):
             return []
         chosen = [(entry, branch) for entry in self.entries.values() for branch in entry.open]

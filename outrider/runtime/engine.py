@@ -28,8 +28,6 @@ Output = TypeVar("Output")
 
 # A step counts as stuck only if it also lasts this many times longer than the longest step so far.
 TIMES_THE_LONGEST = 4.0
-# After a step without further work, so long for the event loop to take the replies: it needs the interpreter's lock.
-LEAVING_SECONDS = 0.2e-3
 # How long `stop` waits for the step under way, which may never end.
 STOP_SECONDS = 3.0
 
@@ -38,8 +36,12 @@ class Engine(ABC, Generic[Message, Work, Output]):
     """A thread that runs one model. `prepare` and the methods below it run on that thread only, so they need no locks.
 
     Attributes:
+        leaving_seconds: how long the thread waits after a step without further work: the event loop, which needs the
+            interpreter's lock, sends the replies first.
         lost: completes with the reason when the loop ends with an error: no step will run again.
     """
+
+    leaving_seconds = 0.2e-3
 
     def __init__(self, model_runner: ModelRunner, *, name: str, threads: int | None = None) -> None:
         self.model_runner = model_runner
@@ -149,7 +151,7 @@ class Engine(ABC, Generic[Message, Work, Output]):
         if not work:
             return seconds
         self.step(work)
-        return 0.0 if self.has_work() else LEAVING_SECONDS
+        return 0.0 if self.has_work() else self.leaving_seconds
 
     def next_work(self) -> tuple[Sequence[Work], float | None]:
         """The first half of `turn`: the work of the next step, and the result of `turn`."""

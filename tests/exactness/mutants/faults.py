@@ -130,7 +130,7 @@ def eager_outcome_cache() -> None:
     from draft_service.drafters.engine import DraftEngine
     from draft_service.drafters.sequence import Close, Propose
 
-    outcome_cache.MOST_BRANCHES, outcome_cache.LEAVING_SECONDS = 4, 0.0  # a verdict may arrive before the half of a ms
+    outcome_cache.MOST_BRANCHES, DraftEngine.leaving_seconds = 4, 0.0  # a verdict may arrive before the half of a ms
     outcome_cache.SpareTime.steps = lambda self, now, width: 64  # type: ignore[method-assign]
     outcome_cache.Trial.choose = lambda self: True  # type: ignore[method-assign]
     original = DraftEngine.receive
