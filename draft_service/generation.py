@@ -41,7 +41,7 @@ class Sample:
         arrived: float,
     ) -> None:
         """`arrived` is the arrival of the request, by `time.perf_counter()`."""
-        self.sequence = Sequence(request, index, arrived=arrived, watch=watch)
+        self.sequence = Sequence(request, index, arrived=arrived, texts=watch.texts)
         self._request = request
         self.emitter = emitter
         self._gamma = gamma

@@ -73,6 +73,7 @@ class SampleWatch:
 
     def __init__(self, metrics: RequestMetrics, trace: CallTrace, index: int) -> None:
         """`index` is that of the sample in its request."""
+        self.texts = metrics.texts
         self._metrics = metrics
         self._trace = trace
         self._index = index
@@ -90,16 +91,6 @@ class SampleWatch:
         if self._waits:
             self._waits = False
             self._metrics.waiting.dec()
-
-    @REQUEST_METRICS.quiet
-    def first_token(self, seconds: float) -> None:
-        """The first token was sent, `seconds` after the request arrived."""
-        self._metrics.texts.first_token.observe(seconds)
-
-    @REQUEST_METRICS.quiet
-    def next_tokens(self, seconds: float, count: int) -> None:
-        """`count` tokens were sent together, `seconds` after the previous ones."""
-        self._metrics.texts.next_tokens(seconds, count)
 
     @REQUEST_METRICS.quiet
     def judged(self, round_: Round, verdict: speculation_pb2.Verdict) -> None:

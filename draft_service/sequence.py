@@ -3,19 +3,16 @@
 import time
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING
 
 from draft_service.drafters.base import CacheUse, Draft
 from draft_service.request import KIND_TO_WIRE, POLICY_TO_WIRE, Generation
 from outrider.seeds import derive_seed
 from outrider.service.best_effort import Component
+from outrider.service.metrics import TextMetrics
 from outrider.service.model_info import MAX_NAME_CHARS
 from outrider.service.sampling import RULE_TO_WIRE
 from outrider.service.wire import PrefixHash, draft_probability, micros, round_micros
 from protos.outrider.v1 import draft_service_pb2, sampling_pb2, speculation_pb2, verifier_service_pb2
-
-if TYPE_CHECKING:
-    from draft_service.metrics import SampleWatch
 
 STATISTICS = Component("speculation_statistics")
 
@@ -115,7 +112,7 @@ class Timings:
     """
 
     arrived: float
-    watch: "SampleWatch | None" = None
+    texts: TextMetrics | None = None
     first_token: float | None = None
     draft: float = 0.0
     verdict: float = 0.0
@@ -139,14 +136,14 @@ class Timings:
     @STATISTICS.quiet
     def tokens_out(self, count: int) -> None:
         """Records that `count` tokens were sent to the client together."""
-        now = time.perf_counter()
+        now, before = time.perf_counter(), self._last_token
+        self._last_token = now  # first: metrics may fail
         if self.first_token is None:
             self.first_token = now - self.arrived
-            if self.watch is not None:
-                self.watch.first_token(self.first_token)
-        elif self.watch is not None:
-            self.watch.next_tokens(now - self._last_token, count)
-        self._last_token = now
+            if self.texts is not None:
+                self.texts.first_token.observe(self.first_token)
+        elif self.texts is not None:
+            self.texts.next_tokens(now - before, count)
 
     def to_message(self) -> draft_service_pb2.GenerateTimings:
         return draft_service_pb2.GenerateTimings(
@@ -208,9 +205,9 @@ class Sequence:
     """
 
     def __init__(
-        self, request: Generation, index: int = 0, *, arrived: float = 0.0, watch: "SampleWatch | None" = None
+        self, request: Generation, index: int = 0, *, arrived: float = 0.0, texts: TextMetrics | None = None
     ) -> None:
-        """`arrived` is the arrival of the request, by `time.perf_counter()`. `watch` is called when tokens are sent."""
+        """`arrived` is the arrival of the request, by `time.perf_counter()`. `texts` count tokens that are sent."""
         self.request = request
         self.index = index
         self.id = f"{request.request_id[: MAX_NAME_CHARS - 8]}/{index}"  # no longer than a verifier takes
@@ -219,7 +216,7 @@ class Sequence:
         self.round = Round(0)
         self.finish_reason: sampling_pb2.FinishReason = sampling_pb2.FINISH_REASON_UNSPECIFIED
         self.counts = SpeculationCounts(drafter=KIND_TO_WIRE[request.drafter], policy=POLICY_TO_WIRE[request.policy])
-        self.timings = Timings(arrived, watch)
+        self.timings = Timings(arrived, texts)
         self.scored = 1
         self.on_prompt_logprobs: Callable[[sampling_pb2.PromptLogprobs], Awaitable[None]] | None = None
         self._hash = PrefixHash(self.tokens)
