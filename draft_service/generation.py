@@ -102,8 +102,8 @@ class Sample:
 
     def _has_ended(self) -> sampling_pb2.FinishReason:
         """The finish reason, if the committed tokens end the text already; otherwise unspecified."""
-        committed, held = self._request.committed, self._request.held
-        may_stop = len(committed) >= self._request.min_new_tokens
+        committed, held = self._request.committed, self._request.message.held_tokens
+        may_stop = len(committed) >= self._request.message.min_new_tokens
         is_stop = may_stop and committed[-1] in self._request.sampling.logit_rules.stop_token_ids
         if held and self.emitter.resume(committed[-held:], is_silent=is_stop):
             return sampling_pb2.FINISH_REASON_STOP_STRING
@@ -266,7 +266,7 @@ class Sample:
             uses_outcome_cache=self._request.outcome_cache,
             max_entropy=self._request.max_entropy,
             tokens_per_pass=self._request.tokens_per_pass,
-            cache_salt=self._request.cache_salt,
+            cache_salt=self._request.message.cache_salt,
             encoder_input=self._request.draft_encoder_input,
         )
 

@@ -12,7 +12,7 @@ from draft_service.privacy import Emission, RoundSizes
 from draft_service.speculation import PolicyKind
 from outrider.rpc.errors import invalid_field, outside
 from outrider.service.sampling import Sampling, check_temperature
-from protos.outrider.v1 import draft_service_pb2, input_pb2, sampling_pb2
+from protos.outrider.v1 import draft_service_pb2, input_pb2
 
 
 @dataclass(frozen=True, slots=True)
@@ -20,13 +20,11 @@ class Generation:
     """A checked `GenerateRequest`.
 
     Attributes:
+        message: the request itself: what is read there is checked, and used unchanged.
         prompt: the prompt as tokens, at least one; for an encoder–decoder model those of the decoder.
         committed: output of an earlier call, which this one resumes.
-        held: tokens at the end of `committed` whose text was not delivered.
         sampling: for the draft; its logit rules ban the stop ids until `min_new_tokens`.
-        params: as the client sent them, for the target. They may leave the rule open; `sampling` has it.
         seed: of the first sample.
-        stop_token_ids: of the request, without the model's own.
         top_logprobs: None without log-probabilities.
         top_prompt_logprobs: the same for tokens of the prompt.
         time_limit: in seconds; None without one.
@@ -39,25 +37,20 @@ class Generation:
         chooses_tokens_per_pass: it names none, and `adaptive` may choose 1 instead, before drafting begins.
         outcome_cache: whether the drafter may draft while a verdict is on its way.
         seed_is_fresh: this service has just drawn the seed.
-        report_probabilities: add p and q of drafted tokens to the reports of rounds.
         emission: sizes and pace of the responses; None without such limits.
         round_sizes: sizes of the messages to and from the verifier.
         encoder_input: the input of the encoder, as the verifier gets it; None for a model without encoder.
         draft_encoder_input: the same as the draft's encoder takes it; None until it is needed.
     """
 
+    message: draft_service_pb2.GenerateRequest = field(repr=False)
     request_id: str
     prompt: list[int]
     committed: list[int]
-    held: int
     sampling: Sampling
-    params: sampling_pb2.SamplingParams
     seed: int
     max_new_tokens: int
-    min_new_tokens: int
-    stop_token_ids: list[int]
     stop: tuple[str, ...]
-    ignore_eos: bool
     samples: int
     top_logprobs: int | None
     time_limit: float | None
@@ -71,15 +64,11 @@ class Generation:
     outcome_cache: bool
     seed_is_fresh: bool
     report_rounds: bool
-    keep_special_tokens: bool
-    weights_fingerprint: str
-    cache_salt: str
     emission: Emission | None
     round_sizes: RoundSizes
     encoder_input: input_pb2.EncoderInput | None = field(default=None, repr=False)
     draft_encoder_input: Tensor | None = field(default=None, repr=False, compare=False)
     top_prompt_logprobs: int | None = None
-    report_probabilities: bool = False
     chooses_tokens_per_pass: bool = False
     joined_responses: bool = False
 

@@ -300,7 +300,7 @@ class Sequence:
     def _draft_probabilities(self) -> list[float]:
         """The probability q of each drafted token of the round, if it is reported; empty under `coupled`."""
         draft = self.round.draft
-        if not self.request.report_probabilities or draft is None or not draft.distributions:
+        if not self.request.message.speculation.report_probabilities or draft is None or not draft.distributions:
             return []
         return [draft_probability(q, x) for x, q in zip(draft.token_ids, draft.distributions, strict=True)]
 
@@ -311,13 +311,13 @@ class Sequence:
             reopened: another verifier has run the sequence before.
             isolated: a step with the sequence failed, so it must run in steps of its own.
         """
-        request, rules = self.request, self.request.sampling.logit_rules
+        request, message, rules = self.request, self.request.message, self.request.sampling.logit_rules
         committed = self.tokens[self.prompt_length :]
         needs = {
             "decode": True,
             "logprobs": request.top_logprobs is not None,
             "prompt_logprobs": self.needs_prompt_logprobs,
-            "report_probabilities": request.report_probabilities,
+            "report_probabilities": message.speculation.report_probabilities,
             "penalties": not replace(rules, min_new_tokens=0, generation=None).is_identity,
             "resume": bool(committed),
             "fixed_rounds": bool(request.round_sizes.response),
@@ -328,15 +328,15 @@ class Sequence:
         opening = verifier_service_pb2.OpenSequence(
             prompt_token_ids=self.tokens[: self.prompt_length],
             committed_token_ids=committed,
-            sampling=request.params,  # seed and rule are set below
+            sampling=message.sampling,  # seed and rule are set below
             max_new_tokens=request.max_new_tokens,
-            min_new_tokens=request.min_new_tokens,
-            stop_token_ids=request.stop_token_ids,
-            ignore_eos=request.ignore_eos,
+            min_new_tokens=message.min_new_tokens,
+            stop_token_ids=message.stop_token_ids,
+            ignore_eos=message.ignore_eos,
             # An older verifier would silently ignore fields that it does not know.
             required_features=[name for name, is_needed in needs.items() if is_needed],
-            weights_fingerprint=request.weights_fingerprint,
-            cache_salt=request.cache_salt,
+            weights_fingerprint=message.weights_fingerprint,
+            cache_salt=message.cache_salt,
             request_id=request.request_id,
             request_bytes=request.round_sizes.request,
             response_bytes=request.round_sizes.response,
@@ -345,7 +345,7 @@ class Sequence:
             encoder_input=request.encoder_input,
             joined_verdicts=not request.round_sizes.response,  # one verdict of several tokens would show in its size
             join_ms=JOIN_MS if is_patient else None,
-            report_probabilities=request.report_probabilities,
+            report_probabilities=message.speculation.report_probabilities,
         )
         opening.sampling.seed = self.seed
         opening.sampling.rule = RULE_TO_WIRE[request.sampling.rule]  # not the verifier's default

@@ -149,8 +149,8 @@ class GenerateCall:
 
     async def _deliver(self, request: Generation, claim: Claim) -> None:
         """Writes responses until the last one, or until the client leaves one unread for too long."""
-        emission = request.emission
-        responses = aiter(self._responses) if emission is None else framed(self._responses, emission, held=request.held)
+        emission, held = request.emission, request.message.held_tokens
+        responses = aiter(self._responses) if emission is None else framed(self._responses, emission, held=held)
         with claim.inactivity_timer(self._settings.slow_client_timeout) as timer, heartbeats(self._responses):
             async for response in responses:
                 try:
@@ -221,14 +221,14 @@ class GenerateCall:
         )
 
     def _emitter(self, request: Generation, index: int) -> Emitter:
-        hides_special = not request.keep_special_tokens
-        delivered = len(request.committed) - request.held
+        hides_special = not request.message.keep_special_tokens
+        delivered = len(request.committed) - request.message.held_tokens
         text = OutputText(
             IncrementalDetokenizer(
                 self._pair.tokenizer, [*request.prompt, *request.committed[:delivered]], skip_special=hides_special
             ),
             stop=request.stop,
-            min_tokens=request.min_new_tokens,
+            min_tokens=request.message.min_new_tokens,
             written=delivered,
         )
         show = partial(self._pair.tokenizer.decode_token, skip_special=hides_special) if request.report_rounds else None

@@ -87,8 +87,8 @@ def check_generate(message: draft_service_pb2.GenerateRequest, pair: Pair, setti
     stop_token_ids = _check_stop_token_ids(message, limits, target.vocab_size)
     stop = _check_stop(message.stop, limits)
     committed = check_token_ids("committed_token_ids", message.committed_token_ids, target.vocab_size)
-    if (held := message.held_tokens) > len(committed):
-        raise above_limit("held_tokens", held, len(committed), ", the number of committed_token_ids")
+    if message.held_tokens > len(committed):
+        raise above_limit("held_tokens", message.held_tokens, len(committed), ", the number of committed_token_ids")
     prompt, encoder_input = check_prompt(message, pair, settings.max_prompt_tokens)
     new = check_lengths(message, len(prompt), len(committed), longest)
     request_id = message.request_id or secrets.token_hex(8)
@@ -102,11 +102,11 @@ def check_generate(message: draft_service_pb2.GenerateRequest, pair: Pair, setti
         drafter, gamma = Kind.NONE, 0
     stops = stop_token_ids if message.ignore_eos else [*stop_token_ids, *target.eos_token_ids]
     return Generation(
+        message=message,
         request_id=request_id,
         prompt=prompt,
         encoder_input=encoder_input,
         committed=committed,
-        held=held,
         sampling=replace(
             sampling,
             logit_rules=replace(
@@ -117,13 +117,9 @@ def check_generate(message: draft_service_pb2.GenerateRequest, pair: Pair, setti
                 max_new_tokens=new,
             ),
         ),
-        params=message.sampling,
         seed=sampling.seed if sampling.seed is not None else secrets.randbits(64),
         max_new_tokens=new,
-        min_new_tokens=message.min_new_tokens,
-        stop_token_ids=stop_token_ids,
         stop=stop,
-        ignore_eos=message.ignore_eos,
         samples=samples,
         top_logprobs=top_logprobs,
         top_prompt_logprobs=top_prompt_logprobs,
@@ -145,10 +141,6 @@ def check_generate(message: draft_service_pb2.GenerateRequest, pair: Pair, setti
         outcome_cache=(speculation.outcome_cache if speculation.HasField("outcome_cache") else settings.outcome_cache),
         seed_is_fresh=sampling.seed is None,
         report_rounds=speculation.report_rounds or speculation.report_probabilities,
-        report_probabilities=speculation.report_probabilities,
-        keep_special_tokens=message.keep_special_tokens,
-        weights_fingerprint=message.weights_fingerprint,
-        cache_salt=message.cache_salt,
         emission=check_emission(message, max_gamma=limits.max_gamma, top_logprobs=top_logprobs),
         joined_responses=message.joined_responses and not message.HasField("emission"),
         round_sizes=round_sizes(

@@ -14,23 +14,21 @@ from kernels.adjustments import LogitRules
 from kernels.sampling import SamplingParams
 from kernels.verify import Rule
 from outrider.service.sampling import Sampling
-from protos.outrider.v1 import sampling_pb2
+from protos.outrider.v1 import draft_service_pb2
 
 
 def generation(rule: Rule = Rule.COUPLED, *, temperature: float = 1.0, seed: int = 7, **fields: Any) -> Generation:
+    message = draft_service_pb2.GenerateRequest(ignore_eos=True)
+    message.sampling.temperature = temperature
     plain = Generation(
+        message=message,
         request_id="r",
         prompt=[1, 2, 3],
         committed=[],
-        held=0,
         sampling=Sampling(SamplingParams(temperature=temperature), LogitRules(), rule, 1.0, seed),
-        params=sampling_pb2.SamplingParams(temperature=temperature),
         seed=seed,
         max_new_tokens=64,
-        min_new_tokens=0,
-        stop_token_ids=[],
         stop=(),
-        ignore_eos=True,
         samples=1,
         top_logprobs=None,
         time_limit=None,
@@ -44,9 +42,6 @@ def generation(rule: Rule = Rule.COUPLED, *, temperature: float = 1.0, seed: int
         outcome_cache=True,
         seed_is_fresh=True,
         report_rounds=False,
-        keep_special_tokens=False,
-        weights_fingerprint="",
-        cache_salt="",
         emission=None,
         round_sizes=RoundSizes(),
     )
