@@ -179,21 +179,20 @@ class Replica:
         """Sequences there: of this service now, of others as last reported."""
         return self.num_open + (self._others if time.monotonic() - self.reported_at < LOAD_SECONDS else 0)
 
-    async def get_model(self) -> model_pb2.ModelInfo:
-        """Calls GetModel.
-
-        Raises:
-            RequestError: no answer, or no model yet.
-        """
+    async def get_model(self) -> model_pb2.ModelInfo | RequestError:
+        """The answer to GetModel, or why there is none."""
         request = verifier_service_pb2.VerifierServiceGetModelRequest()
         try:
             answer = await self._channel.begin(
                 lambda stub, token: stub.GetModel(request, timeout=GET_MODEL_TIMEOUT, metadata=token)
             )
         except grpc.RpcError as error:
-            raise translate(error, self.address) from None
+            return translate(error, self.address)
+        except Exception as error:  # otherwise the task that probes it would end for good
+            _log.exception("GetModel failed", verifier=self.address)
+            return internal("INTERNAL", f"the call GetModel at {self.address} failed: {error}")
         if answer is None:
-            raise unreadable(self.address)
+            return unreadable(self.address)
         model: model_pb2.ModelInfo = answer.model
         return model
 
@@ -314,9 +313,17 @@ class Replicas:
         next_line = started
         while True:
             await self._resolve()
-            answers = await asyncio.gather(*(_answer(replica) for replica in self.all()))
-            errors = [error for answer in answers if (error := _problem(draft, answer))]
-            if len(errors) < len(answers):
+            answers = await asyncio.gather(*(replica.get_model() for replica in self.all()))
+            errors, pairs = list[RequestError](), list[model_pb2.ModelInfo]()
+            for answer in answers:
+                try:
+                    if isinstance(answer, RequestError):
+                        raise answer
+                    check_pair(draft, answer)
+                    pairs.append(answer)
+                except RequestError as error:
+                    errors.append(error)
+            if pairs:
                 break
             if errors and all(error.reason == "PAIR_MISMATCH" for error in errors):
                 raise errors[0]
@@ -330,8 +337,7 @@ class Replicas:
                 )
             await asyncio.sleep(wait)
             wait = min(wait * 1.5, LONGEST_WAIT)
-        target = next(each for each in answers if not isinstance(each, RequestError) and not _problem(draft, each))
-        self.target = target
+        target = self.target = pairs[0]
         for replica, answer in zip(self.all(), answers, strict=True):
             if not isinstance(answer, RequestError):
                 replica.probed(answer, check_target(answer, target))
@@ -395,7 +401,7 @@ class Replicas:
                 await self._changed.wait()
                 continue
             await asyncio.sleep(MISMATCHED_PAUSE if replica.mismatch else replica.breaker.pause)
-            answer = await _answer(replica)
+            answer = await replica.get_model()
             assert self.target is not None
             if isinstance(answer, RequestError):
                 replica.probed(None)
@@ -446,24 +452,3 @@ class Replicas:
             self._resolve_now.set()
         changed, self._changed = self._changed, asyncio.Event()
         changed.set()
-
-
-async def _answer(replica: Replica) -> model_pb2.ModelInfo | RequestError:
-    try:
-        return await replica.get_model()
-    except RequestError as error:
-        return error
-    except Exception as error:  # otherwise the task that probes it would end for good
-        _log.exception("GetModel failed", verifier=replica.address)
-        return internal("INTERNAL", f"the call GetModel at {replica.address} failed: {error}")
-
-
-def _problem(draft: model_pb2.ModelInfo, answer: model_pb2.ModelInfo | RequestError) -> RequestError | None:
-    """Why an answer cannot be the target of `draft`; None if it can."""
-    try:
-        if isinstance(answer, RequestError):
-            return answer
-        check_pair(draft, answer)
-    except RequestError as error:
-        return error
-    return None
