@@ -12,8 +12,8 @@ request rate of Outrider in the closed loop; without the other servers. Lengths 
 
 γ is chosen by the policy `adaptive`; `--gamma` fixes it. The pair and the target alone (`Decode`) run on the same two
 services in bfloat16, where the target has a thread for each core, as `outrider serve` starts them on two cores. So has
-llama.cpp's server. Continuous batching has one thread: so it was fastest on two cores. A text comes in one piece, ours in
-one for each second.
+llama.cpp's server. Continuous batching has one thread: so it was fastest on two cores. A text comes in one piece, ours
+in one for each second.
 """
 
 import argparse
