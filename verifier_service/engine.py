@@ -49,7 +49,7 @@ class Submit(_OfSequence):
 
 
 class Read(_OfSequence):
-    """The client has read a reply."""
+    """The client has read so many replies that the sequence is not paused any more."""
 
 
 class Remind(_OfSequence):
@@ -219,8 +219,8 @@ class VerifierEngine(Engine[Message, TargetWork, StepResult]):
                 sequence.received += 1
                 if not sequence.finished:
                     _run_for(sequence, lambda: sequence.submit(round_))
-            case Read(sequence):
-                sequence.backlog -= 1
+            case Read():
+                pass  # it woke the engine
             case Remind(sequence):
                 NOTICES.run(lambda: self._remind(sequence), None)
             case HalfClose(sequence):

@@ -113,7 +113,8 @@ class TargetSequence:
         deliver: hands a reply to the stream; called on the engine's thread.
         slot: in the KV pool; None in the queue.
         arrival: number in order of arrival. Newer sequences are preempted first.
-        backlog: replies that the client has not read, without notices.
+        num_replies: delivered, without notices.
+        num_read: of them, those that the client has read; the stream counts them, on the event loop.
         scored: position of the next prompt token whose log-probabilities are to be sent, if they are wanted.
         opened: for an isolated sequence, the `Opened` to send when its turn begins; None after that.
         unsent: tokens of the current `Decode` that `send` delivers later, in one verdict.
@@ -125,7 +126,8 @@ class TargetSequence:
     deliver: Callable[[Reply], None]
     slot: int | None = None
     arrival: int = 0
-    backlog: int = 0
+    num_replies: int = 0
+    num_read: int = 0
     scored: int = 1
     opened: verifier_service_pb2.VerifyResponse | None = None
     unsent: Unsent | None = None
@@ -170,7 +172,7 @@ class TargetSequence:
     @property
     def is_paused(self) -> bool:
         """Whether its client is too far behind in reading replies."""
-        return self.backlog >= MAX_BACKLOG
+        return self.num_replies - self.num_read >= MAX_BACKLOG
 
     @property
     def awaits_turn(self) -> bool:
@@ -362,7 +364,7 @@ class TargetSequence:
     def send(self) -> None:
         """Delivers the verdict that is not sent, if there is one."""
         if self.unsent is not None:
-            self.backlog += 1
+            self.num_replies += 1
             self.deliver(partial(_encode_verdict, self.sequence_id, self.unsent))
             self.unsent = None
 
@@ -394,7 +396,7 @@ class TargetSequence:
         self.deliver(verifier_service_pb2.VerifyResponse(sequence_id=self.sequence_id, notice=notice))
 
     def _reply(self, **kind: Any) -> None:
-        self.backlog += 1
+        self.num_replies += 1
         self.deliver(verifier_service_pb2.VerifyResponse(sequence_id=self.sequence_id, **kind))
 
 

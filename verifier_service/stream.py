@@ -201,7 +201,10 @@ class VerifyStream:
                 self._heard = time.perf_counter()
                 kind = reply.WhichOneof("kind")
                 if kind in ("verdict", "prompt_logprobs"):
-                    self._engine.post(Read(sequence))
+                    was_paused = sequence.is_paused
+                    sequence.num_read += 1
+                    if was_paused and not sequence.is_paused:
+                        self._engine.post(Read(sequence))
                 if kind == "verdict":
                     STREAM_LOG.run(lambda: self._tally.add(reply.verdict), None)
                     if self._trace.is_recorded:

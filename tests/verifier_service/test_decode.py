@@ -227,7 +227,7 @@ def test_tokens_that_wait_are_sent_where_nothing_follows(engine: VerifierEngine,
     engine.turn()
     assert [len(each.token_ids) for each in client.verdicts] == [1]
     if why == "no other work":
-        client.sequence.backlog = MAX_BACKLOG
+        client.sequence.num_replies += MAX_BACKLOG
     else:
         break_forward(engine, lambda: True)
     engine.turn()

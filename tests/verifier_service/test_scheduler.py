@@ -63,7 +63,7 @@ class Driver:
                 item.sequence.commit(
                     item.round, result, (), speculation_pb2.VerdictTimings, speculation_pb2.VerifierLoad()
                 )
-                item.sequence.backlog = 0
+                item.sequence.num_read = item.sequence.num_replies
                 self.scheduler.settle(item.sequence)
         self.pool.check_integrity()
         for each in self.scheduler.running:
@@ -145,7 +145,7 @@ def test_a_sequence_with_a_backlog_of_replies_pauses(backlog: int) -> None:
     driver = Driver()
     sequence = driver.open()
     driver.submit(sequence)
-    sequence.backlog = backlog
+    sequence.num_replies = backlog
     assert driver.run() == ([sequence] if backlog < MAX_BACKLOG else [])
 
 
@@ -183,7 +183,7 @@ def test_a_silent_sequence_is_preempted_first(reads: bool) -> None:
     driver.run()
     if not reads:
         driver.submit(silent)
-        silent.backlog = MAX_BACKLOG
+        silent.num_replies += MAX_BACKLOG
     late = driver.open(16, output=8)
     driver.submit(late)
     assert driver.run() == [], "not at once: drafting takes time"
@@ -194,7 +194,7 @@ def test_a_silent_sequence_is_preempted_first(reads: bool) -> None:
     while not late.finished:
         driver.submit(late)
         driver.run()
-    silent.backlog = 0
+    silent.num_read = silent.num_replies
     driver.submit(silent)
     assert driver.run() == [silent]
 

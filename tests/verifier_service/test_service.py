@@ -1,7 +1,8 @@
 """The verifier as a process: rounds, bad input, limits, queue. `tests/exactness` has its drain and failures."""
 
+import time
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -140,15 +141,29 @@ def test_a_silent_stream_is_closed(channel: grpc.Channel, begins: bool) -> None:
         assert (error.code, error.reason) == (grpc.StatusCode.DEADLINE_EXCEEDED, "IDLE")
 
 
-def test_a_client_that_does_not_read_is_cut(verifier: Service) -> None:
-    """The service waits 1.5 s, and the client buffers very little."""
+@contextmanager
+def unread(address: str) -> Iterator[Stream]:
+    """A stream with a Decode of 900 tokens, after its first verdict. The client buffers very little."""
     small_buffers = [("grpc.http2.lookahead_bytes", 1024), ("grpc.http2.bdp_probe", 0)]
     heavy = opening(max_new_tokens=900)
     heavy.logprobs.top_n = 20
-    with grpc.insecure_channel(verifier.address, options=small_buffers) as channel, Stream(channel, "unread") as stream:
+    with grpc.insecure_channel(address, options=small_buffers) as channel, Stream(channel, "unread") as stream:
         stream.open(heavy)
         stream.decode(1, PROMPT, 900)
         stream.verdict()
+        yield stream
+
+
+def test_a_paused_sequence_goes_on_when_its_client_reads(verifier_address: str) -> None:
+    """Not only when the verifier looks after it, every 5 s: then a notice would come first."""
+    with unread(verifier_address) as stream:
+        time.sleep(0.5)  # all replies that may wait have come
+        assert {stream.take().WhichOneof("kind") for _ in range(899)} == {"verdict"}
+
+
+def test_a_client_that_does_not_read_is_cut(verifier: Service) -> None:
+    """The service waits 1.5 s."""
+    with unread(verifier.address) as stream:
         wait_until(lambda: any('"unread"' in line and "DEADLINE_EXCEEDED" in line for line in verifier.log_lines()))
         error = error_of(stream.call)
     assert (error.code, error.reason) == (grpc.StatusCode.DEADLINE_EXCEEDED, "IDLE")
