@@ -25,7 +25,9 @@ MISSING = "speech needs the packages numpy, soundfile and soxr: pip install '.[a
 FRAME_S = 0.01
 """Seconds of one frame of a model's features."""
 
-_BLOCK_FRAMES = 1 << 18
+# At most so many samples in a block, of all channels, and seconds: a small file may have 255 channels, or a sample a
+# second, which resampling makes 16,000.
+_BLOCK_SAMPLES, _BLOCK_S = 1 << 18, 30
 _FULL_SCALE = 1 << 15
 # Of floats, whose full scale is 1. Larger values are no such floats.
 _LARGEST = 16.0
@@ -157,7 +159,8 @@ def _blocks_of_file(audio: str | os.PathLike[str] | bytes | bytearray | memoryvi
         else:
             name, stream = "its bytes", io.BytesIO(audio)
         with stream, _reader(soundfile)(stream) as file:
-            while len(block := file.read(_BLOCK_FRAMES, dtype="float32", always_2d=True)):
+            size = _block_frames(file.samplerate, file.channels)
+            while len(block := file.read(size, dtype="float32", always_2d=True)):
                 yield file.samplerate, block
     except OSError as error:
         raise refused("audio", f"audio: cannot read {name}: {error.strerror or error}") from error
@@ -199,13 +202,19 @@ def _blocks_of_array(np: ModuleType, audio: Array, sample_rate: int | None) -> I
         raise refused(
             "audio", f"audio has the type {kind}; it must be float16, float32, float64, uint8, int16 or int32"
         )
-    for begin in range(0, len(array), _BLOCK_FRAMES):
-        block = array[begin : begin + _BLOCK_FRAMES].reshape(-1, 1 if array.ndim == 1 else array.shape[1])
+    channels = 1 if array.ndim == 1 else array.shape[1]
+    size = _block_frames(rate, channels)
+    for begin in range(0, len(array), size):
+        block = array[begin : begin + size].reshape(-1, channels)
         if kind.startswith("int"):
             block = block / -float(np.iinfo(array.dtype).min)
         elif kind == "uint8":
             block = (block - 128.0) / 128.0
         yield rate, block.astype("float32")
+
+
+def _block_frames(rate: int, channels: int) -> int:
+    return max(1, min(_BLOCK_SAMPLES // channels, _BLOCK_S * rate))
 
 
 def _converted(np: ModuleType, blocks: Iterator[_Block], target_rate: int, most_seconds: float) -> Iterator[Any]:
