@@ -187,7 +187,9 @@ class Leniences(click.ParamType[tuple[float, ...]]):
     default="auto",
     help="Dtype of both models; auto: that of the checkpoint, if the device is fast at it.",
 )
-@click.option("--threads", metavar="INTEGER", type=click.IntRange(min=1), help="CPU threads. Default: all processors.")
+@click.option(
+    "--threads", metavar="INTEGER", type=click.IntRange(1, 4096), help="CPU threads. Default: all processors."
+)
 @click.option("--trust-remote-code", is_flag=True, help="Run Python code that comes with a checkpoint.")
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
 @fails_in_one_line

@@ -146,7 +146,7 @@ class ServiceSettings(SecuritySettings):
         description="attention implementation; auto: sdpa on a CPU; triton on a GPU, or eager if triton does not "
         "support the model",
     )
-    threads: int | None = Field(None, ge=1, description="CPU threads of the model; default: chosen by torch")
+    threads: int | None = Field(None, ge=1, le=4096, description="CPU threads of the model; default: chosen by torch")
     max_sequences: int = Field(64, ge=1, description="maximum sequences in progress; more wait in the queue")
     max_sequence_tokens: int | None = Field(
         None,

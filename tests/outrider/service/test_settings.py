@@ -140,6 +140,7 @@ async def test_a_client_of_another_machine_needs_tls_or_plaintext_on_request(fil
             {"MAX_STOP_STRINGS": "4294967296"},
             "test: OUTRIDER_MAX_STOP_STRINGS is '4294967296'; it must be at most 2147483647",
         ),
+        (["--model=m", "--threads=100000"], {}, "test: --threads is '100000'; it must be at most 4096"),
         (["--model=m", "--max-gama=4"], {}, "there is no flag --max-gama; did you mean --max-gamma?"),
         (["--model=m", "--verifier=box:0"], {}, "--verifier: the port of 'box:0' is 0; it must be 1 to 65535"),
         (["--model=m", "--listen=box"], {}, "test: --listen: 'box' is not HOST:PORT, for example 127.0.0.1:50051"),
