@@ -188,17 +188,16 @@ class Optimizer:
             weight.data.copy_(part.view_as(master))
 
     def state(self) -> dict[str, Any]:
-        """Everything that a resumed process needs."""
-        return {
-            "masters": [master.data for master in self.masters],
-            "optimizers": [optimizer.state_dict() for optimizer, _ in self.optimizers],
-        }
+        """Everything that a resumed run needs; complete in the first process."""
+        parts = [None] * distributed.get_world_size() if distributed.get_rank() == 0 else None
+        distributed.gather_object([optimizer.state_dict() for optimizer, _ in self.optimizers], parts)
+        return {"masters": [master.data for master in self.masters], "optimizers": parts}
 
     def restore(self, state: dict[str, Any]) -> None:
         """Take up where `state` was taken, and put its weights into the model."""
         for master, saved in zip(self.masters, state["masters"], strict=True):
             master.data.copy_(saved)
-        for (optimizer, _), saved in zip(self.optimizers, state["optimizers"], strict=True):
+        for (optimizer, _), saved in zip(self.optimizers, state["optimizers"][distributed.get_rank()], strict=True):
             optimizer.load_state_dict(saved)
         self._exchange()
 
@@ -229,24 +228,21 @@ class Run:
         """The share of the time budget that is spent."""
         return min(1.0, self.spent / (60.0 * self.minutes))
 
-    @property
-    def _file(self) -> Path:
-        return self.checkpoint.with_suffix(f".{distributed.get_rank()}.pt")
-
     def resume(self) -> None:
         """Go on from the checkpoint, where there is one."""
-        if self._file.exists():
-            saved = torch.load(self._file, weights_only=True)
+        if self.checkpoint.exists():
+            saved = torch.load(self.checkpoint, weights_only=True)
             self.spent, self.tokens, self.steps = saved["spent"], saved["tokens"], saved["steps"]
             self.optimizer.restore(saved["optimizer"])
             self._say(f"resumed at {self.spent / 60:.1f} min, {self.tokens:,} tokens")
 
     def save(self) -> None:
-        """Write this process's checkpoint; a kill during the write leaves the one before."""
+        """Write the checkpoint of all processes, in one file; a kill during the write leaves the one before."""
         state = {"spent": self.spent, "tokens": self.tokens, "steps": self.steps, "optimizer": self.optimizer.state()}
-        fresh = self._file.with_suffix(".new")
-        torch.save(state, fresh)
-        fresh.replace(self._file)
+        if distributed.get_rank() == 0:
+            fresh = self.checkpoint.with_suffix(".new")
+            torch.save(state, fresh)
+            fresh.replace(self.checkpoint)
 
     def train(
         self, step: Callable[[float], tuple[float, int]], evaluate: Callable[[], str], every: float = 180.0

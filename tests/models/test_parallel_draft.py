@@ -130,6 +130,8 @@ def weights_after(
         for stop in stops:
             with pytest.raises(KeyboardInterrupt):
                 train(with_mask_token(tiny(dtype=dtype)), lessons, minutes, folder / "run.pt", ticking(stop))
+            # One for all processes: a kill between two files would leave them at different steps.
+            assert [file.name for file in folder.iterdir()] == ["run.pt"]
         draft = with_mask_token(tiny(dtype=dtype))
         train(draft, lessons, minutes, folder / "run.pt", ticking())
     return draft.state_dict()
