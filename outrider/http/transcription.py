@@ -49,7 +49,6 @@ async def transcribe(
     file = form.get("file")
     if not isinstance(file, UploadFile):
         raise ApiError(400, "file is missing; it is required", param="file", code="missing_required_parameter")
-    data = await file.read()
     encoder = pair.known.target.encoder
     if not encoder.sample_rate:
         raise ApiError(404, f"the model {pair.name!r} takes no speech", param="model", code="model_not_found")
@@ -58,7 +57,8 @@ async def transcribe(
     try:
         temperature = _temperature(text_fields.get("temperature") or "0")
         async with asyncio.timeout(timeout):
-            samples = await asyncio.to_thread(read_samples, data, None, encoder.sample_rate, MOST_SECONDS)
+            samples = await asyncio.to_thread(read_samples, await file.read(), None, encoder.sample_rate, MOST_SECONDS)
+            await form.close()  # the samples may be in memory for minutes; the file need not be
             transcription = pair.transcribe(
                 samples,
                 language=text_fields.get("language") or None,

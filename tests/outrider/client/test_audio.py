@@ -107,7 +107,7 @@ def test_a_long_file_is_read_in_blocks_without_a_seam() -> None:
     [(RATE, 1, 1200), pytest.param(RATE, 255, 10, id="many channels"), pytest.param(20, 1, 1200, id="few samples")],
 )
 def test_long_audio_is_in_memory_once(rate: int, channels: int, seconds: int) -> None:
-    """An HTTP front with 512 MiB takes two hours of it, which are 220 MiB."""
+    """An HTTP front with 1 GiB takes two hours of it three times, which are 220 MiB each."""
     written = file(np.zeros((seconds * rate, channels), "int16"), rate)
     tracemalloc.start()
     try:

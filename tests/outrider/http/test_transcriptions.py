@@ -11,6 +11,8 @@ from typing import Any
 import openai
 import pytest
 import soundfile
+from starlette.datastructures import FormData, UploadFile
+from starlette.formparsers import MultiPartParser
 
 from outrider.client import Client, Event, Transcription
 from outrider.http import transcription
@@ -103,23 +105,34 @@ def test_subtitles(speech: tuple[str, Client]) -> None:
     assert subtitles.text.count(" --> ") >= 1
 
 
-def test_the_time_limit_is_of_all_windows(
+def test_the_time_limit_is_of_all_windows_and_none_needs_the_file(
     speech_draft: str, wanted: Transcription, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     limit = 4.0
     count = len(wanted.completions)
-    generate = Pair.generate
+    generate, parse_form = Pair.generate, MultiPartParser.parse
+    forms: list[FormData] = []
+    closed: list[bool] = []
+
+    async def kept(parser: MultiPartParser) -> FormData:
+        forms.append(await parse_form(parser))
+        return forms[0]
 
     async def slow(pair: Pair, *arguments: Any, **options: Any) -> AsyncGenerator[Event, None]:
+        file = forms[0]["file"]
+        assert isinstance(file, UploadFile)
+        closed.append(file.file.closed)
         await asyncio.sleep(1.2 * limit / count)  # before its own time begins
         async for event in generate(pair, *arguments, **options):
             yield event
 
     monkeypatch.setattr(Pair, "generate", slow)
+    monkeypatch.setattr(MultiPartParser, "parse", kept)
     with running_front(speech_draft, timeout=limit) as url:
         answer = plain.post(url + PATH, files={"file": LONG.read_bytes()}, data={"response_format": "srt"}, timeout=60)
     error = answer.json()["error"]
     assert (answer.status_code, error["code"]) == (504, "deadline_exceeded"), error
+    assert set(closed) == {True}
 
 
 @pytest.mark.parametrize(
