@@ -76,7 +76,8 @@ test: $(DEV)
 # A stage of its own in CI: where no wheel fits, pip builds llama.cpp for this machine's processor.
 test-llama: $(LLAMA)
 	@$(BIN)/python -m pytest -n 0 tests/outrider/runtime/test_gguf_convert.py tests/outrider/runtime/test_gguf_tokenizer.py \
-		tests/outrider/runtime/test_llama_cpp.py tests/exactness/test_llama_cpp.py $(TEST_ARGS)
+		tests/outrider/runtime/test_llama_cells.py tests/outrider/runtime/test_llama_cpp.py \
+		tests/exactness/test_llama_cpp.py $(TEST_ARGS)
 
 # The demo pair for llama.cpp, in bfloat16 and with its draft in 8 bits.
 demo-gguf: $(LLAMA)

@@ -22,6 +22,7 @@ from outrider.runtime.block_pool import KVMemory, MemoryShape, PoolCorrupted, Po
 from outrider.runtime.errors import CheckpointError
 from outrider.runtime.kv_cache import BLOCK_TOKENS, KVPool
 from outrider.runtime.llama_loader import Handle, LlamaModel, errors, library, no_text
+from outrider.runtime.loader import LoadedModel
 from outrider.runtime.model_runner import ModelRunner, Steps
 from outrider.runtime.paged_attention import ORDINARY
 
@@ -60,9 +61,14 @@ class LlamaPool(KVPool):
         sequences: the most that hold positions at once.
         size: bytes of all cells.
         copies: sequences of llama.cpp for each of ours, `sequences` apart.
+
+    Attributes:
+        holds_nan: whether a cell may hold NaN. Attention without flash attention reads the cells of other sequences and
+            free ones too, and multiplies them by 0. So no pass is of use until all sequences have left.
     """
 
     keeps_blocks = False
+    holds_nan = False
 
     def __init__(
         self,
@@ -131,6 +137,8 @@ class LlamaPool(KVPool):
         if not length and slot in self._sequences:
             self._free_sequences.append(self._sequences.pop(slot))
             del self._written[slot]
+            if self.holds_nan and not self._sequences:
+                self._clear()
 
     def fork(self, slot: int) -> int:
         length = self.length(slot)
@@ -146,9 +154,14 @@ class LlamaPool(KVPool):
 
     def reset(self) -> None:
         super().reset()
-        self._llama_cpp.llama_memory_clear(self._memory_handle, False)
+        self._clear()
         self._sequences, self._written = {}, {}
         self._free_sequences = list(range(self._most))
+
+    def _clear(self) -> None:
+        """Sets all cells to zeros."""
+        self._llama_cpp.llama_memory_clear(self._memory_handle, True)
+        self.holds_nan = False
 
     def check_integrity(self) -> None:
         super().check_integrity()
@@ -255,7 +268,9 @@ class LlamaRunner(ModelRunner):
         if not wanted:
             return torch.empty(0, self.loaded.vocab_size)
         values = self._llama_cpp.llama_get_logits(self._context)
-        return torch.from_numpy(np.ctypeslib.as_array(values, (wanted, self.loaded.vocab_size)))
+        logits = torch.from_numpy(np.ctypeslib.as_array(values, (wanted, self.loaded.vocab_size)))
+        pool.holds_nan |= not _uses_flash_attention(self.loaded) and bool(logits.isnan().any())
+        return logits
 
     def _check_code(self, code: int, chunks: Sequence[Chunk], rows: int) -> None:
         """Raises if `llama_decode` returned a code that is not 0; the slots then hold what they held before."""
@@ -299,6 +314,11 @@ def most_sequences(loaded: LlamaModel) -> int:
 
 def _copies(loaded: LlamaModel) -> int:
     return _BESIDE_WINDOW if library().llama_model_n_swa(loaded.handle) else 1
+
+
+def _uses_flash_attention(loaded: LoadedModel) -> bool:
+    """Below `_TILE` rows it skips the cells of other sequences. Within it llama.cpp rounds more than float32 does."""
+    return loaded.kv_dtype != torch.float32
 
 
 def _calls(chunks: Sequence[Chunk]) -> list[list[int]]:
@@ -346,7 +366,7 @@ def _context(
     parameters.swa_full = True  # else positions before a window are lost, and a rollback would need them
     parameters.n_threads = parameters.n_threads_batch = threads or torch.get_num_threads()
     parameters.type_k = parameters.type_v = types[loaded.kv_dtype]
-    if loaded.kv_dtype == torch.float32:  # else flash attention; below `_TILE` rows it skips cells of other sequences
+    if not _uses_flash_attention(loaded):
         parameters.flash_attn_type = llama_cpp.LLAMA_FLASH_ATTN_TYPE_DISABLED
     parameters.no_perf = True
     errors()

@@ -410,14 +410,6 @@ def test_a_failed_pass_changes_no_length(folders: Callable[[str], Path], monkeyp
     runner.forward([Chunk(slot, [4, 5], 3, 0)])
 
 
-def test_reset_drops_all_sequences(folders: Callable[[str], Path]) -> None:
-    runner = build(write_gguf(folders("llama")))
-    fresh = runner.logits([Chunk(runner.pool.allocate(), [5, 6], 0, 0)])
-    runner.pool.reset()
-    runner.pool.check_integrity()
-    assert torch.equal(runner.logits([Chunk(runner.pool.allocate(), [5, 6], 0, 0)]), fresh)
-
-
 # ----------------------------------------------------------------------------------------------------------- tokenizers
 
 
