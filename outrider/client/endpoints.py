@@ -74,6 +74,7 @@ class Endpoints:
         self._failed: dict[str, float] = {}  # when
         self._addresses: list[str] = []
         self._resolved = -RESOLVED_FOR_S
+        self._is_closed = False
         self._turn = random.randrange(1 << 16)  # clients that start together do not all begin at the same address
 
     async def choose(self, *, takes_turn: bool = True) -> str:
@@ -120,10 +121,12 @@ class Endpoints:
         """Begins a call of the service there, of `Stubs`; the request of a stream is None.
 
         Raises:
-            RuntimeError: the process was forked from one that has begun a call. gRPC's threads are not in it, so the
-                call would never end.
+            RuntimeError: the client is closed; or the process was forked from one that has begun a call. gRPC's threads
+                are not in it, so the call would never end.
         """
         global _process
+        if self._is_closed:
+            raise RuntimeError("the client is closed; make a new one")
         _process = _process or os.getpid()
         if os.getpid() != _process:
             raise RuntimeError(
@@ -145,6 +148,7 @@ class Endpoints:
         )
 
     async def close(self) -> None:
+        self._is_closed = True
         await asyncio.gather(*(channel.close() for channel in self._channels.values()))
 
     def _avoided(self, address: str) -> float:

@@ -241,6 +241,18 @@ async def test_closing_the_client_ends_a_call_that_waits_to_try_again() -> None:
             assert await ended is CancelledError
 
 
+@pytest.mark.parametrize("retries", [0, 1])
+async def test_a_closed_client_begins_no_call(retries: int) -> None:
+    """Nor does a call that waits for its next attempt."""
+    client = AsyncClient("127.0.0.1:9", timeout=2)
+    call = asyncio.create_task(client.get_model())
+    while retries and not client._endpoints._failed:  # noqa: ASYNC110  # set in the call
+        await asyncio.sleep(0.01)
+    await client.close()
+    with pytest.raises(RuntimeError, match="the client is closed; make a new one"):
+        await call
+
+
 async def test_a_client_that_is_being_closed_begins_no_call(monkeypatch: pytest.MonkeyPatch) -> None:
     """The loop would stop before the call has ended, and its thread wait for ever."""
     client = await asyncio.to_thread(Client, "127.0.0.1:9")
