@@ -36,7 +36,7 @@ _TYPES = {
     "adjusted": "*i32", "tile_starts": "*i32", "change_ids": "*i32", "change_divisors": "*fp32",
     "change_biases": "*fp32", "cuts": "*fp32",
     "peaks": "*fp32", "masses": "*fp32", "bests": "*i32", "leads": "*fp32",
-    "draft_ints": "*i32", "draft_q": "*fp32", "support_ids": "*i32", "support_q": "*fp32", "dense": "*fp32",
+    "draft_ints": "*i32", "draft_q": "*fp32", "support_ids": "*i32", "support_q": "*fp32", "draft_logits": "*fp32",
     "uniforms": "*fp64", "outcomes": "*i32", "beta": "*fp32",
     "targets": "*fp64", "sums": "*fp32", "F": "i32", "step": "i32", "begin": "i32",
     "x": "*bf16", "weight": "*bf16", "out": "*bf16", "eps": "fp32", "qkv": "*bf16", "cos_sin": "*fp32",
@@ -108,9 +108,8 @@ def _stats(what: str, rule: str, *, tile: int = 4096, adjusted: bool = False) ->
 
 
 def _verify(rule: str, number: int, *, adjusted: bool) -> Variant:
-    with_dense = rule == "sigmoid"
-    options = verify_options(adjusted=adjusted, with_dense=with_dense)
-    sizes = {"RULE": number, "TILE": 4096, "TILES": 64, "ADJUSTED": adjusted, "WITH_DENSE": with_dense}
+    options = verify_options(adjusted=adjusted)
+    sizes = {"RULE": number, "TILE": 4096, "TILES": 64, "ADJUSTED": adjusted}
     return f"verify, {rule}{', changed logits' if adjusted else ''}", "verify_kernel", options, sizes
 
 

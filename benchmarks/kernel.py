@@ -25,9 +25,9 @@ from benchmarks import harness
 from benchmarks.contenders import Unavailable
 from benchmarks.harness import Bench, Json, Runs, number, percent, progress
 from benchmarks.timing import Timer, Work
-from kernels.dense import DraftLogits, SigmoidScales
 from kernels.rng import Domain, gumbel, uniform
 from kernels.sampling import SamplingParams
+from kernels.sigmoid import DraftLogits, SigmoidScales
 from kernels.sparse import SparseConfig, SparseDistribution, sparsify
 from kernels.verify import Proposed, Rule, implementation_for, verify
 from outrider.evaluation import pictures

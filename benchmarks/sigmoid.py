@@ -24,10 +24,9 @@ from transformers import LlamaForCausalLM
 
 from benchmarks import harness
 from benchmarks.harness import Bench, Json, progress
-from kernels.dense import DenseDistribution, SigmoidScales
 from kernels.rng import Domain, uniform
 from kernels.sampling import SamplingParams, probabilities
-from kernels.sigmoid import draft_logits
+from kernels.sigmoid import SigmoidScales, draft_logits
 from kernels.sparse import SparseConfig, SparseDistribution, sparsify
 from kernels.verify import Proposed, Rule, verify
 from models.generation import Writer, steps
@@ -193,13 +192,11 @@ class Case:
     seed: int
     base_length: int
 
-    def proposed(self, rule: Rule, scales: SigmoidScales | None = None, *, dense: bool = False) -> Proposed:
-        """For one rule; with `dense`, q is the draft's whole distribution."""
+    def proposed(self, rule: Rule, scales: SigmoidScales | None = None) -> Proposed:
+        """For one rule."""
         plain = Proposed(self.tokens, self.q, PLAIN, self.seed, self.base_length, rule=rule)
         if rule is Rule.SIGMOID:
             return replace(plain, q=tuple(draft_logits(self.draft, PLAIN)), sigmoid=scales)
-        if dense:
-            return replace(plain, q=tuple(DenseDistribution(row) for row in probabilities(self.draft, PLAIN)))
         return plain
 
 
@@ -306,7 +303,6 @@ def _timed(cases: Sequence[Case], repeats: int) -> Json:
     """One round a call for each rule, in random order; ratios to `tokenwise` in the same turn."""
     ways: dict[str, Json] = {
         "tokenwise": {"rule": Rule.TOKENWISE},
-        "tokenwise, dense q": {"rule": Rule.TOKENWISE, "dense": True},
         "block": {"rule": Rule.BLOCK},
         "sigmoid ±10": {"rule": Rule.SIGMOID, "scales": _around(10)},
         "sigmoid ±10000": {"rule": Rule.SIGMOID, "scales": _around(1e4)},
@@ -373,8 +369,7 @@ def _rule(name: str) -> str:
     if " ±" in name:
         rule, scale = name.split(" ±")
         return f"`{rule}` {_scale(scale)}"
-    rule, comma, rest = name.partition(",")
-    return f"`{rule}`{comma}{rest}"
+    return f"`{name}`"
 
 
 def _scale(scale: str) -> str:

@@ -14,6 +14,7 @@ from pathlib import Path
 from statistics import fmean, pstdev
 from typing import Any
 
+import numpy as np
 import torch
 from matplotlib.axes import Axes
 from torch import Tensor
@@ -33,9 +34,9 @@ from benchmarks.contenders import (
 from benchmarks.harness import Bench, Json, number
 from benchmarks.services import models_of
 from benchmarks.timing import Timer
-from kernels.dense import DenseDistribution, SigmoidScales
 from kernels.sampling import SamplingParams
-from kernels.sigmoid import draft_logits
+from kernels.sigmoid import SigmoidScales, draft_logits
+from kernels.sparse import SparseDistribution
 from kernels.verify import Proposed, Rule, verify
 from outrider.evaluation import pictures
 
@@ -89,13 +90,19 @@ def ours(rule: Rule) -> Sample:
         # ids: [1, L + γ], q_logits: [1, γ, V], logits: [1, γ+1, V]
         tokens = tuple(ids[0, -gamma:].tolist())
         is_sigmoid = rule is Rule.SIGMOID
-        q: Any = draft_logits(q_logits[0], PLAIN) if is_sigmoid else map(DenseDistribution, q_logits[0].softmax(-1))
+        q: Any = draft_logits(q_logits[0], PLAIN) if is_sigmoid else map(_whole, q_logits[0].softmax(-1))
         base_length, scales = ids.shape[1] - gamma, SCALES if is_sigmoid else None
         proposal = Proposed(tokens, tuple(q), PLAIN, torch.initial_seed(), base_length, rule, sigmoid=scales)
         (result,) = verify(logits[0], [proposal])
         return torch.tensor([[*tokens[: result.accepted], result.next_token]]), torch.tensor(result.accepted)
 
     return sample
+
+
+def _whole(q: Tensor) -> SparseDistribution:
+    """A distribution `[V]` with all its tokens, to 16 bits of the largest; none is left out."""
+    weights = (q * (65535 / q.max())).round().clamp(min=1).numpy().astype(np.uint16)
+    return SparseDistribution(np.arange(len(weights)), weights, int(weights.sum(dtype=np.int64)))
 
 
 SAMPLES: dict[str, Sample] = {BASELINE: utils._speculative_sampling} | {

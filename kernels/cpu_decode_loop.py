@@ -39,7 +39,7 @@ class ProposalStruct(ctypes.Structure):
         ("lenience", ctypes.c_double),
         *((name, _Pointer) for name in ("uniforms", "logits")),
         ("stride", ctypes.c_int64),
-        *((name, _Pointer) for name in ("tokens", "ends", "ids", "weights", "dense", "beta")),
+        *((name, _Pointer) for name in ("tokens", "ends", "ids", "weights", "beta")),
         *((name, ctypes.c_int32) for name in ("status", "accepted", "next_token")),
     ]
 

@@ -1,7 +1,7 @@
 /* Verification on the host: the acceptance rules over the target's logits. See kernels/verify_c.py.
  *
  * The logits of a row become e in scratch memory when the walk reaches it, and p(x) = e(x) / Σ e. The residual replaces
- * e: with a sparse q̂ it differs on the support only.
+ * e: it differs on the support of q̂ only.
  */
 
 #if defined(__x86_64__) && defined(__linux__) && defined(__GNUC__) && !defined(__clang__)
@@ -27,18 +27,16 @@ typedef struct {
     const int32_t *ends;    /* [gamma]: where the support of each q̂ ends; one without tokens: a point mass */
     const uint32_t *ids;    /* of all supports, one after the other */
     const uint16_t *weights;
-    const float *const *dense; /* [gamma]: q̂ of the whole vocabulary, or NULL; NULL: none is dense */
-    double *beta;              /* [gamma], written up to the stopping row; not under coupled */
+    double *beta; /* [gamma], written up to the stopping row; not under coupled */
     int32_t status, accepted, next_token;
 } Proposal;
 
-/* q̂ of a drafted token: dense, [V], or by its support. */
+/* q̂ of a drafted token. */
 typedef struct {
     const uint32_t *ids;
     const uint16_t *weights;
     int size;
     double total;
-    const float *dense;
 } Draft;
 
 /* p of a row. */
@@ -84,34 +82,22 @@ static double probability(const Row *p, int token) { return token < 0 ? 0.0 : p-
 
 static Draft draft_of(const Proposal *proposal, int index) {
     static const uint16_t unit = 1;
-    if (proposal->dense && proposal->dense[index]) return (Draft){.dense = proposal->dense[index]};
     int begin = index ? proposal->ends[index - 1] : 0, size = proposal->ends[index] - begin;
-    if (!size) return (Draft){(const uint32_t *)proposal->tokens + index, &unit, 1, 1.0, NULL};
-    Draft q = {proposal->ids + begin, proposal->weights + begin, size, 0.0, NULL};
+    if (!size) return (Draft){(const uint32_t *)proposal->tokens + index, &unit, 1, 1.0};
+    Draft q = {proposal->ids + begin, proposal->weights + begin, size, 0.0};
     for (int k = 0; k < size; k++) q.total += q.weights[k];
     return q;
 }
 
 static double chance_of(const Draft *q, int token) {
     if (token < 0) return 0.0;
-    if (q->dense) return q->dense[token];
     for (int k = 0; k < q->size; k++)
         if (q->ids[k] == (uint32_t)token) return q->weights[k] / q->total;
     return 0.0;
 }
 
-static double overlap_of_dense(const float *e, const float *q, int size, float unit) {
-    Doubles sum = {0.0};
-    for (int i = 0; i < size; i += LANES) {
-        Floats least = smaller(load_first(size - i, e + i, 0.0f) * unit, load_first(size - i, q + i, 0.0f));
-        sum += low_doubles(least) + high_doubles(least);
-    }
-    return sum_of_doubles(sum);
-}
-
 /* Σ min(scale · p, q̂) */
 static double overlap(const Row *p, const Draft *q, double scale) {
-    if (q->dense) return overlap_of_dense(p->e, q->dense, p->size, (float)(scale / p->total));
     double sum = 0.0, own_unit = scale / p->total, other_unit = 1.0 / q->total;
     for (int k = 0; k < q->size; k++) {
         if (q->ids[k] >= (uint32_t)p->size) continue;
@@ -123,11 +109,7 @@ static double overlap(const Row *p, const Draft *q, double scale) {
 
 /* Replaces p by max(0, p - q̂ / P), which is the residual up to a constant; returns its mass. */
 static double subtract(Row *p, const Draft *q, double P) {
-    double unit = p->total / P, weight_unit = unit / q->total;
-    for (int k = 0; q->dense && k < p->size; k++) {
-        double rest = p->e[k] - q->dense[k] * unit;
-        p->e[k] = rest > 0.0 ? (float)rest : 0.0f;
-    }
+    double weight_unit = p->total / P / q->total;
     for (int k = 0; k < q->size; k++) {
         if (q->ids[k] >= (uint32_t)p->size) continue;
         double rest = p->e[q->ids[k]] - q->weights[k] * weight_unit;

@@ -10,8 +10,8 @@ import numpy as np
 import torch
 
 from kernels.adjustments import RowAdjustment
-from kernels.dense import DraftLogits, SigmoidScales
 from kernels.sampling import SamplingParams
+from kernels.sigmoid import DraftLogits, SigmoidScales
 from kernels.verify import Proposed, Rule, implementation_for, verify
 from kernels.verify_c import is_available
 

@@ -14,16 +14,48 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import numpy as np
 from torch import Tensor
 from torch.nn import functional
 
-from kernels.dense import EXCLUDED, DraftLogits, SigmoidScales
 from kernels.sampling import SamplingParams, kept
+
+EXCLUDED = -65504.0
+"""The least finite 16-bit logit. In `DraftLogits` it marks a token that cannot be drafted."""
 
 _LARGEST = 65504.0
 _LEAST_KEPT = -65472.0  # the neighbour of EXCLUDED
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class DraftLogits:
+    """The draft's logits after temperature and filters.
+
+    Attributes:
+        values: float16 `[V]`, finite, on any device; `EXCLUDED` if the draft's filters exclude a token.
+    """
+
+    values: Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class SigmoidScales:
+    """The scales α and β [W 3.2.2, Eq. 5].
+
+    Raises:
+        ValueError: a scale is not finite, or alpha is not below beta.
+    """
+
+    alpha: float
+    beta: float
+
+    def __post_init__(self) -> None:
+        if not (math.isfinite(self.alpha) and math.isfinite(self.beta)):
+            raise ValueError(f"alpha is {self.alpha} and beta is {self.beta}; both must be finite")
+        if not self.alpha < self.beta:
+            raise ValueError(f"alpha is {self.alpha} and beta is {self.beta}; alpha must be below beta")
 
 
 def draft_logits(z: Tensor, params: SamplingParams, vocab_size: int | None = None) -> list[DraftLogits]:

@@ -11,11 +11,8 @@ from typing import Any, NamedTuple
 import triton
 import triton.language as tl
 
-from kernels.dense import EXCLUDED
-from kernels.triton_rows import LOG2_E, load_at, load_tiles
-
-# The weights to sample from: p, or the residual above a sparse q̂, a dense q̂, or the draft's sigmoids.
-TARGET, SPARSE, DENSE, SIGMOID = (tl.constexpr(i) for i in range(4))
+from kernels.sigmoid import EXCLUDED
+from kernels.triton_rows import LOG2_E, SIGMOID, load_at, load_tiles
 
 _CELLS = tl.constexpr(64)  # tokens in a strip
 _CHUNK = tl.constexpr(32)  # tokens of a support that are read at once; a larger one takes several turns
@@ -42,13 +39,13 @@ class RowDistribution(NamedTuple):
 
 
 class Draft(NamedTuple):
-    """q̂ of one drafted token: pointers to its support, or to a dense row over the vocabulary.
+    """q̂ of one drafted token: pointers to its support, or to the draft's logits.
 
     Attributes:
         ids: of the support, ascending, `[size]`.
         q: q̂ at them.
         size: of the support.
-        dense: q̂ or the draft's logits, float32 `[V]`.
+        logits: float32 `[V]`, under the rule sigmoid.
         lowest: the lower scale of the sigmoids, alpha.
         inverse_span: 1 / (beta - alpha).
     """
@@ -56,7 +53,7 @@ class Draft(NamedTuple):
     ids: Any
     q: Any
     size: Any
-    dense: Any
+    logits: Any
     lowest: Any
     inverse_span: Any
 
@@ -92,15 +89,12 @@ def _sigmoid_rest(z, v, lowest, inverse_span):
 
 
 @triton.jit
-def _weights(z, ids, V, p, draft, kind, kept, WITH_DENSE: tl.constexpr):
+def _weights(z, ids, V, p, draft, is_residual, kept, RULE: tl.constexpr):
     """Return the weight of each token, float64. The share of a sparse q̂ is not subtracted yet."""
     weights = probability(z, p.peak, p.mass, p.scale).to(tl.float64) * kept
-    if WITH_DENSE:
-        there = draft.dense + ids
-        if kind == DENSE:
-            weights = tl.maximum(weights - tl.load(there, mask=ids < V, other=0.0), 0.0)
-        elif kind == SIGMOID:
-            v = tl.load(there, mask=ids < V, other=_EXCLUDED)
+    if RULE == SIGMOID:
+        if is_residual:
+            v = tl.load(draft.logits + ids, mask=ids < V, other=_EXCLUDED)
             inverse_temperature = p.scale * (1 / LOG2_E)
             weights = _sigmoid_rest(z * inverse_temperature, v, draft.lowest, draft.inverse_span).to(tl.float64)
             weights = tl.where(z > -float("inf"), weights, 0.0)
@@ -157,8 +151,8 @@ def _choose(weights, target, N: tl.constexpr):
 
 
 @triton.jit
-def draw(rows, stats, p, draft, kind, kept, u, TILE: tl.constexpr, TILES: tl.constexpr, ADJUSTED: tl.constexpr,
-         WITH_DENSE: tl.constexpr):  # fmt: skip
+def draw(rows, stats, p, draft, is_residual, kept, u, RULE: tl.constexpr, TILE: tl.constexpr, TILES: tl.constexpr,
+         ADJUSTED: tl.constexpr):  # fmt: skip
     """Draw a token.
 
     Args:
@@ -166,7 +160,7 @@ def draw(rows, stats, p, draft, kind, kept, u, TILE: tl.constexpr, TILES: tl.con
         stats: of the tiles.
         p: the distribution of the row.
         draft: q̂ of the rejected token.
-        kind: TARGET, to draw from p; or above which q̂: SPARSE, DENSE or SIGMOID.
+        is_residual: whether to draw from the residual above q̂, or else from p.
         kept: P, the share of p that may be drawn (1 under all rules but `block`), float64.
         u: the draw, in [0, 1), float64.
 
@@ -181,20 +175,22 @@ def draw(rows, stats, p, draft, kind, kept, u, TILE: tl.constexpr, TILES: tl.con
     plain = (mass * probability(peak, p.peak, p.mass, p.scale)).to(tl.float64)
     weights = plain
     shares = _shares(rows, p, draft, kept, 0, TILE, ADJUSTED)
-    if kind == SPARSE:
-        taken = _taken(rows, p, draft, kept, shares, 0, TILE, TILES, TILE, ADJUSTED)
-        weights = tl.maximum(plain * kept - taken, 0.0)
-    if WITH_DENSE:
-        if kind >= DENSE:
+    least = kept * _ROUNDING
+    if RULE == SIGMOID:
+        least = kept * 0.0
+        if is_residual:
             for tile in range(rows.n_tiles):
                 ids = tile * TILE + tl.arange(0, TILE)
                 z = load_tiles(rows, p.row, tile, ids, 1, ADJUSTED, True)
-                weight = tl.sum(_weights(z, ids, rows.V, p, draft, kind, kept, WITH_DENSE), 0)
+                weight = tl.sum(_weights(z, ids, rows.V, p, draft, is_residual, kept, RULE), 0)
                 weights = tl.where(tiles == tile, weight, weights)
+    elif is_residual:
+        taken = _taken(rows, p, draft, kept, shares, 0, TILE, TILES, TILE, ADJUSTED)
+        weights = tl.maximum(plain * kept - taken, 0.0)
     total = tl.sum(weights, 0)
-    none = (kind != TARGET) & (total <= tl.where(kind == SIGMOID, 0.0, kept * _ROUNDING))
+    none = is_residual & (total <= least)
     if none:
-        kind = tl.zeros_like(kind) + TARGET
+        is_residual = is_residual & ~none
         kept = tl.zeros_like(kept) + 1.0
         weights = plain
         total = tl.sum(plain, 0)
@@ -207,10 +203,11 @@ def draw(rows, stats, p, draft, kind, kept, u, TILE: tl.constexpr, TILES: tl.con
     while tried < rows.n_tiles:
         ids = tile * TILE + tl.arange(0, STRIPS)[:, None] * _CELLS + tl.arange(0, _CELLS)[None, :]
         z = load_tiles(rows, p.row, tile, ids, 1, ADJUSTED, True)
-        strips = tl.sum(_weights(z, ids, rows.V, p, draft, kind, kept, WITH_DENSE), 1)
-        if kind == SPARSE:
-            taken = _taken(rows, p, draft, kept, shares, tile * TILE, _CELLS, STRIPS, TILE, ADJUSTED)
-            strips = tl.where(taken < strips * (1 - 1e-12), strips - taken, 0.0)
+        strips = tl.sum(_weights(z, ids, rows.V, p, draft, is_residual, kept, RULE), 1)
+        if RULE != SIGMOID:
+            if is_residual:
+                taken = _taken(rows, p, draft, kept, shares, tile * TILE, _CELLS, STRIPS, TILE, ADJUSTED)
+                strips = tl.where(taken < strips * (1 - 1e-12), strips - taken, 0.0)
         if tl.max(strips, 0) > 0:
             strip, left = _choose(strips, left, STRIPS)
             tried = tl.zeros_like(tile) + rows.n_tiles
@@ -221,9 +218,10 @@ def draw(rows, stats, p, draft, kind, kept, u, TILE: tl.constexpr, TILES: tl.con
 
     ids = tile * TILE + strip * _CELLS + tl.arange(0, _CELLS)
     z = load_at(rows, p.row, ids, ids < rows.V, p.cut, TILE, ADJUSTED)
-    cells = _weights(z, ids, rows.V, p, draft, kind, kept, WITH_DENSE)
-    if kind == SPARSE:
-        taken = _taken(rows, p, draft, kept, shares, tile * TILE + strip * _CELLS, 1, _CELLS, TILE, ADJUSTED)
-        cells = tl.maximum(cells - taken, 0.0)
+    cells = _weights(z, ids, rows.V, p, draft, is_residual, kept, RULE)
+    if RULE != SIGMOID:
+        if is_residual:
+            taken = _taken(rows, p, draft, kept, shares, tile * TILE + strip * _CELLS, 1, _CELLS, TILE, ADJUSTED)
+            cells = tl.maximum(cells - taken, 0.0)
     cell, _ = _choose(cells, left, _CELLS)
     return tile * TILE + strip * _CELLS + cell, none

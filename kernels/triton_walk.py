@@ -13,11 +13,11 @@ import triton.language as tl
 
 from kernels import sparse
 from kernels.triton_draw import draft_sigmoid, probability, sigmoid
-from kernels.triton_rows import BLOCK, COUPLED, GREEDY, LOG2_E, SIGMOID, TOKENWISE, accept_uniforms, load_at, load_tiles
+from kernels.triton_rows import BLOCK, COUPLED, GREEDY, LOG2_E, SIGMOID, TOKENWISE, accept_uniforms, load_at
 from kernels.verify_pack import DRAFT_INTS
 
 # Columns of `Drafts.ints`.
-TOKEN, SUPPORT, SUPPORT_SIZE, DENSE_ROW = (tl.constexpr(i) for i in range(4))
+TOKEN, SUPPORT, SUPPORT_SIZE, LOGITS_ROW = (tl.constexpr(i) for i in range(4))
 DRAFT_COLUMNS = tl.constexpr(DRAFT_INTS)
 
 _MAX_SUPPORT = tl.constexpr(sparse.MAX_SUPPORT)
@@ -26,13 +26,13 @@ _CHUNK = tl.constexpr(64)  # tokens of each support that are read at once; large
 
 
 class Drafts(NamedTuple):
-    """Pointers to all drafts: their numbers `[N, 4]`, q̂ of each token `[N]`, supports, and rows over the vocabulary."""
+    """Pointers to all drafts: their numbers `[N, 4]`, q̂ of each token `[N]`, supports, and logits `[D, V]`."""
 
     ints: Any
     q: Any
     support_ids: Any
     support_q: Any
-    dense: Any
+    logits: Any
     uniforms: Any
 
 
@@ -70,7 +70,7 @@ def is_distribution(mass):
 
 class Group(NamedTuple):
     """Some drafts of one proposal, `[G]` each: indices, rows, tokens, the first and the size of their supports, rows of
-    `Drafts.dense`, cuts, and the result of `row_distributions`; and the largest size.
+    `Drafts.logits`, cuts, and the result of `row_distributions`; and the largest size.
     """
 
     i: Any
@@ -81,7 +81,7 @@ class Group(NamedTuple):
     known: Any
     support: Any
     size: Any
-    dense_row: Any
+    logits_row: Any
     cut: Any
     peak: Any
     mass: Any
@@ -107,12 +107,12 @@ def _group(rows, stats, terms, drafts, start, RULE: tl.constexpr, TILES: tl.cons
     token = tl.load(at + TOKEN, mask=inside, other=-1)
     support = tl.load(at + SUPPORT, mask=inside, other=0)
     size = tl.load(at + SUPPORT_SIZE, mask=inside, other=0)
-    dense_row = tl.load(at + DENSE_ROW, mask=inside, other=-1)
+    logits_row = tl.load(at + LOGITS_ROW, mask=inside, other=-1)
     cut = tl.load(rows.cuts + row, mask=inside, other=-float("inf"))
     peak, mass, best = row_distributions(rows, stats, row, inside, terms.scale, RULE, TILES)
     known = inside & (token >= 0)
     return Group(
-        i, inside, row, draft, token, known, support, size, dense_row, cut, peak, mass, best, tl.max(size, 0)
+        i, inside, row, draft, token, known, support, size, logits_row, cut, peak, mass, best, tl.max(size, 0)
     )  # fmt: skip
 
 
@@ -151,19 +151,15 @@ def _until_failure(passes, group, gamma):
 
 
 @triton.jit
-def _p_and_q(rows, terms, drafts, group, RULE: tl.constexpr, TILE: tl.constexpr, ADJUSTED: tl.constexpr,
-             WITH_DENSE: tl.constexpr):  # fmt: skip
+def _p_and_q(rows, terms, drafts, group, RULE: tl.constexpr, TILE: tl.constexpr, ADJUSTED: tl.constexpr):
     """Return p and q̂ of a group's drafted tokens, float32; or p̂ and q̂ of the rule `sigmoid`."""
     z = load_at(rows, group.row, group.token, group.known, group.cut, TILE, ADJUSTED)
     p = probability(z, group.peak, group.mass, terms.scale)
     q = tl.load(drafts.q + group.draft, mask=group.inside, other=0.0)
-    if WITH_DENSE:
-        there = group.known & (group.dense_row >= 0)
-        at = drafts.dense + group.dense_row.to(tl.int64) * rows.V + group.token
-        q = tl.where(there, tl.load(at, mask=there, other=0.0), q)
-        if RULE == SIGMOID:
-            p = sigmoid(z * (terms.scale / LOG2_E), terms.lowest, terms.inverse_span)
-            q = draft_sigmoid(q, terms.lowest, terms.inverse_span)
+    if RULE == SIGMOID:
+        at = drafts.logits + group.logits_row.to(tl.int64) * rows.V + group.token
+        p = sigmoid(z * (terms.scale / LOG2_E), terms.lowest, terms.inverse_span)
+        q = draft_sigmoid(tl.load(at, mask=group.known, other=0.0), terms.lowest, terms.inverse_span)
     return tl.where(group.known, p, 0.0), q
 
 
@@ -176,20 +172,6 @@ def _overlaps_of(supports, terms, group, share, RULE: tl.constexpr):
         p = probability(supports.z, group.peak[:, None], group.mass[:, None], terms.scale).to(tl.float64)
         common = tl.minimum(p * share, supports.q.to(tl.float64))
     return tl.sum(common, 1)
-
-
-@triton.jit
-def _overlaps(rows, terms, drafts, group, supports, share, RULE: tl.constexpr, TILE: tl.constexpr,
-              ADJUSTED: tl.constexpr):  # fmt: skip
-    """Return Σ min(share · p, q̂) over each support, float64 `[G]`; at temperature 0 q̂ of acceptable tokens.
-
-    `supports` are the first tokens; more are read again each time.
-    """
-    overlaps = _overlaps_of(supports, terms, group, share, RULE)
-    for first in range(_CHUNK, group.widest, _CHUNK):
-        more = _supports(rows, drafts, group, first, TILE, ADJUSTED)
-        overlaps += _overlaps_of(more, terms, group, share, RULE)
-    return overlaps
 
 
 @triton.jit
@@ -211,41 +193,16 @@ def _rest(rows, terms, drafts, group, j, share, TILE: tl.constexpr, ADJUSTED: tl
 
 
 @triton.jit
-def _dense_overlap(rows, terms, drafts, group, j, share, RULE: tl.constexpr, TILE: tl.constexpr,
-                   ADJUSTED: tl.constexpr):  # fmt: skip
-    """Return Σ min(share · p, q̂) over the vocabulary, float64, for the draft at `j` of a group; 0 if q̂ is sparse.
-
-    At temperature 0 it is the mass of q̂ on acceptable tokens.
-    """
-    overlap = share * 0
-    number = _pick(group.dense_row, j)
-    if number >= 0:
-        q = drafts.dense + number.to(tl.int64) * rows.V
-        peak = _pick(group.peak, j)
-        mass = _pick(group.mass, j)
-        best = _pick(group.best, j)
-        row = terms.first_row + _pick(group.i, j)
-        for tile in range(rows.n_tiles):
-            ids = tile * TILE + tl.arange(0, TILE)
-            z = load_tiles(rows, row, tile, ids, 1, ADJUSTED, True)
-            common = tl.load(q + ids, mask=ids < rows.V, other=0.0).to(tl.float64)
-            if RULE == GREEDY:
-                common = tl.where(_is_acceptable(z, ids, peak, best, terms.lenience), common, 0.0)
-            else:
-                common = tl.minimum(probability(z, peak, mass, terms.scale).to(tl.float64) * share, common)
-            overlap += tl.sum(common, 0)
-    return overlap
-
-
-@triton.jit
 def _store_beta(rows, terms, drafts, group, supports, share, beta, RULE: tl.constexpr, TILE: tl.constexpr,
-                ADJUSTED: tl.constexpr, WITH_DENSE: tl.constexpr):  # fmt: skip
-    """Write β of a group: the overlaps of p with its supports and with its dense rows."""
-    overlaps = _overlaps(rows, terms, drafts, group, supports, share, RULE, TILE, ADJUSTED)
-    if WITH_DENSE:
-        for j in range(_GROUP):
-            more = _dense_overlap(rows, terms, drafts, group, j, share, RULE, TILE, ADJUSTED)
-            overlaps += tl.where(tl.arange(0, _GROUP) == j, more, 0.0)
+                ADJUSTED: tl.constexpr):  # fmt: skip
+    """Write β of a group: Σ min(share · p, q̂) over each support; at temperature 0 q̂ of acceptable tokens.
+
+    `supports` are the first tokens; more are read again.
+    """
+    overlaps = _overlaps_of(supports, terms, group, share, RULE)
+    for first in range(_CHUNK, group.widest, _CHUNK):
+        more = _supports(rows, drafts, group, first, TILE, ADJUSTED)
+        overlaps += _overlaps_of(more, terms, group, share, RULE)
     tl.store(beta + group.draft, overlaps.to(tl.float32), mask=group.inside)
 
 
@@ -254,7 +211,7 @@ def _store_beta(rows, terms, drafts, group, supports, share, beta, RULE: tl.cons
 
 @triton.jit
 def walk(rows, stats, terms, drafts, beta, RULE: tl.constexpr, TILE: tl.constexpr, TILES: tl.constexpr,
-         ADJUSTED: tl.constexpr, WITH_DENSE: tl.constexpr):  # fmt: skip
+         ADJUSTED: tl.constexpr):  # fmt: skip
     """Accept up to the first failure; returns the number of accepted drafts. Writes β where q̂ is known.
 
     TOKENWISE: while u · l · q̂ < p [L Alg. 1, A.5]. SIGMOID: the same of p̂ and q̂ [W 3.2.2]. COUPLED: while the target,
@@ -272,20 +229,19 @@ def walk(rows, stats, terms, drafts, beta, RULE: tl.constexpr, TILE: tl.constexp
             z = load_at(rows, group.row, group.token, group.known, group.cut, TILE, ADJUSTED)
             passes = _is_acceptable(z, group.token, group.peak, group.best, terms.lenience) & group.known
         else:
-            p, q = _p_and_q(rows, terms, drafts, group, RULE, TILE, ADJUSTED, WITH_DENSE)
+            p, q = _p_and_q(rows, terms, drafts, group, RULE, TILE, ADJUSTED)
             passes = (q > 0) & (_tests(drafts, terms, group) * terms.lenience * q < p)
             share = 1.0 / terms.lenience
         accepted = _until_failure(passes & is_distribution(group.mass), group, terms.gamma)
         if (RULE == TOKENWISE) | (RULE == GREEDY):
             supports = _supports(rows, drafts, group, 0, TILE, ADJUSTED)
-            _store_beta(rows, terms, drafts, group, supports, share, beta, RULE, TILE, ADJUSTED, WITH_DENSE)
+            _store_beta(rows, terms, drafts, group, supports, share, beta, RULE, TILE, ADJUSTED)
         start = tl.where(accepted < terms.gamma, terms.gamma, start + _GROUP)
     return accepted
 
 
 @triton.jit
-def walk_block(rows, stats, terms, drafts, beta, TILE: tl.constexpr, TILES: tl.constexpr, ADJUSTED: tl.constexpr,
-               WITH_DENSE: tl.constexpr):  # fmt: skip
+def walk_block(rows, stats, terms, drafts, beta, TILE: tl.constexpr, TILES: tl.constexpr, ADJUSTED: tl.constexpr):
     """Accept up to the last success (Sun et al. 2024, Alg. 2). Writes β.
 
     Returns:
@@ -301,19 +257,17 @@ def walk_block(rows, stats, terms, drafts, beta, TILE: tl.constexpr, TILES: tl.c
     start = tl.zeros_like(terms.gamma)
     while start < terms.gamma:
         group = _group(rows, stats, terms, drafts, start, BLOCK, TILES)
-        p, q = _p_and_q(rows, terms, drafts, group, BLOCK, TILE, ADJUSTED, WITH_DENSE)
+        p, q = _p_and_q(rows, terms, drafts, group, BLOCK, TILE, ADJUSTED)
         u = _tests(drafts, terms, group)
         supports = _supports(rows, drafts, group, 0, TILE, ADJUSTED)
         whole = terms.lenience * 0 + 1.0
-        _store_beta(rows, terms, drafts, group, supports, whole, beta, BLOCK, TILE, ADJUSTED, WITH_DENSE)
+        _store_beta(rows, terms, drafts, group, supports, whole, beta, BLOCK, TILE, ADJUSTED)
         for j in range(_GROUP):
             if (start + j < terms.gamma) & (P > 0) & ~bad:
                 bad = ~is_distribution(_pick(group.mass, j))
                 if start + j > 0:  # h of the previous token needs this row
                     Z = P - _pick(_overlaps_of(supports, terms, group, P, BLOCK), j)
                     Z -= _rest(rows, terms, drafts, group, j, P, TILE, ADJUSTED)
-                    if WITH_DENSE:
-                        Z -= _dense_overlap(rows, terms, drafts, group, j, P, BLOCK, TILE, ADJUSTED)
                     if (Z > 0) & (u_before * (Z + (1.0 - P)) < Z):
                         tau = start + j
                         kept = P

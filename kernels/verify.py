@@ -17,12 +17,12 @@ import torch
 from torch import Tensor
 
 from kernels.adjustments import RowAdjustment
-from kernels.dense import DenseDistribution, DraftLogits, SigmoidScales
 from kernels.rng import Domain, uniform
 from kernels.sampling import SamplingParams
+from kernels.sigmoid import DraftLogits, SigmoidScales
 from kernels.sparse import SparseDistribution
 
-DraftDistribution = SparseDistribution | DenseDistribution | DraftLogits | None
+DraftDistribution = SparseDistribution | DraftLogits | None
 """The distribution of a drafted token; None is a point mass on it. `DraftLogits` is for the rule `sigmoid` only."""
 
 
@@ -266,20 +266,11 @@ def _check_distributions(number: int, proposal: Proposed, V: int) -> None:
     for i, q in enumerate(proposal.q):
         # At temperature 0 no rule needs q, and draft logits are not defined.
         if is_sigmoid and not (isinstance(q, DraftLogits) or (q is None and proposal.params.is_greedy)):
-            raise ValueError(f"q[{i}] of proposal {number} is {_form(q)}; the rule sigmoid needs draft logits")
+            form = "a point mass" if q is None else "a sparse distribution"
+            raise ValueError(f"q[{i}] of proposal {number} is {form}; the rule sigmoid needs draft logits")
         if not is_sigmoid and isinstance(q, DraftLogits):
             raise ValueError(
                 f"q[{i}] of proposal {number} is draft logits; the rule {proposal.rule.value} needs a distribution"
             )
-        row = q.probabilities if isinstance(q, DenseDistribution) else q.values if isinstance(q, DraftLogits) else None
-        if row is not None and row.shape != (V,):
-            raise ValueError(f"q[{i}] of proposal {number} has the shape {list(row.shape)}; it must be [{V}]")
-
-
-def _form(q: DraftDistribution) -> str:
-    names = {
-        SparseDistribution: "a sparse distribution",
-        DenseDistribution: "a dense distribution",
-        DraftLogits: "draft logits",
-    }
-    return names.get(type(q), "a point mass")
+        if isinstance(q, DraftLogits) and q.values.shape != (V,):
+            raise ValueError(f"q[{i}] of proposal {number} has the shape {list(q.values.shape)}; it must be [{V}]")

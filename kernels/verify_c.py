@@ -21,7 +21,6 @@ from kernels import verify_torch
 from kernels.adjustments import apply
 from kernels.cpu_decode_loop import SLACK, ParamsStruct, ProposalStruct
 from kernels.cpu_decoder import library
-from kernels.dense import DenseDistribution
 from kernels.sparse import SparseDistribution
 from kernels.verify import BAD_LOGITS, Proposed, Rule, Status, VerifyResult, adjustments_of
 from kernels.verify_pack import RULE_NUMBERS
@@ -111,12 +110,6 @@ def _verify(z: Tensor, starts: Sequence[int], proposals: Sequence[Proposed]) -> 
         ends = integers(*accumulate(len(q.ids) if isinstance(q, SparseDistribution) else 0 for q in proposal.q))
         struct.ends = ctypes.addressof(ends)
         arrays.append(ends)
-        if any(isinstance(q, DenseDistribution) for q in proposal.q):
-            rows = [q.probabilities.cpu().float() if isinstance(q, DenseDistribution) else None for q in proposal.q]
-            rows = [None if row is None else row.contiguous() for row in rows]
-            dense = (ctypes.c_void_p * gamma)(*(None if row is None else row.data_ptr() for row in rows))
-            struct.dense = ctypes.addressof(dense)
-            arrays += [rows, dense]
         if supports:
             ids = np.concatenate([q.ids for q in supports], dtype=np.uint32, casting="unsafe")
             weights = np.concatenate([q.weights for q in supports], dtype=np.uint16, casting="unsafe")

@@ -12,11 +12,11 @@ import torch
 from torch import Tensor
 
 from kernels.adjustments import RowAdjustment
-from kernels.dense import DenseDistribution, DraftLogits
 from kernels.packed_arrays import Field, PackedArrays
 from kernels.sampling import LEAST_TEMPERATURE, Draw, SamplingParams
+from kernels.sigmoid import DraftLogits
 from kernels.sparse import SparseDistribution
-from kernels.verify import DraftDistribution, Proposed, Rule, adjustments_of
+from kernels.verify import Proposed, Rule, adjustments_of
 
 RULE_NUMBERS = {Rule.TOKENWISE: 0, Rule.BLOCK: 1, Rule.COUPLED: 2, Rule.SIGMOID: 3}
 """The rules by number, in the kernels and in `cpu_verify.c`; temperature 0 is `GREEDY_NUMBER` under every rule."""
@@ -37,12 +37,12 @@ class Batch:
             log2 of min-p.
         row_sequence: int32 `[R]`.
         filtered_rows: int32 `[F]`, the rows with top-k, top-p or min-p.
-        draft_ints: int32 `[N, 4]`: token (-1 outside the vocabulary), first of the support, its size, row of `dense`
-            (-1: none).
-        draft_q: float32 `[N]`, q̂ of the token; not set if a row of `dense` has it.
+        draft_ints: int32 `[N, 4]`: token (-1 outside the vocabulary), first of the support, its size, row of
+            `draft_logits` (-1: none).
+        draft_q: float32 `[N]`, q̂ of the token; 0 under the rule sigmoid.
         support_ids: int32 `[S]`, ascending within a draft.
         support_q: float32 `[S]`.
-        dense: float32 `[D, V]`, q̂ or the draft's logits.
+        draft_logits: float32 `[D, V]`, of the drafts under the rule sigmoid.
         uniforms: float64 `[U]`: γ tests and the next token's draw of each proposal that gives its own.
         adjusted: int32 `[R]`, the index of the row's list of changes; -1 for none.
         tile_starts: int32 `[lists, n_tiles + 1]`, where each tile's changes begin.
@@ -52,7 +52,6 @@ class Batch:
         with_top_k: whether any of `filtered_rows` has top-k.
         with_top_p: whether any of them has top-p.
         rules: the numbers of the rules, ascending.
-        dense_rules: those of proposals with rows in `dense`.
     """
 
     ints: Tensor
@@ -63,7 +62,7 @@ class Batch:
     draft_q: Tensor
     support_ids: Tensor
     support_q: Tensor
-    dense: Tensor
+    draft_logits: Tensor
     uniforms: Tensor
     adjusted: Tensor
     tile_starts: Tensor
@@ -73,7 +72,6 @@ class Batch:
     with_top_k: bool
     with_top_p: bool
     rules: tuple[int, ...]
-    dense_rules: frozenset[int]
 
 
 def pack(proposals: Sequence[Proposed], V: int, tile: int, device: torch.device) -> Batch:
@@ -82,11 +80,10 @@ def pack(proposals: Sequence[Proposed], V: int, tile: int, device: torch.device)
     filters = [each.params for each in proposals if is_filtered(each)]
     return Batch(
         **_upload(arrays, device),
-        dense=_dense(proposals, V, device),
+        draft_logits=_draft_logits(proposals, V, device),
         with_top_k=any(0 < each.top_k < V for each in filters),
         with_top_p=any(each.top_p < 1 for each in filters),
         rules=tuple(sorted({_rule_number(each) for each in proposals})),
-        dense_rules=frozenset(_rule_number(each) for each in proposals if any(map(_is_dense, each.q))),
     )
 
 
@@ -116,10 +113,6 @@ def is_filtered(proposal: Proposed) -> bool:
 
 def _rule_number(proposal: Proposed) -> int:
     return GREEDY_NUMBER if proposal.params.is_greedy else RULE_NUMBERS[proposal.rule]
-
-
-def _is_dense(q: DraftDistribution) -> bool:
-    return isinstance(q, DenseDistribution | DraftLogits)
 
 
 def _sequences(proposals: Sequence[Proposed]) -> dict[str, np.ndarray]:
@@ -167,13 +160,13 @@ def _supports(proposals: Sequence[Proposed], V: int) -> dict[str, np.ndarray]:
     ids: list[np.ndarray] = []
     weights: list[np.ndarray] = []
     totals: list[int] = []
-    dense_rows: list[int] = []
-    dense = 0
+    logits_rows: list[int] = []
+    with_logits = 0
     for each in proposals:
         for i, token in enumerate(each.tokens):
             tokens.append(token if 0 <= token < V else -1)
             distribution = each.q[i] if each.q else None
-            dense_rows.append(-1)
+            logits_rows.append(-1)
             totals.append(1)
             if isinstance(distribution, SparseDistribution):
                 ids.append(distribution.ids)
@@ -186,8 +179,8 @@ def _supports(proposals: Sequence[Proposed], V: int) -> dict[str, np.ndarray]:
                 ids.append(_NONE)
                 weights.append(_NONE)
                 if distribution is not None:
-                    dense_rows[-1] = dense
-                    dense += 1
+                    logits_rows[-1] = with_logits
+                    with_logits += 1
     N = len(tokens)
     sizes = np.array([len(each) for each in ids], np.int64)
     draft = np.arange(N).repeat(sizes)
@@ -200,7 +193,7 @@ def _supports(proposals: Sequence[Proposed], V: int) -> dict[str, np.ndarray]:
     hit = flat == np.array(tokens, np.int64)[draft]
     ends = sizes.cumsum()
     return {
-        "draft_ints": np.stack((tokens, ends - sizes, sizes, dense_rows), axis=1)
+        "draft_ints": np.stack((tokens, ends - sizes, sizes, logits_rows), axis=1)
         .astype(np.int32)
         .reshape(N, DRAFT_INTS),
         "draft_q": np.bincount(draft[hit], q[hit], minlength=N).astype(np.float32),
@@ -213,13 +206,8 @@ _ONE = np.ones(1, np.uint16)
 _NONE = np.empty(0, np.uint16)
 
 
-def _dense(proposals: Sequence[Proposed], V: int, device: torch.device) -> Tensor:
-    rows = [
-        q.probabilities if isinstance(q, DenseDistribution) else q.values
-        for each in proposals
-        for q in each.q
-        if isinstance(q, DenseDistribution | DraftLogits)
-    ]
+def _draft_logits(proposals: Sequence[Proposed], V: int, device: torch.device) -> Tensor:
+    rows = [q.values for each in proposals for q in each.q if isinstance(q, DraftLogits)]
     if not rows:
         return torch.empty(0, V, device=device)
     return torch.stack([row.to(device, torch.float32, non_blocking=True) for row in rows])

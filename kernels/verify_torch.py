@@ -16,10 +16,9 @@ import torch
 from torch import Tensor
 
 from kernels.adjustments import apply
-from kernels.dense import DenseDistribution, DraftLogits
 from kernels.rng import noise_rows
 from kernels.sampling import bad_rows, gumbel_max, inverse_cdf, probabilities
-from kernels.sigmoid import Scores
+from kernels.sigmoid import DraftLogits, Scores
 from kernels.sparse import SparseDistribution
 from kernels.verify import BAD_LOGITS, DraftDistribution, Proposed, Rule, Status, VerifyResult, adjustments_of
 
@@ -86,14 +85,12 @@ def _chances(row: np.ndarray, token: int, q: DraftDistribution) -> tuple[float, 
 
 
 def _support(row: np.ndarray, token: int, q: DraftDistribution) -> tuple[np.ndarray | slice, np.ndarray, np.ndarray]:
-    """Return the ids of q̂'s support `[K]` (all if dense), and q̂ and p at them; `row` `[V]` is p."""
+    """Return the ids of q̂'s support `[K]`, and q̂ and p at them; `row` `[V]` is p."""
     match q:
         case SparseDistribution():
             inside = slice(*q.ids.searchsorted((0, len(row))))
             ids = q.ids[inside]
             return ids, q.weights[inside] / q.total, row[ids].astype(np.float64)
-        case DenseDistribution():
-            return slice(None), q.probabilities.cpu().float().numpy(), row
         case DraftLogits():
             raise TypeError("draft logits are not a distribution")  # `verify` refuses them outside the rule sigmoid
         case None:
@@ -215,13 +212,7 @@ def _walk_greedily(rows: np.ndarray, proposal: Proposed) -> VerifyResult:
 
 def _draft_probability(q: DraftDistribution, token: int, choice: int) -> float:
     """Return q̂(choice); a point mass is on `token`."""
-    match q:
-        case SparseDistribution():
-            return q.probability(choice)
-        case DenseDistribution():
-            return float(q.probabilities[choice])
-        case _:
-            return float(choice == token)
+    return q.probability(choice) if isinstance(q, SparseDistribution) else float(choice == token)
 
 
 def _acceptable(row: np.ndarray, best: int, top: float, lenience: float) -> Sequence[int]:

@@ -23,14 +23,12 @@ from torch import Tensor
 
 from kernels.adjustments import apply_many_bans
 from kernels.sampling import NO_LOGITS
-from kernels.triton_draw import DENSE, SPARSE, TARGET, Draft, RowDistribution, draw
-from kernels.triton_draw import SIGMOID as SIGMOID_REST
+from kernels.triton_draw import Draft, RowDistribution, draw
 from kernels.triton_filters import CANDIDATES, Search, filter_tile, load_filters, search_tile, steps_of
 from kernels.triton_rows import (
     BLOCK,
     COUPLED,
     GREEDY,
-    SIGMOID,
     Rows,
     TileStats,
     load_terms,
@@ -40,8 +38,8 @@ from kernels.triton_rows import (
     tile_stats,
 )
 from kernels.triton_walk import (
-    DENSE_ROW,
     DRAFT_COLUMNS,
+    LOGITS_ROW,
     SUPPORT,
     SUPPORT_SIZE,
     Drafts,
@@ -67,9 +65,9 @@ def stats_sizes(rules: Collection[int]) -> dict[str, int]:
     return {"OWN_TILES": 1 if with_best else 2, "WITH_BEST": with_best, "WITH_NOISE": with_noise}
 
 
-def verify_options(*, adjusted: bool, with_dense: bool) -> dict[str, int]:
+def verify_options(*, adjusted: bool) -> dict[str, int]:
     """Return the compile options of `verify_kernel`: two programs on a multiprocessor where the registers suffice."""
-    return {"num_warps": 8, "maxnreg": 255 if adjusted or with_dense else 128}
+    return {"num_warps": 8, "maxnreg": 255 if adjusted else 128}
 
 
 _STATUS_OK, _STATUS_ZERO_RESIDUAL, _STATUS_BAD_LOGITS = (tl.constexpr(i) for i in range(3))
@@ -140,9 +138,9 @@ def verify_kernel(
     logits, row_stride, V, n_tiles, ints, floats,
     adjusted, tile_starts, change_ids, change_divisors, change_biases, cuts,
     peaks, masses, bests, leads,
-    draft_ints, draft_q, support_ids, support_q, dense, uniforms,
+    draft_ints, draft_q, support_ids, support_q, draft_logits, uniforms,
     outcomes, beta,
-    RULE: tl.constexpr, TILE: tl.constexpr, TILES: tl.constexpr, ADJUSTED: tl.constexpr, WITH_DENSE: tl.constexpr,
+    RULE: tl.constexpr, TILE: tl.constexpr, TILES: tl.constexpr, ADJUSTED: tl.constexpr,
 ):  # fmt: skip
     """Verify one proposal, if RULE is its rule; write its outcome `[B, 3]` and β `[N]`. Grid: B."""
     b = tl.program_id(0)
@@ -151,13 +149,13 @@ def verify_kernel(
         return
     rows = Rows(logits, row_stride, V, n_tiles, adjusted, tile_starts, change_ids, change_divisors, change_biases, cuts)
     stats = TileStats(peaks, masses, bests, leads)
-    drafts = Drafts(draft_ints, draft_q, support_ids, support_q, dense, uniforms)
+    drafts = Drafts(draft_ints, draft_q, support_ids, support_q, draft_logits, uniforms)
     kept = terms.lenience * 0 + 1.0
     bad = b < 0
     if RULE == BLOCK:
-        accepted, kept, bad = walk_block(rows, stats, terms, drafts, beta, TILE, TILES, ADJUSTED, WITH_DENSE)
+        accepted, kept, bad = walk_block(rows, stats, terms, drafts, beta, TILE, TILES, ADJUSTED)
     else:
-        accepted = walk(rows, stats, terms, drafts, beta, RULE, TILE, TILES, ADJUSTED, WITH_DENSE)
+        accepted = walk(rows, stats, terms, drafts, beta, RULE, TILE, TILES, ADJUSTED)
 
     row = terms.first_row + accepted
     peak, mass, best = row_distributions(
@@ -176,15 +174,13 @@ def verify_kernel(
         rejected = accepted < terms.gamma
         support = tl.load(at + SUPPORT, mask=rejected, other=0)
         size = tl.load(at + SUPPORT_SIZE, mask=rejected, other=0)
-        dense_row = tl.load(at + DENSE_ROW, mask=rejected, other=-1)
-        kind = tl.where(dense_row < 0, SPARSE, SIGMOID_REST if RULE == SIGMOID else DENSE)
-        kind = tl.where(rejected, kind, TARGET)
+        logits_row = tl.load(at + LOGITS_ROW, mask=rejected, other=-1)
         draft = Draft(
-            support_ids + support, support_q + support, size, dense + dense_row.to(tl.int64) * V,
+            support_ids + support, support_q + support, size, draft_logits + logits_row.to(tl.int64) * V,
             terms.lowest, terms.inverse_span,
         )  # fmt: skip
         kept = tl.where(rejected, kept, 1.0)
-        token, none = draw(rows, stats, p, draft, kind, kept, u, TILE, TILES, ADJUSTED, WITH_DENSE)
+        token, none = draw(rows, stats, p, draft, rejected, kept, u, RULE, TILE, TILES, ADJUSTED)
         status = tl.where(none, _STATUS_ZERO_RESIDUAL, _STATUS_OK)
     tl.store(outcomes + b * _OUTCOME, status)
     tl.store(outcomes + b * _OUTCOME + 1, accepted)
@@ -242,13 +238,11 @@ class Launch:
         )  # fmt: skip
         self._filter(where, changes, tile, tiles)
         for rule in batch.rules:
-            with_dense = rule in batch.dense_rules
             verify_kernel[(B,)](
                 *where, batch.ints, batch.floats, *changes, self.cuts, *self.stats,
-                batch.draft_ints, batch.draft_q, batch.support_ids, batch.support_q, batch.dense, batch.uniforms,
+                batch.draft_ints, batch.draft_q, batch.support_ids, batch.support_q, batch.draft_logits, batch.uniforms,
                 _outcomes(self.out, N), self.out[:N].view(torch.float32),
-                RULE=rule, TILE=tile, TILES=tiles, ADJUSTED=adjusted, WITH_DENSE=with_dense,
-                **verify_options(adjusted=adjusted, with_dense=with_dense),
+                RULE=rule, TILE=tile, TILES=tiles, ADJUSTED=adjusted, **verify_options(adjusted=adjusted),
             )  # fmt: skip
 
     def _filter(self, where: tuple[Any, ...], changes: tuple[Tensor, ...], tile: int, tiles: int) -> None:
@@ -367,9 +361,9 @@ def _without_drafts(logits: Tensor, ints: Tensor, floats: Tensor, uniforms: Tens
     batch = Batch(
         ints=ints, floats=floats, row_sequence=torch.arange(B, dtype=torch.int32, device=device),
         filtered_rows=nothing, draft_ints=nothing, draft_q=reals, support_ids=nothing, support_q=reals,
-        dense=reals.view(0, V), uniforms=uniforms, adjusted=nothing, tile_starts=nothing, change_ids=nothing,
+        draft_logits=reals.view(0, V), uniforms=uniforms, adjusted=nothing, tile_starts=nothing, change_ids=nothing,
         change_divisors=reals, change_biases=reals,
-        with_top_k=False, with_top_p=False, rules=rules, dense_rules=frozenset(),
+        with_top_k=False, with_top_p=False, rules=rules,
     )  # fmt: skip
     stats = _stats_buffers((B, -(-V // tile_size(V))), device)
     cuts = torch.empty(B, dtype=torch.float32, device=device)

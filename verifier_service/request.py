@@ -11,8 +11,8 @@ from dataclasses import dataclass, field, replace
 from torch import Tensor
 
 from kernels.adjustments import LogitRules
-from kernels.dense import EXCLUDED, DraftLogits
 from kernels.generation_rules import GenerationRules
+from kernels.sigmoid import EXCLUDED, DraftLogits
 from kernels.sparse import SparseDistribution, validate
 from kernels.verify import Rule
 from kernels.verify_c import valid_supports

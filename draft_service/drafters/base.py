@@ -17,9 +17,9 @@ from functools import cached_property
 from torch import Tensor
 
 from kernels.adjustments import LogitRules
-from kernels.dense import DraftLogits
 from kernels.rng import Domain, uniform
 from kernels.sampling import Draw, SamplingParams
+from kernels.sigmoid import DraftLogits
 from kernels.sparse import SparseDistribution
 from kernels.verify import Rule
 

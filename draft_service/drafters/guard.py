@@ -17,8 +17,8 @@ import structlog
 
 from draft_service.drafters.base import Draft, Drafter, DraftError, Drafting, DraftSequence
 from kernels.adjustments import LogitRules
-from kernels.dense import EXCLUDED, DraftLogits
 from kernels.sampling import SamplingParams
+from kernels.sigmoid import EXCLUDED, DraftLogits
 from kernels.sparse import SparseDistribution, validate
 from kernels.verify import Rule
 from kernels.verify_c import valid_supports

@@ -10,8 +10,8 @@ import torch
 
 from draft_service.drafters.base import CacheUse, Draft, DraftError, DraftSequence, Guesser, Guesses
 from kernels.adjustments import Adjuster
-from kernels.dense import DraftLogits
 from kernels.sampling import Draw, SamplingParams
+from kernels.sigmoid import DraftLogits
 from kernels.sparse import SparseDistribution
 from kernels.verify import Rule
 from outrider.runtime.batch import Chunk

@@ -10,8 +10,8 @@ from dataclasses import dataclass
 import numpy as np
 
 from kernels.adjustments import LogitRules
-from kernels.dense import SigmoidScales
 from kernels.sampling import SamplingParams
+from kernels.sigmoid import SigmoidScales
 from kernels.verify import Rule
 from outrider.rpc.errors import above_limit, invalid_field
 from protos.outrider.v1 import model_pb2, sampling_pb2

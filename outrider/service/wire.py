@@ -12,7 +12,7 @@ import numpy as np
 import torch
 from google.protobuf.descriptor import FieldDescriptor
 
-from kernels.dense import EXCLUDED, DraftLogits
+from kernels.sigmoid import EXCLUDED, DraftLogits
 from kernels.sparse import SparseDistribution
 from kernels.verify import TokenLogprobs
 from outrider.rpc.server import LARGEST_OPTION

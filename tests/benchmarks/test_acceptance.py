@@ -10,18 +10,17 @@ from benchmarks.acceptance import greatest_ratio, lenient, lenient_greedily
 from kernels.sampling import SamplingParams
 from kernels.verify import Proposed, Rule, verify
 from tests.kernels import reference
-from tests.kernels.enumeration import ROUGH, chance_of, in_dyads, joint_distribution, random_pair, total_variation
+from tests.kernels.enumeration import ROUGH, joint_distribution, random_pair, total_variation
 
 
 @pytest.mark.parametrize("lenience", [1.0, 0.5, 0.1])
 def test_a_lenient_tokens_distribution_is_that_of_the_rule(lenience: float) -> None:
     """The first of two drafted tokens, by bisection of the reference and by formula."""
     world = random_pair(12, rule=Rule.TOKENWISE)
-    q = in_dyads(world.q[0]), [in_dyads(each) for each in world.q[1]]
-    joint = joint_distribution(reference.verify, replace(world, q=q, lenience=lenience), 2 * ROUGH)
+    joint = joint_distribution(reference.verify, replace(world, lenience=lenience), 2 * ROUGH)
     first = joint[0, :, 0, 0] + joint[1].sum(axis=(1, 2)) + joint[2].sum(axis=(1, 2))
     p = torch.softmax(world.logits[0].double(), -1)[None]
-    drafted = torch.tensor([[chance_of(q[0], x) for x in range(4)]], dtype=torch.float64)
+    drafted = torch.tensor([[world.q[0].probability(x) for x in range(4)]], dtype=torch.float64)
     found = lenient(p, drafted, lenience)[0].numpy()
     assert total_variation(first, found) < 1e-6
     assert (found <= p[0].numpy() / lenience + 1e-12).all(), "the bound of [L A.5]"

@@ -16,11 +16,11 @@ from benchmarks.sigmoid import (
     tables,
     write,
 )
-from kernels.dense import DraftLogits, SigmoidScales
+from kernels.sigmoid import DraftLogits, SigmoidScales
 from kernels.verify import Rule
 from models.measure import load
 from tests.kernels import reference
-from tests.kernels.enumeration import ROUGH, chance_of, in_dyads, joint_distribution, random_pair, total_variation
+from tests.kernels.enumeration import ROUGH, joint_distribution, random_pair, total_variation
 from tests.project.tree import ROOT
 
 DEMO = ROOT / "models" / "demo"
@@ -32,13 +32,10 @@ def test_the_formulas_are_the_rule_of_the_kernels(scales: SigmoidScales) -> None
     """The first of two drafted tokens, by bisection of the reference and by formula."""
     world = random_pair(12, rule=Rule.SIGMOID)
     v = torch.randn(5, 4, generator=torch.Generator().manual_seed(4)).half()
-    q = in_dyads(world.q[0]), [in_dyads(each) for each in world.q[1]]
     draft_logits = DraftLogits(v[0]), [DraftLogits(row) for row in v[1:]]
-    joint = joint_distribution(
-        reference.verify, replace(world, q=q, draft_logits=draft_logits, sigmoid=scales), 2 * ROUGH
-    )
+    joint = joint_distribution(reference.verify, replace(world, draft_logits=draft_logits, sigmoid=scales), 2 * ROUGH)
     first = joint[0, :, 0, 0] + joint[1].sum(axis=(1, 2)) + joint[2].sum(axis=(1, 2))
-    p, drafted = torch.softmax(world.logits[0], -1).numpy(), [chance_of(q[0], x) for x in range(4)]
+    p, drafted = torch.softmax(world.logits[0], -1).numpy(), [world.q[0].probability(x) for x in range(4)]
     (acceptance,), (far,), (near,) = (
         by_sigmoid(world.logits[0][None], v[:1], torch.tensor([drafted]), scales, EXACT)[name].tolist()
         for name in ("acceptance", "from_target", "from_draft")

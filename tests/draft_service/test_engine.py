@@ -12,9 +12,9 @@ from draft_service.drafters.engine import DraftEngine
 from draft_service.drafters.model import ModelDrafter
 from draft_service.drafters.sequence import DraftWork
 from kernels.adjustments import LogitRules
-from kernels.dense import EXCLUDED, DraftLogits
 from kernels.rng import Domain, uniform
 from kernels.sampling import SamplingParams, probabilities
+from kernels.sigmoid import EXCLUDED, DraftLogits
 from kernels.sparse import SparseDistribution, sparsify
 from kernels.verify import Rule
 from outrider.runtime.loader import LoadedModel, ModelSource, load_model

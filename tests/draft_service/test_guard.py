@@ -15,8 +15,8 @@ import torch
 from draft_service.drafters.base import Draft, Drafter, DraftError, Drafting, DraftSequence
 from draft_service.drafters.guard import FAILURES_IN_A_ROW, FIRST_BACKOFF_S, LONGEST_BACKOFF_S, PROBE, GuardedDrafter
 from kernels.adjustments import LogitRules
-from kernels.dense import EXCLUDED, DraftLogits
 from kernels.sampling import SamplingParams
+from kernels.sigmoid import EXCLUDED, DraftLogits
 from kernels.sparse import SparseDistribution
 from kernels.verify import Rule
 from tests.fake_clock import fake_clock

@@ -17,9 +17,8 @@ import torch
 from torch import Tensor
 
 from kernels.adjustments import Adjuster, LogitRules, RowAdjustment
-from kernels.dense import EXCLUDED, DenseDistribution, SigmoidScales
 from kernels.sampling import SamplingParams, probabilities
-from kernels.sigmoid import draft_logits
+from kernels.sigmoid import EXCLUDED, SigmoidScales, draft_logits
 from kernels.sparse import SparseConfig, SparseDistribution, sparsify
 from kernels.verify import DraftDistribution, Proposed, Rule, Uniforms, VerifyResult
 
@@ -124,15 +123,12 @@ def _random_proposal(source: random.Random, generator: torch.Generator, z: Tenso
 
 
 def _draft_distributions(source: random.Random, q: Tensor) -> list[tuple[int, DraftDistribution]]:
-    """Return for each row of `q` `[γ, V]` a token and its draft distribution: a point mass, sparse or dense."""
+    """Return for each row of `q` `[γ, V]` a token and its draft distribution: a point mass, or sparse."""
     config = SparseConfig(keep_mass=1.0, max_support=source.choice((1, 2, 16, 256)))
     drafts: list[tuple[int, DraftDistribution]] = []
     for row, truncated in zip(q, sparsify(q, config), strict=True):
-        form = source.choice(("sparse",) * 6 + ("dense",) * 3 + ("point",))
-        if form == "point":
+        if source.random() < 0.1:
             drafts.append((int(row.argmax()), None))
-        elif form == "dense":
-            drafts.append((_draw(row, source.random()), DenseDistribution(row)))
         else:
             drafts.append((truncated.token_at(source.random()), truncated))
     return drafts

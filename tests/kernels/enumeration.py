@@ -14,15 +14,14 @@ import torch
 from torch import Tensor
 
 from kernels import verify_c, verify_torch
-from kernels.dense import DenseDistribution, DraftLogits, SigmoidScales
 from kernels.sampling import SamplingParams
+from kernels.sigmoid import DraftLogits, SigmoidScales
 from kernels.sparse import SparseConfig, SparseDistribution, sparsify
 from kernels.verify import Proposed, Rule, Uniforms, VerifyResult
 from tests.kernels import reference
 from tests.kernels.cases import LAST, Verify
 
-Distribution = SparseDistribution | DenseDistribution
-Draft = tuple[Distribution, Sequence[Distribution]]
+Draft = tuple[SparseDistribution, Sequence[SparseDistribution]]
 
 V = 4
 EXACT = 44  # bisections: an edge to 1e-13
@@ -91,17 +90,6 @@ def random_pair(seed: int, *, config: SparseConfig = WHOLE, lenience: float = 1.
     return TinyPair(logits, (first, second), lenience, rule)
 
 
-def in_dyads(q: Distribution) -> DenseDistribution:
-    """Return nearly the same distribution in multiples of 2^-20: float32 holds them and their sum exactly."""
-    parts = np.array([round(chance_of(q, x) * 2**20) for x in range(V)])
-    parts[parts.argmax()] += 2**20 - parts.sum()
-    return DenseDistribution(torch.from_numpy(parts / 2**20).float())
-
-
-def chance_of(q: Distribution, token: int) -> float:
-    return q.probability(token) if isinstance(q, SparseDistribution) else float(q.probabilities[token])
-
-
 def total_variation(a: np.ndarray, b: np.ndarray) -> float:
     return float(np.abs(a - b).sum() / 2)
 
@@ -122,7 +110,7 @@ def joint_distribution(verify: Verify, pair: TinyPair, bisections: int, drawn_fr
     """Return the chances of (accepted, tokens) of one round, `[3, 4, 4, 4]`; the rest of a shorter round is at 0."""
     joint = np.zeros((3, V, V, V))
     first, second = drawn_from or pair.q
-    weights = {(x1, x2): chance_of(first, x1) * chance_of(second[x1], x2) for x1 in range(V) for x2 in range(V)}
+    weights = {(x1, x2): first.probability(x1) * second[x1].probability(x2) for x1 in range(V) for x2 in range(V)}
     drafts = [draft for draft, weight in weights.items() if weight > 0]
     # One draft after another, so that a batch stays small.
     for (x1, x2), cells in zip(drafts, _cells(verify, pair, drafts, bisections), strict=True):

@@ -16,10 +16,10 @@ import torch
 from torch import Tensor
 
 from kernels.adjustments import apply
-from kernels.dense import EXCLUDED, DenseDistribution, DraftLogits, SigmoidScales
 from kernels.logprobs import token_logprobs
 from kernels.rng import gumbel
 from kernels.sampling import SamplingParams
+from kernels.sigmoid import EXCLUDED, DraftLogits, SigmoidScales
 from kernels.sparse import SparseDistribution
 from kernels.verify import BAD_LOGITS, Proposed, Rule, Status, VerifyResult
 
@@ -133,8 +133,6 @@ class _Rows:
         q = self.proposal.q[i]
         if q is None:
             return _point_mass(self.proposal.tokens[i], self.vocab_size)
-        if isinstance(q, DenseDistribution):
-            return np.asarray(q.probabilities.cpu().to(torch.float64).numpy())
         assert isinstance(q, SparseDistribution)  # `verify` lets logits through to the rule sigmoid alone
         dense = np.zeros(self.vocab_size)
         for x, weight in zip(q.ids.tolist(), q.weights.tolist(), strict=True):

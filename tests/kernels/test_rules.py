@@ -14,8 +14,8 @@ from torch import Tensor
 
 from kernels import verify_torch
 from kernels.adjustments import Adjuster, LogitRules
-from kernels.dense import EXCLUDED, DraftLogits, SigmoidScales
 from kernels.sampling import SamplingParams
+from kernels.sigmoid import EXCLUDED, DraftLogits, SigmoidScales
 from kernels.verify import Proposed, Rule, Status
 from tests.kernels import reference
 from tests.kernels.cases import GREEDY, LAST, coupled, logits_of, propose, sparse

@@ -9,9 +9,8 @@ import numpy as np
 import pytest
 import torch
 
-from kernels.dense import EXCLUDED
 from kernels.sampling import NO_LOGITS, UNSURE, Draw, Sample, SamplingParams, probabilities, sample
-from kernels.sigmoid import draft_logits
+from kernels.sigmoid import EXCLUDED, draft_logits
 from kernels.sparse import SparseConfig
 from tests.kernels import reference
 from tests.kernels.cases import GREEDY, PARAMS, gaussian

@@ -14,9 +14,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from kernels.dense import DraftLogits, SigmoidScales
 from kernels.packed_arrays import Field, PackedArrays
 from kernels.sampling import SamplingParams
+from kernels.sigmoid import DraftLogits, SigmoidScales
 from kernels.sparse import SparseConfig, sparsify
 from kernels.verify import Proposed, Rule, Status, VerifyResult
 from tests.kernels.cases import LAST, coupled, gaussian, n_differing, propose, random_batch

@@ -14,11 +14,11 @@ import pytest
 import torch
 
 from kernels.adjustments import Adjuster, LogitRules, apply
-from kernels.dense import DenseDistribution, DraftLogits, SigmoidScales
 from kernels.logprobs import SCORED_ROWS, prompt_logprobs
 from kernels.paths import PathUnavailable, choose, try_out, warm_up
 from kernels.rng import Domain, uniform
 from kernels.sampling import SamplingParams, probabilities
+from kernels.sigmoid import DraftLogits, SigmoidScales
 from kernels.verify import Rule, Uniforms, implementation_for
 from kernels.verify_c import is_available
 from tests.kernels import reference
@@ -177,10 +177,6 @@ LOGITS = DraftLogits(torch.zeros(2).half())
         ({"rule": Rule.COUPLED}, "q of proposal 0 has length 1; it must be 0 under the rule coupled"),
         ({"top_logprobs": -2}, "top_logprobs of proposal 0 is -2"),
         ({"uniforms": Uniforms((), 0.5)}, "uniforms of proposal 0 has length 0; it must be 1"),
-        (
-            {"q": (DenseDistribution(torch.ones(3) / 3),)},
-            r"q\[0\] of proposal 0 has the shape \[3\]; it must be \[2\]",
-        ),
         ({"q": (LOGITS,)}, r"q\[0\] of proposal 0 is draft logits; the rule tokenwise needs a distribution"),
         ({"sigmoid": SCALES}, "sigmoid of proposal 0 is set; it must be None under the rule tokenwise"),
         ({"q": (LOGITS,), "rule": Rule.SIGMOID}, "sigmoid of proposal 0 is None; the rule sigmoid needs scales"),
@@ -189,7 +185,7 @@ LOGITS = DraftLogits(torch.zeros(2).half())
             for q, named in (
                 ((None,), r"q\[0\] of proposal 0 is a point mass"),
                 ((sparse({0: 1}),), "is a sparse distribution; the rule sigmoid needs draft logits"),
-                ((DraftLogits(torch.zeros(3)),), r"has the shape \[3\]"),
+                ((DraftLogits(torch.zeros(3)),), r"q\[0\] of proposal 0 has the shape \[3\]; it must be \[2\]"),
             )
         ),
     ],

@@ -7,7 +7,7 @@ import grpc
 import numpy as np
 import pytest
 
-from kernels.dense import EXCLUDED, DraftLogits, SigmoidScales
+from kernels.sigmoid import EXCLUDED, DraftLogits, SigmoidScales
 from kernels.verify import Rule
 from outrider.rpc.errors import RequestError
 from outrider.service.wire import HASH_BYTES, bytes_with_logits, encode_proposal, most_logits
