@@ -41,7 +41,7 @@ from benchmarks.services import await_
 from benchmarks.synthetic_models import Shape, target_text
 from benchmarks.timing import Timer
 from kernels.sampling import Draw, SamplingParams
-from kernels.verify import Proposed, verify
+from kernels.verify import Proposed, implementation_for, verify
 from outrider.runtime.cuda_graph import capturer_for
 from outrider.runtime.decode_loop import DecodeLoop
 from outrider.runtime.loader import LoadedModel
@@ -167,17 +167,23 @@ def one_stream(loaded: LoadedModel, max_length: int, *, graphs: bool, widths: Se
 
 
 def captured_loop(model_runner: ModelRunner, tokens: int) -> DecodeLoop:
-    """The decode loop of a target, for so many tokens of one sequence."""
+    """The decode loop of a target, for so many tokens of one sequence.
+
+    Raises:
+        Unavailable: its steps cannot be captured.
+    """
     loaded = model_runner.loaded
     loop = DecodeLoop(model_runner, loaded.vocab_size, None)
-    loop.capture(
+    summary = loop.capture(
         capturer_for(loaded.device),
         sequences=1,
         tokens=tokens,
-        with_kernels=loaded.device.type == "cuda",
+        with_kernels=implementation_for(loaded.device) == "triton",
         seconds=_CAPTURE_SECONDS,
         most_bytes=_CAPTURE_BYTES,
     )
+    if summary.startswith("none"):
+        raise Unavailable(summary)
     return loop
 
 

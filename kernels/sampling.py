@@ -1,7 +1,7 @@
 """Logits to a distribution (temperature, top-k, top-p, min-p, in that order [L 2.2]), and draft tokens sampled from it.
 
 Every filter is a threshold on the logits themselves, so equal logits are kept or dropped together. Penalties are
-applied before (`adjustments`). `sampling_device` samples the same tokens without host syncs.
+applied before (`adjustments`). `triton_truncate` samples on a GPU.
 """
 
 from __future__ import annotations

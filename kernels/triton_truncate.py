@@ -9,13 +9,14 @@ distribution that was sampled from.
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
 from kernels.sampling import NO_LOGITS
-from kernels.sampling_device import DeviceSamples
 from kernels.sparse import SparseConfig
 from kernels.triton_rows import FLOAT_COLUMNS
 from kernels.verify_triton import tile_statistics
@@ -24,6 +25,20 @@ _LARGEST = tl.constexpr(65535)  # the weight of the most probable token
 _NO_LOGITS = tl.constexpr(NO_LOGITS)
 OPTIONS = {"num_warps": 4}
 """The compile options."""
+
+
+class DeviceSamples(NamedTuple):
+    """Samples from `[B, V]` logits; K is the largest support, V at most.
+
+    Attributes:
+        tokens: int64 `[B]`; `NO_LOGITS` if the row is NaN, +inf or all -inf.
+        ids: int64 `[B, K]`, ascending; V past the support.
+        weights: int32 `[B, K]`, at least 1 within the support and 0 past it. A row without a token has none.
+    """
+
+    tokens: Tensor
+    ids: Tensor
+    weights: Tensor
 
 
 @triton.jit

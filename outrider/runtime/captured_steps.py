@@ -2,8 +2,8 @@
 
 A step samples a token of each sequence on the device and runs it. It is captured once per number of sequences. The host
 queues a step while the one before runs, so the device does not wait for it. And it reads each token: a loop ends where
-a text ends, or where it is interrupted. A target's tokens are drawn by the kernels of verification, so they are those
-of single steps.
+a text ends, or where it is interrupted. The kernels of verification draw a target's tokens, so they are those of single
+steps.
 """
 
 import math
@@ -15,12 +15,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from kernels import sampling_device
 from kernels.attention_work import ITEM, work_list, work_size
 from kernels.packed_arrays import Field, PackedArrays
 from kernels.sampling import NO_LOGITS, Draw, Sample
-from kernels.sampling_device import DeviceDraws
-from kernels.sparse import SparseConfig
+from kernels.sparse import SparseConfig, SparseDistribution
 from kernels.verify_pack import FLOATS, INTS, numbers_of_draw
 from outrider.runtime.batch import Chunk, PagedBatch, build_batch
 from outrider.runtime.cuda_graph import CannotCapture, Capturer, PagedRunner
@@ -38,7 +36,6 @@ class StepSizes:
         block_tokens: positions of a block.
         vocab_size: tokens that may be sampled.
         logits_size: tokens in the model's logits.
-        with_kernels: whether the kernels of verification draw tokens; noise needs them.
         mask_token: is never sampled; None if the model has none.
     """
 
@@ -48,7 +45,6 @@ class StepSizes:
     block_tokens: int
     vocab_size: int
     logits_size: int
-    with_kernels: bool
     mask_token: int | None = None
 
 
@@ -85,12 +81,10 @@ class CapturedSteps:
                 return f"{len(own)} tokens; {self._size.tokens} at most are captured"
             for each in own:
                 is_filtered = not (each.params.is_greedy or each.params.has_no_filters)
-                if is_filtered and (self._config is None or each.noise is not None or not self._size.with_kernels):
+                if is_filtered and (self._config is None or each.noise is not None):
                     return "top-k, top-p or min-p"
                 if each.max_entropy != math.inf:
                     return "max_entropy"
-                if each.noise is not None and not self._size.with_kernels:
-                    return "noise, which needs Triton"
         return None
 
     def decode(
@@ -165,8 +159,7 @@ class _StepBuffers:
                 "ints": Field(np.int64, (S, INTS)),  # this and the next two: see `verify_pack.Batch`
                 "floats": Field(np.float64, (S, FLOATS)),
                 "uniforms": Field(np.float64, (size.tokens, S)),
-                "temperatures": Field(np.float64, (S,)),
-                "by_noise": Field(np.int64, (S,)),
+                "untruncated": Field(np.int64, (S,)),  # 1: drawn by noise, or at temperature 0
                 "block_tables": Field(np.int32, (S, blocks)),
                 "items": Field(np.int32, (items, ITEM)),
                 "row_slots": Field(np.int32, (S,)),
@@ -213,9 +206,9 @@ class _StepBuffers:
     def capture(self, capturer: Capturer) -> None:
         """Captures the two parts of a step: the draw, by each way, and the run of the tokens."""
         self._inputs["step"].zero_()
-        for draw in (self._draw_greedily, self._draw_by_kernels, self._draw_truncated):
-            if self._is_used(draw):
-                self._replay_draw[draw] = capturer.capture(draw)
+        draws = [self._draw_greedily, self._draw_untruncated]
+        for draw in draws if self._config is None else [*draws, self._draw_truncated]:
+            self._replay_draw[draw] = capturer.capture(draw)
         self._replay_advance = capturer.capture(self._advance)
 
     def fill(
@@ -234,8 +227,7 @@ class _StepBuffers:
             host["limits"][s] = chunk.start + len(chunk.tokens) + count - 1
             host["ints"][s], host["floats"][s] = numbers_of_draw(first, s, s)
             host["uniforms"][:count, s] = [each.uniform for each in own]
-            host["by_noise"][s] = first.noise is not None
-            host["temperatures"][s] = first.params.temperature
+            host["untruncated"][s] = first.noise is not None or first.params.is_greedy
             host["block_tables"][s, : len(blocks)] = blocks
         for s in range(len(chunks), self.sequences):
             host["ints"][s, 0] = s
@@ -274,20 +266,20 @@ class _StepBuffers:
         return [self._samples(s, own) for s, own in enumerate(draws)]
 
     def _samples(self, s: int, draws: Sequence[Draw]) -> list[Sample]:
-        count = len(draws)
-        tokens, ids, weights = (self._host_results[name][:count, s] for name in ("tokens", "ids", "weights"))
-        samples = sampling_device.to_samples(tokens, ids, weights, draws)
-        end = next(
-            (i + 1 for i, each in enumerate(samples) if each.token == NO_LOGITS), count
-        )  # later samples have no meaning
-        if draws[0].params.is_greedy and self._config is not None:
-            own = self._logits[:end, s, : self._size.vocab_size].clone()
-            rows = without_mask(own, self._size.vocab_size, self._size.mask_token).unbind(0)
-            return [
-                each if each.token == NO_LOGITS else each._replace(scores=row)
-                for each, row in zip(samples[:end], rows, strict=True)
-            ]
-        return samples[:end]
+        """The samples of a sequence, up to the first without a token."""
+        tokens, ids, weights = (self._host_results[name][: len(draws), s] for name in ("tokens", "ids", "weights"))
+        params, _, noise, _ = draws[0]
+        is_draft, scores = self._config is not None, None
+        if is_draft and params.is_greedy:
+            own = self._logits[: len(draws), s, : self._size.vocab_size].clone()
+            scores = without_mask(own, self._size.vocab_size, self._size.mask_token)
+        samples = list[Sample]()
+        for i, token in enumerate(tokens.tolist()):
+            if token == NO_LOGITS:
+                return [*samples, Sample(NO_LOGITS)]
+            q = _support(ids[i], weights[i]) if is_draft and noise is None and not params.is_greedy else None
+            samples.append(Sample(token, q, None if scores is None else scores[i]))
+        return samples
 
     # -------------------------------------------------------------------------------------------------- ways to draw
 
@@ -295,47 +287,32 @@ class _StepBuffers:
         if all(own[0].params.is_greedy for own in draws):
             return self._draw_greedily
         by_uniform = any(own[0].noise is None and not own[0].params.is_greedy for own in draws)
-        if self._size.with_kernels and (self._config is None or not by_uniform):
-            return self._draw_by_kernels
-        return self._draw_truncated
-
-    def _is_used(self, draw: Callable[[], None]) -> bool:
-        if draw == self._draw_by_kernels:
-            return self._size.with_kernels
-        return draw != self._draw_truncated or self._config is not None or not self._size.with_kernels
+        return self._draw_truncated if by_uniform and self._config is not None else self._draw_untruncated
 
     # ------------------------------------------------------------------------------------------------------- captured
 
     def _draw_greedily(self) -> None:
         """Samples a token of each sequence from the logits of this step, where all temperatures are 0."""
         step = self._step()
-        logits = self._logits_of(step)
-        tokens = (
-            self._next(logits, greedily=True) if self._size.with_kernels else sampling_device.sample_greedily(logits)
-        )
-        self._keep(step, tokens)
+        self._keep(step, self._next(self._logits_of(step), greedily=True))
 
-    def _draw_by_kernels(self) -> None:
+    def _draw_untruncated(self) -> None:
         """The same for a target, or where noise chooses the tokens of a draft."""
         step = self._step()
         self._keep(step, self._next(self._logits_of(step), greedily=False))
 
     def _draw_truncated(self) -> None:
-        """The same for a draft, from q̂; without the kernels for a target, too."""
+        """The same for a draft, from q̂."""
+        from kernels.triton_truncate import sample_truncated  # triton is optional
+
+        assert self._config is not None
         inputs, outputs, step = self._inputs, self._outputs, self._step()
         logits, uniforms = self._logits_of(step), inputs["uniforms"].index_select(0, step).squeeze(0)
-        if self._size.with_kernels and self._config is not None:
-            from kernels.triton_truncate import sample_truncated  # triton is optional
-
-            drawn = sample_truncated(logits, inputs["ints"], inputs["floats"], uniforms, self._config)
-            others = (inputs["by_noise"] != 0) | (inputs["temperatures"] == 0)
-            drawn = drawn._replace(tokens=torch.where(others, self._next(logits, greedily=False), drawn.tokens))
-        else:
-            draws = DeviceDraws(inputs["temperatures"], (uniforms * 2.0**53).long())
-            drawn = sampling_device.sample(logits, draws, self._config)
+        drawn = sample_truncated(logits, inputs["ints"], inputs["floats"], uniforms, self._config)
         outputs["ids"].index_copy_(0, step, drawn.ids.unsqueeze(0))
         outputs["weights"].index_copy_(0, step, drawn.weights.unsqueeze(0))
-        self._keep(step, drawn.tokens)
+        others = self._next(logits, greedily=False)
+        self._keep(step, torch.where(inputs["untruncated"] != 0, others, drawn.tokens))
 
     def _next(self, logits: Tensor, *, greedily: bool) -> Tensor:
         from kernels.verify_triton import draw_next  # triton is optional
@@ -374,3 +351,9 @@ class _StepBuffers:
         if logits is not batch.logits:
             logits = logits.to(self._logits.dtype)
             self._logits.index_copy_(0, self._inputs["step"].clamp(max=kept - 1), logits.unsqueeze(0))
+
+
+def _support(ids: np.ndarray, weights: np.ndarray) -> SparseDistribution:
+    """q̂ of a row of `DeviceSamples`."""
+    size = int(np.count_nonzero(weights))
+    return SparseDistribution(ids[:size].copy(), weights[:size].astype(np.uint16), int(weights.sum(dtype=np.int64)))

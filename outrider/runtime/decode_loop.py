@@ -170,7 +170,8 @@ class DecodeLoop:
         """Captures the steps, if the pool is paged.
 
         Args:
-            sequences, tokens, with_kernels: see `StepSizes`.
+            sequences, tokens: see `StepSizes`.
+            with_kernels: whether the kernels of verification, which the steps need, run on the device.
             seconds, most_bytes: see `GraphRunner.capture`.
 
         Returns:
@@ -180,6 +181,8 @@ class DecodeLoop:
         eager = model_runner.captured.eager if model_runner.captured is not None else model_runner.paged_runner
         if not isinstance(eager, PagedRunner):
             return "none: the KV cache is not paged"
+        if not with_kernels:
+            return "none: the Triton kernels of verification do not draw the tokens"
         size = StepSizes(
             sequences=sequences,
             tokens=tokens,
@@ -187,7 +190,6 @@ class DecodeLoop:
             block_tokens=model_runner.pool.block_tokens,
             vocab_size=self.vocab_size,
             logits_size=model_runner.loaded.vocab_size,
-            with_kernels=with_kernels,
             mask_token=self._mask_token,
         )
         self._captured = CapturedSteps(model_runner, eager, size, self.config)

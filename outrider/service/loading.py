@@ -207,7 +207,7 @@ class Built:
         which.
 
         Args:
-            tokens, with_kernels: of the loop, see `StepSizes`.
+            tokens, with_kernels: of the loop, see `DecodeLoop.capture`.
             widest, max_batch_tokens: of the steps, see `ModelRunner.capture`.
 
         Returns:

@@ -93,10 +93,10 @@ def eager_loop(loaded: LoadedModel, max_sequences: int = 8, *, fuse: bool = True
     return DecodeLoop(ModelRunner.build(loaded, max_sequences, 48, fuse=fuse), KNOWN, CONFIG)
 
 
-def captured_loop(loaded: LoadedModel, *, with_kernels: bool = True, tokens: int = GAMMA) -> DecodeLoop:
+def captured_loop(loaded: LoadedModel, *, tokens: int = GAMMA) -> DecodeLoop:
     loop = DecodeLoop(ModelRunner.build(loaded, 8, 48, attention=PAGED, blocks=60), KNOWN, CONFIG)
     bounds = {"seconds": 1e3, "most_bytes": 1 << 30}
-    found = loop.capture(Capturer(), sequences=3, tokens=tokens, with_kernels=with_kernels, **bounds)  # type: ignore[arg-type]
+    found = loop.capture(Capturer(), sequences=3, tokens=tokens, with_kernels=True, **bounds)  # type: ignore[arg-type]
     assert found == "steps of up to 3 sequences"
     return loop
 
@@ -152,27 +152,35 @@ def test_decoded_tokens_are_those_of_single_steps(name: str, first: int, fuse: b
             model.pool.rollback(slot, 5)
 
 
+def assert_alike(found: Sequence[Sample], wanted: Sequence[Sample]) -> None:
+    """The same tokens, and weights within 1 of 65,535; of tokens with a weight of 1 others may be kept."""
+    assert tokens(found) == tokens(wanted)
+    for mine, theirs in zip(found, wanted, strict=True):
+        weights = [
+            {} if q is None else dict(zip(q.ids.tolist(), q.weights.tolist(), strict=True)) for q in (mine.q, theirs.q)
+        ]
+        assert all(abs(weights[0].get(x, 0) - weights[1].get(x, 0)) <= 1 for x in weights[0] | weights[1])
+
+
 @pytest.mark.parametrize(
-    ("name", "captures_steps", "with_kernels"),
+    ("name", "captures_steps", "by_noise"),
     [("qwen3", False, True), ("qwen3", True, False), ("mistral-sliding", True, False), ("gpt2", True, False)],
 )
 def test_captured_steps_draw_the_tokens_of_single_steps(
-    name: str, captures_steps: bool, with_kernels: bool, load: Load
+    name: str, captures_steps: bool, by_noise: bool, load: Load
 ) -> None:
-    """Fewer cases with noise, whose kernels are interpreted here."""
-    loop = captured_loop(load(name), with_kernels=with_kernels)
+    loop = captured_loop(load(name))
     model = loop.model_runner
     if captures_steps:
         model.capture(Capturer(), max_sequences=3, widest=2, seconds=1e3, most_bytes=1 << 30)
     rng = random.Random(1)
-    cases = product((GREEDY, PLAIN), (1, 9), (GAMMA,)) if with_kernels else product(PARAMS[:3], (1, 2, 9), (GAMMA, 1))
-    for params, first, gamma in cases:
+    for params, first, gamma in product((GREEDY, PLAIN) if by_noise else PARAMS[:3], (1, 9), (GAMMA, 1)):
         prompt = rng.choices(range(VOCABULARY), k=5 + first)
         one, other = filled(model, prompt[:5]), filled(model, prompt[:5])
-        draws = make_draws(params, rng, gamma, (7, 5 + first) if with_kernels else None)
+        draws = make_draws(params, rng, gamma, (7, 5 + first) if by_noise else None)
         assert loop.obstacle([draws]) is None
         (samples,) = loop.decode([Chunk(one, prompt[5:], 5, first)], [draws])
-        assert numbers(samples) == numbers(step_by_step(model, other, prompt[5:], draws))
+        assert_alike(samples, step_by_step(model, other, prompt[5:], draws))
         assert [each.scores is not None for each in samples] == [params.is_greedy] * gamma
         assert model.pool.length(one) == model.pool.length(other) == 5 + first + gamma - 1
         mine, theirs = (model.forward([Chunk(slot, [7], model.pool.length(slot), 0)]).clone() for slot in (one, other))
@@ -186,10 +194,10 @@ def test_captured_steps_draw_the_tokens_of_single_steps(
 def test_captured_steps_draw_the_token_after_a_full_context(load: Load, monkeypatch: pytest.MonkeyPatch) -> None:
     """Where context and γ together have the length of a stretch, to which the sizes of work lists are rounded up."""
     monkeypatch.setattr("kernels.attention_work.STRETCH", 48 + GAMMA)
-    loop = captured_loop(load("qwen3"), with_kernels=False)
+    loop = captured_loop(load("qwen3"))
     one, other = (filled(loop.model_runner, range(47)) for _ in range(2))
     (samples,) = loop.decode([Chunk(one, [7], 47, 1)], [[Draw(PLAIN, 0.3)]])
-    assert numbers(samples) == numbers(step_by_step(loop.model_runner, other, [7], [Draw(PLAIN, 0.3)]))
+    assert_alike(samples, step_by_step(loop.model_runner, other, [7], [Draw(PLAIN, 0.3)]))
 
 
 def test_decoding_ends_before_the_first_token_above_its_entropy_bound(load: Load) -> None:
@@ -213,7 +221,7 @@ def test_only_a_draft_never_draws_the_mask_token(is_captured: bool, load: Load) 
     """A target draws from its own distribution. The captured draft draws one token in a row at most."""
     loaded = load("llama")
     loaded.mask_token = None
-    draft = captured_loop(loaded, with_kernels=False, tokens=1) if is_captured else eager_loop(loaded)
+    draft = captured_loop(loaded, tokens=1) if is_captured else eager_loop(loaded)
     target = DecodeLoop(draft.model_runner, KNOWN, None)
     slot = draft.model_runner.pool.allocate()
 
@@ -223,7 +231,7 @@ def test_only_a_draft_never_draws_the_mask_token(is_captured: bool, load: Load) 
 
     favourite = best(draft)
     loaded.mask_token = favourite
-    draft = captured_loop(loaded, with_kernels=False, tokens=1) if is_captured else draft
+    draft = captured_loop(loaded, tokens=1) if is_captured else draft
     slot = draft.model_runner.pool.allocate()
     assert best(draft) != favourite
     if is_captured:
@@ -234,7 +242,7 @@ def test_only_a_draft_never_draws_the_mask_token(is_captured: bool, load: Load) 
 @pytest.mark.parametrize("is_captured", [False, True])
 def test_decoding_ends_after_a_stop_token(is_captured: bool, load: Load) -> None:
     """Of its own sequence; the other one goes on."""
-    loop = captured_loop(load("llama"), with_kernels=False) if is_captured else eager_loop(load("llama"))
+    loop = captured_loop(load("llama")) if is_captured else eager_loop(load("llama"))
     pool, draws = loop.model_runner.pool, [make_draws(GREEDY, random.Random(1), GAMMA, None)] * 2
     slots = [pool.allocate() for _ in range(2)]
     chunks = [Chunk(slot, [3, 1 + slot], 0, 1) for slot in slots]
@@ -327,20 +335,19 @@ def test_sequences_decoded_together_are_those_decoded_alone(
     model.pool.check_integrity()
 
 
-@pytest.fixture(params=[True, False], ids=["kernels", "torch"])
-def target_loop(request: pytest.FixtureRequest, load: Load) -> DecodeLoop:
+@pytest.fixture
+def target_loop(load: Load) -> DecodeLoop:
     """Captured steps of a target."""
     loop = DecodeLoop(ModelRunner.build(load("llama"), 8, 48, attention=PAGED, blocks=60), KNOWN, None)
     bounds = {"sequences": 3, "tokens": 12, "seconds": 1e3, "most_bytes": 1 << 30}
-    loop.capture(Capturer(), with_kernels=request.param, **bounds)  # type: ignore[arg-type]
+    loop.capture(Capturer(), with_kernels=True, **bounds)  # type: ignore[arg-type]
     return loop
 
 
 def test_captured_steps_of_a_target_draw_the_tokens_of_verification(target_loop: DecodeLoop) -> None:
     """At temperature 0, by uniforms and by noise, in one batch."""
     model, rng, rounds = target_loop.model_runner, random.Random(3), 12
-    by_kernels = target_loop.obstacle([[Draw(PLAIN, noise=(1, 1))]]) is None
-    noises = [None, None, (5, 4) if by_kernels else None]
+    noises = [None, None, (5, 4)]
     slots = [model.pool.allocate() for _ in noises]
     prompts = [rng.choices(range(VOCABULARY), k=4) for _ in noises]
     draws = [
@@ -402,7 +409,7 @@ def test_an_interrupt_ends_captured_steps(target_loop: DecodeLoop, monkeypatch: 
 
     monkeypatch.setattr(captured_steps._StepBuffers, "_advance", interrupting)
     bounds = {"sequences": 1, "tokens": 8, "seconds": 1e3, "most_bytes": 1 << 30}
-    target_loop.capture(Capturer(), with_kernels=False, **bounds)  # type: ignore[arg-type]
+    target_loop.capture(Capturer(), with_kernels=True, **bounds)  # type: ignore[arg-type]
     steps.clear()
     target_loop.interrupt.clear()
     pool.rollback(slot, 0)
@@ -415,16 +422,19 @@ def test_draws_without_a_graph_are_named_and_refused(load: Load) -> None:
     plain = Draw(PLAIN, 0.5)
     bare = DecodeLoop(ModelRunner.build(load("llama"), 4, 48, attention=PAGED), KNOWN, CONFIG)
     assert bare.obstacle([[plain]]) == "no steps are captured for a paged KV cache"
-    loop = captured_loop(load("llama"), with_kernels=False)
+    bounds = {"sequences": 1, "tokens": 8, "seconds": 1e3, "most_bytes": 1 << 30}
+    found = bare.capture(Capturer(), with_kernels=False, **bounds)  # type: ignore[arg-type]
+    assert found == "none: the Triton kernels of verification do not draw the tokens"
+    assert bare.obstacle([[plain]]) == "no steps are captured for a paged KV cache"
+    loop = captured_loop(load("llama"))
     assert loop.obstacle([[plain]] * 3) is None
     assert loop.obstacle([[plain]] * 3, [None, Adjuster(PENALTIES, [1], KNOWN), None]) == "changed logits"
     pool = loop.model_runner.pool
     for refused, reason in (
         ([[plain]] * 4, "4 sequences; steps of 3 at most are captured"),
         ([[plain] * 7], "7 tokens; 6 at most are captured"),
-        ([[plain._replace(params=SamplingParams(top_p=0.9))]], "top-k, top-p or min-p"),
+        ([[Draw(SamplingParams(top_p=0.9), noise=(1, 1))]], "top-k, top-p or min-p"),
         ([[plain, plain._replace(max_entropy=1.0)]], "max_entropy"),
-        ([[plain._replace(noise=(1, 1))]], "noise, which needs Triton"),
     ):
         assert loop.obstacle(refused) == reason
         slots = [pool.allocate() for _ in refused]

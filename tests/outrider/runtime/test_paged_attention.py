@@ -151,7 +151,7 @@ def test_captured_steps_continue_in_new_stretches(load: Load, monkeypatch: pytes
     model = ModelRunner.build(load("qwen3"), 5, 48, attention=AttentionChoice("triton", "interpreted", block_tokens=4))
     bounds: dict[str, Any] = {"seconds": 1e3, "most_bytes": 1 << 30}
     loop = DecodeLoop(model, VOCABULARY, SparseConfig())
-    loop.capture(Capturer(), sequences=3, tokens=6, with_kernels=False, **bounds)
+    loop.capture(Capturer(), sequences=3, tokens=6, with_kernels=True, **bounds)
     model.capture(Capturer(), max_sequences=3, widest=2, **bounds)
     plain = ModelRunner.build(load("qwen3"), 5, 48)
     prompts = [[(7 * i + length) % VOCABULARY for i in range(length)] for length in (13, 29, 5)]
