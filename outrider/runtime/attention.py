@@ -17,7 +17,7 @@ from transformers import AttentionInterface, AttentionMaskInterface
 from outrider.runtime.batch import PackedBatch, PagedBatch
 from outrider.runtime.encoder_decoder import EncoderDecoder, EncoderPass, bias_of, is_cross
 from outrider.runtime.errors import CheckpointError, UnsupportedModel
-from outrider.runtime.sdpa import Scoring, attend, attend_all, attend_scores
+from outrider.runtime.sdpa import Scoring, attend_all, attend_groups, attend_scores, keys_and_values
 
 NAME = "outrider_packed"
 """The name of our attention in a model's configuration (`attn_implementation`)."""
@@ -94,27 +94,24 @@ def packed_attention(
 
 def _packed(query: Tensor, key: Tensor, value: Tensor, batch: PackedBatch, layer: int, scoring: Scoring) -> Tensor:
     # query: [heads, T, head_dim]; key, value: [kv_heads, T, head_dim] -> [T, heads, head_dim]
-    first = 0
-    for views, count in zip(batch.views, batch.counts, strict=True):
-        new = views.new[layer]
-        new[0].copy_(key.narrow(1, first, count))
-        new[1].copy_(value.narrow(1, first, count))
-        first += count
-    rows = query.transpose(0, 1).to(batch.dtype)
-    keys, values = [views.keys[layer] for views in batch.views], [views.values[layer] for views in batch.views]
+    memory = batch.memory(layer)
+    memory.index_copy_(2, batch.slot_mapping, torch.stack((key, value)).to(memory.dtype))
+    rows, size = query.transpose(0, 1).to(memory.dtype), batch.block_tokens
+    if scoring.is_plain:
+        groups, order = batch.groups_for(query.shape[0] // key.shape[0], scoring.window)
+        held = batch.held_for(groups)
+        return attend_groups(rows, memory, groups, held, layer, order, size, scoring.scaling, scoring.window)
+    keys, values = keys_and_values(memory, batch.alone, size)
     if scoring.bias is not None:
         return attend_all(rows, batch.counts, keys, values, batch.biased_masks(scoring.bias), scoring.scaling)
-    if not scoring.is_plain:
-        return attend_scores(rows, batch.starts, batch.counts, keys, values, scoring)
-    masks = batch.masks_for(query.shape[0] // key.shape[0], scoring.window)
-    return attend(rows, batch.counts, keys, values, masks, scoring.scaling, scoring.window)
+    return attend_scores(rows, batch.starts, batch.counts, keys, values, scoring)
 
 
 def _cross(query: Tensor, batch: PackedBatch, layer: int, scaling: float) -> Tensor:
     # query: [heads, T, head_dim] -> [T, heads, head_dim]
-    rows, views = query.transpose(0, 1).to(batch.dtype), batch.encoded_views
-    keys, values = [each.keys[layer] for each in views], [each.values[layer] for each in views]
-    return attend_all(rows, batch.counts, keys, values, [], scaling)
+    memory = batch.memory(layer)
+    keys, values = keys_and_values(memory, batch.encoded, batch.block_tokens)
+    return attend_all(query.transpose(0, 1).to(memory.dtype), batch.counts, keys, values, [], scaling)
 
 
 def _paged(query: Tensor, key: Tensor, value: Tensor, batch: PagedBatch, layer: int, scoring: Scoring) -> Tensor:

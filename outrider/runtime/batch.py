@@ -16,9 +16,9 @@ from torch import Tensor
 
 from kernels.attention_work import ITEM, work_list
 from kernels.packed_arrays import Field, PackedArrays
-from outrider.runtime.block_pool import PagedMemory, SlotViews
+from outrider.runtime.block_pool import PagedMemory
 from outrider.runtime.kv_cache import KVPool
-from outrider.runtime.sdpa import GROUP_ROWS, CausalMasks, Group, Scoring, biased_mask
+from outrider.runtime.sdpa import GROUP_ROWS, CausalMasks, Group, Scoring, biased_mask, held_in_place
 
 
 @dataclass(slots=True)
@@ -51,73 +51,32 @@ class PackedBatch:
         counts: the number of rows of each chunk.
         rows: T, the number of rows of all chunks.
         slots: of each chunk.
-        ends: how many positions each slot has blocks for: those of its chunk and of its later rows.
-        dtype: of keys and values.
         masks: shared by all batches of a pool.
-        encoded: keys and values of each chunk's encoder slot (`MemoryByHead.narrow`); empty without an encoder.
     """
 
     starts: list[int]
     counts: list[int]
     rows: int
     slots: list[int]
-    ends: list[int]
-    dtype: torch.dtype
     masks: CausalMasks
     pool: KVPool
-    encoded: list[list[Tensor]] = field(default_factory=list)
-    _needed: dict[tuple[int, int], list[Tensor]] = field(default_factory=dict)
+    _groups: dict[tuple[int, int], tuple[list[Group], Tensor]] = field(default_factory=dict)
+    _held: dict[int, list[list[Tensor]]] = field(default_factory=dict)
     _biased: dict[int, list[Tensor]] = field(default_factory=dict)
     _tables: list[tuple[list[int], bool]] = field(default_factory=list)
-    _stores: list[list[Tensor]] = field(default_factory=list)
-    _views: list[SlotViews] = field(default_factory=list)
-    _encoded_views: list[SlotViews] = field(default_factory=list)
+    _alone: list[Group] = field(default_factory=list)
+    _encoded: list[Group] = field(default_factory=list)
+    _slot_mapping: Tensor | None = None
 
-    @property
-    def stores(self) -> list[list[Tensor]]:
-        """Keys and values of each chunk, one tensor per shape of layer (`MemoryByHead.narrow`), up to `ends`."""
-        if not self._stores:
-            self._stores = [self.pool.stores(*each) for each in zip(self.slots, self.ends, strict=True)]
-        return self._stores
-
-    @property
-    def views(self) -> list[SlotViews]:
-        """Keys and values of each chunk, per layer."""
-        if not self._views:
-            self._views = [
-                self.pool.split(stores, start, start + count)
-                for stores, start, count in zip(self.stores, self.starts, self.counts, strict=True)
-            ]
-        return self._views
-
-    @property
-    def encoded_views(self) -> list[SlotViews]:
-        """Keys and values of each chunk's encoder slot, per layer."""
-        if not self._encoded_views:
-            self._encoded_views = [
-                self.pool.split(stores, stores[0].size(3), stores[0].size(3)) for stores in self.encoded
-            ]
-        return self._encoded_views
+    def memory(self, layer: int) -> Tensor:
+        """Keys and values of all blocks of a layer, `[2, kv_heads, positions, head_dim]`."""
+        assert self.pool.by_head is not None
+        return self.pool.by_head.layers[layer]
 
     def next_rows(self, chunks: Sequence[int]) -> "PackedBatch":
-        """The batch of the next row of each of these chunks; `stores` already has space for it."""
-        starts = [self.starts[i] + self.counts[i] for i in chunks]
-        slots, ends = [self.slots[i] for i in chunks], [self.ends[i] for i in chunks]
-        batch = PackedBatch(starts, [1] * len(chunks), len(chunks), slots, ends, self.dtype, self.masks, self.pool)
-        batch.encoded = [self.encoded[i] for i in chunks] if self.encoded else []
-        batch._stores = [self._stores[i] for i in chunks] if self._stores else []
-        return batch
-
-    def masks_for(self, group: int, window: int) -> list[Tensor]:
-        """The mask of each chunk (`CausalMasks.for_rows`), computed once per batch."""
-        found = self._needed.get((group, window))
-        if found is None:
-            found = [
-                self.masks.for_rows(count, start + count, group, window)
-                for start, count in zip(self.starts, self.counts, strict=True)
-            ]
-            self._needed[group, window] = found
-        return found
+        """The batch of the next row of each of these chunks; their slots have blocks for it."""
+        starts, slots = [self.starts[i] + self.counts[i] for i in chunks], [self.slots[i] for i in chunks]
+        return PackedBatch(starts, [1] * len(chunks), len(chunks), slots, self.masks, self.pool)
 
     def biased_masks(self, bias: Tensor) -> list[Tensor]:
         """The mask of each chunk with a bias by distance (`sdpa.biased_mask`), computed once per batch."""
@@ -146,6 +105,19 @@ class PackedBatch:
             group: query heads of each KV head.
             window: how many positions a row sees, its own included; 0 is all.
         """
+        if (group, window) not in self._groups:
+            self._groups[group, window] = self._make_groups(group, window)
+        return self._groups[group, window]
+
+    def held_for(self, groups: list[Group]) -> list[list[Tensor]]:
+        """`sdpa.held_in_place` of the result of `groups_for`; empty if layers have several shapes."""
+        if id(groups) not in self._held:
+            assert self.pool.by_head is not None
+            store, *others = self.pool.by_head.stores
+            self._held[id(groups)] = [[] if others else held_in_place(store, each) for each in groups]
+        return self._held[id(groups)]
+
+    def _make_groups(self, group: int, window: int) -> tuple[list[Group], Tensor]:
         if len(self.slots) == 1:
             return [self._group([0], [0], group, window)], self.masks.no_rows
         members: dict[tuple[int, int], list[int]] = {}
@@ -181,18 +153,37 @@ class PackedBatch:
             table = torch.tensor([block for i in chunks for block in self.tables[i][0]], device=none.device)
         return Group(firsts[one], rows, count, len(chunks), blocks[0] * size, table, end, mask)
 
+    @property
+    def alone(self) -> list[Group]:
+        """The positions of each chunk, for `sdpa.keys_and_values`."""
+        if not self._alone:
+            ends = map(operator.add, self.starts, self.counts)
+            self._alone = [self._one(*table, end) for table, end in zip(self.tables, ends, strict=True)]
+        return self._alone
+
+    @property
+    def encoded(self) -> list[Group]:
+        """The positions of each chunk's encoder slot, for `sdpa.keys_and_values`."""
+        for slot in self.slots[len(self._encoded) :]:
+            encoder = self.pool.encoder_slot(slot)
+            assert encoder is not None
+            length = self.pool.length(encoder)
+            self._encoded.append(self._one(*self.pool.blocks_to(encoder, length), length))
+        return self._encoded
+
+    def _one(self, blocks: list[int], is_contiguous: bool, end: int) -> Group:
+        none = self.masks.no_rows
+        table = none if is_contiguous else torch.tensor(blocks, device=none.device)
+        return Group(0, none, 0, 1, blocks[0] * self.block_tokens, table, end, none)
+
+    @property
     def slot_mapping(self) -> Tensor:
         """`[T]`: the position in memory of each row."""
-        size, spans = self.block_tokens, zip(self.starts, self.counts, self.tables, strict=True)
-        if len(self.starts) == 1 and self.tables[0][1]:
-            first = self.tables[0][0][0] * size + self.starts[0]
-            return torch.arange(first, first + self.rows, device=self.masks.no_rows.device)
-        places = [
-            blocks[position // size] * size + position % size
-            for start, count, (blocks, _) in spans
-            for position in range(start, start + count)
-        ]
-        return torch.tensor(places, device=self.masks.no_rows.device)
+        if self._slot_mapping is None:
+            spans = zip(self.slots, self.starts, self.counts, strict=True)
+            places = [self.pool.slot_mapping(slot, start, start + count) for slot, start, count in spans]
+            self._slot_mapping = torch.tensor([at for own in places for at in own], device=self.masks.no_rows.device)
+        return self._slot_mapping
 
     def position_ids(self, device: torch.device) -> Tensor:
         """`[T]`: the position of each row in its sequence."""
@@ -208,17 +199,15 @@ def pack(
     spans: Iterable[tuple[int, int, int]], pool: KVPool, masks: CausalMasks, later_rows: Sequence[int] = ()
 ) -> PackedBatch:
     """Packs (slot, start, count) spans in order; `later_rows` is how many rows each will have in later batches."""
-    batch = PackedBatch([], [], 0, [], [], pool.dtype, masks, pool)
+    batch = PackedBatch([], [], 0, [], masks, pool)
     for i, (slot, start, count) in enumerate(spans):
-        end = start + count + (later_rows[i] if later_rows else 0)
-        pool.prepare(slot, end)
+        pool.prepare(slot, start + count + (later_rows[i] if later_rows else 0))
+        if (encoder := pool.encoder_slot(slot)) is not None:
+            pool.prepare(encoder, pool.length(encoder))
         batch.slots.append(slot)
-        batch.ends.append(end)
         batch.starts.append(start)
         batch.counts.append(count)
         batch.rows += count
-        if (encoder_slot := pool.encoder_slot(slot)) is not None:
-            batch.encoded.append(pool.stores(encoder_slot, pool.length(encoder_slot)))
     return batch
 
 
@@ -330,21 +319,16 @@ def build_batch(chunks: Sequence[Chunk], pool: KVPool) -> HostBatch:
         PoolExhausted: see `KVPool.grow`. Some slots may hold more blocks then; no length has changed.
     """
     # Lists, not arrays: most batches have few rows, and a round waits for this.
-    size = pool.block_tokens
     tokens, positions, slots, rows = list[int](), list[int](), list[int](), list[int]()
     row_starts, lengths, tables = [0], list[int](), list[tuple[int, ...]]()
     for chunk in chunks:
-        at, end, first = chunk.start, chunk.start + len(chunk.tokens), len(tokens)
+        start, end, first = chunk.start, chunk.start + len(chunk.tokens), len(tokens)
         pool.grow(chunk.slot, end)
         table = pool.block_table(chunk.slot)
         tokens += chunk.tokens
-        positions += range(at, end)
+        positions += range(start, end)
+        slots += pool.slot_mapping(chunk.slot, start, end)
         rows += range(first + chunk.logits_from, len(tokens))
-        while at < end:
-            block, offset = divmod(at, size)
-            count = min(size - offset, end - at)
-            slots += range(table[block] * size + offset, table[block] * size + offset + count)
-            at += count
         row_starts.append(len(tokens))
         lengths.append(end)
         tables.append(table)

@@ -224,41 +224,25 @@ class KVMemory(Protocol):
         """Bytes reserved. A CPU commits only those of written positions."""
 
 
-@dataclass(slots=True)
-class SlotViews:
-    """One sequence's keys and values for a forward pass, one entry per layer.
-
-    Attributes:
-        keys: `[kv_heads, 1, end, head_dim]` each; with heads as the batch, attention needs no transposition.
-        values: like `keys`.
-        new: `[2, kv_heads, end - start, head_dim]` each: keys and values of the positions from `start` on, to write.
-    """
-
-    keys: list[Tensor]
-    values: list[Tensor]
-    new: list[Tensor]
-
-
 class MemoryByHead:
     """Memory with all positions of a head contiguous, block after block.
 
     Attributes:
         stores: `[layers, 2, kv_heads, positions, head_dim]`, keys and values of all blocks, one per shape of layer.
+        layers: `[2, kv_heads, positions, head_dim]` of each layer, views of `stores`.
     """
 
     def __init__(self, shape: MemoryShape, dtype: torch.dtype, device: torch.device) -> None:
         self._shape = shape
-        self._device = device
-        self._members = shape.alike()
-        positions = shape.blocks * shape.block_tokens
-        self.stores = [
-            torch.empty(
-                (len(layers), 2, shape.kv_heads[layers[0]], positions, shape.head_dim[layers[0]]),
-                dtype=dtype,
-                device=device,
-            )
-            for layers in self._members
-        ]
+        self.stores: list[Tensor] = []
+        self.layers: list[Tensor] = [torch.empty(0)] * len(shape.kv_heads)
+        for members in shape.alike():
+            heads, size = shape.kv_heads[members[0]], shape.head_dim[members[0]]
+            positions = shape.blocks * shape.block_tokens
+            store = torch.empty((len(members), 2, heads, positions, size), dtype=dtype, device=device)
+            self.stores.append(store)
+            for layer, own in zip(members, store.unbind(0), strict=True):
+                self.layers[layer] = own
 
     @property
     def bytes(self) -> int:
@@ -280,43 +264,6 @@ class MemoryByHead:
         """Sets a block to zeros. Attention multiplies masked values by 0, and 0 times NaN is NaN."""
         for store in self.stores:
             store.narrow(3, block * self._shape.block_tokens, self._shape.block_tokens).zero_()
-
-    def narrow(self, block: int, end: int) -> list[Tensor]:
-        """Views of `end` positions from a block on, `[layers, 2, kv_heads, end, head_dim]` per shape of layer."""
-        return [store.narrow(3, block * self._shape.block_tokens, end) for store in self.stores]
-
-    def gather(self, block_table: Sequence[int], end: int) -> list[Tensor]:
-        """A copy of the first `end` positions of a block table, with the shapes of `narrow`."""
-        index = torch.tensor(block_table, device=self._device)
-        gathered = []
-        for store in self.stores:
-            layers, two, kv_heads, _, head_dim = store.shape
-            blocks = store.view(layers * two * kv_heads, self._shape.blocks, self._shape.block_tokens * head_dim)
-            together = blocks.index_select(1, index).view(layers, two, kv_heads, -1, head_dim)
-            gathered.append(together.narrow(3, 0, end))
-        return gathered
-
-    def scatter(self, gathered: Sequence[Tensor], block_table: Sequence[int], start: int, end: int) -> None:
-        """Writes the positions `start` to `end` of gathered tensors back to their blocks."""
-        at, size = start, self._shape.block_tokens
-        while at < end:
-            index, offset = divmod(at, size)
-            count = min(size - offset, end - at)
-            for store, each in zip(self.stores, gathered, strict=True):
-                store.narrow(3, block_table[index] * size + offset, count).copy_(each.narrow(3, at, count))
-            at += count
-
-    def views(self, stores: Sequence[Tensor], start: int, end: int) -> SlotViews:
-        """The result of `narrow` or `gather`, per layer."""
-        if len(stores) == 1:
-            return _views(stores[0], start, end)
-        keys: list[Tensor] = [torch.empty(0)] * len(self._shape.kv_heads)
-        values, new = list(keys), list(keys)
-        for store, members in zip(stores, self._members, strict=True):
-            part = _views(store, start, end)
-            for i, layer in enumerate(members):
-                keys[layer], values[layer], new[layer] = part.keys[i], part.values[i], part.new[i]
-        return SlotViews(keys, values, new)
 
 
 class PagedMemory:
@@ -363,11 +310,3 @@ class PagedMemory:
 
 def _bytes(stores: Sequence[Tensor]) -> int:
     return sum(store.numel() * store.element_size() for store in stores)
-
-
-def _views(store: Tensor, start: int, end: int) -> SlotViews:
-    # store: [layers, 2, kv_heads, end or more, head_dim]
-    store = store.narrow(3, 0, end)
-    held = store.flatten(0, 1).unsqueeze(2).unbind(0)
-    new = store.narrow(3, start, end - start).unbind(0)
-    return SlotViews(list(held[0::2]), list(held[1::2]), list(new))

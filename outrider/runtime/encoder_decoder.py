@@ -163,10 +163,13 @@ class EncoderDecoder:
             PoolExhausted: the pool has too few free blocks; the slot is still empty.
         """
         encoded = self.encode(inputs)[0]  # [S, hidden]
-        views = pool.views(slot, 0, len(encoded))
+        pool.grow(slot, len(encoded))
+        assert pool.by_head is not None
+        places = torch.tensor(pool.slot_mapping(slot, 0, len(encoded)), device=encoded.device)
         for layer, projections in self._projections:
-            for new, projection in zip(views.new[layer], projections, strict=True):  # [heads, S, head_dim]
-                new.copy_(projection(encoded).unflatten(1, (len(new), -1)).transpose(0, 1))
+            for held, projection in zip(pool.by_head.layers[layer], projections, strict=True):
+                new = projection(encoded).unflatten(1, (len(held), -1)).transpose(0, 1)  # [heads, S, head_dim]
+                held.index_copy_(1, places, new.to(held.dtype))
         pool.extend(slot, len(encoded))
 
     def __call__(self, token_ids: Tensor, batch: Any, rows: Tensor | int | None) -> Tensor:

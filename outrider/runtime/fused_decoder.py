@@ -248,7 +248,7 @@ class FusedDecoder:
         groups, orders = zip(*(batch.groups_for(self._group, window) for window in self._layers.windows), strict=True)
         last, chosen = (batch.rows, rows) if rows is None or isinstance(rows, Tensor) else (rows, None)
         rotations = self._rotations_to(max(map(operator.add, batch.starts, batch.counts)))
-        positions, slots = batch.position_ids(self._device), batch.slot_mapping()
+        positions, slots = batch.position_ids(self._device), batch.slot_mapping
         return self._run(token_ids, rotations, positions, slots, memory, size, list(groups), list(orders), last, chosen)
 
     def rows_in_c(self, token_ids: Tensor, batch: PackedBatch, ends: Sequence[int]) -> cpu.Rows:

@@ -35,7 +35,7 @@ from outrider.runtime.fused_layers import (
     pack,
     rms_norm,
 )
-from outrider.runtime.sdpa import attend, attend_all
+from outrider.runtime.sdpa import Group, attend_all, attend_groups, held_in_place, keys_and_values
 
 _LIKE_BART = (BartForConditionalGeneration, MarianMTModel, WhisperForConditionalGeneration)
 _ACTIVATIONS = {"relu": 0, "gelu": 1, "gelu_new": 2, "gelu_pytorch_tanh": 2, "silu": 3, "swish": 3}
@@ -128,11 +128,14 @@ class CrossLayers(nn.Module):
         self,
         token_ids: Tensor,
         positions: Tensor,
-        starts: list[int],
+        slots: Tensor,
+        memory: Tensor,
+        block_tokens: int,
         counts: list[int],
-        stores: list[Tensor],
-        encoded: list[Tensor],
+        groups: list[Group],
+        order: Tensor,
         masks: list[Tensor],
+        encoded: list[Group],
         last: int,
         rows: Tensor | None,
     ) -> Tensor:
@@ -141,11 +144,13 @@ class CrossLayers(nn.Module):
         Args:
             token_ids: `[T]`.
             positions: `[T]`; not used without an embedding of positions.
-            starts: the position of the first row of each chunk.
+            slots: `[T]`: the position in memory of each row.
+            memory: keys and values of all blocks, `[layers, 2, H, positions, head_dim]`.
             counts: the number of rows of each chunk.
-            stores: keys and values of each chunk, `[layers, 2, H, end, head_dim]`, with `end` at or after its last row.
-            encoded: keys and values of each chunk's encoder slot, `[layers, 2, H, S, head_dim]`.
-            masks: of each chunk: `CausalMasks.for_rows`, or `sdpa.biased_mask`.
+            groups: the chunks (`sdpa.attend_groups`); each alone if scores are biased.
+            order: of their rows.
+            masks: of each chunk, if scores are biased: `sdpa.biased_mask`.
+            encoded: each chunk's encoder slot (`sdpa.keys_and_values`).
             last: how many rows at the end need logits, if `rows` is None.
 
         Returns:
@@ -161,37 +166,26 @@ class CrossLayers(nn.Module):
         first_norm = self.first_norm
         if first_norm is not None:
             x = self.normed(x, first_norm)
-        T, heads, head_dim = x.size(0), self.heads, stores[0].size(4)
+        T, heads, head_dim = x.size(0), self.heads, memory.size(4)
         width = 3 * heads * head_dim
-        pool_dtype = stores[0].dtype
-        by_layer = [store.unbind(0) for store in stores]
-        encoded_by_layer = [store.unbind(0) for store in encoded]
+        held = [held_in_place(memory, group) for group in groups]
         none: list[Tensor] = []
-        for i in range(len(self.qkv)):
-            qkv = self.product(self.before(3 * i, x), self.qkv[i])
-            at = heads * head_dim
-            keys: list[Tensor] = []
-            values: list[Tensor] = []
-            for chunk, count in enumerate(counts):
-                held = by_layer[chunk][i].narrow(2, 0, starts[chunk] + count)
-                kv = qkv.as_strided([2, heads, count, head_dim], [heads * head_dim, head_dim, width, 1], at)
-                held.narrow(2, starts[chunk], count).copy_(kv)
-                at += count * width
-                key, value = held.unsqueeze(2).unbind(0)
-                keys.append(key)
-                values.append(value)
-            query = qkv.as_strided([T, heads, head_dim], [width, head_dim, 1]).to(pool_dtype)
+        for i, layer in enumerate(memory.unbind(0)):
+            qkv = self.product(self.before(3 * i, x), self.qkv[i]).to(memory.dtype)
+            kv = qkv.as_strided([2, heads, T, head_dim], [heads * head_dim, head_dim, width, 1], heads * head_dim)
+            layer.index_copy_(2, slots, kv)
+            query = qkv.as_strided([T, heads, head_dim], [width, head_dim, 1])
             if self.biased:
+                keys, values = keys_and_values(layer, groups, block_tokens)
                 attended = attend_all(query, counts, keys, values, masks, self.scaling)
             else:
-                attended = attend(query, counts, keys, values, masks, self.scaling, 0)
+                attended = attend_groups(query, layer, groups, held, i, order, block_tokens, self.scaling, 0)
             attended = attended.to(x.dtype).reshape(T, 1, heads * head_dim)
             x = self.after(3 * i, self.added(x, attended, self.output[i]))
 
             rows_of = self.product(self.before(3 * i + 1, x), self.query[i])
-            query = rows_of.view(T, heads, head_dim).to(pool_dtype)
-            keys = [each[i].select(0, 0).unsqueeze(1) for each in encoded_by_layer]
-            values = [each[i].select(0, 1).unsqueeze(1) for each in encoded_by_layer]
+            query = rows_of.view(T, heads, head_dim).to(memory.dtype)
+            keys, values = keys_and_values(layer, encoded, block_tokens)
             attended = attend_all(query, counts, keys, values, none, self.scaling)
             attended = attended.to(x.dtype).reshape(T, 1, heads * head_dim)
             x = self.after(3 * i + 1, self.added(x, attended, self.cross_output[i]))
@@ -264,15 +258,22 @@ class FusedCrossDecoder:
             shared, layers, self._bias = *self._take_like_bart(model), None
         self._layers = CrossLayers(shared, layers)
         self._run: Callable[..., Tensor] = compiled(self._layers, self._device)
-        self._no_positions = torch.empty(0, dtype=torch.int64, device=self._device)
 
     def __call__(self, token_ids: Tensor, batch: Any, rows: Tensor | int | None) -> Tensor:
         assert isinstance(batch, PackedBatch)
-        masks = batch.masks_for(1, 0) if self._bias is None else batch.biased_masks(self._bias)
+        assert batch.pool.by_head is not None
+        memory, none = batch.pool.by_head.stores[0], batch.masks.no_rows  # all layers have one shape
+        masks: list[Tensor] = []
+        if self._bias is None:
+            groups, order = batch.groups_for(1, 0)
+        else:
+            groups, order, masks = batch.alone, none, batch.biased_masks(self._bias)
         last, chosen = (batch.rows, rows) if rows is None or isinstance(rows, Tensor) else (rows, None)
-        positions = self._no_positions if self._layers.positions is None else batch.position_ids(self._device)
-        stores, encoded = ([store for (store,) in each] for each in (batch.stores, batch.encoded))
-        return self._run(token_ids, positions, batch.starts, batch.counts, stores, encoded, masks, last, chosen)
+        positions = none if self._layers.positions is None else batch.position_ids(self._device)
+        return self._run(
+            token_ids, positions, batch.slot_mapping, memory, batch.block_tokens, batch.counts, groups, order, masks,
+            batch.encoded, last, chosen,
+        )  # fmt: skip
 
     # --------------------------------------------------------------------------------------------------------- weights
 

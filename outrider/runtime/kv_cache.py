@@ -1,10 +1,9 @@
 """The KV cache of many sequences: block tables and lengths.
 
 A slot is one sequence: a block table and a length. A sequence takes blocks as it grows, and releases them when it is
-rolled back. Sequences with a common prefix share blocks; a shared block is copied before a write. Paged attention and
-the decoder in C read a sequence by its block table; so does the fused decoder in torch if several sequences attend in
-one call. Other attention on a CPU needs contiguous memory: where the blocks follow one another (nearly always, see
-`outrider.runtime.block_pool`) it gets views; otherwise they are gathered for the pass, and new values scattered back.
+rolled back. Sequences with a common prefix share blocks; a shared block is copied before a write. Attention reads a
+sequence by its block table. That of torch on a CPU reads blocks in place where they follow one another (nearly always,
+see `outrider.runtime.block_pool`), and gathers others.
 
 A sequence of an encoder–decoder model has a second slot: that of its encoder, with the keys and values of
 cross-attention. The encoder's slot is freed when the sequence is freed or rolled back to nothing.
@@ -17,7 +16,6 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
 import torch
-from torch import Tensor
 
 from outrider.runtime.block_pool import (
     BlockPool,
@@ -27,7 +25,6 @@ from outrider.runtime.block_pool import (
     PagedMemory,
     PoolCorrupted,
     PoolExhausted,
-    SlotViews,
 )
 
 BLOCK_TOKENS = 32
@@ -44,7 +41,6 @@ class _Slot:
     contiguous: int = 0
     reserved: range = field(default_factory=lambda: range(0))
     encoder: int | None = None
-    gathered: list[Tensor] = field(default_factory=list)  # for the current pass, one per store
 
     def append(self, block: int) -> None:
         if self.contiguous == len(self.block_table) and (not self.block_table or block == self.block_table[-1] + 1):
@@ -70,7 +66,7 @@ class KVPool:
         kv_heads: heads per layer; a list if layers differ.
         head_dim: size of a head; a list if layers differ.
         max_length: the longest sequence, in positions.
-        paged: whether attention reads by block tables; otherwise it reads `views`.
+        paged: whether the memory is for paged attention.
 
     Attributes:
         paged: the memory of a paged pool, or None.
@@ -234,9 +230,6 @@ class KVPool:
             raise ValueError(
                 f"slot {slot} holds {held.length} positions in blocks for {most}; it cannot be extended to {length}"
             )
-        if held.gathered and self.by_head is not None:
-            self.by_head.scatter(held.gathered, held.block_table, held.length, length)
-            held.gathered = []
         held.length = length
 
     def rollback(self, slot: int, length: int) -> None:
@@ -249,7 +242,6 @@ class KVPool:
         if not 0 <= length <= held.length:
             raise ValueError(f"slot {slot} holds {held.length} positions; it cannot be rolled back to {length}")
         held.length = length
-        held.gathered = []
         if not length and held.encoder is not None:
             encoder, held.encoder = held.encoder, None
             self.free(encoder)
@@ -286,10 +278,9 @@ class KVPool:
     # ---------------------------------------------------------------------------------------------------------- memory
 
     def prepare(self, slot: int, end: int) -> None:
-        """As `grow`, for contiguous memory: copies the sequence into consecutive blocks if it can."""
+        """As `grow`; and copies the sequence into consecutive blocks if it can."""
         self.grow(slot, end)
         held = self._of(slot)
-        held.gathered = []  # of a failed pass
         if held.contiguous < self.blocks_for(end):
             self._make_contiguous(held)
 
@@ -298,33 +289,16 @@ class KVPool:
         held, count = self._of(slot), self.blocks_for(end)
         return held.block_table[:count], held.contiguous >= count
 
-    def stores(self, slot: int, end: int) -> list[Tensor]:
-        """Positions 0 to `end` of a slot for attention: to read, and to write those not held yet. `extend` must follow.
-
-        Returns:
-            See `MemoryByHead.narrow`.
-
-        Raises:
-            ValueError: the pool is paged; and see `grow`.
-        """
-        if self.by_head is None:
-            raise ValueError("a paged pool has no views; use its block tables")
-        self.prepare(slot, end)
-        blocks, is_contiguous = self.blocks_to(slot, end)
-        if is_contiguous:
-            return self.by_head.narrow(blocks[0] if blocks else 0, end)
-        held = self._of(slot)
-        held.gathered = self.by_head.gather(blocks, end)
-        return held.gathered
-
-    def split(self, stores: Sequence[Tensor], start: int, end: int) -> SlotViews:
-        """The result of `stores` per layer; positions `start` to `end` are to be written."""
-        assert self.by_head is not None
-        return self.by_head.views(stores, start, end)
-
-    def views(self, slot: int, start: int, end: int) -> SlotViews:
-        """`stores` and `split` in one. `start` is the length of the slot, or less if nothing is to be written."""
-        return self.split(self.stores(slot, end), start, end)
+    def slot_mapping(self, slot: int, start: int, end: int) -> list[int]:
+        """Where positions `start` to `end` of a slot are in memory: block · block_tokens + offset."""
+        table, size = self._of(slot).block_table, self.block_tokens
+        found = list[int]()
+        while start < end:
+            index, offset = divmod(start, size)
+            count = min(size - offset, end - start)
+            found += range(table[index] * size + offset, table[index] * size + offset + count)
+            start += count
+        return found
 
     @property
     def memory_bytes(self) -> int:
@@ -396,7 +370,7 @@ class KVPool:
     def _make_contiguous(self, held: _Slot) -> None:
         """Copies a sequence into consecutive blocks, if enough are free.
 
-        It costs as much as gathering in one pass, and saves gathering in all later ones.
+        It costs as much as gathering in one pass, and saves that in all later ones.
         """
         count = self.blocks_for(max(held.expected, len(held.block_table) * self.block_tokens))
         if self.blocks.num_free < 2 * count or not self._reserve(held, count):

@@ -253,7 +253,8 @@ class ModelRunner:
         assert program.cpu_decoder is not None
         tokens = np.array([token for chunk in chunks for token in chunk.tokens], np.int64)
         batch = self.pack(chunks, later_rows)
-        return program.cpu_decoder.run_loop(program.rows_in_c(torch.from_numpy(tokens), batch, batch.ends), loop)
+        ends = [sum(each) for each in zip(batch.starts, batch.counts, later_rows, strict=True)]
+        return program.cpu_decoder.run_loop(program.rows_in_c(torch.from_numpy(tokens), batch, ends), loop)
 
     def capture(
         self,

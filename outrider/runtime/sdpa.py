@@ -1,7 +1,7 @@
-"""Attention of packed sequences with contiguous keys and values: by torch's SDPA, and with explicit scores.
+"""Attention of packed sequences: by torch's SDPA, and with explicit scores.
 
-TorchScript compiles `attend_groups`, `attend` and `attend_all` (`outrider.runtime.fused_layers`), so they use only its
-features. `attend_groups` attends to many sequences in one call.
+TorchScript compiles `attend_groups` and `attend_all` (`outrider.runtime.fused_layers`), so they use only its features.
+`attend_groups` attends to many sequences in one call.
 `attend_scores` is the reference. It also runs layers that SDPA does not support: with soft-capping (Gemma 2), which
 bounds each score s to c · tanh(s / c) before the softmax, and with sinks (GPT-OSS), one learned score per head that
 takes part in the softmax and has no value.
@@ -158,7 +158,7 @@ def attend_groups(
     Args:
         query: `[T, heads, head_dim]`, in the dtype of the pool.
         memory: keys and values of all blocks of the layer, `[2, kv_heads, positions, head_dim]`.
-        held: `held_in_place` of each group.
+        held: `held_in_place` of each group; or empty.
         order: int64 `[T]`: where each row is among the rows of all groups; empty if in the same order.
         window: how many positions a row sees, its own included; 0 is all.
 
@@ -181,12 +181,35 @@ def attend_groups(
 def held_in_place(memory: Tensor, group: Group) -> list[Tensor]:
     """Keys and values of each layer, by turns, `[kv_heads, 1, end, head_dim]`; empty for a group with `blocks`.
 
+    One call for all layers saves time.
+
     Args:
         memory: `[layers, 2, kv_heads, positions, head_dim]`.
     """
     if group.blocks.numel() > 0:
         return []
     return list(memory.narrow(3, group.start, group.end).flatten(0, 1).unsqueeze(2).unbind(0))
+
+
+def keys_and_values(memory: Tensor, groups: list[Group], block_tokens: int) -> tuple[list[Tensor], list[Tensor]]:
+    """Keys and values of each group, `[kv_heads, S, end, head_dim]`; `memory` is that of `attend_groups`."""
+    keys: list[Tensor] = []
+    values: list[Tensor] = []
+    for group in groups:
+        own_keys, own_values = _keys_and_values(memory, group, block_tokens)
+        keys.append(own_keys)
+        values.append(own_values)
+    return keys, values
+
+
+def _keys_and_values(memory: Tensor, group: Group, block_tokens: int) -> tuple[Tensor, Tensor]:
+    if group.blocks.numel() == 0:
+        keys, values = memory.narrow(2, group.start, group.end).unsqueeze(2).unbind(0)
+        return keys, values
+    kv_heads, head_dim = memory.size(1), memory.size(3)
+    blocks = memory.view(2 * kv_heads, -1, block_tokens * head_dim).index_select(1, group.blocks)
+    keys, values = blocks.view(2, kv_heads, group.chunks, -1, head_dim).narrow(3, 0, group.end).unbind(0)
+    return keys, values
 
 
 def _attend_group(
@@ -205,8 +228,7 @@ def _attend_group(
     if len(held) > 0:
         keys, values = held[2 * layer], held[2 * layer + 1]
     else:
-        blocks = memory.view(2 * kv_heads, -1, block_tokens * head_dim).index_select(1, group.blocks)
-        keys, values = blocks.view(2, kv_heads, chunks, -1, head_dim).narrow(3, 0, group.end).unbind(0)
+        keys, values = _keys_and_values(memory, group, block_tokens)
     if group.mask.dim() == 2:
         return _attend(query, keys, values, group.mask, scaling, window)
     # Query heads that share a KV head become rows of one head, so keys are not copied.
@@ -224,36 +246,6 @@ def _attend_group(
     rows = rows.reshape(kv_heads, 1, count * shared, head_dim)
     out = F.scaled_dot_product_attention(rows, keys, values, attn_mask=group.mask, scale=scaling)
     return out.view(kv_heads, count, shared, head_dim).transpose(0, 1).reshape(count, heads, head_dim)
-
-
-def attend(
-    query: Tensor,
-    counts: list[int],
-    keys: list[Tensor],
-    values: list[Tensor],
-    masks: list[Tensor],
-    scaling: float,
-    window: int,
-) -> Tensor:
-    """Causal attention of each row over its own sequence. Keys and values of all rows are written before.
-
-    Args:
-        query: `[T, heads, head_dim]`, in the dtype of the pool.
-        counts: rows of each chunk.
-        keys: of each chunk, `[kv_heads, 1, end, head_dim]`.
-        values: like `keys`.
-        masks: of each chunk, see `CausalMasks.for_rows`.
-        window: how many positions a row sees, its own included; 0 is all.
-
-    Returns:
-        `[T, heads, head_dim]`, of any strides.
-    """
-    if len(counts) == 1:
-        return _attend(query, keys[0], values[0], masks[0], scaling, window)
-    parts: list[Tensor] = []
-    for i, rows in enumerate(query.split_with_sizes(counts)):
-        parts.append(_attend(rows, keys[i], values[i], masks[i], scaling, window))
-    return torch.cat(parts)
 
 
 def _attend(query: Tensor, keys: Tensor, values: Tensor, mask: Tensor, scaling: float, window: int) -> Tensor:
@@ -306,22 +298,25 @@ def _attend_block(query: Tensor, keys: Tensor, values: Tensor, mask: Tensor, sca
 def attend_all(
     query: Tensor, counts: list[int], keys: list[Tensor], values: list[Tensor], masks: list[Tensor], scaling: float
 ) -> Tensor:
-    """Attention of each row over all keys of its sequence, or with a mask for each head; otherwise as `attend`.
-
-    There are as many heads of keys as of queries.
+    """Attention of each row over all keys of its sequence, or with a mask for each head.
 
     Args:
+        query: `[T, heads, head_dim]`, in the dtype of the pool.
+        counts: rows of each chunk.
+        keys: of each chunk, `[heads, 1, end, head_dim]`.
+        values: like `keys`.
         masks: of each chunk, `[heads, 1, n, end]` (`biased_mask`); none: each row sees all keys.
+
+    Returns:
+        `[T, heads, head_dim]`, of any strides.
     """
     parts: list[Tensor] = []
     for i, chunk in enumerate(query.split_with_sizes(counts)):
         rows = chunk.transpose(0, 1).unsqueeze(1)
+        mask: Tensor | None = None
         if len(masks) > 0:
-            end = masks[i].size(3)
-            own_keys, own_values = keys[i].narrow(2, 0, end), values[i].narrow(2, 0, end)
-            out = F.scaled_dot_product_attention(rows, own_keys, own_values, attn_mask=masks[i], scale=scaling)
-        else:
-            out = F.scaled_dot_product_attention(rows, keys[i], values[i], scale=scaling)
+            mask = masks[i]
+        out = F.scaled_dot_product_attention(rows, keys[i], values[i], attn_mask=mask, scale=scaling)
         parts.append(out.squeeze(1).transpose(0, 1))
     return parts[0] if len(parts) == 1 else torch.cat(parts)
 
@@ -371,10 +366,11 @@ def attend_scores(
     values: Sequence[Tensor],
     scoring: Scoring,
 ) -> Tensor:
-    """As `attend`, with explicit scores.
+    """Causal attention of each row over its own sequence, with explicit scores. Other arguments are as in `attend_all`.
 
     Args:
         starts: the position of the first row of each chunk.
+        keys: of each chunk, `[kv_heads, 1, end, head_dim]`, with `end` at or after its last row.
 
     Returns:
         `[T, heads, head_dim]`, in the dtype of the values.

@@ -89,8 +89,8 @@ def rows(model: LlamaForCausalLM, tokens: Sequence[int], masks: int) -> torch.Te
 def cached(pool: KVPool, slot: int, length: int) -> tuple[torch.Tensor, torch.Tensor]:
     """Keys and values of the first positions of a slot, `[layers, kv_heads, length, head_dim]` each."""
     whole = -(-length // KEYS_TOGETHER) * KEYS_TOGETHER
-    (store,) = pool.stores(slot, whole)
-    keys, values = store.unbind(1)
+    assert pool.by_head is not None
+    keys, values = pool.by_head.stores[0][:, :, :, pool.slot_mapping(slot, 0, whole)].unbind(1)
     if not pool.clears_blocks:  # the decoder in C: a key lies element by element
         layers, heads, _, size = keys.shape
         keys = keys.reshape(layers, heads, -1, size, KEYS_TOGETHER).transpose(-1, -2).reshape(values.shape)

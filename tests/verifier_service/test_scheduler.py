@@ -53,9 +53,10 @@ class Driver:
         plan = self.scheduler.plan([(each, each.next_round()) for each in self.scheduler.running])
         self.plans.append(plan)
         for item in plan.work:
-            views = self.pool.views(item.chunk.slot, item.chunk.start, item.chunk.start + len(item.chunk.tokens))
-            views.new[0][:2, 0, :, 0] = torch.tensor(item.chunk.tokens, dtype=torch.float32)
-            self.pool.extend(item.chunk.slot, item.chunk.start + len(item.chunk.tokens))
+            slot, start, end = item.chunk.slot, item.chunk.start, item.chunk.start + len(item.chunk.tokens)
+            self.pool.prepare(slot, end)
+            self.memory[0, 0, self.pool.slot_mapping(slot, start, end), 0] = torch.tensor(item.chunk.tokens).float()
+            self.pool.extend(slot, end)
         for item in plan.work:
             if item.round is not None:
                 drafted = len(item.sequence.drafted(item.round))
@@ -69,9 +70,14 @@ class Driver:
         for each in self.scheduler.running:
             assert each.slot is not None
             if length := self.pool.length(each.slot):
-                views = self.pool.views(each.slot, length, length)
-                assert views.keys[0][0, 0, :, 0].tolist() == each.tokens[:length]
+                found = self.memory[0, 0, self.pool.slot_mapping(each.slot, 0, length), 0]
+                assert found.tolist() == each.tokens[:length]
         return [item.sequence for item in plan.work if item.round is not None]
+
+    @property
+    def memory(self) -> torch.Tensor:
+        assert self.pool.by_head is not None
+        return self.pool.by_head.layers[0]
 
     @property
     def tokens(self) -> list[int]:

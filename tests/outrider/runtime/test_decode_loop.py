@@ -256,7 +256,6 @@ def test_decoding_ends_after_a_stop_token(is_captured: bool, load: Load) -> None
 
 
 def test_decoding_continues_over_scattered_blocks(load: Load) -> None:
-    """Keys and values are gathered for the whole call, and written back at its end."""
     loop = eager_loop(load("llama"), 3)
     pool = loop.model_runner.pool
     slots = [pool.allocate() for _ in range(3)]

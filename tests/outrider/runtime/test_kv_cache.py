@@ -22,9 +22,16 @@ def make(blocks: int = 9, max_length: int = 12, kv_heads: int | list[int] = 2, h
 
 
 def fill(pool: KVPool, slot: int, start: int, end: int, value: float) -> None:
-    for new in pool.views(slot, start, end).new:
-        new.fill_(value)
+    pool.prepare(slot, end)
+    for memory in layers(pool):
+        memory[:, :, pool.slot_mapping(slot, start, end)] = value
     pool.extend(slot, end)
+
+
+def layers(pool: KVPool) -> list[torch.Tensor]:
+    """Keys and values of all positions, `[2, kv_heads, positions, head_dim]` of each layer."""
+    assert pool.by_head is not None
+    return pool.by_head.layers
 
 
 # ------------------------------------------------------------------------------------------------------------- refusals
@@ -94,16 +101,15 @@ def values_of(tokens: tuple[int, ...], layer: int) -> torch.Tensor:
 def write(pool: KVPool, slot: int, tokens: list[int]) -> None:
     """Write the positions of these tokens that the slot lacks, without extending it."""
     start = pool.length(slot)
-    for layer, new in enumerate(pool.views(slot, start, len(tokens)).new):
-        new[:] = values_of(tuple(tokens), layer)[start:]
+    pool.prepare(slot, len(tokens))
+    for layer, memory in enumerate(layers(pool)):
+        memory[:, :, pool.slot_mapping(slot, start, len(tokens))] = values_of(tuple(tokens), layer)[start:]
 
 
 def holds(pool: KVPool, slot: int, tokens: list[int]) -> bool:
-    views = pool.views(slot, len(tokens), len(tokens))
     return pool.length(slot) == len(tokens) and all(
-        bool((each[layer][:, 0] == values_of(tuple(tokens), layer)).all())
-        for each in (views.keys, views.values)
-        for layer in range(2)
+        bool((memory[:, :, pool.slot_mapping(slot, 0, len(tokens))] == values_of(tuple(tokens), layer)).all())
+        for layer, memory in enumerate(layers(pool))
     )
 
 

@@ -42,20 +42,6 @@ CPU = torch.device("cpu")
 needs_triton = pytest.mark.skipif(find_spec("triton") is None, reason="triton has no build for this platform")
 
 
-def _attend_by_scores(
-    query: Tensor,
-    counts: list[int],
-    keys: list[Tensor],
-    values: list[Tensor],
-    masks: object,
-    scaling: float,
-    window: int,
-) -> Tensor:
-    """In place of `outrider.runtime.sdpa.attend`."""
-    starts = [each.size(2) - count for each, count in zip(keys, counts, strict=True)]
-    return attend_scores(query, starts, counts, keys, values, Scoring(scaling, window))
-
-
 def _attend_groups_by_scores(
     query: Tensor,
     memory: Tensor,
@@ -101,8 +87,8 @@ def test_blocks_give_the_bits_of_contiguous_memory(
     name: str, dtype: str, load: Load, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Where both compute the scores explicitly."""
-    monkeypatch.setattr(attention, "attend", _attend_by_scores)
-    monkeypatch.setattr(fused_layers, "attend_groups", _attend_groups_by_scores)
+    for module in (attention, fused_layers):
+        monkeypatch.setattr(module, "attend_groups", _attend_groups_by_scores)
     monkeypatch.setattr(fused_decoder, "compiled", lambda module, device: module)
     loaded = load(name, dtype)
     paged, ordinary = (ModelRunner.build(loaded, 5, MAX_LENGTH, attention=each) for each in (PAGED, ORDINARY))
