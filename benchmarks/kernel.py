@@ -28,7 +28,7 @@ from benchmarks.timing import Timer, Work
 from kernels.rng import Domain, gumbel, uniform
 from kernels.sampling import SamplingParams
 from kernels.sigmoid import DraftLogits, SigmoidScales
-from kernels.sparse import SparseConfig, SparseDistribution, sparsify
+from kernels.sparse import SparseConfig, SparseDistribution, truncate
 from kernels.verify import Proposed, Rule, implementation_for, verify
 from outrider.evaluation import pictures
 
@@ -78,7 +78,7 @@ class Rows:
         logits = -_EXPONENT * (1 + ranks).log()
         noise = _DRAFT_NOISE * torch.randn(MAX_GAMMA, V, generator=source)
         draft_logits = (logits[:-1] + noise).to(dtype)
-        q = sparsify(torch.softmax(draft_logits.float(), dim=-1), _SUPPORT)
+        q = [truncate(row, _SUPPORT) for row in torch.softmax(draft_logits.float(), dim=-1).cpu().numpy()]
         return cls(logits.to(dtype).to(device), draft_logits.to(device), q)
 
 

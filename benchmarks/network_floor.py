@@ -29,7 +29,7 @@ import uvloop
 
 from benchmarks.harness import Json
 from kernels.sampling import Draw, SamplingParams
-from kernels.sparse import SparseConfig, SparseDistribution, sparsify
+from kernels.sparse import SparseConfig, SparseDistribution, truncate
 from kernels.verify import Proposed, Rule
 from outrider.cli.processes import halves, keep_on, service_environment
 from outrider.runtime.decode_loop import DecodeLoop
@@ -79,7 +79,8 @@ def _model(folder: str, dtype: str) -> tuple[ModelRunner, int]:
 async def _target(folder: str, dtype: str) -> None:
     runner, slot = _model(folder, dtype)
     target, size = TargetRunner(runner, vocab_size=runner.loaded.vocab_size), runner.loaded.vocab_size
-    q = sparsify(torch.softmax(runner.forward([Chunk(slot, [1] * 32, _LENGTH, 0)]), -1), SparseConfig())
+    logits = runner.forward([Chunk(slot, [1] * 32, _LENGTH, 0)])
+    q = [truncate(row, SparseConfig()) for row in torch.softmax(logits, -1).numpy()]
     computing = _Computing()
 
     def judge(gamma: int, temperature: float, length: int) -> None:

@@ -27,7 +27,7 @@ from benchmarks.harness import Bench, Json, progress
 from kernels.rng import Domain, uniform
 from kernels.sampling import SamplingParams, probabilities
 from kernels.sigmoid import SigmoidScales, draft_logits
-from kernels.sparse import SparseConfig, SparseDistribution, sparsify
+from kernels.sparse import SparseConfig, SparseDistribution, truncate
 from kernels.verify import Proposed, Rule, verify
 from models.generation import Writer, steps
 from models.measure import load, until_end
@@ -173,10 +173,15 @@ def texts_of(bench: Bench, target: LlamaForCausalLM, draft: LlamaForCausalLM, pr
     return write(target, draft, prompts, given.tokens, tokenizer.eos_token_id)
 
 
+def truncated(logits: Tensor) -> list[SparseDistribution]:
+    """q̂ of each row of draft logits `[N, V]`."""
+    return [truncate(row, KEPT) for row in probabilities(logits, PLAIN).numpy()]
+
+
 def drawn_from(draft: Tensor) -> Tensor:
     """q̂ of draft logits `[N, V]`, float64."""
     q = torch.zeros(draft.shape, dtype=torch.float64)
-    for row, kept in zip(q, sparsify(probabilities(draft, PLAIN), KEPT), strict=True):
+    for row, kept in zip(q, truncated(draft), strict=True):
         row[torch.from_numpy(kept.ids)] = torch.from_numpy(kept.weights.astype("float64")) / kept.total
     return q
 
@@ -211,7 +216,7 @@ def rounds(target: LlamaForCausalLM, draft: LlamaForCausalLM, texts: Texts, gamm
         logits = writer.extend(prefix)[:, -1]
         for place in range(gamma):
             draft_rows.append(logits)
-            kept.append(sparsify(probabilities(logits, PLAIN), KEPT))
+            kept.append(truncated(logits))
             drawn = [own.token_at(uniform(row, base, place, Domain.DRAFT)) for row, own in enumerate(kept[-1])]
             drafted = torch.cat((drafted, torch.tensor(drawn)[:, None]), dim=1)
             if place < gamma - 1:
@@ -232,7 +237,7 @@ def synthetic(vocab_size: int, gamma: int, count: int) -> list[Case]:
     for nth in range(count):
         z = torch.randn(gamma + 1, vocab_size, generator=generator) * 3
         v = z[:gamma] + torch.randn(gamma, vocab_size, generator=generator)
-        q = tuple(sparsify(probabilities(v, PLAIN), KEPT))
+        q = tuple(truncated(v))
         tokens = tuple(each.token_at(uniform(nth, 1, i, Domain.DRAFT)) for i, each in enumerate(q))
         cases.append(Case(z, v, tokens, q, nth, 1))
     return cases

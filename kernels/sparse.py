@@ -11,7 +11,6 @@ from dataclasses import dataclass
 
 import numpy as np
 import torch
-from torch import Tensor
 
 MAX_SUPPORT = 256
 """The largest K. With 16-bit weights Σw stays below 2^24, which float32 holds exactly."""
@@ -75,24 +74,12 @@ class SparseConfig:
             raise ValueError(f"max_support is {self.max_support}; it must be 1 to {MAX_SUPPORT}")
 
 
-def sparsify(probs: Tensor, config: SparseConfig) -> list[SparseDistribution]:
-    """Return q̂ of each row of `probs` `[B, V]`.
+def truncate(p: np.ndarray, config: SparseConfig) -> SparseDistribution:
+    """Return q̂ of one distribution `p` `[V]`.
 
     The fewest most probable tokens with `keep_mass` are kept (lower ids first among equals), `max_support` at most.
     Weights are in proportion to the largest, which gets 65535; tokens that round to zero are dropped.
-
-    Raises:
-        ValueError: a row holds NaN.
     """
-    p = probs.cpu().numpy()
-    bad = np.flatnonzero(np.isnan(p[:, 0]))
-    if bad.size:
-        raise ValueError(f"row {bad[0]} of the probabilities is NaN")
-    return [truncate(row, config) for row in p]
-
-
-def truncate(p: np.ndarray, config: SparseConfig) -> SparseDistribution:
-    """Return q̂ of one distribution `p` `[V]`; see `sparsify`."""
     V, K = len(p), config.max_support
     # All tokens below the first bound together have less than half of the mass that may be dropped. Tokens below the
     # second bound have weight 0, since the largest probability is at least 1/V. So only the rest is sorted.

@@ -11,10 +11,11 @@ import torch
 
 from benchmarks.rules import EXPECTED, Drafted, write
 from kernels.sampling import SamplingParams
-from kernels.sparse import SparseConfig, sparsify
+from kernels.sparse import SparseConfig
 from kernels.verify import Proposed, Rule, Uniforms
 from outrider.cli.processes import Pair
 from outrider.client import AcceptanceRule, Client
+from tests.kernels.cases import sparsify
 from tests.kernels.reference import verify
 
 V, GAMMA = 6, 3

@@ -15,13 +15,14 @@ from kernels.adjustments import LogitRules
 from kernels.rng import Domain, uniform
 from kernels.sampling import SamplingParams, probabilities
 from kernels.sigmoid import EXCLUDED, DraftLogits
-from kernels.sparse import SparseDistribution, sparsify
+from kernels.sparse import SparseDistribution
 from kernels.verify import Rule
 from outrider.runtime.loader import LoadedModel, ModelSource, load_model
 from outrider.runtime.model_runner import Chunk, ModelRunner
 from outrider.runtime.prefix_cache import PrefixCache
 from tests.draft_service.engines import CONFIG, PLAIN, PROMPT, VOCABULARY, Driver, engine_of, running, sequence
 from tests.draft_service.pairs import DEMO
+from tests.kernels.cases import sparsify
 from tests.kernels.reference import coupled_choice, standardise
 
 

@@ -14,9 +14,10 @@ from draft_service.drafters.ngram import NGramDrafter
 from kernels.adjustments import LogitRules
 from kernels.rng import Domain, uniform
 from kernels.sampling import SamplingParams, probabilities
-from kernels.sparse import SparseConfig, SparseDistribution, sparsify
+from kernels.sparse import SparseConfig, SparseDistribution
 from kernels.verify import Rule
 from outrider.runtime.ngram import NGramCounts, back_off
+from tests.kernels.cases import sparsify
 from tests.kernels.reference import coupled_choice, standardise
 
 V = 12

@@ -22,7 +22,7 @@ from kernels.adjustments import LogitRules
 from kernels.cpu_decoder import KEYS_TOGETHER
 from kernels.rng import Domain, uniform
 from kernels.sampling import SamplingParams, probabilities
-from kernels.sparse import SparseDistribution, sparsify
+from kernels.sparse import SparseDistribution
 from kernels.verify import Rule
 from outrider.rpc.errors import RequestError
 from outrider.runtime.errors import CheckpointError
@@ -32,6 +32,7 @@ from outrider.service.settings import SettingsError
 from protos.outrider.v1.draft_service_pb2 import SpeculationParams
 from tests.draft_service.engines import CONFIG, PLAIN, Driver, engine_of, running
 from tests.exactness.pairs import VOCABULARY, write_parallel_draft, write_target
+from tests.kernels.cases import sparsify
 
 PROMPT = [15, 12, 14]
 MASK = VOCABULARY

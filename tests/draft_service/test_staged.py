@@ -21,7 +21,7 @@ from draft_service.drafters.staged import accepts, resample
 from kernels.adjustments import LogitRules
 from kernels.rng import Domain, uniform
 from kernels.sampling import SamplingParams, probabilities
-from kernels.sparse import SparseConfig, SparseDistribution, sparsify
+from kernels.sparse import SparseConfig, SparseDistribution
 from kernels.verify import Rule
 from outrider.evaluation import chisquare
 from outrider.runtime.loader import LoadedModel, ModelSource, load_model
@@ -30,6 +30,7 @@ from tests.draft_service import engines
 from tests.draft_service.engines import CONFIG, VOCABULARY, engine_of, running
 from tests.exactness import pairs
 from tests.kernels import reference
+from tests.kernels.cases import sparsify
 
 TEXT = [5, 17, 300, 42, 7, 7, 1999, 5, 17, 300, 42, 8, 9, 5, 17, 300]
 

@@ -19,7 +19,7 @@ from torch import Tensor
 from kernels.adjustments import Adjuster, LogitRules, RowAdjustment
 from kernels.sampling import SamplingParams, probabilities
 from kernels.sigmoid import EXCLUDED, SigmoidScales, draft_logits
-from kernels.sparse import SparseConfig, SparseDistribution, sparsify
+from kernels.sparse import SparseConfig, SparseDistribution, truncate
 from kernels.verify import DraftDistribution, Proposed, Rule, Uniforms, VerifyResult
 
 Verify = Callable[[Tensor, Sequence[Proposed]], list[VerifyResult]]
@@ -120,6 +120,11 @@ def _random_proposal(source: random.Random, generator: torch.Generator, z: Tenso
         top_logprobs=source.choice((-1, -1, 0, 3)),
         sigmoid=source.choice(_SCALES) if rule is Rule.SIGMOID else None,
     )
+
+
+def sparsify(p: Tensor, config: SparseConfig) -> list[SparseDistribution]:
+    """Return q̂ of each row of `p` `[B, V]`."""
+    return [truncate(row, config) for row in p.numpy()]
 
 
 def _draft_distributions(source: random.Random, q: Tensor) -> list[tuple[int, DraftDistribution]]:

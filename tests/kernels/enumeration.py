@@ -16,10 +16,10 @@ from torch import Tensor
 from kernels import verify_c, verify_torch
 from kernels.sampling import SamplingParams
 from kernels.sigmoid import DraftLogits, SigmoidScales
-from kernels.sparse import SparseConfig, SparseDistribution, sparsify
+from kernels.sparse import SparseConfig, SparseDistribution
 from kernels.verify import Proposed, Rule, Uniforms, VerifyResult
 from tests.kernels import reference
-from tests.kernels.cases import LAST, Verify
+from tests.kernels.cases import LAST, Verify, sparsify
 
 Draft = tuple[SparseDistribution, Sequence[SparseDistribution]]
 

@@ -16,9 +16,9 @@ from transformers.generation import logits_process as processors
 from kernels.adjustments import Adjuster, LogitRules, RowAdjustment, apply, apply_many_bans
 from kernels.generation_rules import GenerationRules, TimestampRules
 from kernels.sampling import SamplingParams
-from kernels.sparse import SparseConfig, sparsify
+from kernels.sparse import SparseConfig
 from kernels.verify import DraftDistribution, Proposed, Rule
-from tests.kernels.cases import coupled, gaussian, n_differing, random_batch
+from tests.kernels.cases import coupled, gaussian, n_differing, random_batch, sparsify
 from tests.kernels.paths import TRITON, verify
 from tests.kernels.reference import verify as reference
 

@@ -8,9 +8,9 @@ import numpy as np
 import pytest
 import torch
 
-from kernels.sparse import MAX_SUPPORT, SparseConfig, SparseDistribution, sparsify, truncate, validate
+from kernels.sparse import MAX_SUPPORT, SparseConfig, SparseDistribution, truncate, validate
 from kernels.verify_c import is_available, valid_supports
-from tests.kernels.cases import gaussian
+from tests.kernels.cases import gaussian, sparsify
 
 CONFIGS = [
     SparseConfig(),

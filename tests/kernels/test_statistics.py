@@ -16,10 +16,10 @@ from kernels import rng
 from kernels import verify as verification
 from kernels.rng import Domain
 from kernels.sampling import SamplingParams, probabilities
-from kernels.sparse import SparseConfig, SparseDistribution, sparsify
+from kernels.sparse import SparseConfig, SparseDistribution
 from kernels.verify import Proposed, Rule
 from outrider.evaluation.chisquare import goodness_of_fit
-from tests.kernels.cases import gaussian
+from tests.kernels.cases import gaussian, sparsify
 from tests.kernels.paths import C, verify
 from tests.kernels.uniforms import uniforms
 

@@ -17,9 +17,9 @@ from torch import Tensor
 from kernels.packed_arrays import Field, PackedArrays
 from kernels.sampling import SamplingParams
 from kernels.sigmoid import DraftLogits, SigmoidScales
-from kernels.sparse import SparseConfig, sparsify
+from kernels.sparse import SparseConfig
 from kernels.verify import Proposed, Rule, Status, VerifyResult
-from tests.kernels.cases import LAST, coupled, gaussian, n_differing, propose, random_batch
+from tests.kernels.cases import LAST, coupled, gaussian, n_differing, propose, random_batch, sparsify
 from tests.kernels.paths import TRITON, verify_by_triton
 from tests.kernels.reference import verify as reference
 from tests.project.tree import ROOT

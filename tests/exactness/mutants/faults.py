@@ -24,9 +24,10 @@ import torch
 from draft_service.drafters import engine, ngram
 from kernels import rng
 from kernels.sampling import UNSURE, Draw, Sample
-from kernels.sparse import SparseConfig, SparseDistribution, sparsify
+from kernels.sparse import SparseConfig, SparseDistribution
 from outrider.runtime import decode_loop
 from tests.exactness.mutants import conditions
+from tests.kernels.cases import sparsify
 
 
 def shared_noise() -> None:
