@@ -20,6 +20,7 @@ PLAIN: dict[str, Any] = {
     "stop": ["\n\n", "END"],
     "stop_token_ids": [3],
     "ignore_eos": True,
+    "joined_responses": True,
     "keep_special_tokens": True,
     "request_id": "me",
     "committed_token_ids": [8, 9],
