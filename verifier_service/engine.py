@@ -49,7 +49,7 @@ class Submit(_OfSequence):
 
 
 class Read(_OfSequence):
-    """The client has read so many replies that the sequence is not paused any more."""
+    """The client has read so many replies that the sequence, if it was paused, goes on."""
 
 
 class Remind(_OfSequence):

@@ -172,7 +172,12 @@ class TargetSequence:
     @property
     def is_paused(self) -> bool:
         """Whether its client is too far behind in reading replies."""
-        return self.num_replies - self.num_read >= MAX_BACKLOG
+        return self.backlog >= MAX_BACKLOG
+
+    @property
+    def backlog(self) -> int:
+        """Replies that the client has not read."""
+        return self.num_replies - self.num_read
 
     @property
     def awaits_turn(self) -> bool:

@@ -22,7 +22,7 @@ from protos.outrider.v1 import model_pb2, speculation_pb2, verifier_service_pb2
 from verifier_service.engine import Close, HalfClose, Open, Read, Remind, Submit, VerifierEngine
 from verifier_service.request import check_decode, check_open, check_proposal
 from verifier_service.scheduler import PREFIX_CACHE
-from verifier_service.sequence import Reply, TargetSequence, encoded
+from verifier_service.sequence import MAX_BACKLOG, Reply, TargetSequence, encoded
 from verifier_service.settings import VerifierSettings
 
 if TYPE_CHECKING:
@@ -201,9 +201,9 @@ class VerifyStream:
                 self._heard = time.perf_counter()
                 kind = reply.WhichOneof("kind")
                 if kind in ("verdict", "prompt_logprobs"):
-                    was_paused = sequence.is_paused
                     sequence.num_read += 1
-                    if was_paused and not sequence.is_paused:
+                    # It may have been paused, also by a reply that the engine has delivered just now.
+                    if sequence.backlog == MAX_BACKLOG - 1:
                         self._engine.post(Read(sequence))
                 if kind == "verdict":
                     STREAM_LOG.run(lambda: self._tally.add(reply.verdict), None)
