@@ -85,7 +85,7 @@ def test_a_running_pair_is_measured(draft_address: str, tmp_path: Path, monkeypa
     prompts.write_text("".join((MODELS / "prompts.jsonl").read_text().splitlines(keepends=True)[:3]))
     arguments = ["--draft", draft_address, "--max-new-tokens", "16", "--temperature", "0"]
     arguments += ["--prompts-file", str(prompts)]
-    found = _document(*arguments, "--target-step", "100000", "--c-hat", "0.01")
+    found = _document(*arguments, "--target-step", "100000", "--token-cost", "0", "--c-hat", "0.01")
     pair, measured = found["pair"], found["measured"]
     assert measured["speed_ups"].keys() == {"2", "8"}
     assert pair["alpha"] == measured["pair"]["alpha"] > 0.5
