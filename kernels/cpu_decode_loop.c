@@ -6,9 +6,9 @@
  * q̂ is the distribution that was drawn from all the same. A token of the target is drawn from p, which is not truncated.
  */
 
-#if defined(__x86_64__) && defined(__linux__) && defined(__GNUC__) && !defined(__clang__)
-
 #include "cpu_sampling.h"
+
+#ifdef BUILT
 
 #define NO_LOGITS -1
 #define UNSURE -2
@@ -57,7 +57,7 @@ typedef struct {
 } Loop;
 
 /* Rounds a product before a sum, as Python does; the compiler would be free to fuse the two. */
-#define ROUNDED(x) __asm__("" : "+x"(x))
+#define ROUNDED(x) __asm__("" : "+m"(x))
 
 /* As `kernels.adjustments.apply`. */
 static void change(const Changes *changes, float *z) {

@@ -5,13 +5,13 @@
  * give the same logits, bit for bit, on any number of threads.
  */
 
-#if defined(__x86_64__) && defined(__linux__) && defined(__GNUC__) && !defined(__clang__)
+#include "cpu_decoder.h"
+
+#ifdef BUILT
 
 #include <pthread.h>
 #include <sched.h>
 #include <stdatomic.h>
-
-#include "cpu_decoder.h"
 
 #define MOST_THREADS 256
 
@@ -41,7 +41,7 @@ void decoder_barrier(int threads) {
         return;
     }
     for (int spins = 0; atomic_load(&pool.phase) == phase; spins++) {
-        if (spins < SPINS) _mm_pause();
+        if (spins < SPINS) wait_a_little();
         else sched_yield(); /* another process has the other thread's core */
     }
 }
@@ -61,7 +61,7 @@ static void run(const Model *model, const Pass *pass, int thread) {
 static void *work(void *argument) {
     int thread = (int)((intptr_t)argument % MOST_THREADS), seen = (int)((intptr_t)argument / MOST_THREADS);
     for (;;) {
-        for (int spins = 0; spins < SPINS && atomic_load(&pool.generation) == seen; spins++) _mm_pause();
+        for (int spins = 0; spins < SPINS && atomic_load(&pool.generation) == seen; spins++) wait_a_little();
         pthread_mutex_lock(&pool.lock);
         while (atomic_load(&pool.generation) == seen) pthread_cond_wait(&pool.wake, &pool.lock);
         seen = atomic_load(&pool.generation);
@@ -106,8 +106,10 @@ int decoder_supported(void) {
         !__builtin_cpu_supports("avx512dq") || !__builtin_cpu_supports("avx512vl"))
         return 0;
     return __builtin_cpu_supports("avx512bf16") ? 3 : 2;
-#else
+#elif defined(AVX2)
     return __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") ? 2 : 0;
+#else
+    return 2;
 #endif
 }
 
@@ -140,7 +142,7 @@ void decoder_run(const Model *model, Pass *pass) {
     pthread_mutex_unlock(&pool.lock);
     run(model, pass, 0);
     for (int spins = 0; atomic_load(&pool.working); spins++) {
-        if (spins < SPINS) _mm_pause();
+        if (spins < SPINS) wait_a_little();
         else sched_yield();
     }
     pthread_mutex_unlock(&pool.pass_lock);

@@ -4,6 +4,8 @@
 
 #include "cpu_vectors.h"
 
+#ifdef BUILT
+
 #define PANEL 32 /* outputs of a panel of weights */
 
 /* Weights of a product are panels, with outputs filled up with zeros: bfloat16 [outputs / 32, inputs / 2, 32, 2], or
@@ -63,3 +65,5 @@ int64_t decoder_scratch_bf16_dot(const Model *model, const Pass *pass);
 
 /* All threads of the pass have arrived when it returns. */
 void decoder_barrier(int threads);
+
+#endif

@@ -8,8 +8,8 @@ Weights whose values are those of bfloat16 are kept in bfloat16, whatever the dt
 half the bytes. Their products are in float32, and have the same bits. A model of dtype bfloat16 rounds the inputs
 of products to bfloat16 where the processor has AVX512-BF16, whose dot product is faster still.
 
-The sources are built twice with the package where there is a C compiler, for AVX512 and for AVX2. Elsewhere, and on
-processors that have neither, `library` returns None.
+The sources are built three times with the package where there is a C compiler: for AVX512, for AVX2, and for any
+processor with vectors of 128 bits, as those of ARM. Elsewhere `library` returns None.
 """
 
 import ctypes
@@ -40,7 +40,7 @@ PANEL = 32
 _VECTOR = 16  # sizes must be multiples of it
 KEYS_TOGETHER = 16
 """Positions whose keys lie element by element (`place_of_key`); a block of the KV cache has a multiple of them."""
-_LIBRARIES = ("kernels._cpu_avx512", "kernels._cpu_avx2")
+_LIBRARIES = ("kernels._cpu_avx512", "kernels._cpu_avx2", "kernels._cpu_any")
 _FUNCTIONS = (
     "decoder_supported", "decoder_sizes", "decoder_scratch", "decoder_run", "decoder_loop_sizes", "decoder_loop",
     "decoder_loop_llama", "verify_sizes", "verify_proposals", "valid_supports",

@@ -9,7 +9,7 @@
 
 #define VECTORS (PANEL / LANES)
 
-/* Sums, weights and an input of a walk over a panel fit the registers: 32 of AVX512, 16 of AVX2. */
+/* Sums, weights and an input of a walk over a panel fit the registers: 32 of AVX512 and of ARM, 16 of AVX2. */
 #ifdef AVX512
 #define MOST_ROWS 12
 #define MOST_WIDE_ROWS 12 /* with more rows a walk is over half of the outputs */
@@ -19,7 +19,7 @@
 #define MOST_ROWS 6
 #define MOST_WIDE_ROWS 2
 #define PREFETCH_ROWS 1
-#define HEAD_SUMS 2
+#define HEAD_SUMS (16 / LANES)
 #endif
 
 #define PREFETCH_BYTES 8192
@@ -42,30 +42,30 @@ INLINE void multiply(const int rows, const int vectors, const Weight *panel, con
     Floats sum[MOST_ROWS][VECTORS];
 #pragma GCC unroll 12
     for (int r = 0; r < rows; r++)
-#pragma GCC unroll 4
+#pragma GCC unroll 8
         for (int b = 0; b < vectors; b++) sum[r][b] = bias ? load(bias + LANES * b) : all(0.0f);
     for (int64_t i = 0; i < inputs; i += STEP, panel += STEP * PANEL) {
         if (rows >= PREFETCH_ROWS) {
-            _mm_prefetch(ahead, _MM_HINT_T1);
-            if (share > 64) _mm_prefetch(ahead + 64, _MM_HINT_T1);
+            __builtin_prefetch(ahead, 0, 2);
+            if (share > 64) __builtin_prefetch(ahead + 64, 0, 2);
             ahead += share;
         }
 #pragma GCC unroll 2
         for (int part = 0; part < PARTS; part++) {
             Factors weight[VECTORS];
-#pragma GCC unroll 4
+#pragma GCC unroll 8
             for (int b = 0; b < vectors; b++) weight[b] = weights_at(panel + LANES * STEP * b, part);
 #pragma GCC unroll 12
             for (int r = 0; r < rows; r++) {
                 Factors input = inputs_at(x + r * inputs + i + part);
-#pragma GCC unroll 4
+#pragma GCC unroll 8
                 for (int b = 0; b < vectors; b++) sum[r][b] = add_products(sum[r][b], weight[b], input);
             }
         }
     }
 #pragma GCC unroll 12
     for (int r = 0; r < rows; r++)
-#pragma GCC unroll 4
+#pragma GCC unroll 8
         for (int b = 0; b < vectors; b++) {
             int left = columns - LANES * b;
             if (left <= 0) continue;
@@ -190,22 +190,22 @@ INLINE void score(const int heads, const int vectors, const float *const *keys, 
     Floats sum[5][HEAD_SUMS];
 #pragma GCC unroll 5
     for (int g = 0; g < heads; g++)
-#pragma GCC unroll 4
+#pragma GCC unroll 8
         for (int b = 0; b < vectors; b++) sum[g][b] = all(0.0f);
     for (int at = 0; at < size; at++) {
         Floats key[HEAD_SUMS];
-#pragma GCC unroll 4
+#pragma GCC unroll 8
         for (int b = 0; b < vectors; b++) key[b] = load(keys[b] + 16 * at);
 #pragma GCC unroll 5
         for (int g = 0; g < heads; g++) {
             Floats q = all(query[g * size + at]);
-#pragma GCC unroll 4
+#pragma GCC unroll 8
             for (int b = 0; b < vectors; b++) sum[g][b] = multiply_add(q, key[b], sum[g][b]);
         }
     }
 #pragma GCC unroll 5
     for (int g = 0; g < heads; g++)
-#pragma GCC unroll 4
+#pragma GCC unroll 8
         for (int b = 0; b < vectors; b++) store(out + g * stride + LANES * b, sum[g][b] * scaling);
 }
 
@@ -220,7 +220,7 @@ INLINE void weigh(const int heads, const int vectors, const Pass *pass, int row,
     Floats sum[5][HEAD_SUMS];
 #pragma GCC unroll 5
     for (int g = 0; g < heads; g++)
-#pragma GCC unroll 4
+#pragma GCC unroll 8
         for (int b = 0; b < vectors; b++) sum[g][b] = all(0.0f);
     for (int position = first; position < end;) {
         int rest = pass->block_tokens - position % pass->block_tokens;
@@ -230,7 +230,7 @@ INLINE void weigh(const int heads, const int vectors, const Pass *pass, int row,
 #pragma GCC unroll 5
             for (int g = 0; g < heads; g++) {
                 Floats share = all(scores[g * stride + j]);
-#pragma GCC unroll 4
+#pragma GCC unroll 8
                 for (int b = 0; b < vectors; b++)
                     sum[g][b] = multiply_add(share, load(value + LANES * b), sum[g][b]);
             }
@@ -238,7 +238,7 @@ INLINE void weigh(const int heads, const int vectors, const Pass *pass, int row,
     }
 #pragma GCC unroll 5
     for (int g = 0; g < heads; g++)
-#pragma GCC unroll 4
+#pragma GCC unroll 8
         for (int b = 0; b < vectors; b++) write(out + g * size + LANES * b, sum[g][b] * scale[g]);
 }
 

@@ -1,8 +1,8 @@
 /* The layers with weights in bfloat16 and products in float32. The same weights in float32 give the same bits. */
 
-#if defined(__x86_64__) && defined(__linux__) && defined(__GNUC__) && !defined(__clang__)
-
 #include "cpu_decoder.h"
+
+#ifdef BUILT
 
 typedef uint16_t Weight;
 typedef float Input;

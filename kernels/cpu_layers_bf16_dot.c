@@ -1,9 +1,10 @@
 /* The layers with weights in bfloat16, by the dot product of AVX512-BF16, which rounds inputs to bfloat16. */
 
 #ifdef AVX512
-#if defined(__x86_64__) && defined(__linux__) && defined(__GNUC__) && !defined(__clang__)
 
 #include "cpu_decoder.h"
+
+#ifdef BUILT
 
 #pragma GCC target("avx512bf16")
 

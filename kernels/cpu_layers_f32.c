@@ -1,8 +1,8 @@
 /* The layers with weights in float32. */
 
-#if defined(__x86_64__) && defined(__linux__) && defined(__GNUC__) && !defined(__clang__)
-
 #include "cpu_decoder.h"
+
+#ifdef BUILT
 
 typedef float Weight, Input;
 typedef Floats Factors;

@@ -6,6 +6,8 @@
 
 #include "cpu_decoder.h"
 
+#ifdef BUILT
+
 /* How logits become a distribution: `kernels.sampling.SamplingParams`. */
 typedef struct {
     int32_t top_k; /* 0: off */
@@ -248,3 +250,5 @@ static inline int best_with_noise(const float *e, float least, const Philox *key
     }
     return first_with(scores, size, smallest_of(best));
 }
+
+#endif

@@ -4,9 +4,9 @@
  * e: it differs on the support of q̂ only.
  */
 
-#if defined(__x86_64__) && defined(__linux__) && defined(__GNUC__) && !defined(__clang__)
-
 #include "cpu_sampling.h"
+
+#ifdef BUILT
 
 enum { TOKENWISE, BLOCK, COUPLED };     /* rules */
 enum { OK, ZERO_RESIDUAL, BAD_LOGITS }; /* statuses */

@@ -99,5 +99,5 @@ def _obstacle(name: str, device: torch.device) -> str | None:
         if find_spec("triton") is None:
             return "triton is not installed"
     if name == "c" and not is_available():
-        return "it needs x86-64 with AVX2, Linux, and the library that a C compiler builds with the package"
+        return "it needs the library that a C compiler builds with the package"
     return None

@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 import torch
 
+from kernels import cpu_decoder
 from kernels.adjustments import Adjuster, LogitRules, apply
 from kernels.logprobs import SCORED_ROWS, prompt_logprobs
 from kernels.paths import PathUnavailable, choose, try_out, warm_up
@@ -37,6 +38,16 @@ from tests.kernels.paths import DEVICE, PATHS, TRITON, C, verify
 def test_the_host_agrees_with_the_reference(path: str, V: int, size: int, dtype: torch.dtype) -> None:
     logits, proposals = random_batch(V, V, size, dtype)
     assert n_differing(partial(verify, path=path), reference.verify, logits, proposals) <= 1
+
+
+@pytest.mark.parametrize("library", [name for name in cpu_decoder._LIBRARIES if cpu_decoder._loaded(name)][1:])
+def test_the_libraries_for_other_processors_agree_with_the_reference(
+    library: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("kernels.verify_c.library", lambda: cpu_decoder._loaded(library))
+    for V in (6, 7, 5001):  # the last vector is not full
+        logits, proposals = random_batch(V, V, 40, torch.float32)
+        assert n_differing(partial(verify, path="c"), reference.verify, logits, proposals) <= 1
 
 
 BATCHES = pytest.mark.parametrize(
@@ -211,7 +222,7 @@ def test_the_device_picks_the_path_unless_one_is_named(device: torch.device) -> 
 def test_c_without_its_library_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("kernels.paths.is_available", lambda: False)
     monkeypatch.setattr("kernels.verify_c.is_available", lambda: False)
-    with pytest.raises(PathUnavailable, match=r"^c cannot verify on cpu: it needs x86-64 with AVX2, Linux, and the"):
+    with pytest.raises(PathUnavailable, match=r"^c cannot verify on cpu: it needs the library that"):
         choose("c", CPU)
     assert choose("auto", CPU).name == "torch"
 

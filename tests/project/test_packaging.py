@@ -63,7 +63,7 @@ def test_a_wheel_holds_the_packages_whole_and_nothing_beside_them(wheel: zipfile
         assert ours - names == set()
         assert f"{package}/py.typed" in ours
     if shutil.which("gcc"):
-        for library in ("_cpu_avx2", "_cpu_avx512"):
+        for library in ("_cpu_avx512", "_cpu_avx2", "_cpu_any"):
             assert any(name.startswith(f"kernels/{library}.") for name in names)
 
 

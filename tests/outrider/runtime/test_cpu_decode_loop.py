@@ -9,13 +9,14 @@ import torch
 import transformers
 from transformers import AutoModelForCausalLM
 
+from kernels import cpu_decoder
 from kernels.adjustments import Adjuster, LogitRules
 from kernels.sampling import NO_LOGITS, UNSURE, Draw, Sample, SamplingParams
 from kernels.sparse import SparseConfig
 from outrider.runtime.decode_loop import DecodeLoop
 from outrider.runtime.loader import LoadedModel, ModelSource, load_model
 from outrider.runtime.model_runner import Chunk, ModelRunner
-from tests.outrider.runtime.test_cpu_decoder import SHAPE, checkpoint, embedding_of, needs_library, runner
+from tests.outrider.runtime.test_cpu_decoder import SHAPE, SLOWER, checkpoint, embedding_of, needs_library, runner
 
 pytestmark = needs_library
 
@@ -108,12 +109,22 @@ def assert_alike(mine: Sample, theirs: Sample, config: SparseConfig) -> None:
 
 @pytest.mark.parametrize("config", [SparseConfig(), SparseConfig(keep_mass=0.9, max_support=40), SparseConfig(1.0, 7)])
 @pytest.mark.parametrize("by_noise", [False, True])
-@pytest.mark.parametrize("model_of", ["wide", "wide_floats"])
+@pytest.mark.parametrize("model_of", ["wide", "wide_floats", *SLOWER])
 def test_the_loop_draws_the_tokens_of_single_steps(
-    model_of: str, by_noise: bool, config: SparseConfig, request: pytest.FixtureRequest
+    model_of: str,
+    by_noise: bool,
+    config: SparseConfig,
+    wide: LoadedModel,
+    request: pytest.FixtureRequest,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """By uniforms and by noise; several sequences, with different parameters, penalties and numbers of tokens."""
-    model = ModelRunner.build(request.getfixturevalue(model_of), 24, 256)
+    if model_of in SLOWER:
+        monkeypatch.setattr(cpu_decoder, "library", lambda: cpu_decoder._loaded(model_of))
+        loaded = load_model(ModelSource(wide.name, dtype="bfloat16", device="cpu"))
+    else:
+        loaded = request.getfixturevalue(model_of)
+    model = ModelRunner.build(loaded, 24, 256)
     loop, rng = DecodeLoop(model, WIDE - 4, config), random.Random(1)
     prompts = [rng.choices(range(WIDE), k=rng.randint(1, 40)) for _ in PARAMS]
     draws: list[list[Draw]] = []
