@@ -22,6 +22,7 @@ from outrider.cli.demo import demo_command
 from outrider.cli.gateway import gateway_command
 from outrider.cli.generate import generate_command
 from outrider.cli.info import info_command
+from outrider.cli.output import fails_in_one_line
 from outrider.cli.plan import plan_command
 from outrider.cli.serve import serve_command
 from outrider.cli.trace import trace_command
@@ -29,13 +30,19 @@ from outrider.cli.transcribe import transcribe_command
 from outrider.environment import ENV_PREFIX, installed_version, unknown_variables
 
 
+class _Commands(click.Group):
+    make_context = fails_in_one_line(click.Group.make_context)  # writes --version and --help
+    invoke = fails_in_one_line(click.Group.invoke)
+
+
 @click.group(
+    cls=_Commands,
     context_settings={
         "help_option_names": ["-h", "--help"],
         "auto_envvar_prefix": ENV_PREFIX.rstrip("_"),
         "max_content_width": 100,
         "show_default": True,
-    }
+    },
 )
 @click.version_option(installed_version(), prog_name="outrider", allow_from_autoenv=False)
 @click.pass_context

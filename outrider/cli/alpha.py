@@ -20,7 +20,7 @@ from outrider.cli.options import (
     speech_options,
     timestamps_option,
 )
-from outrider.cli.output import Failure, fails_in_one_line, needs_extra, print_table, table, write_json
+from outrider.cli.output import Failure, needs_extra, print_table, table, write_json
 from outrider.cli.progress import progress
 from outrider.evaluation import ALPHA_DRAFTERS, DRAFT_MODELS
 from outrider.rpc.errors import counted
@@ -192,7 +192,6 @@ class Leniences(click.ParamType[tuple[float, ...]]):
 )
 @click.option("--trust-remote-code", is_flag=True, help="Run Python code that comes with a checkpoint.")
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
-@fails_in_one_line
 def alpha_command(
     target: str | None, draft: str | None, prompts_file: Path | None, as_json: bool, **values: Any
 ) -> None:

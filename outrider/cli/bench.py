@@ -29,7 +29,7 @@ from outrider.cli.options import (
     timeout_option,
     timestamps_option,
 )
-from outrider.cli.output import Failure, check_matplotlib, fails_in_one_line, not_text, write_json, writing
+from outrider.cli.output import Failure, check_matplotlib, not_text, write_json, writing
 from outrider.cli.progress import progress
 from outrider.client import AsyncClient, Drafter, OutriderError, Prompt
 from outrider.client.transcription import most_tokens
@@ -71,7 +71,6 @@ _QUICK: Json = {"gammas": (2, 6), "streams": (1, 4), "texts": 2, "max_new_tokens
 @click.option("--json", "as_json", is_flag=True, help="Print the figures as one JSON object in place of the table.")
 @timeout_option("Time after which a text fails.", kind=POSITIVE)
 @calling_options
-@fails_in_one_line
 def bench_command(
     draft: str,
     drafters: str | None,

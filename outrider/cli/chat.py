@@ -18,7 +18,7 @@ from outrider.cli.options import (
     temperature_option,
     timeout_option,
 )
-from outrider.cli.output import Failure, fails_in_one_line, written
+from outrider.cli.output import Failure, written
 from outrider.client import (
     Chunk,
     Client,
@@ -39,7 +39,6 @@ from outrider.client import (
 @calling_options
 @temperature_option("1")
 @sampling_options
-@fails_in_one_line
 def chat_command(draft: str, system: str | None, timeout: float, **values: Any) -> None:
     """Talk with a model that has a chat template.
 

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import click
 
-from outrider.cli.output import fails_in_one_line, needs_extra
+from outrider.cli.output import needs_extra
 
 _TYPES = ("f32", "f16", "bf16", "q8_0")
 
@@ -16,7 +16,6 @@ _TYPES = ("f32", "f16", "bf16", "q8_0")
 @click.argument("output", type=click.Path(dir_okay=False, path_type=Path), metavar="OUT.gguf")
 @click.option("--type", "kind", type=click.Choice(_TYPES), default="bf16", help="Type of the matrices.")
 @click.option("--revision", metavar="NAME", help="Branch, tag or commit of a hub id.")
-@fails_in_one_line
 def convert_command(model: str, output: Path, kind: str, revision: str | None) -> None:
     """Write the checkpoint DIR_OR_ID as the GGUF file OUT.gguf, which --model and --target take.
 

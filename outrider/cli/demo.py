@@ -22,7 +22,6 @@ from outrider.cli.options import flags_of_pair, model_options, request_of, sampl
 from outrider.cli.output import (
     Failure,
     completion_document,
-    fails_in_one_line,
     print_table,
     table,
     warn_of_loss,
@@ -58,7 +57,6 @@ _WARM_UP_TOKENS = 16
 @click.option("--draft", metavar="DIR_OR_ID", help="Another draft. Default: the one in the repository.")
 @model_options
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
-@fails_in_one_line
 def demo_command(prompt: str | None, max_new_tokens: int, repeats: int, as_json: bool, **values: Any) -> None:
     """Start both services on this machine, continue PROMPT, and compare with the target alone.
 

@@ -17,7 +17,7 @@ from outrider.cli.options import (
     temperature_option,
     timeout_option,
 )
-from outrider.cli.output import completion_document, fails_in_one_line, warn_of_loss, write_json, written
+from outrider.cli.output import completion_document, warn_of_loss, write_json, written
 from outrider.client import Client, Message, Options, Prompt
 
 
@@ -33,7 +33,6 @@ from outrider.client import Client, Message, Options, Prompt
 @calling_options
 @temperature_option("1")
 @request_options
-@fails_in_one_line
 def generate_command(
     prompt: str,
     draft: str,

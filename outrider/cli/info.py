@@ -15,7 +15,7 @@ from grpc_health.v1 import health_pb2
 from rich.console import Console
 
 from outrider.cli.options import Address, calling_options, timeout_option, tls_of
-from outrider.cli.output import Failure, fails_in_one_line, table, write_json
+from outrider.cli.output import Failure, table, write_json
 from outrider.client import TLS, AcceptanceRule, Drafter
 from outrider.client.endpoints import Endpoints
 from outrider.client.errors import explained
@@ -32,7 +32,6 @@ _HASH_OF_TOKEN_0 = hashlib.blake2b(bytes(4), digest_size=8).digest()
 @timeout_option("Time after which the command fails.", default=10.0)
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
 @calling_options
-@fails_in_one_line
 def info_command(
     address: str, timeout: float, as_json: bool, token_file: str | None, plaintext: bool, **tls: Any
 ) -> None:

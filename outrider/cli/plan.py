@@ -29,7 +29,7 @@ from outrider.cli.options import (
     temperature_option,
     timeout_option,
 )
-from outrider.cli.output import Failure, check_picture, fails_in_one_line, table, write_json, writing
+from outrider.cli.output import Failure, check_picture, table, write_json, writing
 from outrider.cli.progress import progress
 from outrider.client import Prompt
 from outrider.evaluation.deployment import PROMPTS
@@ -126,7 +126,6 @@ class Steps(click.ParamType[tuple[float, bool]]):
     help="Draw the paper's figures with this pair in them: .png or .svg.",
 )
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
-@fails_in_one_line
 def plan_command(draft: str | None, picture: Path | None, as_json: bool, **values: Any) -> None:
     """Find the best gamma of a pair, its speed-up, and where drafting does not pay.
 

@@ -27,7 +27,6 @@ from outrider.cli.output import (
     check_folder,
     check_picture,
     completion_document,
-    fails_in_one_line,
     print_table,
     table,
     warn_of_loss,
@@ -58,7 +57,6 @@ _FILE = click.Path(dir_okay=False, path_type=Path)
 @calling_options
 @temperature_option("0")
 @sampling_options
-@fails_in_one_line
 def trace_command(
     prompt: str, draft: str, output: Path, picture: Path | None, timeout: float, as_json: bool, **values: Any
 ) -> None:

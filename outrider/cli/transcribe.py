@@ -19,7 +19,7 @@ from outrider.cli.options import (
     temperature_option,
     timeout_option,
 )
-from outrider.cli.output import Failure, ended_document, fails_in_one_line, started_document, warn_of_loss, write_json
+from outrider.cli.output import Failure, ended_document, started_document, warn_of_loss, write_json
 from outrider.cli.progress import progress
 from outrider.client import Segment, Transcription
 
@@ -41,7 +41,6 @@ from outrider.client import Segment, Transcription
 @calling_options
 @temperature_option("0")
 @sampling_options
-@fails_in_one_line
 def transcribe_command(
     file: str, draft: str, timeout: float, retry_timeout: float | None, as_json: bool, **values: Any
 ) -> None:

@@ -2,8 +2,7 @@
 
 import json
 import math
-import subprocess
-import sys
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -68,11 +67,16 @@ def test_characters_that_the_encoding_lacks_are_escaped() -> None:
 
 
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs /dev/full")
-def test_a_full_disk_is_one_line() -> None:
-    with open("/dev/full", "w") as full:
-        command = [sys.executable, "-m", "outrider.cli", "plan", "--alpha", "0.8", "--c", "0.05"]
-        failed = subprocess.run(command, stdout=full, stderr=subprocess.PIPE, text=True, timeout=60, check=False)
-    assert (failed.returncode, failed.stderr) == (1, "outrider: [Errno 28] No space left on device\n")
+@pytest.mark.parametrize("arguments", [["plan", "--alpha", "0.8", "--c", "0.05"], ["plan", "--help"], ["--version"]])
+def test_a_full_disk_is_one_line(
+    arguments: list[str], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with suppress(OSError), open("/dev/full", "w") as full:  # closing it writes once more
+        monkeypatch.setattr("sys.stdout", full)
+        with pytest.raises(SystemExit) as ended:
+            main(arguments, prog_name="outrider")
+        assert ended.value.code == 1
+    assert capsys.readouterr().err == "outrider: [Errno 28] No space left on device\n"
 
 
 def test_an_input_that_is_no_text_is_one_line() -> None:
