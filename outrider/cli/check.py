@@ -121,17 +121,17 @@ def check_command(draft: str, timeout: float, as_json: bool, **values: Any) -> N
     check_speech_options(values, values["prompts_file"])
     try:
         report = _checked(draft, timeout, values)
-    except (Failure, OutriderError, EvaluationError, CheckpointError) as error:
+        if as_json:
+            write_json(document(report))
+        else:
+            draw(Console(highlight=False), report)
+    except (Failure, OutriderError, EvaluationError, CheckpointError, OSError) as error:
         raise CheckFailure(str(error)) from error
     except KeyboardInterrupt:
         raise CheckFailure("interrupted: nothing was decided") from None
     except Exception as error:  # click would exit with 1, as for a biased deployment
         traceback.print_exc()
         raise CheckFailure(f"the check failed, so nothing was decided: {error!r}") from error
-    if as_json:
-        write_json(document(report))
-    else:
-        draw(Console(highlight=False), report)
     if report.is_biased:
         click.get_current_context().exit(1)
 

@@ -79,6 +79,19 @@ def test_a_full_disk_is_one_line(
     assert capsys.readouterr().err == "outrider: [Errno 28] No space left on device\n"
 
 
+def test_a_check_whose_result_cannot_be_written_decides_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Exit code 1 would say that the deployment is biased."""
+
+    def fail(_: Any) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr("outrider.cli.check._checked", lambda *_: None)
+    monkeypatch.setattr("outrider.cli.check.document", lambda report: {})
+    monkeypatch.setattr("outrider.cli.check.write_json", fail)
+    failed = _run("check", "--json")
+    assert (failed.exit_code, failed.stderr) == (2, "outrider: [Errno 28] No space left on device\n")
+
+
 def test_an_input_that_is_no_text_is_one_line() -> None:
     failed = _run("generate", "-", input=b"caf\xe9")
     assert (failed.exit_code, failed.stderr) == (1, "outrider: standard input is not UTF-8: byte 3 is 0xe9\n")
