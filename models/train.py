@@ -34,7 +34,9 @@ def prepare(work: Path) -> tuple[Any, np.ndarray, np.ndarray]:
         tokenizer = train_tokenizer(module.text for module in training)
         tokenizer.save_pretrained(work / "tokenizer")
         np.save(work / "training.npy", token_stream(tokenizer, training))
-        np.save(work / "held_out.npy", token_stream(tokenizer, [module for module in modules if module.held_out]))
+        fresh = work / "held_out.new.npy"
+        np.save(fresh, token_stream(tokenizer, [module for module in modules if module.held_out]))
+        fresh.replace(work / "held_out.npy")  # a kill before leaves none, and all are made again
     return load_tokenizer(work / "tokenizer"), np.load(work / "training.npy"), np.load(work / "held_out.npy")
 
 

@@ -197,9 +197,7 @@ def make(
 
 def make_pair(banks: tuple[Bank, Bank], work: Path, out: Path, minutes: dict[str, float]) -> None:
     """Train both members, but for those that are done."""
-    if not (work / "tokenizer").exists():
-        make_tokenizer().save_pretrained(work / "tokenizer")
-    tokenizer = PreTrainedTokenizerFast.from_pretrained(work / "tokenizer")
+    tokenizer = make_tokenizer()
     for member in ("target", "draft"):
         if not is_made(member, work, out):
             make(member, tokenizer, banks, work, out, minutes[member])

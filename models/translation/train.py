@@ -156,9 +156,7 @@ def main(arguments: list[str] | None = None) -> None:
     options = parser.parse_args(arguments)
     options.work.mkdir(parents=True, exist_ok=True)
     begun = time.monotonic()
-    if not (options.work / "tokenizer").exists():
-        train_tokenizer(500 if options.quick else 20_000).save_pretrained(options.work / "tokenizer")
-    tokenizer = PreTrainedTokenizerFast.from_pretrained(options.work / "tokenizer")
+    tokenizer = train_tokenizer(500 if options.quick else 20_000)  # the same in each run
     for member, minutes in (("target", options.target_minutes), ("draft", options.draft_minutes)):
         if not is_made(member, options.work, options.out):
             budget = 0.002 if options.quick else minutes

@@ -7,11 +7,14 @@ import random
 from collections.abc import Sequence
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from safetensors import safe_open
 from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaForCausalLM, PreTrainedTokenizerFast
 
+from models import train
+from models.corpus import Document
 from models.measure import acceptance, model_log_probabilities, write_with_logits
 from models.measure_parallel import scores_by_position
 from models.training import ATTENTION
@@ -72,6 +75,26 @@ def test_tokenizer_round_trips_any_text(tokenizer: PreTrainedTokenizerFast) -> N
     texts = ["".join(chr(chance.choice(alphabet)) for _ in range(40)) for alphabet in alphabets for _ in range(40)]
     for text in [*texts, "", " ", "\n\n  \n", "  def f( x ) :", "don't . , !", "<|endoftext|>", "e\u0301 \ufeff\u200d"]:
         assert tokenizer.decode(tokenizer.encode(text)) == text
+
+
+def test_a_kill_while_tokens_are_written_leaves_nothing_that_the_next_run_takes_for_whole(
+    tokenizer: PreTrainedTokenizerFast, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def killed(path: Path, ids: np.ndarray) -> None:
+        save(path, ids)
+        if "held_out" in path.name:
+            path.write_bytes(path.read_bytes()[:-8])
+            raise KeyboardInterrupt
+
+    save, modules = np.save, [Document(name, "import os\n" * 9) for name in map(str, range(99))]
+    monkeypatch.setattr(train, "documents", lambda: modules)
+    monkeypatch.setattr(train, "train_tokenizer", lambda _: tokenizer)
+    monkeypatch.setattr(np, "save", killed)
+    with pytest.raises(KeyboardInterrupt):
+        train.prepare(tmp_path)
+    monkeypatch.setattr(np, "save", save)
+    _, training, held_out = train.prepare(tmp_path)
+    assert len(training) > len(held_out) > 0
 
 
 @pytest.fixture(scope="module", params=[1.0, 0.0], ids=lambda temperature: f"T={temperature:g}")

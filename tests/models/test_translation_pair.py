@@ -80,6 +80,7 @@ def test_a_quick_run_makes_a_pair_and_another_run_goes_on(
     for name, count in (("SENTENCES", 4), ("AT_ONCE", 2), ("HELD_OUT", 8)):
         monkeypatch.setattr(train, name, count)
     arguments = ["--work", str(tmp_path / "work"), "--out", str(tmp_path), "--quick"]
+    (tmp_path / "work" / "tokenizer").mkdir(parents=True)  # an earlier run was killed before it wrote the first file
     main(arguments)
     assert AutoTokenizer.from_pretrained(tmp_path / "draft").eos_token_id == 1
     assert AutoModelForSeq2SeqLM.from_pretrained(tmp_path / "target").config.num_decoder_layers == 8
