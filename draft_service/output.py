@@ -183,7 +183,7 @@ class Responses:
     `send` never waits, so that released text is never lost. Writers call `wait_for_client` before they produce more.
 
     Attributes:
-        are_joined: whether the reader gets those of `SECONDS_JOINED` in one. Set it before the first.
+        are_joined: whether the reader gets those of `SECONDS_JOINED` in one.
         sent_at: time of the last response that was written, by the event loop; at first, of the start.
     """
 

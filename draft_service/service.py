@@ -138,7 +138,6 @@ class GenerateCall:
         with outcome(lambda status: self._record(message, request, status)):
             request = await self._check(message)
             count_sequences("n", request.samples)
-            self._responses.are_joined = request.joined_responses
             with self._limit.claim(request.samples, resumed=bool(request.committed)) as claim:
                 producer = asyncio.create_task(self._produce(request, claim))
                 try:
@@ -169,6 +168,7 @@ class GenerateCall:
         """Writes all samples. The first error ends them all."""
         try:
             await self._wait_for_turn(request, claim)
+            self._responses.are_joined = request.joined_responses  # not before: queue positions come at once
             request = self._pair.gamma.settle(await self._with_draft_input(request))
             async with asyncio.TaskGroup() as group:
                 for index in range(request.samples):

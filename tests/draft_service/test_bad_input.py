@@ -211,7 +211,8 @@ def fill(draft: grpc.Channel, count: int) -> Iterator[list[ProposeStream]]:
 
 def test_queued_calls_get_their_position(draft: grpc.Channel) -> None:
     with fill(draft, MAX_SEQUENCES), ThreadPoolExecutor(4) as threads:
-        queued = [DraftServiceStub(draft).Generate(request(max_new_tokens=2), timeout=60) for _ in range(4)]
+        requests = [request(max_new_tokens=2, joined_responses=is_joined) for is_joined in (False, True) * 2]
+        queued = [DraftServiceStub(draft).Generate(each, timeout=60) for each in requests]
         first = [next(call) for call in queued]
         with ProposeStream(draft) as stream:
             stream.open(IDS)
@@ -220,7 +221,8 @@ def test_queued_calls_get_their_position(draft: grpc.Channel) -> None:
         assert all(response.HasField("queue_position") for response in first)
         ends = [threads.submit(list, call) for call in queued]
     for end in ends:
-        assert end.result()[-1].WhichOneof("event") == "finished"
+        last = end.result()[-1]
+        assert (last.joined or [last])[-1].WhichOneof("event") == "finished"
     wait_until_idle(draft)
 
 
