@@ -52,14 +52,15 @@ class FrontMetrics:
         self._ended.labels(path if path in self._paths else "other", str(status)).inc()
 
     @contextmanager
-    def text(self, began: float, *, is_repeat: bool = False) -> Iterator[TextWatch]:
+    def text(self, began: float, *, is_repeat: bool = False, is_joined: bool = False) -> Iterator[TextWatch]:
         """A text, for as long as the context is open.
 
         Args:
             began: when its request arrived, of `time.monotonic`.
             is_repeat: another text has the same prompt, and counts its tokens.
+            is_joined: its events come together, some after a second: see `Options.joined_responses`.
         """
-        watch = TextWatch(self._texts, self._counts, began, is_repeat=is_repeat)
+        watch = TextWatch(self._texts, self._counts, began, is_repeat=is_repeat, is_joined=is_joined)
         try:
             yield watch
         finally:
@@ -79,16 +80,20 @@ class FrontMetrics:
 class TextWatch:
     """Metrics of one text. No method raises."""
 
-    def __init__(self, texts: TextMetrics, counts: dict[str, int], began: float, *, is_repeat: bool) -> None:
+    def __init__(
+        self, texts: TextMetrics, counts: dict[str, int], began: float, *, is_repeat: bool, is_joined: bool
+    ) -> None:
         self._texts = texts
         self._counts = counts
         self._began = began
         self._is_repeat = is_repeat
+        self._is_joined = is_joined
         self._last: float | None = None  # when the last tokens came
         self._prompt = 0  # its tokens
         self._tokens = 0
         self._state = ""
-        self._become("waiting")
+        # A service reports a queue at once, and the begin of a joined text with its tokens.
+        self._become("running" if is_joined else "waiting")
 
     @HTTP_METRICS.quiet
     def take(self, event: Event) -> None:
@@ -119,16 +124,23 @@ class TextWatch:
             self._state = state
 
     def _take_tokens(self, count: int) -> None:
+        self._tokens += count
+        if self._is_joined:  # its end tells when they were written
+            return
         now = time.monotonic()
         if self._last is None:
             self._texts.first_token.observe(now - self._began)
         else:
             self._texts.next_tokens(now - self._last, count)
         self._last = now
-        self._tokens += count
 
     def _finish(self, end: Finished) -> None:
-        statistics = end.statistics
+        statistics, timings = end.statistics, end.timings
         self._prompt = end.usage.prompt_tokens
-        self._texts.whole.observe(time.monotonic() - self._began)
+        seconds = time.monotonic() - self._began
+        self._texts.whole.observe(seconds)
+        if self._is_joined and self._tokens:
+            after_first = (timings.total_us - timings.time_to_first_token_us) / 1e6
+            self._texts.first_token.observe(seconds - after_first)
+            self._texts.next_tokens(after_first, self._tokens - 1)
         self._texts.judged(statistics.num_drafts, statistics.num_draft_tokens, statistics.num_accepted_tokens_per_pos)

@@ -62,7 +62,8 @@ class Pair:
             options: of the client.
         """
         generated = self.client.generate(prompt, timeout=timeout, **{**options, **self.framing})
-        with self._metrics.text(began, is_repeat=is_repeat) as watch:
+        is_joined = "joined_responses" in options
+        with self._metrics.text(began, is_repeat=is_repeat, is_joined=is_joined) as watch:
             async with aclosing(generated) as events:
                 async for event in events:
                     watch.take(event)

@@ -52,7 +52,9 @@ def test_the_page_has_all_of_our_names(url: str) -> None:
     assert sorted(kinds) == sorted(written)
 
 
-def test_counts_are_those_of_the_answers(url: str) -> None:
+def test_counts_are_those_of_the_answers(url: str, chat_draft: Service) -> None:
+    latency = "outrider_inter_token_latency_seconds_sum"
+    before = chat_draft.count(latency)
     answers = [plain.post(f"{url}/v1/completions", json=BODY | more).json() for more in ({}, {"n": 2}, {"stop": "\n"})]
     found = scraped(url)
     assert len(answers[1]["choices"]) == 2
@@ -73,6 +75,9 @@ def test_counts_are_those_of_the_answers(url: str) -> None:
     firsts, others, wholes = (found[f"vllm:{name}_count"][MODEL] for name in TIMES)
     assert (firsts, wholes) == (4, 4), "a text is a choice"
     assert 0 < others < generated
+    # Whole answers come to the front at once, and their tokens have times all the same.
+    between = found["vllm:inter_token_latency_seconds_sum"][MODEL]
+    assert between > chat_draft.count(latency) - before - 1e-3 > 0
     for name in TIMES:
         assert found[f"outrider_http_{name}_sum"] == {(): found[f"vllm:{name}_sum"][MODEL]}
     assert found["outrider_http_requests_total"][("path", "/v1/completions"), ("status", "200")] == 3
@@ -109,11 +114,12 @@ def test_a_text_in_a_queue_waits() -> None:
         found = parse(metrics.show("target"))
         return [found[f"vllm:num_requests_{state}"][MODEL] for state in ("running", "waiting")]
 
-    with metrics.text(time.monotonic()) as watch:
-        assert load() == [0, 1]
-        watch.take(Queued(3))
-        assert load() == [0, 1]
-    assert load() == [0, 0]
+    for is_joined, expected in ((False, [0, 1]), (True, [1, 0])):
+        with metrics.text(time.monotonic(), is_joined=is_joined) as watch:
+            assert load() == expected, "the begin of a joined text comes with its tokens"
+            watch.take(Queued(3))
+            assert load() == [0, 1]
+        assert load() == [0, 0]
 
 
 def test_without_the_switch_the_model_is_not_named(chat_draft: Service) -> None:
