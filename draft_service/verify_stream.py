@@ -88,6 +88,8 @@ class VerifyStream:
         message, round_ = VerifyRequest(), self._sequence.round
         opening = message.open
         opening.CopyFrom(self._sequence.opening(reopened=reopened, isolated=isolated))
+        if opening.HasField("join_ms"):  # a verifier that only waits for more tokens is not silent
+            opening.join_ms = int(min(opening.join_ms, 500 * self._timer.seconds))
         # A request of fixed size must not show whether the first round is a Decode.
         if round_.draft is None and round_.owed and not self._sequence.request.round_sizes.request:
             self._describe(opening.decode)

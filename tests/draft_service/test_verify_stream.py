@@ -79,6 +79,21 @@ async def test_a_silent_verifier_is_unavailable() -> None:
         assert status_of(await refusal(f"127.0.0.1:{port}", silence=0.5)) == NO_VERIFIER
 
 
+@pytest.mark.parametrize(("silence", "join_ms"), [(30.0, 1000), (0.5, 250)])
+async def test_tokens_wait_for_less_than_the_time_of_a_silent_verifier(silence: float, join_ms: int) -> None:
+    async def verify(_: Any, context: Any) -> None:
+        opening = (await context.read()).open
+        await context.write(
+            VerifyResponse(opened=verifier_service_pb2.Opened(rule=COUPLED, cached_tokens=opening.join_ms))
+        )
+
+    async with (
+        fake_verifier(verify) as address,
+        stream_to(address, record(joined_responses=True), silence=silence) as stream,
+    ):
+        assert (await stream.open()).cached_tokens == join_ms
+
+
 @pytest.mark.parametrize(
     ("tls", "message"),
     [
