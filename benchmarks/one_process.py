@@ -13,9 +13,9 @@ from typing import Any, NoReturn
 import grpc
 
 from benchmarks.services import NO_PREFIXES
-from draft_service import replicas
 from draft_service.app import DraftApp
 from draft_service.settings import DraftSettings
+from outrider.rpc.channel import RenewedChannel
 from outrider.service.lifecycle import Warm, run
 from verifier_service.app import VerifierApp
 from verifier_service.service import VerifierService
@@ -99,9 +99,11 @@ class OneProcess(DraftApp):
 
     async def load(self, warm: Warm) -> None:
         await self._target.load(_no_news)
-        stub = _Stub(self._target._servicer)
-        setattr(replicas, "VerifierServiceStub", lambda channel: stub)  # noqa: B010  # the only change to the service
         await super().load(warm)
+
+    def _connect(self, address: str, name: str) -> RenewedChannel[Any]:
+        stub = _Stub(self._target._servicer)
+        return RenewedChannel(address, lambda channel: stub, max_message_bytes=self.max_message_bytes())
 
     def stop(self) -> None:
         super().stop()
