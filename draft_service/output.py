@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from itertools import groupby
 
 from draft_service.sequence import STATISTICS, SpeculationCounts, Timings
+from outrider.rpc.timeouts import InactivityTimer
 from outrider.runtime.tokenizer import IncrementalDetokenizer
 from protos.outrider.v1 import draft_service_pb2, sampling_pb2, speculation_pb2
 from protos.outrider.v1.draft_service_pb2 import GenerateResponse
@@ -175,6 +176,8 @@ MAX_BACKLOG = 64
 RESUME_BACKLOG = MAX_BACKLOG // 2
 # Joined responses wait for so many seconds, unless they have so many bytes.
 SECONDS_JOINED, BYTES_JOINED = 1.0, 64 * 1024
+# After so many seconds without a response the reader gets an empty one. The contract names it (`GenerateResponse`).
+HEARTBEAT_SECONDS = 5.0
 
 
 class Responses:
@@ -184,13 +187,12 @@ class Responses:
 
     Attributes:
         are_joined: whether the reader gets those of `SECONDS_JOINED` in one.
-        sent_at: time of the last response that was written, by the event loop; at first, of the start.
     """
 
     def __init__(self) -> None:
         self.are_joined = False
         self._loop = asyncio.get_running_loop()
-        self.sent_at = self._read_at = self._loop.time()
+        self._read_at = self._loop.time()
         self._queue: deque[GenerateResponse] = deque()
         self._ended = False
         self._error: BaseException | None = None
@@ -198,7 +200,6 @@ class Responses:
         self._fewer = asyncio.Event()
 
     def send(self, response: GenerateResponse) -> None:
-        self.sent_at = self._loop.time()
         self._queue.append(response)
         if not self.may_wait:
             self._more.set()
@@ -227,24 +228,29 @@ class Responses:
         return is_early and len(self._queue) < RESUME_BACKLOG
 
     @property
-    def are_read(self) -> bool:
-        return not self._queue
-
-    @property
     def are_over(self) -> bool:
         """Whether the queue is empty and has ended. Reading on raises its error, if any."""
         return self._ended and not self._queue
 
     async def __aiter__(self) -> AsyncIterator[GenerateResponse]:
-        while True:
-            while self._queue and (self._ended or not self.may_wait):
-                yield self._join() if self.are_joined else self._take()
-            if self._ended:
-                if self._error is not None:
-                    raise self._error
-                return
-            self._more.clear()
-            await self._more.wait()
+        timer = InactivityTimer(HEARTBEAT_SECONDS)
+        try:
+            while True:
+                while self._queue and (self._ended or not self.may_wait):
+                    yield self._join() if self.are_joined else self._take()
+                if self._ended:
+                    if self._error is not None:
+                        raise self._error
+                    return
+                self._more.clear()
+                try:
+                    await timer.wait_for(self._more.wait())
+                except TimeoutError:
+                    timer = InactivityTimer(HEARTBEAT_SECONDS)
+                    if not self._queue:
+                        yield GenerateResponse()
+        finally:
+            timer.close()
 
     def _join(self) -> GenerateResponse:
         """All responses in one, up to the one with which they have `BYTES_JOINED`."""

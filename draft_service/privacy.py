@@ -190,8 +190,7 @@ async def framed(
         due += emission.pace * max(1, -(-(loop.time() - due) // emission.pace))
         await asyncio.sleep(due - loop.time())
         while not frames.are_full and (late := responses.take_now()) is not None:
-            if late.WhichOneof("event") is not None:  # frames replace heartbeats
-                frames.put(late)
+            frames.put(late)
         if frames.are_empty and responses.are_over:
             async for _ in stream:  # raises the error, if there is one
                 pass

@@ -2,9 +2,8 @@
 
 import asyncio
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -29,14 +28,12 @@ from kernels.generation_rules import GenerationRules
 from outrider.rpc.auth import count_sequences
 from outrider.rpc.errors import guarded, outcome, overloaded, unavailable, write
 from outrider.runtime.tokenizer import IncrementalDetokenizer, Tokenizer
-from outrider.service.best_effort import Component
 from outrider.service.decoder_prompt import DecoderPrompts
 from outrider.service.encoder_input import EncoderInputs
 from outrider.service.metrics import Metrics
 from outrider.service.sampling import RULE_TO_WIRE
 from outrider.service.tracing import CallTrace, Tracing
 from protos.outrider.v1 import draft_service_pb2, draft_service_pb2_grpc, model_pb2, sampling_pb2, verifier_service_pb2
-from protos.outrider.v1.draft_service_pb2 import GenerateResponse
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,40 +58,6 @@ class Pair:
     encoder_inputs: EncoderInputs | None = None
     prompts: DecoderPrompts | None = None
     generation: GenerationRules | None = None
-
-
-HEARTBEAT_SECONDS = 5.0
-"""The contract names it (`GenerateResponse`)."""
-
-HEARTBEAT = Component("heartbeat")
-
-
-@contextmanager
-def heartbeats(responses: Responses) -> Iterator[None]:
-    """Sends an empty response after `HEARTBEAT_SECONDS` without another one, if all before were read, while the context
-    is open. Used on the event loop.
-    """
-    loop = asyncio.get_running_loop()
-    timer: asyncio.TimerHandle
-
-    def send() -> float:
-        """Returns the seconds until the next one may be due."""
-        left = responses.sent_at + HEARTBEAT_SECONDS - loop.time()
-        if left > 0:
-            return left
-        if responses.are_read or responses.are_joined:
-            responses.send(GenerateResponse())
-        return HEARTBEAT_SECONDS
-
-    def beat() -> None:
-        nonlocal timer
-        timer = loop.call_later(HEARTBEAT.run(send, HEARTBEAT_SECONDS), beat)
-
-    timer = loop.call_later(HEARTBEAT_SECONDS, beat)
-    try:
-        yield
-    finally:
-        timer.cancel()
 
 
 _log = structlog.get_logger()
@@ -150,7 +113,7 @@ class GenerateCall:
         """Writes responses until the last one, or until the client leaves one unread for too long."""
         emission, held = request.emission, request.message.held_tokens
         responses = aiter(self._responses) if emission is None else framed(self._responses, emission, held=held)
-        with claim.inactivity_timer(self._settings.slow_client_timeout) as timer, heartbeats(self._responses):
+        with claim.inactivity_timer(self._settings.slow_client_timeout) as timer:
             async for response in responses:
                 try:
                     await timer.wait_for(write(self._context, response))

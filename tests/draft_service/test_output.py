@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 
 from draft_service.output import (
     BYTES_JOINED,
+    HEARTBEAT_SECONDS,
     MAX_BACKLOG,
     RESUME_BACKLOG,
     SECONDS_JOINED,
@@ -18,7 +19,6 @@ from draft_service.output import (
     Responses,
 )
 from draft_service.sequence import SpeculationCounts, Timings
-from draft_service.service import HEARTBEAT_SECONDS, heartbeats
 from outrider.runtime.loader import ModelSource
 from outrider.runtime.tokenizer import IncrementalDetokenizer, load_tokenizer
 from protos.outrider.v1 import sampling_pb2, speculation_pb2
@@ -210,31 +210,27 @@ async def test_the_writer_waits_until_half_of_the_backlog_is_read() -> None:
 @fake_clock
 async def test_a_heartbeat_comes_so_long_after_the_last_event() -> None:
     responses, loop = Responses(), asyncio.get_running_loop()
-    with heartbeats(responses):
-        reader = aiter(responses)
-        for share in (0.1, 0.9, 0.5):
-            await asyncio.sleep(share * HEARTBEAT_SECONDS)
-            responses.send(response(1))
-            sent = loop.time()
-            assert (await anext(reader)) == response(1)
-            assert (await anext(reader)).WhichOneof("event") is None
-            assert loop.time() - sent == pytest.approx(HEARTBEAT_SECONDS)
+    reader = aiter(responses)
+    for share in (0.1, 0.9, 0.5):
+        await asyncio.sleep(share * HEARTBEAT_SECONDS)
+        responses.send(response(1))
+        sent = loop.time()
+        assert (await anext(reader)) == response(1)
+        assert (await anext(reader)).WhichOneof("event") is None
+        assert loop.time() - sent == pytest.approx(HEARTBEAT_SECONDS)
 
 
 @fake_clock
 async def test_heartbeats_fill_pauses_and_do_not_pile_up() -> None:
     responses = Responses()
-    with heartbeats(responses):
-        reader = aiter(responses)
-        for _ in range(3):
-            assert (await anext(reader)).WhichOneof("event") is None
-        responses.send(response(1))
-        assert (await anext(reader)) == response(1)
-        await asyncio.sleep(10 * HEARTBEAT_SECONDS)
-    assert not responses.are_read
-    await asyncio.sleep(10 * HEARTBEAT_SECONDS)
+    reader = aiter(responses)
+    for _ in range(3):
+        assert (await anext(reader)).WhichOneof("event") is None
+    responses.send(response(1))
+    assert (await anext(reader)) == response(1)
+    await asyncio.sleep(10 * HEARTBEAT_SECONDS)  # the client does not read
     responses.end()
-    assert [each.WhichOneof("event") async for each in reader] == [None]
+    assert [each async for each in reader] == []
 
 
 async def indices(reader: AsyncIterator[GenerateResponse]) -> list[int]:
@@ -281,12 +277,11 @@ async def test_joined_responses_do_not_wait_for_more_than_fit() -> None:
 
 
 @fake_clock
-async def test_a_heartbeat_brings_responses_that_wait() -> None:
+async def test_responses_wait_no_longer_than_a_heartbeat() -> None:
     responses = Responses()
     responses.are_joined = True
-    with heartbeats(responses):
-        responses.send(response(1))
-        assert [each.WhichOneof("event") for each in (await anext(aiter(responses))).joined] == ["chunk", None]
+    responses.send(response(1))
+    assert await asyncio.wait_for(anext(aiter(responses)), 2 * HEARTBEAT_SECONDS) == response(1)
 
 
 @fake_clock
