@@ -382,7 +382,7 @@ class FailoverStream:
             self._add_pause(time.monotonic() - started)
         self._stream = new
         old.cancel()
-        self._sequence.counts.num_drain_moves += 1
+        self._sequence.counts.message.num_drain_moves += 1
         self._note_switch(FailureKind.DRAINING)
 
     def _begin_at(self, replica: Replica) -> VerifyStream:
@@ -399,8 +399,8 @@ class FailoverStream:
     def _note_switch(self, kind: FailureKind) -> None:
         assert self._stream is not None
         sequence = self._sequence
-        sequence.counts.num_failovers += 1
-        sequence.counts.num_reopened_tokens += len(sequence.tokens)
+        sequence.counts.message.num_failovers += 1
+        sequence.counts.message.num_reopened_tokens += len(sequence.tokens)
         self._verifiers.metrics.switched(kind)
         _log.info(
             "failover",

@@ -198,7 +198,7 @@ class Sample:
         try:
             return await draft
         except DraftError as error:
-            self.sequence.counts.num_draft_failures += 1
+            self.sequence.counts.message.num_draft_failures += 1
             _log.warning(
                 "drafting failed",
                 request_id=self._request.request_id,
@@ -245,7 +245,7 @@ class Sample:
     def _count_draft(self, draft: Draft) -> None:
         counts, timings = self.sequence.counts, self.sequence.timings
         if self._drafting is not None:
-            counts.num_draft_recoveries = self._drafting.recoveries
+            counts.message.num_draft_recoveries = self._drafting.recoveries
         timings.draft += draft.seconds
         if (use := draft.cache_use) is not None:
             counts.add_cache_use(use)

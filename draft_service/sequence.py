@@ -2,7 +2,7 @@
 
 import time
 from collections.abc import Awaitable, Callable
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 
 from draft_service.drafters.base import CacheUse, Draft
 from draft_service.request import KIND_TO_WIRE, POLICY_TO_WIRE, Generation
@@ -19,45 +19,34 @@ STATISTICS = Component("speculation_statistics")
 JOIN_MS = 1000  # for which tokens of the target alone may wait, if the client gets joined responses
 
 
-@dataclass(slots=True)
 class SpeculationCounts:
-    """The fields of `SpeculationStatistics`, by their names."""
+    """Counts of one sample.
 
-    num_drafts: int = 0
-    num_rounds: int = 0
-    drafter: draft_service_pb2.Drafter = draft_service_pb2.DRAFTER_UNSPECIFIED
-    num_draft_failures: int = 0
-    num_outcome_cache_queries: int = 0
-    num_outcome_cache_hits: int = 0
-    num_predrafted_tokens: int = 0
-    num_wasted_tokens: int = 0
-    policy: draft_service_pb2.SpeculationPolicy = draft_service_pb2.SPECULATION_POLICY_UNSPECIFIED
-    num_short_drafts: int = 0
-    num_draft_recoveries: int = 0
-    num_failovers: int = 0
-    num_drain_moves: int = 0
-    num_reopened_tokens: int = 0
-    num_draft_tokens_per_pos: list[int] = field(default_factory=list)
-    num_accepted_tokens_per_pos: list[int] = field(default_factory=list)
-    _beta_sum: float = 0.0
-    _beta_count: int = 0
-    _gamma_sum: int = 0
+    Attributes:
+        message: the counts; `to_message` adds sums, means, and those by position.
+    """
+
+    def __init__(self, drafter: draft_service_pb2.Drafter, policy: draft_service_pb2.SpeculationPolicy) -> None:
+        self.message = draft_service_pb2.SpeculationStatistics(drafter=drafter, policy=policy)
+        self._drafted, self._accepted = list[int](), list[int]()  # by position
+        self._beta_sum = 0.0
+        self._beta_count = self._gamma_sum = 0
 
     def add(self, round_: "Round", verdict: speculation_pb2.Verdict) -> None:
         """Records a verdict on a round."""
-        drafted = len(round_.draft_tokens)
-        self.num_rounds += 1
-        self.num_short_drafts += drafted < round_.gamma
+        counts, drafted = self.message, len(round_.draft_tokens)
+        counts.num_rounds += 1
+        counts.num_short_drafts += drafted < round_.gamma
         self._gamma_sum += round_.gamma
         if not drafted:
             return
-        self.num_drafts += 1
-        missing = drafted - len(self.num_draft_tokens_per_pos)
-        self.num_draft_tokens_per_pos += [0] * missing
-        self.num_accepted_tokens_per_pos += [0] * missing
+        counts.num_drafts += 1
+        missing = [0] * (drafted - len(self._drafted))
+        self._drafted += missing
+        self._accepted += missing
         for position in range(drafted):
-            self.num_draft_tokens_per_pos[position] += 1
-            self.num_accepted_tokens_per_pos[position] += position < verdict.accepted
+            self._drafted[position] += 1
+            self._accepted[position] += position < verdict.accepted
         if verdict.beta:
             self._beta_sum += sum(verdict.beta)
             self._beta_count += len(verdict.beta)
@@ -66,40 +55,24 @@ class SpeculationCounts:
             self._beta_count += verdict.judged
 
     def add_cache_use(self, use: CacheUse) -> None:
-        self.num_outcome_cache_queries += 1
-        self.num_outcome_cache_hits += use.hit
-        self.num_predrafted_tokens += use.drafted
-        self.num_wasted_tokens += max(0, use.drafted - use.used)
-
-    @property
-    def num_draft_tokens(self) -> int:
-        return sum(self.num_draft_tokens_per_pos)
-
-    @property
-    def num_accepted_tokens(self) -> int:
-        return sum(self.num_accepted_tokens_per_pos)
-
-    @property
-    def alpha(self) -> float:
-        """Mean chance of acceptance of judged tokens [L 3.2], or their accepted share; 0 without judged tokens."""
-        return self._beta_sum / self._beta_count if self._beta_count else 0.0
-
-    @property
-    def mean_gamma(self) -> float:
-        """Mean γ over verdicts; 0 for those of `Decode`."""
-        return self._gamma_sum / self.num_rounds if self.num_rounds else 0.0
-
-    @property
-    def draft_acceptance_rate(self) -> float:
-        return self.num_accepted_tokens / self.num_draft_tokens if self.num_drafts else 0.0
-
-    @property
-    def mean_acceptance_length(self) -> float:
-        return 1 + self.num_accepted_tokens / self.num_drafts if self.num_drafts else 0.0
+        self.message.num_outcome_cache_queries += 1
+        self.message.num_outcome_cache_hits += use.hit
+        self.message.num_predrafted_tokens += use.drafted
+        self.message.num_wasted_tokens += max(0, use.drafted - use.used)
 
     def to_message(self) -> draft_service_pb2.SpeculationStatistics:
-        names = draft_service_pb2.SpeculationStatistics.DESCRIPTOR.fields_by_name
-        return draft_service_pb2.SpeculationStatistics(**{name: getattr(self, name) for name in names})
+        counts = self.message
+        counts.num_draft_tokens_per_pos[:] = self._drafted
+        counts.num_accepted_tokens_per_pos[:] = self._accepted
+        counts.num_draft_tokens, counts.num_accepted_tokens = sum(self._drafted), sum(self._accepted)
+        if self._beta_count:
+            counts.alpha = self._beta_sum / self._beta_count
+        if counts.num_rounds:
+            counts.mean_gamma = self._gamma_sum / counts.num_rounds
+        if counts.num_drafts:
+            counts.draft_acceptance_rate = counts.num_accepted_tokens / counts.num_draft_tokens
+            counts.mean_acceptance_length = 1 + counts.num_accepted_tokens / counts.num_drafts
+        return counts
 
 
 @dataclass(slots=True)
@@ -215,7 +188,7 @@ class Sequence:
         self.prompt_length = len(request.prompt)
         self.round = Round(0)
         self.finish_reason: sampling_pb2.FinishReason = sampling_pb2.FINISH_REASON_UNSPECIFIED
-        self.counts = SpeculationCounts(drafter=KIND_TO_WIRE[request.drafter], policy=POLICY_TO_WIRE[request.policy])
+        self.counts = SpeculationCounts(KIND_TO_WIRE[request.drafter], POLICY_TO_WIRE[request.policy])
         self.timings = Timings(arrived, texts)
         self.scored = 1
         self.on_prompt_logprobs: Callable[[sampling_pb2.PromptLogprobs], Awaitable[None]] | None = None

@@ -232,7 +232,7 @@ class GenerateCall:
     @REQUEST_LOG.quiet
     def _record(self, message: draft_service_pb2.GenerateRequest, request: Generation | None, status: str) -> None:
         sequences = [sample.sequence for sample in self._samples]
-        counts = [sequence.counts for sequence in sequences]
+        counts = [sequence.counts.to_message() for sequence in sequences]
         timings = [sequence.timings for sequence in sequences]
         reasons = [sampling_pb2.FinishReason.Name(sequence.finish_reason) for sequence in sequences]
         first = [each.first_token for each in timings if each.first_token is not None]

@@ -21,7 +21,7 @@ from draft_service.output import (
 from draft_service.sequence import SpeculationCounts, Timings
 from outrider.runtime.loader import ModelSource
 from outrider.runtime.tokenizer import IncrementalDetokenizer, load_tokenizer
-from protos.outrider.v1 import sampling_pb2, speculation_pb2
+from protos.outrider.v1 import draft_service_pb2, sampling_pb2, speculation_pb2
 from protos.outrider.v1.draft_service_pb2 import GenerateChunk, GenerateResponse
 from tests.cluster import MODELS
 from tests.fake_clock import fake_clock
@@ -158,7 +158,8 @@ async def test_text_sent_in_parts_resumes_after_any(reason: sampling_pb2.FinishR
     tokenizer = load_tokenizer(ModelSource(str(MODELS / "target")))
     special = "<|endoftext|>"
     tokens = tokenizer.encode(f"ab\N{GRINNING FACE}{special}c\n{special}", add_special=False)
-    responses, counts, timings = Responses(), SpeculationCounts(), Timings(0.0)
+    responses, timings = Responses(), Timings(0.0)
+    counts = SpeculationCounts(draft_service_pb2.DRAFTER_MODEL, draft_service_pb2.SPECULATION_POLICY_FIXED)
     text = OutputText(IncrementalDetokenizer(tokenizer))
     emitter = Emitter(responses, text, index=0, prompt_tokens=1, one_by_one=True)
     emitter.take(speculation_pb2.Verdict(token_ids=tokens, finish_reason=reason), [])

@@ -184,7 +184,7 @@ async def test_a_new_verifier_scores_again_and_no_position_comes_twice(
                 await stream.close()
             finally:
                 stream.cancel()
-    assert len(switches.reasons) == sequence.counts.num_failovers == 1
+    assert len(switches.reasons) == sequence.counts.message.num_failovers == 1
     assert len(at_cut) == 1, "parts came after the cut"
     position = 1
     for part in parts:
