@@ -3,10 +3,11 @@
 import asyncio
 import time
 from collections.abc import Awaitable, Callable
+from dataclasses import replace
 
 import structlog
 
-from draft_service.drafters.base import Draft, Drafter, DraftError, Drafting, DraftSequence
+from draft_service.drafters.base import Draft, Drafter, DraftError, Drafting
 from draft_service.failover import FailoverStream, Verifiers
 from draft_service.metrics import SampleWatch
 from draft_service.output import Emitter
@@ -83,7 +84,7 @@ class Sample:
         self._gamma.begins(verifiers.least_load)
         try:
             if request.gamma and sequence.left > 1:  # a verdict adds a token of the target's own
-                self._drafting = drafter.open(self._draft_sequence())
+                self._drafting = drafter.open(replace(request.draft_sequence, seed=sequence.seed))
             await self._write_in_time(target, on_open)
             self._finish()
         except BaseException:
@@ -252,23 +253,6 @@ class Sample:
             timings.saved += use.saved_seconds
 
     # -------------------------------------------------------------------------------------------- opening and closing
-
-    def _draft_sequence(self) -> DraftSequence:
-        return DraftSequence(
-            prompt=self._request.prompt,
-            committed=self._request.committed,
-            params=self._request.sampling.params,
-            logit_rules=self._request.sampling.logit_rules,
-            seed=self.sequence.seed,
-            rule=self._request.sampling.rule,
-            seed_is_fresh=self._request.seed_is_fresh,
-            draft_temperature=self._request.draft_temperature,
-            uses_outcome_cache=self._request.outcome_cache,
-            max_entropy=self._request.max_entropy,
-            tokens_per_pass=self._request.tokens_per_pass,
-            cache_salt=self._request.message.cache_salt,
-            encoder_input=self._request.draft_encoder_input,
-        )
 
     def _stop_drafting(self) -> None:
         if self._drafting is not None:

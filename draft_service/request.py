@@ -5,9 +5,7 @@ from collections.abc import Collection
 from dataclasses import dataclass, field
 from typing import TypeAlias
 
-from torch import Tensor
-
-from draft_service.drafters.base import RUN_A_MODEL, Kind
+from draft_service.drafters.base import RUN_A_MODEL, DraftSequence, Kind
 from draft_service.privacy import Emission, RoundSizes
 from draft_service.speculation import PolicyKind
 from outrider.rpc.errors import invalid_field, outside
@@ -24,23 +22,17 @@ class Generation:
         prompt: the prompt as tokens, at least one; for an encoder–decoder model those of the decoder.
         committed: output of an earlier call, which this one resumes.
         sampling: for the draft; its logit rules ban the stop ids until `min_new_tokens`.
-        seed: of the first sample.
+        draft_sequence: the first sample, as its drafter opens it; an encoder's input is added before drafting begins.
         top_logprobs: None without log-probabilities.
         top_prompt_logprobs: the same for tokens of the prompt.
         time_limit: in seconds; None without one.
         gamma: the largest γ, and with `fixed` the only one; 0 is `Decode` alone.
         first_gamma: γ of the first proposal, with the other policies.
-        max_entropy: bound on the entropy of q, in nats; None is no bound.
         drafter: `NONE` if `gamma` is 0.
-        draft_temperature: None is the target's.
-        tokens_per_pass: of the drafter; 1 unless it is `PARALLEL`.
         chooses_tokens_per_pass: it names none, and `adaptive` may choose 1 instead, before drafting begins.
-        outcome_cache: whether the drafter may draft while a verdict is on its way.
-        seed_is_fresh: this service has just drawn the seed.
         emission: sizes and pace of the responses; None without such limits.
         round_sizes: sizes of the messages to and from the verifier.
         encoder_input: the input of the encoder, as the verifier gets it; None for a model without encoder.
-        draft_encoder_input: the same as the draft's encoder takes it; None until it is needed.
     """
 
     message: draft_service_pb2.GenerateRequest = field(repr=False)
@@ -48,7 +40,7 @@ class Generation:
     prompt: list[int]
     committed: list[int]
     sampling: Sampling
-    seed: int
+    draft_sequence: DraftSequence
     max_new_tokens: int
     stop: tuple[str, ...]
     samples: int
@@ -57,17 +49,11 @@ class Generation:
     policy: PolicyKind
     gamma: int
     first_gamma: int
-    max_entropy: float | None
     drafter: Kind
-    draft_temperature: float | None
-    tokens_per_pass: int
-    outcome_cache: bool
-    seed_is_fresh: bool
     report_rounds: bool
     emission: Emission | None
     round_sizes: RoundSizes
     encoder_input: input_pb2.EncoderInput | None = field(default=None, repr=False)
-    draft_encoder_input: Tensor | None = field(default=None, repr=False, compare=False)
     top_prompt_logprobs: int | None = None
     chooses_tokens_per_pass: bool = False
     joined_responses: bool = False

@@ -196,7 +196,7 @@ class Sequence:
 
     @property
     def seed(self) -> int:
-        return derive_seed(self.request.seed, self.index)
+        return derive_seed(self.request.draft_sequence.seed, self.index)
 
     @property
     def left(self) -> int:

@@ -165,7 +165,8 @@ class GenerateCall:
         inputs, message = self._pair.encoder_inputs, request.encoder_input
         if inputs is None or message is None or request.drafter not in RUN_A_MODEL:
             return request
-        return replace(request, draft_encoder_input=await inputs.checked_tensor(message))
+        tensor = await inputs.checked_tensor(message)
+        return replace(request, draft_sequence=replace(request.draft_sequence, encoder_input=tensor))
 
     async def _write(self, request: Generation, index: int) -> None:
         if index and request.top_prompt_logprobs is not None:
@@ -213,13 +214,13 @@ class GenerateCall:
         started = draft_service_pb2.GenerateStarted(
             request_id=request.request_id,
             prompt_token_ids=request.prompt,
-            seed=request.seed,
+            seed=request.draft_sequence.seed,
             weights_fingerprint=opened.weights_fingerprint if opened else target.weights_fingerprint,
             rule=opened.rule if opened else RULE_TO_WIRE[request.sampling.rule],
             max_new_tokens=request.max_new_tokens,
             lossy=request.sampling.is_lossy,
             drafter=KIND_TO_WIRE[request.drafter],
-            tokens_per_pass=request.tokens_per_pass,
+            tokens_per_pass=request.draft_sequence.tokens_per_pass,
             policy=POLICY_TO_WIRE[request.policy],
         )
         self._responses.send(draft_service_pb2.GenerateResponse(started=started))

@@ -225,17 +225,17 @@ class GammaController:
         """Return the request with its tokens of a pass chosen, if it leaves that to the service."""
         if not request.chooses_tokens_per_pass:
             return request
-        given = request.tokens_per_pass
+        given = request.draft_sequence.tokens_per_pass
         chosen = GAMMA.run(lambda: self._pass_sizes.choose(_kind_of(request), given), given)
-        return replace(request, tokens_per_pass=chosen)
+        return replace(request, draft_sequence=replace(request.draft_sequence, tokens_per_pass=chosen))
 
     def _on_round(self, request: "Generation") -> "OnRound | None":
         if not request.chooses_tokens_per_pass or not _may_share(request):
             return None
-        return partial(self._pass_sizes.add, _kind_of(request), request.tokens_per_pass)
+        return partial(self._pass_sizes.add, _kind_of(request), request.draft_sequence.tokens_per_pass)
 
     def _policy(self, request: "Generation") -> Policy:
-        s = request.tokens_per_pass
+        s = request.draft_sequence.tokens_per_pass
         costs = self._costs.setdefault((request.drafter, s), CostModel(s))
         match request.policy:
             case PolicyKind.FIXED:
@@ -255,7 +255,8 @@ class GammaController:
         do not decide the text, and requests with a fresh seed, add to shared statistics. Others start from a copy.
         Times depend on lengths only; all requests share them.
         """
-        shared = self._statistics.setdefault((_kind_of(request), request.tokens_per_pass), AcceptanceStatistics())
+        kind = _kind_of(request), request.draft_sequence.tokens_per_pass
+        shared = self._statistics.setdefault(kind, AcceptanceStatistics())
         return shared if _may_share(request) else shared.copy()
 
 
@@ -355,19 +356,19 @@ class SequenceGamma:
 def _may_share(request: "Generation") -> bool:
     """Whether other requests may learn from its rounds: no other text depends on the draws that decide them."""
     is_scored = request.sampling.params.is_greedy or request.sampling.rule is Rule.COUPLED
-    return request.seed_is_fresh or is_scored
+    return request.draft_sequence.seed_is_fresh or is_scored
 
 
 def _kind_of(request: "Generation") -> tuple[object, ...]:
     """Requests of one kind have about the same acceptance."""
-    params = request.sampling.params
+    sequence = request.draft_sequence
     return (
         request.drafter,
-        request.sampling.rule,
-        params.is_greedy,
-        _class_of(params.temperature),
-        _class_of(request.draft_temperature),
-        _class_of(request.max_entropy),
+        sequence.rule,
+        sequence.params.is_greedy,
+        _class_of(sequence.params.temperature),
+        _class_of(sequence.draft_temperature),
+        _class_of(sequence.max_entropy),
     )
 
 

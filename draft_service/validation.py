@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 import structlog
 
-from draft_service.drafters.base import RUN_A_MODEL, Kind
+from draft_service.drafters.base import RUN_A_MODEL, DraftSequence, Kind
 from draft_service.privacy import check_emission, round_sizes
 from draft_service.prompt import check_prompt
 from draft_service.request import (
@@ -101,23 +101,44 @@ def check_generate(message: draft_service_pb2.GenerateRequest, pair: Pair, setti
         )
         drafter, gamma = Kind.NONE, 0
     stops = stop_token_ids if message.ignore_eos else [*stop_token_ids, *target.eos_token_ids]
+    sampling = replace(
+        sampling,
+        logit_rules=replace(
+            sampling.logit_rules,
+            stop_token_ids=tuple(sorted(set(stops))),
+            min_new_tokens=message.min_new_tokens,
+            generation=pair.generation,
+            max_new_tokens=new,
+        ),
+    )
+    draft_sequence = DraftSequence(
+        prompt=prompt,
+        committed=committed,
+        params=sampling.params,
+        logit_rules=sampling.logit_rules,
+        seed=sampling.seed if sampling.seed is not None else secrets.randbits(64),
+        rule=sampling.rule,
+        seed_is_fresh=sampling.seed is None,
+        max_entropy=check_max_entropy(speculation, default=settings.max_entropy),
+        draft_temperature=check_draft_temperature(
+            "speculation.draft_temperature", speculation, sampling, default=settings.draft_temperature
+        ),
+        uses_outcome_cache=(
+            speculation.outcome_cache if speculation.HasField("outcome_cache") else settings.outcome_cache
+        ),
+        tokens_per_pass=check_tokens_per_pass(
+            "speculation.tokens_per_pass", speculation, drafter, default=settings.tokens_per_pass
+        ),
+        cache_salt=message.cache_salt,
+    )
     return Generation(
         message=message,
         request_id=request_id,
         prompt=prompt,
         encoder_input=encoder_input,
         committed=committed,
-        sampling=replace(
-            sampling,
-            logit_rules=replace(
-                sampling.logit_rules,
-                stop_token_ids=tuple(sorted(set(stops))),
-                min_new_tokens=message.min_new_tokens,
-                generation=pair.generation,
-                max_new_tokens=new,
-            ),
-        ),
-        seed=sampling.seed if sampling.seed is not None else secrets.randbits(64),
+        sampling=sampling,
+        draft_sequence=draft_sequence,
         max_new_tokens=new,
         stop=stop,
         samples=samples,
@@ -127,19 +148,10 @@ def check_generate(message: draft_service_pb2.GenerateRequest, pair: Pair, setti
         policy=policy,
         gamma=gamma,
         first_gamma=min(first_gamma, gamma),
-        max_entropy=check_max_entropy(speculation, default=settings.max_entropy),
         drafter=drafter,
-        draft_temperature=check_draft_temperature(
-            "speculation.draft_temperature", speculation, sampling, default=settings.draft_temperature
-        ),
-        tokens_per_pass=check_tokens_per_pass(
-            "speculation.tokens_per_pass", speculation, drafter, default=settings.tokens_per_pass
-        ),
         chooses_tokens_per_pass=(
             policy is PolicyKind.ADAPTIVE and drafter is Kind.PARALLEL and not speculation.HasField("tokens_per_pass")
         ),
-        outcome_cache=(speculation.outcome_cache if speculation.HasField("outcome_cache") else settings.outcome_cache),
-        seed_is_fresh=sampling.seed is None,
         report_rounds=speculation.report_rounds or speculation.report_probabilities,
         emission=check_emission(message, max_gamma=limits.max_gamma, top_logprobs=top_logprobs),
         joined_responses=message.joined_responses and not message.HasField("emission"),

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
-from draft_service.drafters.base import Kind
+from draft_service.drafters.base import DraftSequence, Kind
 from draft_service.privacy import RoundSizes
 from draft_service.request import Generation
 from draft_service.sequence import Sequence
@@ -16,17 +16,22 @@ from kernels.verify import Rule
 from outrider.service.sampling import Sampling
 from protos.outrider.v1 import draft_service_pb2
 
+_OF_DRAFT = frozenset({"seed_is_fresh", "draft_temperature", "max_entropy", "tokens_per_pass"})
+
 
 def generation(rule: Rule = Rule.COUPLED, *, temperature: float = 1.0, seed: int = 7, **fields: Any) -> Generation:
     message = draft_service_pb2.GenerateRequest(ignore_eos=True)
     message.sampling.temperature = temperature
+    params, rules = SamplingParams(temperature=temperature), LogitRules()
+    drawn = DraftSequence([1, 2, 3], [], params, rules, seed, rule, seed_is_fresh=True)
+    of_draft = {name: fields.pop(name) for name in list(fields) if name in _OF_DRAFT}
     plain = Generation(
         message=message,
         request_id="r",
         prompt=[1, 2, 3],
         committed=[],
-        sampling=Sampling(SamplingParams(temperature=temperature), LogitRules(), rule, 1.0, seed),
-        seed=seed,
+        sampling=Sampling(params, rules, rule, 1.0, seed),
+        draft_sequence=replace(drawn, **of_draft),
         max_new_tokens=64,
         stop=(),
         samples=1,
@@ -35,12 +40,7 @@ def generation(rule: Rule = Rule.COUPLED, *, temperature: float = 1.0, seed: int
         policy=PolicyKind.ADAPTIVE,
         gamma=12,
         first_gamma=5,
-        max_entropy=None,
         drafter=Kind.MODEL,
-        draft_temperature=None,
-        tokens_per_pass=1,
-        outcome_cache=True,
-        seed_is_fresh=True,
         report_rounds=False,
         emission=None,
         round_sizes=RoundSizes(),

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import random
 from collections import Counter
-from dataclasses import replace
 from itertools import count
 from types import SimpleNamespace
 from typing import Any
@@ -73,8 +72,8 @@ def test_one_token_a_pass_is_no_choice() -> None:
 
 
 def request(**fields: Any) -> Generation:
-    plain = generation(Rule.TOKENWISE, drafter=Kind.PARALLEL, tokens_per_pass=4, chooses_tokens_per_pass=True)
-    return replace(plain, **fields)
+    how: dict[str, Any] = {"drafter": Kind.PARALLEL, "tokens_per_pass": 4, "chooses_tokens_per_pass": True}
+    return generation(Rule.TOKENWISE, **(how | fields))
 
 
 def write(controller: GammaController, asked: Generation, texts: int) -> None:
@@ -82,14 +81,14 @@ def write(controller: GammaController, asked: Generation, texts: int) -> None:
     for _ in range(texts):
         settled = controller.settle(asked)
         gamma = controller.of(settled)
-        accepted = 4 if settled.tokens_per_pass > 1 else 0
+        accepted = 4 if settled.draft_sequence.tokens_per_pass > 1 else 0
         for _ in range(ROUNDS + 1):  # the first one reads the prompt
             gamma.next(4)
             gamma.judged(Round(1), speculation_pb2.Verdict(token_ids=[1] * (accepted + 1)))
 
 
 def chosen(controller: GammaController, asked: Generation) -> int:
-    return Counter(controller.settle(asked).tokens_per_pass for _ in range(100)).most_common(1)[0][0]
+    return Counter(controller.settle(asked).draft_sequence.tokens_per_pass for _ in range(100)).most_common(1)[0][0]
 
 
 def test_a_request_that_names_it_or_shares_its_draws_teaches_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -99,7 +98,7 @@ def test_a_request_that_names_it_or_shares_its_draws_teaches_nothing(monkeypatch
     monkeypatch.setattr(speculation, "time", clock)
     controller = GammaController(Metrics())
     named, seeded = request(chooses_tokens_per_pass=False), request(seed_is_fresh=False)
-    assert controller.settle(named).tokens_per_pass == 4
+    assert controller.settle(named).draft_sequence.tokens_per_pass == 4
     for each in (named, seeded):
         write(controller, each, 200)
         assert chosen(controller, request()) == 1, "as without measurements"

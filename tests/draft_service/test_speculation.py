@@ -476,7 +476,7 @@ def test_a_request_with_a_seed_adds_no_acceptance_where_draws_decide(seeded: Gen
     assert first(controller, seeded) == 5
     learn(controller, seeded)
     assert (first(controller, seeded) == 0) is adds
-    learn(controller, replace(seeded, seed_is_fresh=True))
+    learn(controller, replace(seeded, draft_sequence=replace(seeded.draft_sequence, seed_is_fresh=True)))
     assert first(controller, seeded) == 0, "it starts from the acceptance of requests with fresh seeds"
 
 

@@ -49,7 +49,8 @@ def test_defaults_of_an_empty_request(tokenizer: Tokenizer) -> None:
     assert (checked.top_logprobs, checked.time_limit) == (None, None)
     assert checked.prompt == tokenizer.encode("x = 1")
     assert 1 <= len(checked.request_id) <= 128
-    assert checked.seed != check(tokenizer, draft_service_pb2.GenerateRequest(text="x = 1")).seed
+    again = check(tokenizer, draft_service_pb2.GenerateRequest(text="x = 1"))
+    assert checked.draft_sequence.seed != again.draft_sequence.seed
     assert Sequence(checked).opening().sampling.rule == TOKENWISE, "named, because verifiers may have other defaults"
     assert check(tokenizer, request([1] * 100)).max_new_tokens == 200, "the rest of the context"
     assert check(tokenizer, request(), gamma=12).gamma == 8, "the verifier's limit"
