@@ -11,7 +11,7 @@ from draft_service.sequence import STATISTICS, SpeculationCounts, Timings
 from outrider.rpc.timeouts import InactivityTimer
 from outrider.runtime.tokenizer import IncrementalDetokenizer
 from protos.outrider.v1 import draft_service_pb2, sampling_pb2, speculation_pb2
-from protos.outrider.v1.draft_service_pb2 import GenerateResponse
+from protos.outrider.v1.draft_service_pb2 import GenerateChunk, GenerateResponse
 
 _BROKEN = "\N{REPLACEMENT CHARACTER}"
 
@@ -274,15 +274,6 @@ _CORRECTION = draft_service_pb2.TOKEN_ORIGIN_CORRECTION
 _TARGET = draft_service_pb2.TOKEN_ORIGIN_TARGET
 
 
-@dataclass(frozen=True, slots=True)
-class _Token:
-    """A committed token that has not been sent."""
-
-    token: int
-    origin: draft_service_pb2.TokenOrigin
-    logprobs: sampling_pb2.PositionLogprobs | None
-
-
 class Emitter:
     """Streams one sample's chunks: each token as soon as it is committed, its text once no stop string can cut it.
 
@@ -318,8 +309,7 @@ class Emitter:
         self._one_by_one = one_by_one
         # Not turned into text yet, with the drafted tokens and the reports of their rounds.
         self._verdicts: list[tuple[speculation_pb2.Verdict, Sequence[int], draft_service_pb2.RoundReport | None]] = []
-        self._tokens: list[_Token] = []
-        self._rounds: list[draft_service_pb2.RoundReport] = []
+        self._chunk = GenerateChunk()  # tokens and reports that have not been sent
 
     @property
     def completion_tokens(self) -> int:
@@ -360,7 +350,7 @@ class Emitter:
         return is_over
 
     def send_prompt_logprobs(self, part: sampling_pb2.PromptLogprobs) -> None:
-        self._responses.send(draft_service_pb2.GenerateResponse(prompt_logprobs=part))
+        self._responses.send(GenerateResponse(prompt_logprobs=part))
 
     async def wait_for_client(self) -> bool:
         return await self._responses.wait_for_client()
@@ -370,7 +360,7 @@ class Emitter:
     ) -> sampling_pb2.FinishReason:
         """Sends the rest and the end. Returns the finish reason: a stop string overrides `reason`."""
         self._read_verdicts()
-        self._send(self._text.finish(), timings, also_rounds=True)
+        self._send(self._text.finish(), timings)
         stopped_by = self._text.stopped_by
         if stopped_by is not None:
             reason = sampling_pb2.FINISH_REASON_STOP_STRING
@@ -388,7 +378,7 @@ class Emitter:
             timings=STATISTICS.run(timings.to_message, draft_service_pb2.GenerateTimings()),
             cut_tokens=self._sent - self._whole,
         )
-        self._responses.send(draft_service_pb2.GenerateResponse(finished=finished))
+        self._responses.send(GenerateResponse(finished=finished))
         return reason
 
     def _read_verdicts(self) -> None:
@@ -400,47 +390,43 @@ class Emitter:
     def _read(
         self, verdict: speculation_pb2.Verdict, drafted: Sequence[int], report: draft_service_pb2.RoundReport | None
     ) -> None:
-        if report is not None and self._show_token is not None:
-            report.drafted_texts.extend([self._show_token(token) for token in report.drafted_token_ids])
-            self._rounds.append(report)
+        chunk, show = self._chunk, self._show_token
+        if report is not None and show is not None:
+            report.drafted_texts.extend([show(token) for token in report.drafted_token_ids])
+            chunk.rounds.append(report)
         own = _CORRECTION if verdict.accepted < len(drafted) else _TARGET
         silent = len(verdict.token_ids) - (verdict.finish_reason == sampling_pb2.FINISH_REASON_STOP_TOKEN)
         for i, token in enumerate(verdict.token_ids):
-            logprobs = verdict.logprobs[i] if verdict.logprobs else None
             self._last = token
-            self._tokens.append(_Token(token, _DRAFT if i < verdict.accepted else own, logprobs))
+            chunk.token_ids.append(token)
+            chunk.origins.append(_DRAFT if i < verdict.accepted else own)
+            if verdict.logprobs:
+                chunk.logprobs.append(verdict.logprobs[i])
+            if show is not None:
+                chunk.token_texts.append(show(token))
             if i == silent:
                 self._text.push_silent()
             elif self._text.push(token):
                 return
 
-    def _send(self, released: Released, timings: Timings, *, also_rounds: bool = False) -> None:
-        tokens, self._tokens = self._tokens, []
+    def _send(self, released: Released, timings: Timings) -> None:
+        chunk, self._chunk = self._chunk, GenerateChunk()
         if self._one_by_one:
-            for token in tokens:
-                self._send_chunk([token], Released("", 0), timings)
+            for i, (token, origin) in enumerate(zip(chunk.token_ids, chunk.origins, strict=True)):
+                one = GenerateChunk(token_ids=[token], origins=[origin], logprobs=chunk.logprobs[i : i + 1])
+                self._send_chunk(one, Released("", 0), timings)
             for part in released.by_end():
-                self._send_chunk([], part, timings)
-        elif tokens or released.text or released.tokens or (also_rounds and self._rounds and not released.tail):
-            self._send_chunk(tokens, released, timings)
+                self._send_chunk(GenerateChunk(), part, timings)
+        elif chunk.token_ids or released.text or released.tokens:
+            self._send_chunk(chunk, released, timings)
         if released.tail:  # apart: a client that resumes must not count it
-            self._send_chunk([], Released(released.tail, 0), timings)
+            self._send_chunk(GenerateChunk(), Released(released.tail, 0), timings)
 
-    def _send_chunk(self, tokens: Sequence[_Token], released: Released, timings: Timings) -> None:
-        self._sent += len(tokens)
+    def _send_chunk(self, chunk: GenerateChunk, released: Released, timings: Timings) -> None:
+        """Sends a chunk of tokens with a text."""
+        self._sent += len(chunk.token_ids)
         self._whole += released.tokens
-        chunk = draft_service_pb2.GenerateChunk(
-            index=self._index,
-            text=released.text,
-            token_ids=[each.token for each in tokens],
-            origins=[each.origin for each in tokens],
-            logprobs=[each.logprobs for each in tokens if each.logprobs is not None],
-            held_tokens=self._sent - self._whole,
-        )
-        if self._show_token is not None:
-            chunk.token_texts.extend([self._show_token(each.token) for each in tokens])
-            chunk.rounds.extend(self._rounds)
-            self._rounds.clear()
-        if tokens:
-            timings.tokens_out(len(tokens))
-        self._responses.send(draft_service_pb2.GenerateResponse(chunk=chunk))
+        chunk.index, chunk.text, chunk.held_tokens = self._index, released.text, self._sent - self._whole
+        if chunk.token_ids:
+            timings.tokens_out(len(chunk.token_ids))
+        self._responses.send(GenerateResponse(chunk=chunk))
