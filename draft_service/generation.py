@@ -25,11 +25,7 @@ OnOpen = Callable[[verifier_service_pb2.Opened | None], None]
 
 
 class Sample:
-    """One sample of a request.
-
-    Attributes:
-        on_scored: called when no more log-probabilities of the prompt will come; perhaps several times.
-    """
+    """One sample of a request."""
 
     def __init__(
         self,
@@ -47,7 +43,6 @@ class Sample:
         self.emitter = emitter
         self._gamma = gamma
         self._watch = watch
-        self.on_scored: Callable[[], None] = lambda: None
         self.sequence.on_prompt_logprobs = self._send_prompt_logprobs
         self._drafting: Drafting | None = None
         self._draft_start = 0.0  # of the last draft, by `time.perf_counter()`
@@ -64,12 +59,6 @@ class Sample:
         Raises:
             RequestError: the verifier refused the sequence or failed, and no other verifier took it.
         """
-        try:
-            await self._run(verifiers, drafter, timeout=timeout, on_open=on_open)
-        finally:
-            self.on_scored()
-
-    async def _run(self, verifiers: Verifiers, drafter: Drafter, *, timeout: float, on_open: OnOpen) -> None:
         request, sequence = self._request, self.sequence
         if request.committed:
             sequence.finish_reason = self._has_ended()
@@ -136,8 +125,6 @@ class Sample:
         opened = await target.open()
         self.emitter.cached_tokens = opened.cached_tokens
         on_open(opened)
-        if not self.sequence.needs_prompt_logprobs:
-            self.on_scored()
         while not self.sequence.finish_reason:
             drafted = None if draft is None else await self._drafted(draft)
             if not self.sequence.round.owed:
@@ -158,8 +145,6 @@ class Sample:
 
     async def _send_prompt_logprobs(self, part: sampling_pb2.PromptLogprobs) -> None:
         self.emitter.send_prompt_logprobs(part)
-        if not self.sequence.needs_prompt_logprobs:
-            self.on_scored()
         if await self.emitter.wait_for_client():
             self._gamma.disturbed()
 

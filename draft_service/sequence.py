@@ -1,5 +1,6 @@
 """A sequence at the draft service: its tokens, its current round, its counts and timings."""
 
+import asyncio
 import time
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, replace
@@ -174,6 +175,7 @@ class Sequence:
         round: the current or last one; number 0 before the first.
         finish_reason: unspecified until the sequence ends.
         scored: position of the next token of the prompt whose log-probabilities are to be sent to the client.
+        is_scored: set once no more of them will come.
         on_prompt_logprobs: sends them, and waits for the client.
     """
 
@@ -191,6 +193,9 @@ class Sequence:
         self.counts = SpeculationCounts(KIND_TO_WIRE[request.drafter], POLICY_TO_WIRE[request.policy])
         self.timings = Timings(arrived, texts)
         self.scored = 1
+        self.is_scored = asyncio.Event()
+        if not self.needs_prompt_logprobs:
+            self.is_scored.set()
         self.on_prompt_logprobs: Callable[[sampling_pb2.PromptLogprobs], Awaitable[None]] | None = None
         self._hash = PrefixHash(self.tokens)
 
@@ -236,6 +241,8 @@ class Sequence:
         del part.logprobs[: self.scored - first]
         if part.logprobs:
             part.first_position, self.scored = self.scored, end
+            if not self.needs_prompt_logprobs:
+                self.is_scored.set()
             if self.on_prompt_logprobs is not None:
                 await self.on_prompt_logprobs(part)
 

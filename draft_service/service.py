@@ -93,7 +93,6 @@ class GenerateCall:
         self._responses = Responses()
         self._samples: list[Sample] = []
         self._started = False
-        self._prompt_scored = asyncio.Event()  # the first sample sends no more log-probabilities of the prompt
 
     async def run(self, message: draft_service_pb2.GenerateRequest) -> None:
         """Serves the call, frees everything it held, and writes one line to the log."""
@@ -170,19 +169,20 @@ class GenerateCall:
 
     async def _write(self, request: Generation, index: int) -> None:
         if index and request.top_prompt_logprobs is not None:
-            await self._prompt_scored.wait()  # they come before the first chunk
+            await self._samples[0].sequence.is_scored.wait()  # they come before the first chunk
         emitter = self._emitter(request, index)
         watch = SampleWatch(self._metrics, self._trace, index)
         sample = Sample(request, index, emitter, self._pair.gamma.of(request), watch, arrived=self._arrived)
-        if index == 0:
-            sample.on_scored = self._prompt_scored.set
         self._samples.append(sample)
-        await sample.run(
-            self._pair.verifiers,
-            self._pair.drafters[request.drafter],
-            timeout=self._time_left(),
-            on_open=partial(self._on_open, request),
-        )
+        try:
+            await sample.run(
+                self._pair.verifiers,
+                self._pair.drafters[request.drafter],
+                timeout=self._time_left(),
+                on_open=partial(self._on_open, request),
+            )
+        finally:
+            sample.sequence.is_scored.set()
 
     def _emitter(self, request: Generation, index: int) -> Emitter:
         hides_special = not request.message.keep_special_tokens
