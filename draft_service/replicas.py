@@ -74,28 +74,22 @@ class Breaker:
             self._trial = time.monotonic()
         return self.epoch
 
-    def succeeded(self, epoch: int) -> bool:
-        """Records a successful try. Returns whether it closed the breaker."""
-        if epoch != self.epoch or self.state is State.OPEN:
-            return False
-        was, self.state, self._failures = self.state, State.CLOSED, 0
-        return was is not State.CLOSED
+    def succeeded(self, epoch: int) -> None:
+        """Records a successful try."""
+        if epoch == self.epoch and self.state is not State.OPEN:
+            self.state, self._failures = State.CLOSED, 0
 
-    def failed(self, epoch: int) -> bool:
-        """Records a failed try. Returns whether it opened the breaker."""
-        if epoch != self.epoch or self.state is State.OPEN:
-            return False
-        self._open()
-        return True
+    def failed(self, epoch: int) -> None:
+        """Records a failed try."""
+        if epoch == self.epoch and self.state is not State.OPEN:
+            self._open()
 
     def probed(self, *, well: bool) -> None:
-        """Records a probe after the pause."""
-        if self.state is not State.OPEN:
-            return
-        if well:
-            self.state, self._trial = State.HALF_OPEN, None
-        else:
+        """Records a probe."""
+        if not well:
             self._open()
+        elif self.state is State.OPEN:
+            self.state, self._trial = State.HALF_OPEN, None
 
     def _open(self) -> None:
         pause = min(FIRST_PAUSE * 2.0 ** min(self._failures, 30), LONGEST_PAUSE)
@@ -130,7 +124,6 @@ class Replica:
         busy_until: `time.monotonic()` until which it is full, by the `retry_after` of its first refusal.
         num_open: sequences of this service there.
         reported: its load with the last verdict, which came at `reported_at` by `time.monotonic()`.
-        logged: the last status in the log.
     """
 
     def __init__(
@@ -157,7 +150,7 @@ class Replica:
         self._others = 0  # sequences of other services there, last reported
         self.reported = speculation_pb2.VerifierLoad()
         self.reported_at = 0.0
-        self.logged: str | None = None
+        self._noted = self.status
 
     @property
     def status(self) -> str:
@@ -198,15 +191,10 @@ class Replica:
 
     def probed(self, model: model_pb2.ModelInfo | None, mismatch: str = "") -> None:
         """Records the answer to GetModel; None: no answer. `mismatch` is how the model differs from the target."""
-        before = self.status
-        if self.breaker.state is State.OPEN:
-            self.breaker.probed(well=model is not None)
-        elif model is None:
-            self.breaker.failed(self.breaker.epoch)
+        self.breaker.probed(well=model is not None)
         if model is not None:
             self.model, self.mismatch, self.busy_until = model, mismatch, 0.0
-        if self.status != before:
-            self.on_change(self)
+        self._note_status()
 
     def open(self, sequence: Sequence, target: model_pb2.ModelInfo, *, timeout: float) -> VerifyStream:
         """Begins a call of Verify for a sequence. `target` is the model that the pair was matched with, or an empty
@@ -224,14 +212,15 @@ class Replica:
         self.reported, self.reported_at = load, time.monotonic()
         if stream.draining:
             self.failed(stream, "the verifier is draining")
-        elif self.breaker.succeeded(stream.epoch):
-            self.on_change(self)
+        else:
+            self.breaker.succeeded(stream.epoch)
+            self._note_status()
 
     def failed(self, stream: VerifyStream, why: str) -> None:
         """Records that it died, is silent, or drains."""
         self.last_failure = why
-        if self.breaker.failed(stream.epoch):
-            self.on_change(self)
+        self.breaker.failed(stream.epoch)
+        self._note_status()
 
     def refused(self, retry_after: float | None) -> None:
         """Records that it refused a sequence, as it is full; `retry_after` is in seconds."""
@@ -243,7 +232,12 @@ class Replica:
     def mismatched(self, why: str) -> None:
         """Records that it runs another model now."""
         self.mismatch = why
-        self.on_change(self)
+        self._note_status()
+
+    def _note_status(self) -> None:
+        before, self._noted = self._noted, self.status
+        if self._noted != before:
+            self.on_change(self)
 
     async def close(self) -> None:
         await self._channel.close()
@@ -443,8 +437,7 @@ class Replicas:
 
     def _on_change(self, replica: Replica) -> None:
         """Logs the new status, and wakes sequences that wait for a replica."""
-        before, replica.logged = replica.logged, replica.status
-        if replica.status != before and replica in self._replicas.values():
+        if replica in self._replicas.values():
             is_bad = replica.status in ("mismatched", "failing")
             why = {"reason": replica.mismatch or replica.last_failure} if is_bad else {}
             (_log.warning if is_bad else _log.info)("verifier", verifier=replica.address, status=replica.status, **why)

@@ -173,7 +173,8 @@ class TimedBreaker(Breaker):
 
     def fail(self) -> float:
         """A failed attempt; returns the pause."""
-        assert self.failed(self.begin())
+        self.failed(self.begin())
+        assert self.state is State.OPEN
         return self.pause
 
     def probe(self, *, well: bool) -> float:
@@ -189,7 +190,8 @@ def test_pauses_double_up_to_the_longest_and_a_success_resets_them(monkeypatch: 
     assert pauses[:3] == pytest.approx([FIRST_PAUSE, 2 * FIRST_PAUSE, 4 * FIRST_PAUSE])
     assert pauses[-1] == LONGEST_PAUSE
     breaker.probe(well=True)
-    assert breaker.succeeded(breaker.begin())
+    breaker.succeeded(breaker.begin())
+    assert breaker.state is State.CLOSED
     assert breaker.fail() == pytest.approx(FIRST_PAUSE)
 
 
@@ -206,7 +208,7 @@ def test_open_admits_no_attempt_and_half_open_one_at_a_time(monkeypatch: pytest.
     assert not breaker.admits()
     breaker.now += TRIAL_SECONDS * 1.01
     assert breaker.admits(), "an unfinished trial blocks the next one only for a while"
-    assert breaker.succeeded(trial)
+    breaker.succeeded(trial)
     assert all(breaker.admits() for _ in range(10))
 
 
@@ -214,8 +216,9 @@ def test_attempts_begun_before_it_opened_do_not_count(monkeypatch: pytest.Monkey
     breaker = TimedBreaker(monkeypatch)
     old, same = breaker.begin(), breaker.begin()
     breaker.fail()
-    assert not breaker.failed(same), "concurrent failures are one failure"
+    breaker.failed(same)
+    assert breaker.epoch == 1, "concurrent failures are one failure"
     breaker.probe(well=True)
-    assert not breaker.succeeded(old), "the verdict was sent before"
-    assert not breaker.failed(old), "and so is its end"
+    breaker.succeeded(old)  # the verdict was sent before
+    breaker.failed(old)  # and so is its end
     assert breaker.state is State.HALF_OPEN
