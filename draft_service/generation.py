@@ -70,7 +70,6 @@ class Sample:
             return
         target = FailoverStream(verifiers, sequence, timeout=timeout)
         self._watch.begins()
-        self._gamma.begins(verifiers.least_load)
         try:
             if request.gamma and sequence.left > 1:  # a verdict adds a token of the target's own
                 self._drafting = drafter.open(replace(request.draft_sequence, seed=sequence.seed))

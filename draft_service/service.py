@@ -172,7 +172,8 @@ class GenerateCall:
             await self._samples[0].sequence.is_scored.wait()  # they come before the first chunk
         emitter = self._emitter(request, index)
         watch = SampleWatch(self._metrics, self._trace, index)
-        sample = Sample(request, index, emitter, self._pair.gamma.of(request), watch, arrived=self._arrived)
+        gamma = self._pair.gamma.of(request, self._pair.verifiers.least_load)
+        sample = Sample(request, index, emitter, gamma, watch, arrived=self._arrived)
         self._samples.append(sample)
         try:
             await sample.run(

@@ -67,9 +67,6 @@ class Policy(ABC):
     wanted: int = 0
     is_prepared: bool = False
 
-    def begins(self, active: int) -> None:  # noqa: B027  # most need not know
-        """The sequence begins, at a verifier that has `active` sequences."""
-
     @abstractmethod
     def next(self, most: int) -> int:
         """Return γ of the next round, in 0..`most`; 0 is `Decode`. Called once a round, before anything is drafted."""
@@ -137,9 +134,6 @@ class Adaptive(Policy):
         self._choice = 0  # of `prepare`
         self._has_begun = False
         self._rounds = 0  # proposals
-
-    def begins(self, active: int) -> None:
-        self._costs.expect(active)
 
     def prepare(self) -> None:
         self._choice, self.is_prepared = self._choose(), True
@@ -210,11 +204,11 @@ class GammaController:
             buckets=(0, 1, 2, 3, 4, 5, 6, 8, 10, 12, 16, 24, 32, 64),
         )
 
-    def of(self, request: "Generation") -> "SequenceGamma":
-        """Return the γ of one sequence of a request."""
+    def of(self, request: "Generation", load: Callable[[], int]) -> "SequenceGamma":
+        """Return the γ of one sequence of a request, which begins now. `load` returns the sequences at a verifier."""
         fallback: Policy = Fixed(request.first_gamma)
         return SequenceGamma(
-            GAMMA.run(lambda: self._policy(request), fallback),
+            GAMMA.run(lambda: self._policy(request, load), fallback),
             self._chosen.labels(policy=request.policy),
             default=request.first_gamma,
             has_beta=request.sampling.rule is Rule.TOKENWISE,  # `block` accepts more than β
@@ -234,7 +228,7 @@ class GammaController:
             return None
         return partial(self._pass_sizes.add, _kind_of(request), request.draft_sequence.tokens_per_pass)
 
-    def _policy(self, request: "Generation") -> Policy:
+    def _policy(self, request: "Generation", load: Callable[[], int]) -> Policy:
         s = request.draft_sequence.tokens_per_pass
         costs = self._costs.setdefault((request.drafter, s), CostModel(s))
         match request.policy:
@@ -243,6 +237,7 @@ class GammaController:
             case PolicyKind.HEURISTIC:
                 return Heuristic(request.first_gamma, ceiling=request.gamma)
             case PolicyKind.ADAPTIVE:
+                costs.expect(load())
                 return Adaptive(
                     request.first_gamma, ceiling=request.gamma, statistics=self._statistics_of(request), costs=costs
                 )
@@ -286,11 +281,6 @@ class SequenceGamma:
     @property
     def pause(self) -> int:
         return int(GAMMA.bounded(lambda: self._policy.pause, 0, low=0, high=MOST_DECODED))
-
-    @GAMMA.quiet
-    def begins(self, load: Callable[[], int]) -> None:
-        """See `Policy`; `load` returns the sequences at the verifier."""
-        self._policy.begins(load())
 
     def next(self, most: int) -> int:
         if self._last_gamma is None:

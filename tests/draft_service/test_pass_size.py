@@ -80,7 +80,7 @@ def write(controller: GammaController, asked: Generation, texts: int) -> None:
     """Texts of which each round accepts all tokens with s = 4, and none with s = 1."""
     for _ in range(texts):
         settled = controller.settle(asked)
-        gamma = controller.of(settled)
+        gamma = controller.of(settled, lambda: 0)
         accepted = 4 if settled.draft_sequence.tokens_per_pass > 1 else 0
         for _ in range(ROUNDS + 1):  # the first one reads the prompt
             gamma.next(4)

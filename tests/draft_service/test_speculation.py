@@ -304,9 +304,6 @@ class Broken(Policy):
             raise self._answer
         return self._answer
 
-    def begins(self, active: int) -> None:
-        raise ValueError("broken")
-
     def observe(self, round_: JudgedRound) -> None:
         raise ValueError("broken")
 
@@ -317,8 +314,6 @@ class Broken(Policy):
 )
 def test_a_policy_that_fails_leaves_gamma_within_bounds(answer: Any, gamma: int) -> None:
     sequence = sequence_gamma(Broken(answer))
-    for load in (lambda: 3, lambda: 1 // 0):
-        sequence.begins(load)
     for _ in range(3):
         assert sequence.next(6) == sequence.gamma == gamma
         sequence.judged(Round(1), speculation_pb2.Verdict(judged=1))
@@ -437,7 +432,7 @@ def learn(controller: GammaController, request_: Generation) -> None:
     """Observe rounds that accept nothing, so that drafting does not pay for such requests."""
     step = CostLine(0.01, 0.0003)
     for _ in range(FIRM_TEXTS):
-        policy = controller._policy(request_)
+        policy = controller._policy(request_, lambda: 0)
         for _ in range(20):
             policy.next(16)
             policy.observe(JudgedRound(5, 5, 1, 0, (), 0.015, 0.012, step, 1, 6))
@@ -446,7 +441,7 @@ def learn(controller: GammaController, request_: Generation) -> None:
 
 
 def first(controller: GammaController, request_: Generation) -> int:
-    return controller._policy(request_).next(16)
+    return controller._policy(request_, lambda: 0).next(16)
 
 
 def test_adaptive_policies_use_the_times_of_requests_with_a_fixed_gamma() -> None:
@@ -454,9 +449,9 @@ def test_adaptive_policies_use_the_times_of_requests_with_a_fixed_gamma() -> Non
     fixed = request(policy=PolicyKind.FIXED, gamma=4)
     assert first(controller, request()) == 5
     for _ in range(60):  # a draft of 100 ms
-        controller._policy(fixed).observe(JudgedRound(4, 4, 4, 4, (), 0.1, 0.012, step, 1, 5, 1, 0.112))
+        controller._policy(fixed, lambda: 0).observe(JudgedRound(4, 4, 4, 4, (), 0.1, 0.012, step, 1, 5, 1, 0.112))
     for _ in range(12):
-        controller._policy(replace(fixed, gamma=0)).observe(JudgedRound(0, step=step, seconds=0.0103))
+        controller._policy(replace(fixed, gamma=0), lambda: 0).observe(JudgedRound(0, step=step, seconds=0.0103))
     assert first(controller, request(fresh=False)) == 0
     assert first(controller, request()) > 0, "acceptance is not known"
 
