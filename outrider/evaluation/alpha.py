@@ -342,8 +342,7 @@ def run(options: Options, report: Report = lambda *_: None) -> Measurement:
     draft_model = None if draft_source is None else load_model(draft_source)
     if options.audio:
         wanted = Transcription(language=options.language, task=options.task, timestamps=options.timestamps)
-        located = None if draft_model is None or draft_source is None else (draft_model, draft_source)
-        prompts = encode_speech(options.audio, wanted, (loaded, source), located)
+        prompts = encode_speech(options.audio, wanted, loaded, draft_model)
     else:
         prompts = encode_prompts(options.prompts, tokenizer, loaded)
     penalties = LogitRules(options.repetition_penalty, options.presence_penalty, options.frequency_penalty)

@@ -76,11 +76,9 @@ def encode_prompts(texts: Sequence[PromptText], tokenizer: Tokenizer, target: Lo
     return prompts
 
 
-Located = tuple[LoadedModel, ModelSource]
-"""A model, and where its feature extractor is."""
-
-
-def encode_speech(paths: Sequence[Path], wanted: Transcription, target: Located, draft: Located | None) -> list[Prompt]:
+def encode_speech(
+    paths: Sequence[Path], wanted: Transcription, target: LoadedModel, draft: LoadedModel | None
+) -> list[Prompt]:
     """Prompts of a target that takes speech, from files and folders: a window of audio each.
 
     Raises:
@@ -89,7 +87,7 @@ def encode_speech(paths: Sequence[Path], wanted: Transcription, target: Located,
     """
     encoder = _speech_encoder(target)
     try:
-        prompts = DecoderPrompts.read(target[0].model.generation_config, encoder.start_token)
+        prompts = DecoderPrompts.read(target.model.generation_config, encoder.start_token)
         tokens = prompts.transcription(wanted)
         clips = read_clips(paths, SAMPLE_RATE, encoder.frames)
     except RequestError as error:
@@ -97,7 +95,7 @@ def encode_speech(paths: Sequence[Path], wanted: Transcription, target: Located,
     if draft is None:
         return [Prompt(tokens, features) for features in _features(target, clips)]
     if (frames := _speech_encoder(draft).frames) < encoder.frames:
-        raise EvaluationError(f"{draft[0].name} takes {frames} frames of speech, and the target {encoder.frames}")
+        raise EvaluationError(f"{draft.name} takes {frames} frames of speech, and the target {encoder.frames}")
     both = zip(_features(target, clips), _features(draft, clips), strict=True)
     return [Prompt(tokens, own, other) for own, other in both]
 
@@ -111,19 +109,17 @@ def encoder_inputs(sources: Sequence[Source], model: LoadedModel, source: ModelS
     """
     clips = [each.samples for each in sources if isinstance(each, Clip)]
     if clips:
-        return _features((model, source), clips)
+        return _features(model, clips)
     texts = cast("Sequence[PromptText]", sources)
     return [cast("Tensor", prompt.encoder_input) for prompt in encode_prompts(texts, load_tokenizer(source), model)]
 
 
-def _features(located: Located, clips: Sequence[Samples]) -> list[Tensor]:
-    source = located[1]
-    inputs = EncoderInputs(_speech_encoder(located), resolve_folder(source.name, source.revision, weights=False))
+def _features(model: LoadedModel, clips: Sequence[Samples]) -> list[Tensor]:
+    inputs = EncoderInputs(_speech_encoder(model), resolve_folder(model.name, weights=False))
     return [inputs.tensor(EncoderInput(audio=clip.to_message())) for clip in clips]
 
 
-def _speech_encoder(located: Located) -> EncoderInfo:
-    model, _ = located
+def _speech_encoder(model: LoadedModel) -> EncoderInfo:
     if model.encoder is None or model.encoder.info.kind != SPEECH:
         raise EvaluationError(f"--audio is given, and {model.name} takes no speech: give --prompts-file")
     return model.encoder.info

@@ -69,8 +69,8 @@ def test_alpha_of_speech_is_what_services_accept(pairs: Callable[[str], Pair], c
         ModelSource(str(folder), dtype="float32", device="cpu")
         for folder in (pair.target, pair.target.parent / "draft")
     ]
-    target, draft = ((load_model(source), source) for source in sources)
-    runners = [build_runner(model, 1, 64) for model, _ in (target, draft)]
+    target, draft = (load_model(source) for source in sources)
+    runners = [build_runner(model, 1, 64) for model in (target, draft)]
     drafter = {"model": partial(by_model, runners[1], encoder_decoders.V, params, SparseConfig())}
     with Client(pair.draft.address) as client:
         info = client.get_model().target
