@@ -295,9 +295,6 @@ class FailoverStream:
             RequestError: the error itself, if every verifier would refuse the request, or too many were lost.
         """
         stream, kind = self._stream, kind_of(error)
-        target, needed = self._verifiers.replicas.target, self._sequence.request.message.weights_fingerprint
-        if kind is FailureKind.MISMATCHED and needed and target is not None and needed != target.weights_fingerprint:
-            kind = None
         if stream is None:
             raise error
         was_running = stream.is_running

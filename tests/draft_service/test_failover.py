@@ -236,13 +236,10 @@ async def test_without_verifiers_it_is_unavailable_after_the_shorter_of_deadline
 async def test_an_error_of_the_request_causes_no_failover(proxies: list[Proxy]) -> None:
     switches = Switches()
     async with matched(*proxies, switches=switches) as verifiers:
-        wrong, other = text(), text()
+        wrong = text()
         wrong.request.message.sampling.temperature = -1.0
-        other.request.message.weights_fingerprint = "f" * 64
         error, _ = await error_of(FailoverStream(verifiers, wrong, timeout=60.0).open())
         assert error.code is grpc.StatusCode.INVALID_ARGUMENT
-        error, _ = await error_of(FailoverStream(verifiers, other, timeout=60.0).open())
-        assert status_of(error) == (grpc.StatusCode.FAILED_PRECONDITION, "PAIR_MISMATCH")
         assert [replica.status for replica in verifiers.replicas.all()] == ["ready", "ready"]
     assert switches.reasons == []
 
