@@ -101,14 +101,7 @@ class FailoverBudget:
         """Returns a token that was not used: no verifier ran the sequence."""
         self._add(1.0)
 
-    def take_now(self) -> bool:
-        """Takes a token if there is one and no sequence waits for it."""
-        if self.tokens < 1.0 or self._turn.locked():
-            return False
-        self._add(-1.0)
-        return True
-
-    async def take(self, until: float) -> bool:
+    async def take(self, until: float = 0.0) -> bool:
         """Takes a token, or waits for one until `until`, by `time.monotonic()`. Returns whether it took one."""
         try:
             async with asyncio.timeout(max(0.0, until - time.monotonic())), self._turn:
@@ -356,7 +349,7 @@ class FailoverStream:
     async def _move(self, old: VerifyStream) -> None:
         """Moves from a draining verifier to another one, if there is one now. Otherwise the old one continues."""
         replica = self._verifiers.replicas.choose(self._avoided, proven=True)
-        if replica is None or not self._verifiers.budget.take_now():
+        if replica is None or not await self._verifiers.budget.take():
             return
         started = time.monotonic()
         new = self._begin_at(replica)

@@ -377,7 +377,7 @@ async def test_many_full_verifiers_end_an_opening_in_time(monkeypatch: pytest.Mo
     assert seconds <= waited < 10.0
 
 
-def test_failovers_are_bounded_by_burst_rounds_and_seconds(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_failovers_are_bounded_by_burst_rounds_and_seconds(monkeypatch: pytest.MonkeyPatch) -> None:
     """Random rounds, waits and failovers. The bound holds between any two moments."""
     chance, now, burst = random.Random(5), 0.0, 12
     monkeypatch.setattr(failover, "time", SimpleNamespace(monotonic=lambda: now))
@@ -390,7 +390,7 @@ def test_failovers_are_bounded_by_burst_rounds_and_seconds(monkeypatch: pytest.M
                 rounds += 1
                 budget.earn()
             case 1:
-                taken += budget.take_now()
+                taken += await budget.take()
             case _:
                 now += chance.expovariate(2.0)
         history.append((now, rounds, taken))
