@@ -185,7 +185,7 @@ def restless_gamma() -> None:
     """
     from draft_service import speculation, statistics
 
-    for name, value in {"OWN_GAIN": 1.0, "OWN_MARGIN": 1.0, "KNOWN_ROUNDS": 1}.items():
+    for name, value in {"OWN_GAIN": 1.0, "OWN_MARGIN": 1.0, "KNOWN_ROUNDS": 1, "FIRM_ROUNDS": 1}.items():
         setattr(speculation, name, value)
     for name, value in {
         "SAME": 0.0, "FIRM_ROUNDS": 1, "FIRST_PAUSE": 1, "LONGEST_PAUSE": 1,
