@@ -6,10 +6,9 @@ Needs the extra `audio`. The packages are imported when audio is read, and not b
 from __future__ import annotations
 
 import io
-import math
 import operator
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from importlib import import_module
 from pathlib import Path
@@ -95,7 +94,10 @@ def speech_encoder(model: model_pb2.ModelInfo) -> model_pb2.EncoderInfo:
 
 
 def read_samples(
-    audio: AudioSource, sample_rate: int | None, target_rate: int, most_seconds: float = math.inf
+    audio: AudioSource,
+    sample_rate: int | None,
+    target_rate: int,
+    check_seconds: Callable[[float], object] = lambda seconds: None,
 ) -> Samples:
     """Reads audio: one channel, at `target_rate`. It blocks: call it in a thread.
 
@@ -104,11 +106,12 @@ def read_samples(
             of 8 bits (without sign), 16 or 32.
         sample_rate: of an array. A file has its own.
         target_rate: samples a second, as the model takes them.
-        most_seconds: of audio; more are refused as soon as they are decoded, as a header need not say how many follow.
+        check_seconds: called with the seconds that are decoded so far, again and again: a header need not say how many
+            follow. What it raises ends the reading.
 
     Raises:
         ImportError: the extra `audio` is not installed.
-        InvalidRequest: the audio cannot be read, it is empty, or it is too long.
+        InvalidRequest: the audio cannot be read, or it is empty.
     """
     if isinstance(audio, Samples):
         return audio
@@ -120,7 +123,7 @@ def read_samples(
     else:
         blocks = _blocks_of_array(np, audio, sample_rate)
     samples = bytearray()  # hours of audio are in memory once: joining blocks would take twice the space
-    for block in _converted(np, blocks, target_rate, most_seconds):
+    for block in _converted(np, blocks, target_rate, check_seconds):
         samples += block.tobytes()
     if not samples:
         raise refused("audio", f"audio has no samples at {target_rate} a second; at least 1 is needed")
@@ -217,13 +220,14 @@ def _block_frames(rate: int, channels: int) -> int:
     return max(1, min(_BLOCK_SAMPLES // channels, _BLOCK_S * rate))
 
 
-def _converted(np: ModuleType, blocks: Iterator[_Block], target_rate: int, most_seconds: float) -> Iterator[Any]:
+def _converted(
+    np: ModuleType, blocks: Iterator[_Block], target_rate: int, check_seconds: Callable[[float], object]
+) -> Iterator[Any]:
     """The blocks as 16-bit integers of one channel, at the target's rate."""
     resampler, seconds = None, 0.0
     for rate, block in blocks:
         seconds += len(block) / rate
-        if seconds > most_seconds:
-            raise refused("audio", f"audio has more than {most_seconds:g} s; cut it")
+        check_seconds(seconds)
         largest = np.abs(block).max()
         if not largest <= _LARGEST:
             found = (

@@ -39,7 +39,7 @@ from outrider.http.requests import (
 )
 from outrider.http.security import DIRECT, LEFT, Guard, Requests
 from outrider.http.settings import ServerSettings
-from outrider.http.transcription import read_form, transcribe
+from outrider.http.transcription import AudioInMemory, read_form, transcribe
 from outrider.rpc.auth import ClientLimits, Tokens, count_sequences
 from outrider.rpc.errors import RequestError
 
@@ -75,6 +75,7 @@ class Front:
         self.routes = self._routes()
         self.metrics = FrontMetrics([route.path for route in self.routes], shows_vllm=settings.vllm_metrics)
         self._pair = Pair(client, self.metrics, name=settings.model, framing=settings.framing)
+        self._audio = AudioInMemory()
 
     def _routes(self) -> list[Route]:
         routes = [
@@ -196,7 +197,7 @@ class Front:
 
     async def transcriptions(self, request: Request) -> Response:
         form = await read_form(request)
-        work = transcribe(form, self._pair, self._settings.timeout, self._check_model)
+        work = transcribe(form, self._pair, self._settings.timeout, self._check_model, self._audio)
         return await _unless_gone(request.receive, work)
 
     async def playground(self, request: Request) -> Response:

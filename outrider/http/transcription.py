@@ -5,7 +5,9 @@ from __future__ import annotations
 import asyncio
 import json
 import math
-from collections.abc import Awaitable, Callable, Sequence
+import threading
+from collections.abc import Awaitable, Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import grpc
@@ -16,13 +18,15 @@ from starlette.responses import Response
 
 from outrider.client import AsyncTranscription, DeadlineExceeded, OutriderError, Segment
 from outrider.client.audio import read_samples
-from outrider.http.errors import ApiError, invalid, of_service, unsupported
+from outrider.http.errors import RETRY_AFTER_S, ApiError, invalid, of_service, unsupported
 from outrider.http.pair import Pair
 from outrider.http.security import AUDIO_BYTES
 from outrider.rpc.errors import UNSPECIFIED
 
 MOST_SECONDS = 7200
-"""Of audio: a small file of silence may hold days of it, and all samples are in memory."""
+"""Of the audio of a request: a small file of silence may hold days of it, and all samples are in memory."""
+MOST_AT_ONCE = 3 * MOST_SECONDS
+"""Of all audio in memory: 660 MiB."""
 
 _FORMATS = ("json", "text", "verbose_json", "srt", "vtt")
 _FIELDS = ("file", "model", "language", "prompt", "response_format", "temperature", "stream", "include")
@@ -31,8 +35,47 @@ _GRANULARITIES = ("timestamp_granularities[]", "timestamp_granularities")
 _NAMES = {"audio": "file", "transcription.language": "language", "transcription": "language"}
 
 
+class AudioInMemory:
+    """Bounds the seconds of audio of a request, and those of all requests together."""
+
+    def __init__(self) -> None:
+        self._seconds = 0.0
+        self._lock = threading.Lock()  # files are decoded in threads
+
+    @contextmanager
+    def request(self) -> Iterator[Callable[[float], None]]:
+        """Yields a function that takes the seconds of the request's audio so far. They count until the context ends."""
+        own, is_over = 0.0, False
+
+        def check(seconds: float) -> None:
+            nonlocal own
+            if seconds > MOST_SECONDS:
+                raise invalid("file", f"file has more than {MOST_SECONDS:g} s; cut it")
+            with self._lock:
+                if is_over:  # nobody waits for it
+                    raise TimeoutError
+                others = self._seconds - own
+                if others + seconds > MOST_AT_ONCE:
+                    text = (
+                        f"file has {seconds:.0f} s of audio or more, and other requests {others:.0f} s; this server "
+                        f"holds {MOST_AT_ONCE:g} s at once: try again later"
+                    )
+                    raise ApiError(429, text, code="rate_limit_exceeded", headers={"retry-after": str(RETRY_AFTER_S)})
+                self._seconds, own = others + seconds, seconds
+
+        try:
+            yield check
+        finally:
+            with self._lock:
+                self._seconds, is_over = self._seconds - own, True
+
+
 async def transcribe(
-    form: FormData, pair: Pair, timeout: float, check_model: Callable[[str | None], Awaitable[None]]
+    form: FormData,
+    pair: Pair,
+    timeout: float,
+    check_model: Callable[[str | None], Awaitable[None]],
+    audio: AudioInMemory,
 ) -> Response:
     """The answer to POST /v1/audio/transcriptions.
 
@@ -40,9 +83,10 @@ async def transcribe(
         pair: of speech models.
         timeout: in seconds, of all windows together.
         check_model: refuses a model that is not served.
+        audio: of all requests.
 
     Raises:
-        ApiError: a field is wrong, or the pair takes no speech.
+        ApiError: a field is wrong, the pair takes no speech, or too much audio is in memory.
     """
     text_fields = _fields(form)
     await check_model(text_fields.get("model"))
@@ -56,17 +100,18 @@ async def transcribe(
     has_times = kind in ("verbose_json", "srt", "vtt") and bool(encoder.first_timestamp_token_id)
     try:
         temperature = _temperature(text_fields.get("temperature") or "0")
-        async with asyncio.timeout(timeout):
-            samples = await asyncio.to_thread(read_samples, await file.read(), None, encoder.sample_rate, MOST_SECONDS)
-            await form.close()  # the samples may be in memory for minutes; the file need not be
-            transcription = pair.transcribe(
-                samples,
-                language=text_fields.get("language") or None,
-                timestamps=has_times,
-                timeout=timeout,
-                temperature=temperature,
-            )
-            await transcription.wait()
+        with audio.request() as check:
+            async with asyncio.timeout(timeout):
+                samples = await asyncio.to_thread(read_samples, await file.read(), None, encoder.sample_rate, check)
+                await form.close()  # the samples may be in memory for minutes; the file need not be
+                transcription = pair.transcribe(
+                    samples,
+                    language=text_fields.get("language") or None,
+                    timestamps=has_times,
+                    timeout=timeout,
+                    temperature=temperature,
+                )
+                await transcription.wait()
     except TimeoutError:
         text = f"the transcription did not end within {timeout:g} s"
         late = DeadlineExceeded(text, code=grpc.StatusCode.DEADLINE_EXCEEDED, reason=UNSPECIFIED)

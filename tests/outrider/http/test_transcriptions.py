@@ -2,9 +2,12 @@
 
 import asyncio
 import io
+import re
 import sys
 import tempfile
+import threading
 from collections.abc import AsyncGenerator, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -67,6 +70,45 @@ def test_a_file_need_not_say_how_long_it_is(speech: tuple[str, Client], monkeypa
     monkeypatch.setattr(transcription, "MOST_SECONDS", 1)
     error = plain.post(url + PATH, files={"file": flac}, timeout=60).json()["error"]
     assert (error["param"], error["message"]) == ("file", "file has more than 1 s; cut it")
+
+
+def test_audio_of_all_requests_together_is_bounded(speech: tuple[str, Client], monkeypatch: pytest.MonkeyPatch) -> None:
+    """A request that is refused or has ended takes no part of it."""
+    generate, began, goes_on = Pair.generate, threading.Event(), threading.Event()
+
+    async def held(pair: Pair, *arguments: Any, **options: Any) -> AsyncGenerator[Event, None]:
+        began.set()
+        await asyncio.to_thread(goes_on.wait, 60)
+        async for event in generate(pair, *arguments, **options):
+            yield event
+
+    def post() -> Any:
+        return plain.post(speech[0] + PATH, files={"file": CLIP.read_bytes()}, timeout=60)
+
+    monkeypatch.setattr(Pair, "generate", held)
+    monkeypatch.setattr(transcription, "MOST_AT_ONCE", 1.5 * soundfile.info(CLIP).duration)
+    with ThreadPoolExecutor() as pool:
+        first = pool.submit(post)
+        began.wait(60)
+        refused = post()
+        goes_on.set()
+    assert (refused.status_code, refused.headers["retry-after"]) == (429, "1")
+    error = refused.json()["error"]
+    assert error["code"] == "rate_limit_exceeded"
+    assert re.fullmatch(
+        r"file has \d s of audio or more, and other requests \d s; this server holds .*", error["message"]
+    )
+    assert [first.result().status_code, post().status_code] == [200, 200]
+
+
+def test_audio_is_not_read_on_after_its_request_has_ended() -> None:
+    """The thread that decodes it goes on when a client has gone."""
+    audio = transcription.AudioInMemory()
+    with audio.request() as check:
+        check(transcription.MOST_AT_ONCE / 4)
+    with pytest.raises(TimeoutError):
+        check(transcription.MOST_AT_ONCE / 3)
+    assert audio._seconds == 0
 
 
 @pytest.fixture(scope="module")
