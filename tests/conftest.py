@@ -4,11 +4,13 @@ import gc
 import os
 import sys
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 import structlog
 
 from outrider.cli.processes import Pair, ServiceProcess
+from tests import forked_worker
 from tests.cluster import Cluster, wait_healthy
 from tests.fork_server import start_fork_server
 from tests.triton_interpreter import patch_language_once
@@ -47,6 +49,14 @@ def pytest_configure(config: pytest.Config) -> None:
     """The workers of a run share a fork server."""
     if config.getoption("numprocesses", None) and not hasattr(config, "workerinput"):
         start_fork_server()
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_setupnodes(specs: list[Any]) -> None:
+    """Workers are forked too, where they can be."""
+    for spec in specs:
+        if spec.popen and not spec.python and forked_worker.is_possible():
+            spec.python = forked_worker.command()
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -3,7 +3,7 @@
 Each is a process of its own that runs the service's own `main`, with flags as on any command line. If it runs the demo
 pair, it finds the model loaded, unless it has a fault. Run as a program, this file is the fork server: it accepts
 connections at the socket whose descriptor is its argument, until its standard input ends. The workers of a run share
-one: imports are half a minute of processor time in a new environment.
+one, and are its children too: imports are half a minute of processor time in a new environment.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ ADDRESS = "TESTS_FORK_SERVER"
 
 Channel: TypeAlias = "Connection[Any, Any]"
 Request = tuple[str, list[str], dict[str, str], str | None, tuple[str, ...]]
-"""Service, arguments, environment, fault, and the files of its namespaces."""
+"""Service, arguments, environment, fault, and the files of its namespaces. Its three standard streams follow."""
 _loaded: dict[ModelSource, LoadedModel] = {}
 """Models of the fork server. A child's changes are its own."""
 
@@ -135,9 +135,11 @@ class ForkServer:
         """
         reading, writing = os.pipe()
         environment = {**os.environ, **service_environment(), **(env or {})}
+        shown = writing if output is None else output
         try:
-            request = service, [*arguments], environment, fault, (*namespaces,)
-            child: int = self._call(request, writing if output is None else output)
+            with open(os.devnull, "rb") as nothing:
+                request = service, [*arguments], environment, fault, (*namespaces,)
+                child: int = self._call(request, (nothing.fileno(), shown, shown))
         finally:
             os.close(writing)
         lines = open(reading, encoding="utf-8", errors="replace")  # noqa: SIM115  # its reader closes it
@@ -148,12 +150,12 @@ class ForkServer:
         code: int | None = self._call(child)
         return code
 
-    def _call(self, request: Request | int, output: int | None = None) -> Any:
+    def _call(self, request: Request | int, streams: Sequence[int] = ()) -> Any:
         try:
             with self._lock:
                 self._channel.send(request)
-                if output is not None:
-                    send_handle(self._channel, output, 0)  # only Windows needs the process
+                for descriptor in streams:
+                    send_handle(self._channel, descriptor, 0)  # only Windows needs the process
                 return self._channel.recv()
         except (EOFError, BrokenPipeError):
             raise RuntimeError("the fork server has ended; see its output") from None
@@ -208,6 +210,7 @@ def main() -> int:
             runner.forward([Chunk(slot, [1, 2, 3], 0, 0)])
             runner.pool.free(slot)
     del runner
+    torch.manual_seed(torch.initial_seed())  # as in a new process
     gc.freeze()  # a child that looked for garbage among these objects would copy their pages
     gc.enable()
     listener = socket.socket(fileno=int(sys.argv[1]))
@@ -255,13 +258,14 @@ def _answer(channel: Channel, children: set[int], inherited: Sequence[Channel | 
     if isinstance(request, int):
         channel.send(_poll(request, children))
         return
-    output = recv_handle(channel)
+    streams = [recv_handle(channel) for _ in range(3)]
     child = os.fork()
     if not child:
         for each in inherited:
             each.close()
-        _become(request, output)
-    os.close(output)
+        _become(request, streams)
+    for descriptor in streams:
+        os.close(descriptor)
     children.add(child)
     channel.send(child)
 
@@ -274,7 +278,7 @@ def _poll(child: int, children: set[int]) -> int | None:
     return os.waitstatus_to_exitcode(status)
 
 
-def _become(request: Request, output: int) -> NoReturn:
+def _become(request: Request, streams: Sequence[int]) -> NoReturn:
     from huggingface_hub import constants as hub
 
     from outrider.service.logs import flush_all
@@ -282,10 +286,9 @@ def _become(request: Request, output: int) -> NoReturn:
     service, arguments, environment, fault, namespaces = request
     # Into a session of its own, so that a terminal's Ctrl-C goes to the tests alone.
     os.setsid()
-    for descriptor in (1, 2):
-        os.dup2(output, descriptor)
-    os.close(output)
-    os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
+    for number, descriptor in enumerate(streams):
+        os.dup2(descriptor, number)
+        os.close(descriptor)
     os.environ.clear()
     os.environ.update(environment)
     # The package of the hub has read its variables when it was imported.
