@@ -2,6 +2,7 @@
 
 import gc
 import os
+import signal
 import sys
 from collections.abc import Iterator
 from typing import Any
@@ -17,6 +18,9 @@ from tests.triton_interpreter import patch_language_once
 
 # Collection makes no garbage to speak of, but so many objects that looking for some takes a fifth of its time.
 gc.disable()
+# A job in the background ignores interrupts, and so would the commands that tests start and interrupt.
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 # Services, commands and workers import the same modules in many processes: compile them once, also if the environment
 # forbids bytecode. pytest keeps rewritten tests by the same flag.
 sys.dont_write_bytecode = False
