@@ -1,6 +1,7 @@
 """The environment of all tests: one OpenMP thread, no network; and the pair of services that they share."""
 
 import gc
+import logging
 import os
 import signal
 import sys
@@ -71,6 +72,10 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 def pytest_collection_finish() -> None:
     """Collects garbage from now on, but looks for none among what was collected and imported."""
     patch_language_once()
+    # pytest adds handlers to each logger that does not propagate, and removes them, six times a test. Torch has fifty.
+    for logger in logging.getLogger().manager.loggerDict.values():
+        if isinstance(logger, logging.Logger) and logger.name.partition(".")[0] == "torch":
+            logger.propagate = True
     gc.freeze()
     gc.enable()
 
