@@ -29,11 +29,11 @@ SAMPLINGS: list[Options] = [
 
 @pytest.fixture(scope="module")
 def pair() -> Iterator[Pair]:
-    """One sequence and a small γ, because the profiling run is interpreted too."""
-    flags = "--max-sequences 1 --max-gamma 2 --attention eager"
+    """Little of everything: all of the KV cache is written once, and the profiling run is interpreted too."""
+    flags = "--max-sequences 1 --max-gamma 2 --attention eager --kv-cache-mb 16"
     with Cluster(fault="briskly_interpreted") as cluster:
         verifier = cluster.verifier(flags=f"{flags} --verify-path triton")
-        draft = cluster.draft(verifier, flags="--max-sequences 1 --max-gamma 2 --attention eager")
+        draft = cluster.draft(verifier, flags=flags)
         wait_healthy(verifier, draft)
         yield Pair(verifier, draft)
 
