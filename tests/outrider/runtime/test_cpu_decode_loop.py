@@ -2,6 +2,7 @@
 
 import random
 from collections.abc import Sequence
+from itertools import product
 from pathlib import Path
 
 import pytest
@@ -107,9 +108,14 @@ def assert_alike(mine: Sample, theirs: Sample, config: SparseConfig) -> None:
     assert all(ours.get(token, others.get(token)) <= least + 1 for token in extra)
 
 
-@pytest.mark.parametrize("config", [SparseConfig(), SparseConfig(keep_mass=0.9, max_support=40), SparseConfig(1.0, 7)])
+CONFIGS = [SparseConfig(), SparseConfig(keep_mass=0.9, max_support=40), SparseConfig(1.0, 7)]
+
+
 @pytest.mark.parametrize("by_noise", [False, True])
-@pytest.mark.parametrize("model_of", ["wide", "wide_floats", *SLOWER])
+@pytest.mark.parametrize(
+    ("model_of", "config"),
+    [*product(("wide", "wide_floats"), CONFIGS), *((library, CONFIGS[0]) for library in SLOWER)],
+)
 def test_the_loop_draws_the_tokens_of_single_steps(
     model_of: str,
     by_noise: bool,
