@@ -1,9 +1,9 @@
 """Real services at a tenth of the start-up time: forked from a process that has imported both of them.
 
-Each is a process of its own that runs the service's own `main`, with flags as on any command line. If it runs the demo
-pair, it finds the model loaded, unless it has a fault. Run as a program, this file is the fork server: it accepts
-connections at the socket whose descriptor is its argument, until its standard input ends. The workers of a run share
-one, and are its children too: imports are half a minute of processor time in a new environment.
+Each is a process of its own that runs the service's own `main`, with flags as on any command line. Run as a program,
+this file is the fork server: it accepts connections at the socket whose descriptor is its argument, until its standard
+input ends. The workers of a run share one, and are its children too: imports are half a minute of processor time in a
+new environment.
 """
 
 from __future__ import annotations
@@ -25,14 +25,11 @@ import traceback
 from collections.abc import Callable, Collection, Mapping, Sequence
 from multiprocessing.connection import Client, Connection, wait
 from multiprocessing.reduction import recv_handle, send_handle
-from typing import IO, TYPE_CHECKING, Any, NoReturn, Self, TypeAlias, cast
+from typing import IO, Any, NoReturn, Self, TypeAlias, cast
 
 from outrider.cli.processes import ServiceProcess, keep_on, service_environment
 from tests.project.tree import ROOT
 from tests.triton_interpreter import patch_language_once
-
-if TYPE_CHECKING:
-    from outrider.runtime.loader import LoadedModel, ModelSource
 
 SERVICES = ("verifier_service", "draft_service")
 GRACE_S = 5.0
@@ -44,8 +41,6 @@ ADDRESS = "TESTS_FORK_SERVER"
 Channel: TypeAlias = "Connection[Any, Any]"
 Request = tuple[str, list[str], dict[str, str], str | None, tuple[str, ...]]
 """Service, arguments, environment, fault, and the files of its namespaces. Its three standard streams follow."""
-_loaded: dict[ModelSource, LoadedModel] = {}
-"""Models of the fork server. A child's changes are its own."""
 
 
 class ForkedService(ServiceProcess):
@@ -196,20 +191,21 @@ def main() -> int:
     gc.disable()  # as the services do while they import
     import torch
 
+    from outrider.runtime.loader import ModelSource, load_model
     from outrider.runtime.model_runner import Chunk, ModelRunner
 
     for service in SERVICES:
         importlib.import_module(f"{service}.__main__")
     patch_language_once()
-    _load_demo()
-    # The first passes of a process compile.
-    runner = ModelRunner.build(next(iter(_loaded.values())), 1, 64)
+    # The first model of a process takes half of the time that a child needs to start; its first passes compile.
+    loaded = load_model(ModelSource(str(ROOT / "models" / "demo" / "draft"), dtype="float32", device="cpu"))
+    runner = ModelRunner.build(loaded, 1, 64)
     with torch.inference_mode():
         for _ in range(3):
             slot = runner.pool.allocate()
             runner.forward([Chunk(slot, [1, 2, 3], 0, 0)])
             runner.pool.free(slot)
-    del runner
+    del loaded, runner
     torch.manual_seed(torch.initial_seed())  # as in a new process
     gc.freeze()  # a child that looked for garbage among these objects would copy their pages
     gc.enable()
@@ -228,28 +224,6 @@ def main() -> int:
                     _stop(children.pop(channel))
     _stop(set().union(*children.values()))
     return 0
-
-
-def _load_demo() -> None:
-    """Load the demo pair as services load it: two thirds of the time that a verifier needs to start."""
-    from outrider.runtime.fused_decoder import fuse_model
-    from outrider.runtime.loader import ModelSource, load_model
-
-    for name in ("draft", "target"):
-        source = ModelSource(str(ROOT / "models" / "demo" / name), dtype="float32", device="cpu")
-        _loaded[source] = load_model(source)
-        fuse_model(_loaded[source])
-
-
-def _give_loaded() -> None:
-    """Let the service in this process take models that the fork server has loaded."""
-    loading: Any = importlib.import_module("outrider.service.loading")
-
-    def load_model(source: ModelSource, before: Callable[[dict[str, str]], object] | None = None) -> LoadedModel:
-        known = _loaded.get(source) if before is None else None  # which is for ranks
-        return from_files(source, before) if known is None else known
-
-    from_files, loading.load_model = loading.load_model, load_model
 
 
 def _answer(channel: Channel, children: set[int], inherited: Sequence[Channel | socket.socket]) -> None:
@@ -304,8 +278,6 @@ def _become(request: Request, streams: Sequence[int]) -> NoReturn:
                     raise OSError(ctypes.get_errno(), f"cannot enter the namespace {name}")
         if fault is not None:
             importlib.import_module("tests.exactness.mutants.faults").FAULTS[fault]()
-        elif not any("attention" in each.lower() for each in (*arguments, *environment)):  # fused for another KV cache
-            _give_loaded()
         program = f"{service}.__main__" if service in SERVICES else service
         code = importlib.import_module(program).main()
     except SystemExit as stop:
