@@ -62,7 +62,7 @@ class Pair:
             options: of the client.
         """
         generated = self.client.generate(prompt, timeout=timeout, **{**options, **self.framing})
-        is_joined = "joined_responses" in options
+        is_joined = bool(options.get("joined_responses"))
         with self._metrics.text(began, is_repeat=is_repeat, is_joined=is_joined) as watch:
             async with aclosing(generated) as events:
                 async for event in events:

@@ -52,7 +52,7 @@ class AudioInMemory:
             if seconds > MOST_SECONDS:
                 raise invalid("file", f"file has more than {MOST_SECONDS:g} s; cut it")
             with self._lock:
-                if is_over:  # nobody waits for it
+                if is_over:  # the thread that decodes the file outlives its request
                     raise TimeoutError
                 others = self._seconds - own
                 if others + seconds > MOST_AT_ONCE:
