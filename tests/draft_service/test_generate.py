@@ -47,10 +47,11 @@ def test_a_text_without_drafts_begins_in_the_step_of_its_prompt(draft: grpc.Chan
         return target_process.count("outrider_step_forward_seconds_count")
 
     before = steps()
-    for first in (40, 41, 42):
+    for first in range(40, 48):
         write(draft, [first, *IDS], gamma=0, max_new_tokens=1)
-    wait_until(lambda: steps() - before >= 3)  # the last is counted when the verifier has nothing else to do
-    assert steps() - before == 3
+    # The verifier counts a step at the next one, or when idle: `before` may lack the last step of an earlier test.
+    wait_until(lambda: steps() - before >= 8)
+    assert steps() - before <= 9
 
 
 def test_started_repeats_the_effective_request(draft: grpc.Channel) -> None:
