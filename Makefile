@@ -133,20 +133,28 @@ $(BIN)/python:
 	@$(PYTHON) -m venv $(VENV)
 	@$(PIP_INSTALL) --constraint constraints.txt --upgrade pip  # that of Python 3.11 takes twice as long to resolve
 
+# pip compiles our C code while another one installs the packages of the extras, $(1).
+define INSTALL
+@$(PIP_INSTALL) --constraint constraints.txt --no-deps --editable . & \
+	$(BIN)/python deploy/requirements.py $(1) > $(VENV)/requirements.txt \
+	&& $(PIP_INSTALL) --constraint constraints.txt --requirement $(VENV)/requirements.txt; \
+	packages=$$?; wait $$! && exit $$packages
+endef
+
 # Each set includes the one before, so installing one also renews the stamps of those.
 $(SERVICE): $(MANIFEST) | $(BIN)/python
 	@echo "Installing Outrider and the dependencies of its services into $(VENV)"
-	@$(PIP_INSTALL) --constraint constraints.txt --editable '.[service]'
+	$(call INSTALL,service)
 	@touch $@
 
 $(BENCH): $(MANIFEST) | $(BIN)/python
 	@echo "Installing Outrider and the dependencies of its services and benchmarks into $(VENV)"
-	@$(PIP_INSTALL) --constraint constraints.txt --editable '.[service,bench]'
+	$(call INSTALL,service bench)
 	@touch $(SERVICE) $@
 
 $(DEV): $(MANIFEST) | $(BIN)/python
 	@echo "Installing Outrider and the dependencies of its services, benchmarks, tests and documentation into $(VENV)"
-	@$(PIP_INSTALL) --constraint constraints.txt --editable '.[service,bench,dev,docs]'
+	$(call INSTALL,service bench dev docs)
 	@touch $(SERVICE) $(BENCH) $@
 
 $(LLAMA): $(MANIFEST) $(DEV)
