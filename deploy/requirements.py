@@ -1,7 +1,7 @@
 """Prints the requirements of the project with the named extras, one a line.
 
-pip installs them after it has built the project itself. An image wants them in a layer of their own, and `make` installs
-them while the C code compiles.
+pip installs them after it has built the project itself. An image wants them in a layer of their own, and `make`
+installs them while the C code compiles.
 """
 
 import sys
