@@ -17,7 +17,7 @@ from transformers import AttentionInterface, AttentionMaskInterface
 from outrider.runtime.batch import PackedBatch, PagedBatch
 from outrider.runtime.encoder_decoder import EncoderDecoder, EncoderPass, bias_of, is_cross
 from outrider.runtime.errors import CheckpointError, UnsupportedModel
-from outrider.runtime.sdpa import Scoring, attend_all, attend_groups, attend_scores, keys_and_values
+from outrider.runtime.sdpa import Scoring, attend_all, attend_causal, attend_scores, keys_and_values
 
 NAME = "outrider_packed"
 """The name of our attention in a model's configuration (`attn_implementation`)."""
@@ -98,10 +98,9 @@ def _packed(query: Tensor, key: Tensor, value: Tensor, batch: PackedBatch, layer
     memory.index_copy_(2, batch.slot_mapping, torch.stack((key, value)).to(memory.dtype))
     rows, size = query.transpose(0, 1).to(memory.dtype), batch.block_tokens
     if scoring.is_plain:
-        groups, order = batch.groups_for(query.shape[0] // key.shape[0], scoring.window)
-        held = batch.held_for(groups)
-        return attend_groups(rows, memory, groups, held, layer, order, size, scoring.scaling, scoring.window)
-    keys, values = keys_and_values(memory, batch.alone, size)
+        masks = batch.causal_masks(query.shape[0] // key.shape[0], scoring.window)
+        return attend_causal(rows, memory, batch.counts, batch.locations, masks, size, scoring.scaling, scoring.window)
+    keys, values = keys_and_values(memory, batch.locations, size)
     if scoring.bias is not None:
         return attend_all(rows, batch.counts, keys, values, batch.biased_masks(scoring.bias), scoring.scaling)
     return attend_scores(rows, batch.starts, batch.counts, keys, values, scoring)

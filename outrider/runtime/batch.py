@@ -1,13 +1,12 @@
 """The batch of one forward pass: the next tokens of each sequence, and the locations of their keys and values.
 
-A `PackedBatch` is for attention on a CPU: by sequence, or by groups of them. A `PagedBatch` uses block tables, on its
-device; a `HostBatch` is the same in numpy arrays, or as bytes between tensor-parallel ranks.
+A `PackedBatch` is for attention on a CPU, sequence by sequence. A `PagedBatch` uses block tables, on its device; a
+`HostBatch` is the same in numpy arrays, or as bytes between tensor-parallel ranks.
 """
 
 import operator
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
-from itertools import accumulate
 from typing import Protocol
 
 import numpy as np
@@ -18,7 +17,7 @@ from kernels.attention_work import ITEM, work_list
 from kernels.packed_arrays import Field, PackedArrays
 from outrider.runtime.block_pool import PagedMemory
 from outrider.runtime.kv_cache import KVPool
-from outrider.runtime.sdpa import GROUP_ROWS, CausalMasks, Group, Scoring, biased_mask, held_in_place
+from outrider.runtime.sdpa import CausalMasks, Location, Scoring, biased_mask
 
 
 @dataclass(slots=True)
@@ -36,10 +35,6 @@ class Chunk:
     tokens: Sequence[int]
     start: int
     logits_from: int
-
-
-GATHERED_BLOCKS = 16
-"""The most blocks of a sequence whose keys and values are copied to attend in a group."""
 
 
 @dataclass(slots=True)
@@ -60,12 +55,10 @@ class PackedBatch:
     slots: list[int]
     masks: CausalMasks
     pool: KVPool
-    _groups: dict[tuple[int, int], tuple[list[Group], Tensor]] = field(default_factory=dict)
-    _held: dict[int, list[list[Tensor]]] = field(default_factory=dict)
+    _masks: dict[tuple[int, int], list[Tensor]] = field(default_factory=dict)
     _biased: dict[int, list[Tensor]] = field(default_factory=dict)
-    _tables: list[tuple[list[int], bool]] = field(default_factory=list)
-    _alone: list[Group] = field(default_factory=list)
-    _encoded: list[Group] = field(default_factory=list)
+    _locations: list[Location] = field(default_factory=list)
+    _encoded: list[Location] = field(default_factory=list)
     _slot_mapping: Tensor | None = None
 
     def memory(self, layer: int) -> Tensor:
@@ -77,6 +70,20 @@ class PackedBatch:
         """The batch of the next row of each of these chunks; their slots have blocks for it."""
         starts, slots = [self.starts[i] + self.counts[i] for i in chunks], [self.slots[i] for i in chunks]
         return PackedBatch(starts, [1] * len(chunks), len(chunks), slots, self.masks, self.pool)
+
+    def causal_masks(self, group: int, window: int) -> list[Tensor]:
+        """The mask of each chunk, for `sdpa.attend_causal`, computed once per batch.
+
+        Args:
+            group: query heads of each KV head.
+            window: how many positions a row sees, its own included; 0 is all.
+        """
+        found = self._masks.get((group, window))
+        if found is None:
+            ends = map(operator.add, self.starts, self.counts)
+            found = [self.masks.for_rows(*span, group, window) for span in zip(self.counts, ends, strict=True)]
+            self._masks[group, window] = found
+        return found
 
     def biased_masks(self, bias: Tensor) -> list[Tensor]:
         """The mask of each chunk with a bias by distance (`sdpa.biased_mask`), computed once per batch."""
@@ -91,90 +98,28 @@ class PackedBatch:
         return self.pool.block_tokens
 
     @property
-    def tables(self) -> list[tuple[list[int], bool]]:
-        """The blocks of each chunk's sequence, and whether they are consecutive."""
-        if not self._tables:
+    def locations(self) -> list[Location]:
+        """Of each chunk's keys and values."""
+        if not self._locations:
             ends = map(operator.add, self.starts, self.counts)
-            self._tables = [self.pool.blocks_to(slot, end) for slot, end in zip(self.slots, ends, strict=True)]
-        return self._tables
-
-    def groups_for(self, group: int, window: int) -> tuple[list[Group], Tensor]:
-        """The chunks as groups, and the order of their rows, for `sdpa.attend_groups`.
-
-        Args:
-            group: query heads of each KV head.
-            window: how many positions a row sees, its own included; 0 is all.
-        """
-        if (group, window) not in self._groups:
-            self._groups[group, window] = self._make_groups(group, window)
-        return self._groups[group, window]
-
-    def held_for(self, groups: list[Group]) -> list[list[Tensor]]:
-        """`sdpa.held_in_place` of the result of `groups_for`; empty if layers have several shapes."""
-        if id(groups) not in self._held:
-            assert self.pool.by_head is not None
-            store, *others = self.pool.by_head.stores
-            self._held[id(groups)] = [[] if others else held_in_place(store, each) for each in groups]
-        return self._held[id(groups)]
-
-    def _make_groups(self, group: int, window: int) -> tuple[list[Group], Tensor]:
-        if len(self.slots) == 1:
-            return [self._group([0], [0], group, window)], self.masks.no_rows
-        members: dict[tuple[int, int], list[int]] = {}
-        for i, (count, (blocks, _)) in enumerate(zip(self.counts, self.tables, strict=True)):
-            gathers = len(blocks) <= GATHERED_BLOCKS and self._pads(count, len(blocks), window)
-            members.setdefault((count, len(blocks)) if gathers else (0, i), []).append(i)
-        firsts = list(accumulate(self.counts, initial=0))
-        groups = [self._group(chunks, firsts, group, window) for chunks in members.values()]
-        placed = [i for chunks in members.values() for i in chunks]
-        if placed == list(range(len(placed))):
-            return groups, self.masks.no_rows
-        rows = [row for i in placed for row in range(firsts[i], firsts[i + 1])]
-        return groups, torch.from_numpy(np.argsort(rows)).to(self.masks.no_rows.device)
-
-    def _pads(self, count: int, blocks: int, window: int) -> bool:
-        """Whether a chunk attends to all positions of its blocks, with a mask."""
-        return count <= GROUP_ROWS and not 0 < window < blocks * self.block_tokens
-
-    def _group(self, chunks: list[int], firsts: list[int], group: int, window: int) -> Group:
-        one, masks, none, size = chunks[0], self.masks, self.masks.no_rows, self.block_tokens
-        count, (blocks, is_contiguous) = self.counts[one], self.tables[one]
-        if self._pads(count, len(blocks), window):
-            end = len(blocks) * size
-            mask = masks.padded([self.starts[i] for i in chunks], count, end, group)
-        else:
-            end = self.starts[one] + count
-            mask = masks.for_rows(count, end, group, window)
-        rows, table = none, none
-        if chunks[-1] - one + 1 > len(chunks):
-            indices = [row for i in chunks for row in range(firsts[i], firsts[i] + count)]
-            rows = torch.tensor(indices, device=none.device)
-        if len(chunks) > 1 or not is_contiguous:
-            table = torch.tensor([block for i in chunks for block in self.tables[i][0]], device=none.device)
-        return Group(firsts[one], rows, count, len(chunks), blocks[0] * size, table, end, mask)
+            self._locations = [self._locate(*each) for each in zip(self.slots, ends, strict=True)]
+        return self._locations
 
     @property
-    def alone(self) -> list[Group]:
-        """The positions of each chunk, for `sdpa.keys_and_values`."""
-        if not self._alone:
-            ends = map(operator.add, self.starts, self.counts)
-            self._alone = [self._one(*table, end) for table, end in zip(self.tables, ends, strict=True)]
-        return self._alone
-
-    @property
-    def encoded(self) -> list[Group]:
-        """The positions of each chunk's encoder slot, for `sdpa.keys_and_values`."""
+    def encoded(self) -> list[Location]:
+        """Of the keys and values of each chunk's encoder."""
         for slot in self.slots[len(self._encoded) :]:
             encoder = self.pool.encoder_slot(slot)
             assert encoder is not None
-            length = self.pool.length(encoder)
-            self._encoded.append(self._one(*self.pool.blocks_to(encoder, length), length))
+            self._encoded.append(self._locate(encoder, self.pool.length(encoder)))
         return self._encoded
 
-    def _one(self, blocks: list[int], is_contiguous: bool, end: int) -> Group:
+    def _locate(self, slot: int, end: int) -> Location:
+        blocks, is_contiguous = self.pool.blocks_to(slot, end)
         none = self.masks.no_rows
-        table = none if is_contiguous else torch.tensor(blocks, device=none.device)
-        return Group(0, none, 0, 1, blocks[0] * self.block_tokens, table, end, none)
+        if is_contiguous:
+            return Location(blocks[0] * self.block_tokens, none, end)
+        return Location(0, torch.tensor(blocks, device=none.device), end)
 
     @property
     def slot_mapping(self) -> Tensor:

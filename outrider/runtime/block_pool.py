@@ -260,11 +260,6 @@ class MemoryByHead:
                 store.narrow(3, target[at] * size, count).copy_(store.narrow(3, source[at] * size, count))
             at = end
 
-    def clear(self, block: int) -> None:
-        """Sets a block to zeros. Attention multiplies masked values by 0, and 0 times NaN is NaN."""
-        for store in self.stores:
-            store.narrow(3, block * self._shape.block_tokens, self._shape.block_tokens).zero_()
-
 
 class PagedMemory:
     """Memory for block tables: block after block, each with all heads of its positions.

@@ -245,11 +245,13 @@ class FusedDecoder:
             ends = list(map(operator.add, batch.starts, batch.counts))
             return self.cpu_decoder.run(self.rows_in_c(token_ids, batch, ends), wanted)
         memory, size = batch.pool.by_head.stores[0], batch.pool.block_tokens  # all layers have one shape
-        groups, orders = zip(*(batch.groups_for(self._group, window) for window in self._layers.windows), strict=True)
+        masks = [batch.causal_masks(self._group, window) for window in self._layers.windows]
         last, chosen = (batch.rows, rows) if rows is None or isinstance(rows, Tensor) else (rows, None)
         rotations = self._rotations_to(max(map(operator.add, batch.starts, batch.counts)))
         positions, slots = batch.position_ids(self._device), batch.slot_mapping
-        return self._run(token_ids, rotations, positions, slots, memory, size, list(groups), list(orders), last, chosen)
+        return self._run(
+            token_ids, rotations, positions, slots, memory, size, batch.counts, batch.locations, masks, last, chosen
+        )
 
     def rows_in_c(self, token_ids: Tensor, batch: PackedBatch, ends: Sequence[int]) -> cpu.Rows:
         """The rows of a batch for the decoder in C, with the blocks of each sequence up to its end."""

@@ -35,7 +35,7 @@ from outrider.runtime.fused_layers import (
     pack,
     rms_norm,
 )
-from outrider.runtime.sdpa import Group, attend_all, attend_groups, held_in_place, keys_and_values
+from outrider.runtime.sdpa import Location, attend_all, attend_causal, keys_and_values
 
 _LIKE_BART = (BartForConditionalGeneration, MarianMTModel, WhisperForConditionalGeneration)
 _ACTIVATIONS = {"relu": 0, "gelu": 1, "gelu_new": 2, "gelu_pytorch_tanh": 2, "silu": 3, "swish": 3}
@@ -132,10 +132,9 @@ class CrossLayers(nn.Module):
         memory: Tensor,
         block_tokens: int,
         counts: list[int],
-        groups: list[Group],
-        order: Tensor,
+        locations: list[Location],
         masks: list[Tensor],
-        encoded: list[Group],
+        encoded: list[Location],
         last: int,
         rows: Tensor | None,
     ) -> Tensor:
@@ -147,10 +146,9 @@ class CrossLayers(nn.Module):
             slots: `[T]`: the position in memory of each row.
             memory: keys and values of all blocks, `[layers, 2, H, positions, head_dim]`.
             counts: the number of rows of each chunk.
-            groups: the chunks (`sdpa.attend_groups`); each alone if scores are biased.
-            order: of their rows.
-            masks: of each chunk, if scores are biased: `sdpa.biased_mask`.
-            encoded: each chunk's encoder slot (`sdpa.keys_and_values`).
+            locations: of each chunk.
+            masks: of each chunk (`sdpa.attend_causal`); if scores are biased, `sdpa.biased_mask`.
+            encoded: the location of each chunk's encoder output.
             last: how many rows at the end need logits, if `rows` is None.
 
         Returns:
@@ -168,7 +166,6 @@ class CrossLayers(nn.Module):
             x = self.normed(x, first_norm)
         T, heads, head_dim = x.size(0), self.heads, memory.size(4)
         width = 3 * heads * head_dim
-        held = [held_in_place(memory, group) for group in groups]
         none: list[Tensor] = []
         for i, layer in enumerate(memory.unbind(0)):
             qkv = self.product(self.before(3 * i, x), self.qkv[i]).to(memory.dtype)
@@ -176,10 +173,10 @@ class CrossLayers(nn.Module):
             layer.index_copy_(2, slots, kv)
             query = qkv.as_strided([T, heads, head_dim], [width, head_dim, 1])
             if self.biased:
-                keys, values = keys_and_values(layer, groups, block_tokens)
+                keys, values = keys_and_values(layer, locations, block_tokens)
                 attended = attend_all(query, counts, keys, values, masks, self.scaling)
             else:
-                attended = attend_groups(query, layer, groups, held, i, order, block_tokens, self.scaling, 0)
+                attended = attend_causal(query, layer, counts, locations, masks, block_tokens, self.scaling, 0)
             attended = attended.to(x.dtype).reshape(T, 1, heads * head_dim)
             x = self.after(3 * i, self.added(x, attended, self.output[i]))
 
@@ -263,15 +260,11 @@ class FusedCrossDecoder:
         assert isinstance(batch, PackedBatch)
         assert batch.pool.by_head is not None
         memory, none = batch.pool.by_head.stores[0], batch.masks.no_rows  # all layers have one shape
-        masks: list[Tensor] = []
-        if self._bias is None:
-            groups, order = batch.groups_for(1, 0)
-        else:
-            groups, order, masks = batch.alone, none, batch.biased_masks(self._bias)
+        masks = batch.causal_masks(1, 0) if self._bias is None else batch.biased_masks(self._bias)
         last, chosen = (batch.rows, rows) if rows is None or isinstance(rows, Tensor) else (rows, None)
         positions = none if self._layers.positions is None else batch.position_ids(self._device)
         return self._run(
-            token_ids, positions, batch.slot_mapping, memory, batch.block_tokens, batch.counts, groups, order, masks,
+            token_ids, positions, batch.slot_mapping, memory, batch.block_tokens, batch.counts, batch.locations, masks,
             batch.encoded, last, chosen,
         )  # fmt: skip
 

@@ -15,7 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from outrider.runtime.sdpa import Group, attend_groups, held_in_place
+from outrider.runtime.sdpa import Location, attend_causal
 
 
 @dataclass(frozen=True, slots=True)
@@ -124,8 +124,9 @@ class FusedLayers(nn.Module):
         slots: Tensor,
         memory: Tensor,
         block_tokens: int,
-        groups: list[list[Group]],
-        orders: list[Tensor],
+        counts: list[int],
+        locations: list[Location],
+        masks: list[list[Tensor]],
         last: int,
         rows: Tensor | None,
     ) -> Tensor:
@@ -137,8 +138,9 @@ class FusedLayers(nn.Module):
             positions: `[T]`, of each row in its sequence.
             slots: `[T]`: the position in memory of each row.
             memory: keys and values of all blocks, `[layers, 2, kv_heads, positions, head_dim]`.
-            groups: per window in `windows`, the chunks (`sdpa.attend_groups`).
-            orders: per window, the order of their rows.
+            counts: rows of each chunk.
+            locations: of each chunk.
+            masks: per window in `windows`, the mask of each chunk (`sdpa.attend_causal`).
             last: how many rows at the end need logits, if `rows` is None.
 
         Returns:
@@ -148,7 +150,6 @@ class FusedLayers(nn.Module):
         T, heads, kv_heads, head_dim = x.size(0), self.heads, self.kv_heads, self.head_dim
         width = (heads + 2 * kv_heads) * head_dim
         rotation = rotations.index_select(0, positions)
-        held = [[held_in_place(memory, group) for group in own] for own in groups]
         for i, layer in enumerate(memory.unbind(0)):
             normed = rms_norm(x.unsqueeze(1), self.attention_norm[i], self.signs, self.eps, self.small).squeeze(1)
             qkv = linear(normed, self.qkv[i], self.qkv_bias[i], self.packed)
@@ -157,9 +158,8 @@ class FusedLayers(nn.Module):
             layer.index_copy_(2, slots, kv)
             query = qkv.as_strided([T, heads, head_dim], [width, head_dim, 1])
             kind = self.mask_kind[i]
-            scaling, window = self.scaling[i], self.windows[kind]
-            attended = attend_groups(
-                query, layer, groups[kind], held[kind], i, orders[kind], block_tokens, scaling, window
+            attended = attend_causal(
+                query, layer, counts, locations, masks[kind], block_tokens, self.scaling[i], self.windows[kind]
             )
             x = self.after_attention(i, x, attended)
         if rows is not None:

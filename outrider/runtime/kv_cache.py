@@ -71,7 +71,6 @@ class KVPool:
     Attributes:
         paged: the memory of a paged pool, or None.
         by_head: the memory of a pool that is not paged, or None.
-        clears_blocks: whether a block that a sequence takes is set to zeros, if the pool is not paged.
         keeps_blocks: whether a free block keeps its content until it is taken again, which the prefix cache needs.
     """
 
@@ -104,7 +103,6 @@ class KVPool:
         )
         self.paged: PagedMemory | None = None
         self.by_head: MemoryByHead | None = None
-        self.clears_blocks = True
         self._memory = self._reserve_memory(shape, paged=paged)
         self.blocks = BlockPool(blocks)
         self._slots: dict[int, _Slot] = {}
@@ -341,10 +339,7 @@ class KVPool:
 
     def _take(self, held: _Slot, index: int) -> int:
         """Takes a block for an index of the block table: the reserved one if it is free."""
-        block = self.blocks.take(held.reserved[index] if index < len(held.reserved) else None)
-        if self.by_head is not None and self.clears_blocks:
-            self.by_head.clear(block)
-        return block
+        return self.blocks.take(held.reserved[index] if index < len(held.reserved) else None)
 
     def _reserve(self, held: _Slot, count: int) -> bool:
         start = self.blocks.reserve(count)

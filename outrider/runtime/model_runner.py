@@ -104,10 +104,8 @@ class ModelRunner:
         self.program: Program = loaded.encoder or TransformersProgram(loaded.model)
         if fuse:
             self.program = fuse_model(loaded, paged=pool.paged is not None)
-        if self._cpu_decoder is not None:
-            if pool.block_tokens % KEYS_TOGETHER:
-                raise ValueError(f"block_tokens is {pool.block_tokens}; it must be a multiple of {KEYS_TOGETHER}")
-            pool.clears_blocks = False  # it reads no position before it is written
+        if self._cpu_decoder is not None and pool.block_tokens % KEYS_TOGETHER:
+            raise ValueError(f"block_tokens is {pool.block_tokens}; it must be a multiple of {KEYS_TOGETHER}")
         self.masks = CausalMasks(pool.max_length, pool.dtype, pool.device)
         if attention.is_paged != (pool.paged is not None):
             raise ValueError(f"the attention is {attention.name}, but the pool is {'' if pool.paged else 'not '}paged")

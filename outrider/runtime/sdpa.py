@@ -1,7 +1,6 @@
 """Attention of packed sequences: by torch's SDPA, and with explicit scores.
 
-TorchScript compiles `attend_groups` and `attend_all` (`outrider.runtime.fused_layers`), so they use only its features.
-`attend_groups` attends to many sequences in one call.
+TorchScript compiles `attend_causal` and `attend_all` (`outrider.runtime.fused_layers`), so they use only its features.
 `attend_scores` is the reference. It also runs layers that SDPA does not support: with soft-capping (Gemma 2), which
 bounds each score s to c · tanh(s / c) before the softmax, and with sinks (GPT-OSS), one learned score per head that
 takes part in the softmax and has no value.
@@ -17,9 +16,6 @@ from torch import Tensor
 
 BLOCK = 256
 """The most rows of scores in one call; longer chunks are cut into blocks of rows."""
-
-GROUP_ROWS = 16
-"""The most rows of a chunk that attends in a group; longer ones attend alone."""
 
 _MASK_CACHE_ELEMENTS = 16 << 20
 _NEVER = float("-inf")
@@ -42,7 +38,6 @@ class CausalMasks:
         self._device = device
         self._masks: dict[tuple[int, int, int], Tensor] = {}
         self._elements = 0
-        self._padded: dict[int, tuple[Tensor, int]] = {}
         self.none = torch.empty(0, 0, dtype=dtype, device=device)
         self.no_rows = torch.empty(0, dtype=torch.int64, device=device)
 
@@ -70,35 +65,6 @@ class CausalMasks:
             self._keep(key, mask)
         return mask
 
-    def padded(self, starts: Sequence[int], count: int, length: int, group: int) -> Tensor:
-        """Return the masks of rows over `length` positions, later ones than theirs included.
-
-        Args:
-            starts: the position of the first row, of each of S chunks.
-            count: n, the rows of a chunk, at most `GROUP_ROWS`.
-            length: positions, at least `count` after each of `starts`.
-            group: how many times each row is repeated.
-
-        Returns:
-            `[S, 1, n · group, length]`; `[S, 1, 1, length]` for one row.
-        """
-        mask, width = self._padded.get(group, (self.none, 0))
-        most, later = max(starts), length - min(starts)
-        if most >= width or width + later - 1 > mask.shape[1]:
-            width, later = max(256, 1 << most.bit_length()), max(64, 1 << later.bit_length())
-            row = torch.arange(width - 1, width - 1 + GROUP_ROWS, device=self._device).unsqueeze(1)
-            unseen = torch.arange(width + later, device=self._device) > row
-            mask = torch.zeros(unseen.shape, dtype=self._dtype, device=self._device).masked_fill_(unseen, _NEVER)
-            mask = mask.repeat_interleave(group, 0)
-            self._padded[group] = mask, width
-        rows, stride = 1 if count == 1 else count * group, mask.shape[1]
-        if len(starts) == 1:  # row 0 sees the columns before `width`
-            one = mask.as_strided((1, 1, rows, length), (0, 0, stride, 1), width - 1 - most)
-            return one.contiguous() if one.is_cuda else one  # as in `_attend_block`
-        firsts = torch.tensor([width - 1 - start for start in starts], device=self._device)
-        windows = mask.narrow(0, 0, rows).unfold(1, length, 1)
-        return windows.index_select(1, firsts).transpose(0, 1).unsqueeze(1).contiguous()
-
     def _keep(self, key: tuple[int, int, int], mask: Tensor) -> None:
         if mask.numel() > _MASK_CACHE_ELEMENTS:
             return
@@ -115,40 +81,26 @@ class CausalMasks:
         return mask.repeat_interleave(group, 0)
 
 
-class Group(NamedTuple):
-    """Chunks of a batch whose attention is one call. All have as many rows and as many blocks; or there is one chunk.
-
-    So the result of a chunk does not depend on the others: it has the same shapes and the same mask in each batch.
+class Location(NamedTuple):
+    """Where the keys and values that a chunk attends to are in memory.
 
     Attributes:
-        first: the first row, if the rows are consecutive.
-        rows: their indices, int64 `[S · n]`, chunk after chunk; empty if they are consecutive.
-        width: n, the rows of a chunk.
-        chunks: S.
-        start: the first position in memory, if `blocks` is empty.
-        blocks: int64 `[S · B]`; empty for one chunk whose blocks are consecutive.
-        end: positions of each chunk. Those after its last row are in its own last block, and masked.
-        mask: `[S, 1, n · group or 1, end]` (`CausalMasks.padded`). A chunk of more rows than `GROUP_ROWS`, or with a
-            sliding window, is alone: `CausalMasks.for_rows`, and `end` is after its last row.
+        start: the first position; 0 with `blocks`.
+        blocks: int64 `[B]`: the blocks to gather; empty if they are consecutive.
+        end: how many positions: up to the chunk's last row, or all of the encoder.
     """
 
-    first: int
-    rows: Tensor
-    width: int
-    chunks: int
     start: int
     blocks: Tensor
     end: int
-    mask: Tensor
 
 
-def attend_groups(
+def attend_causal(
     query: Tensor,
     memory: Tensor,
-    groups: list[Group],
-    held: list[list[Tensor]],
-    layer: int,
-    order: Tensor,
+    counts: list[int],
+    locations: list[Location],
+    masks: list[Tensor],
     block_tokens: int,
     scaling: float,
     window: int,
@@ -158,94 +110,39 @@ def attend_groups(
     Args:
         query: `[T, heads, head_dim]`, in the dtype of the pool.
         memory: keys and values of all blocks of the layer, `[2, kv_heads, positions, head_dim]`.
-        held: `held_in_place` of each group; or empty.
-        order: int64 `[T]`: where each row is among the rows of all groups; empty if in the same order.
+        counts: rows of each chunk.
+        locations: of each chunk.
+        masks: of each chunk (`CausalMasks.for_rows`).
         window: how many positions a row sees, its own included; 0 is all.
 
     Returns:
         `[T, heads, head_dim]`, of any strides.
     """
-    if len(groups) == 1:
-        return _attend_group(query, memory, groups[0], held[0], layer, block_tokens, scaling, window)
     parts: list[Tensor] = []
-    for i, group in enumerate(groups):
-        if group.rows.numel() > 0:
-            rows = query.index_select(0, group.rows)
-        else:
-            rows = query.narrow(0, group.first, group.chunks * group.width)
-        parts.append(_attend_group(rows, memory, group, held[i], layer, block_tokens, scaling, window))
-    out = torch.cat(parts)
-    return out.index_select(0, order) if order.numel() > 0 else out
+    for i, rows in enumerate(query.split_with_sizes(counts)):
+        keys, values = _keys_and_values(memory, locations[i], block_tokens)
+        parts.append(_attend(rows, keys, values, masks[i], scaling, window))
+    return parts[0] if len(parts) == 1 else torch.cat(parts)
 
 
-def held_in_place(memory: Tensor, group: Group) -> list[Tensor]:
-    """Keys and values of each layer, by turns, `[kv_heads, 1, end, head_dim]`; empty for a group with `blocks`.
-
-    One call for all layers saves time.
-
-    Args:
-        memory: `[layers, 2, kv_heads, positions, head_dim]`.
-    """
-    if group.blocks.numel() > 0:
-        return []
-    return list(memory.narrow(3, group.start, group.end).flatten(0, 1).unsqueeze(2).unbind(0))
-
-
-def keys_and_values(memory: Tensor, groups: list[Group], block_tokens: int) -> tuple[list[Tensor], list[Tensor]]:
-    """Keys and values of each group, `[kv_heads, S, end, head_dim]`; `memory` is that of `attend_groups`."""
+def keys_and_values(memory: Tensor, locations: list[Location], block_tokens: int) -> tuple[list[Tensor], list[Tensor]]:
+    """Keys and values at each location, `[kv_heads, 1, end, head_dim]`; `memory` is that of `attend_causal`."""
     keys: list[Tensor] = []
     values: list[Tensor] = []
-    for group in groups:
-        own_keys, own_values = _keys_and_values(memory, group, block_tokens)
+    for location in locations:
+        own_keys, own_values = _keys_and_values(memory, location, block_tokens)
         keys.append(own_keys)
         values.append(own_values)
     return keys, values
 
 
-def _keys_and_values(memory: Tensor, group: Group, block_tokens: int) -> tuple[Tensor, Tensor]:
-    if group.blocks.numel() == 0:
-        keys, values = memory.narrow(2, group.start, group.end).unsqueeze(2).unbind(0)
-        return keys, values
-    kv_heads, head_dim = memory.size(1), memory.size(3)
-    blocks = memory.view(2 * kv_heads, -1, block_tokens * head_dim).index_select(1, group.blocks)
-    keys, values = blocks.view(2, kv_heads, group.chunks, -1, head_dim).narrow(3, 0, group.end).unbind(0)
+def _keys_and_values(memory: Tensor, location: Location, block_tokens: int) -> tuple[Tensor, Tensor]:
+    if location.blocks.numel() > 0:
+        kv_heads, head_dim = memory.size(1), memory.size(3)
+        blocks = memory.view(2 * kv_heads, -1, block_tokens * head_dim).index_select(1, location.blocks)
+        memory = blocks.view(2, kv_heads, -1, head_dim)
+    keys, values = memory.narrow(2, location.start, location.end).unsqueeze(2).unbind(0)
     return keys, values
-
-
-def _attend_group(
-    query: Tensor,
-    memory: Tensor,
-    group: Group,
-    held: list[Tensor],
-    layer: int,
-    block_tokens: int,
-    scaling: float,
-    window: int,
-) -> Tensor:
-    # query: [S · n, H, D]; memory: [2, KV, positions, D] -> [S · n, H, D]
-    heads, kv_heads, head_dim = query.size(1), memory.size(1), memory.size(3)
-    chunks, count, shared = group.chunks, group.width, heads // kv_heads
-    if len(held) > 0:
-        keys, values = held[2 * layer], held[2 * layer + 1]
-    else:
-        keys, values = _keys_and_values(memory, group, block_tokens)
-    if group.mask.dim() == 2:
-        return _attend(query, keys, values, group.mask, scaling, window)
-    # Query heads that share a KV head become rows of one head, so keys are not copied.
-    if chunks * count == 1:
-        rows = query.view(kv_heads, 1, shared, head_dim)
-        out = F.scaled_dot_product_attention(rows, keys, values, attn_mask=group.mask, scale=scaling)
-        return out.view(1, heads, head_dim)
-    if chunks > 1:
-        keys, values = keys.transpose(0, 1), values.transpose(0, 1)
-        rows = query.view(chunks, count, kv_heads, shared, head_dim).transpose(1, 2)
-        rows = rows.reshape(chunks, kv_heads, count * shared, head_dim)
-        out = F.scaled_dot_product_attention(rows, keys, values, attn_mask=group.mask, scale=scaling)
-        return out.view(chunks, kv_heads, count, shared, head_dim).transpose(1, 2).reshape(-1, heads, head_dim)
-    rows = query.view(count, kv_heads, shared, head_dim).transpose(0, 1)
-    rows = rows.reshape(kv_heads, 1, count * shared, head_dim)
-    out = F.scaled_dot_product_attention(rows, keys, values, attn_mask=group.mask, scale=scaling)
-    return out.view(kv_heads, count, shared, head_dim).transpose(0, 1).reshape(count, heads, head_dim)
 
 
 def _attend(query: Tensor, keys: Tensor, values: Tensor, mask: Tensor, scaling: float, window: int) -> Tensor:

@@ -19,7 +19,7 @@ from draft_service.drafters.sequence import DraftWork, Drawn
 from draft_service.request import check_tokens_per_pass
 from draft_service.settings import DraftSettings
 from kernels.adjustments import LogitRules
-from kernels.cpu_decoder import KEYS_TOGETHER
+from kernels.cpu_decoder import KEYS_TOGETHER, library
 from kernels.rng import Domain, uniform
 from kernels.sampling import SamplingParams, probabilities
 from kernels.sparse import SparseDistribution
@@ -92,7 +92,7 @@ def cached(pool: KVPool, slot: int, length: int) -> tuple[torch.Tensor, torch.Te
     whole = -(-length // KEYS_TOGETHER) * KEYS_TOGETHER
     assert pool.by_head is not None
     keys, values = pool.by_head.stores[0][:, :, :, pool.slot_mapping(slot, 0, whole)].unbind(1)
-    if not pool.clears_blocks:  # the decoder in C: a key lies element by element
+    if library() is not None:  # the decoder in C: a key lies element by element
         layers, heads, _, size = keys.shape
         keys = keys.reshape(layers, heads, -1, size, KEYS_TOGETHER).transpose(-1, -2).reshape(values.shape)
     return keys[:, :, :length], values[:, :, :length]

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from outrider.runtime import batch, sdpa
+from outrider.runtime import sdpa
 from outrider.runtime.fused_decoder import FusedDecoder
 from outrider.runtime.loader import LoadedModel
 from outrider.runtime.model_runner import Chunk, ModelRunner
@@ -31,15 +31,14 @@ NEAR = {"bfloat16": 0.05, "float16": 0.01}
 def test_any_steps_give_the_logits_of_transformers(
     name: str, load: Load, checkpoint: Checkpoint, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Prompts, single tokens, forks, rollbacks, rows without logits; several windows long, and cut into blocks.
+    """Prompts, single tokens, forks, rollbacks, rows without logits; several windows long.
 
-    Unfused, then fused. Then chunks of up to four rows attend in groups.
+    Unfused, then fused. Then rows are cut into blocks.
     """
     loaded, expected = load(name), list[Tensor]()
     for fuse in (False, True):
         if fuse:
             monkeypatch.setattr(sdpa, "BLOCK", 8)
-            monkeypatch.setattr(batch, "GROUP_ROWS", 4)
         choice = SMALL_BLOCKS_OF.get(name, SMALL_BLOCKS)
         model = ModelRunner.build(loaded, 5, MAX_LENGTH, fuse=fuse, attention=choice)
         found, wanted = random_steps(model, seed=1, counts=(1, 1, 1, 2, 4, 7, 24))

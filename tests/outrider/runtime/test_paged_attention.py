@@ -32,7 +32,7 @@ from outrider.runtime.paged_attention import (
     check_attention,
     choose_attention,
 )
-from outrider.runtime.sdpa import Group, Scoring, attend_scores
+from outrider.runtime.sdpa import Location, Scoring, attend_scores, keys_and_values
 from tests.kernels.test_triton_attention import wide_tiles
 from tests.outrider.runtime.steps import MAX_LENGTH, PAGED, random_steps
 from tests.outrider.runtime.tiny import GATED, VOCABULARY
@@ -42,32 +42,20 @@ CPU = torch.device("cpu")
 needs_triton = pytest.mark.skipif(find_spec("triton") is None, reason="triton has no build for this platform")
 
 
-def _attend_groups_by_scores(
+def _attend_by_scores(
     query: Tensor,
     memory: Tensor,
-    groups: list[Group],
-    held: object,
-    layer: int,
-    order: Tensor,
+    counts: list[int],
+    locations: list[Location],
+    masks: list[Tensor],
     block_tokens: int,
     scaling: float,
     window: int,
 ) -> Tensor:
-    """In place of `outrider.runtime.sdpa.attend_groups`."""
-    parts = []
-    for group in groups:
-        first, chunks, count = group.first, group.chunks, group.width
-        indices = group.rows if len(group.rows) else torch.arange(first, first + chunks * count)
-        for i, rows in enumerate(query[indices].split(count)):
-            blocks = group.blocks.view(chunks, -1)[i].tolist() if len(group.blocks) else []
-            places = [block * block_tokens + at for block in blocks for at in range(block_tokens)]
-            places = places or list(range(group.start, group.start + group.end))
-            is_padded = group.mask.dim() == 4
-            end = count - 1 + int((group.mask[i, 0, 0] == 0).sum()) if is_padded else group.end
-            keys, values = memory[:, :, places[:end]].unsqueeze(2)
-            parts.append(attend_scores(rows, [end - count], [count], [keys], [values], Scoring(scaling, window)))
-    out = torch.cat(parts)
-    return out[order] if len(order) else out
+    """In place of `outrider.runtime.sdpa.attend_causal`."""
+    keys, values = keys_and_values(memory, locations, block_tokens)
+    starts = [location.end - count for location, count in zip(locations, counts, strict=True)]
+    return attend_scores(query, starts, counts, keys, values, Scoring(scaling, window))
 
 
 # The families whose layers we compute, and of those that transformers computes one for each kind of attention: without
@@ -88,7 +76,7 @@ def test_blocks_give_the_bits_of_contiguous_memory(
 ) -> None:
     """Where both compute the scores explicitly."""
     for module in (attention, fused_layers):
-        monkeypatch.setattr(module, "attend_groups", _attend_groups_by_scores)
+        monkeypatch.setattr(module, "attend_causal", _attend_by_scores)
     monkeypatch.setattr(fused_decoder, "compiled", lambda module, device: module)
     loaded = load(name, dtype)
     paged, ordinary = (ModelRunner.build(loaded, 5, MAX_LENGTH, attention=each) for each in (PAGED, ORDINARY))
