@@ -3,14 +3,22 @@
 import math
 from collections.abc import Collection
 from dataclasses import dataclass, field
+from enum import StrEnum
 from typing import TypeAlias
 
 from draft_service.drafters.base import RUN_A_MODEL, DraftSequence, Kind
 from draft_service.privacy import Emission, RoundSizes
-from draft_service.speculation import PolicyKind
 from outrider.rpc.errors import invalid_field, outside
 from outrider.service.sampling import Sampling, check_temperature
 from protos.outrider.v1 import draft_service_pb2, input_pb2
+
+
+class PolicyKind(StrEnum):
+    """The kinds of policy for γ."""
+
+    FIXED = "fixed"
+    HEURISTIC = "heuristic"
+    ADAPTIVE = "adaptive"
 
 
 @dataclass(frozen=True, slots=True)

@@ -14,13 +14,13 @@ from draft_service.privacy import check_emission, round_sizes
 from draft_service.prompt import check_prompt
 from draft_service.request import (
     Generation,
+    PolicyKind,
     check_draft_temperature,
     check_drafter,
     check_max_entropy,
     check_policy,
     check_tokens_per_pass,
 )
-from draft_service.speculation import PolicyKind
 from kernels.verify import Rule
 from outrider.rpc.errors import above_limit, counted, invalid_field, outside
 from outrider.service.encoder_input import misfit

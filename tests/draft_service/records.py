@@ -7,9 +7,8 @@ from typing import Any
 
 from draft_service.drafters.base import DraftSequence, Kind
 from draft_service.privacy import RoundSizes
-from draft_service.request import Generation
+from draft_service.request import Generation, PolicyKind
 from draft_service.sequence import Sequence
-from draft_service.speculation import PolicyKind
 from kernels.adjustments import LogitRules
 from kernels.sampling import SamplingParams
 from kernels.verify import Rule

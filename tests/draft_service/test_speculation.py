@@ -16,7 +16,7 @@ from prometheus_client import CollectorRegistry, Histogram
 from draft_service import speculation
 from draft_service.drafters.base import Draft as Proposal
 from draft_service.drafters.base import Kind
-from draft_service.request import Generation
+from draft_service.request import Generation, PolicyKind
 from draft_service.sequence import Round
 from draft_service.speculation import (
     MOST_DECODED,
@@ -26,7 +26,6 @@ from draft_service.speculation import (
     GammaController,
     Heuristic,
     Policy,
-    PolicyKind,
     SequenceGamma,
 )
 from draft_service.statistics import FIRM_ROUNDS, FIRM_TEXTS, AcceptanceStatistics, CostModel, JudgedRound

@@ -5,10 +5,9 @@ from typing import Any
 import grpc
 import pytest
 
-from draft_service.request import Generation
+from draft_service.request import Generation, PolicyKind
 from draft_service.sequence import Sequence
 from draft_service.settings import DraftSettings
-from draft_service.speculation import PolicyKind
 from draft_service.validation import check_generate
 from outrider.rpc.errors import RequestError
 from outrider.runtime.loader import ModelSource
