@@ -21,8 +21,9 @@ from draft_service.drafters.outcome_cache import MOST_FORKS
 from draft_service.drafters.staged import Staging
 from draft_service.failover import FailoverBudget, FailureKind, Verifiers
 from draft_service.metrics import FailoverMetrics, show_drafters, show_held, show_verifiers, show_vllm
+from draft_service.pair import Pair
 from draft_service.replicas import Replicas
-from draft_service.service import SERVICE_NAME, DraftService, Pair
+from draft_service.service import SERVICE_NAME, DraftService
 from draft_service.settings import DraftSettings
 from draft_service.speculation import GammaController
 from kernels.sparse import SparseConfig
@@ -175,7 +176,7 @@ class DraftApp(Service):
                 target=target,
                 encoder_inputs=inputs,
                 prompts=prompts,
-                generation=None if loaded is None else loaded.generation_rules,
+                generation_rules=None if loaded is None else loaded.generation_rules,
             )
         )
 

@@ -4,10 +4,7 @@ For an encoder–decoder model it is the input of the encoder, and the request h
 Each check raises a `RequestError`.
 """
 
-from __future__ import annotations
-
-from typing import TYPE_CHECKING
-
+from draft_service.pair import Pair
 from outrider.rpc.errors import RequestError, above_limit, counted, failed_precondition, invalid_field
 from outrider.runtime.tokenizer import Tokenizer
 from outrider.service.decoder_prompt import DecoderPrompts
@@ -15,9 +12,6 @@ from outrider.service.encoder_input import check_features, check_kind, check_len
 from outrider.service.sampling import check_token_ids
 from outrider.service.wire import largest_opening
 from protos.outrider.v1 import draft_service_pb2, input_pb2, model_pb2
-
-if TYPE_CHECKING:
-    from draft_service.service import Pair
 
 
 def check_prompt(

@@ -3,7 +3,7 @@
 import asyncio
 import time
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any, cast
+from typing import Any, cast
 
 import grpc
 import structlog
@@ -11,6 +11,7 @@ import structlog
 from draft_service.concurrency import Claim, ConcurrencyLimit
 from draft_service.drafters.base import Draft, DraftError, Drafting, DraftSequence, Kind
 from draft_service.metrics import REQUEST_LOG
+from draft_service.pair import Pair
 from draft_service.prompt import check_prompt_length
 from draft_service.request import KIND_TO_WIRE, check_draft_temperature, check_drafter, check_tokens_per_pass
 from draft_service.settings import DraftSettings
@@ -23,9 +24,6 @@ from outrider.service.sampling import RULE_TO_WIRE, check_token_ids
 from outrider.service.wire import PrefixHash, encode_proposal
 from protos.outrider.v1 import draft_service_pb2, model_pb2, speculation_pb2
 
-if TYPE_CHECKING:
-    from draft_service.service import Pair
-
 _log = structlog.get_logger()
 
 Context = grpc.aio.ServicerContext[draft_service_pb2.ProposeRequest, draft_service_pb2.ProposeResponse]
@@ -34,7 +32,7 @@ Context = grpc.aio.ServicerContext[draft_service_pb2.ProposeRequest, draft_servi
 class ProposeCall:
     """One call, from its first message to its end."""
 
-    def __init__(self, pair: "Pair", limit: ConcurrencyLimit, settings: DraftSettings, context: Context) -> None:
+    def __init__(self, pair: Pair, limit: ConcurrencyLimit, settings: DraftSettings, context: Context) -> None:
         self._pair = pair
         self._limit = limit
         self._limits = pair.draft.limits
@@ -186,9 +184,7 @@ class _Progress:
         return message
 
 
-def check_open(
-    message: draft_service_pb2.OpenDraft, pair: "Pair", settings: DraftSettings
-) -> tuple[DraftSequence, Kind]:
+def check_open(message: draft_service_pb2.OpenDraft, pair: Pair, settings: DraftSettings) -> tuple[DraftSequence, Kind]:
     """Checks an opening; `settings` hold the defaults. Returns the sequence and its drafter.
 
     Raises:
@@ -218,7 +214,7 @@ def check_open(
         prompt=prompt,
         committed=committed,
         params=sampling.params,
-        logit_rules=replace(sampling.logit_rules, generation=pair.generation),
+        logit_rules=replace(sampling.logit_rules, generation=pair.generation_rules),
         seed=sampling.seed,
         rule=sampling.rule,
         draft_temperature=check_draft_temperature(

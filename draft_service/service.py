@@ -2,9 +2,8 @@
 
 import asyncio
 import time
-from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -12,53 +11,24 @@ import grpc
 import structlog
 
 from draft_service.concurrency import Claim, ConcurrencyLimit
-from draft_service.drafters.base import RUN_A_MODEL, Drafter, Kind
-from draft_service.failover import Verifiers
+from draft_service.drafters.base import RUN_A_MODEL
 from draft_service.generation import Sample
 from draft_service.metrics import REQUEST_LOG, REQUEST_METRICS, RequestMetrics, SampleWatch
 from draft_service.output import Emitter, OutputText, Responses
+from draft_service.pair import Pair
 from draft_service.privacy import framed
 from draft_service.propose_call import ProposeCall
 from draft_service.request import KIND_TO_WIRE, POLICY_TO_WIRE, Generation
 from draft_service.settings import DraftSettings
-from draft_service.speculation import GammaController
 from draft_service.tokenizer_calls import TokenizerThread, describe, detokenize, tokenize
 from draft_service.validation import check_generate
-from kernels.generation_rules import GenerationRules
 from outrider.rpc.auth import count_sequences
 from outrider.rpc.errors import guarded, outcome, overloaded, unavailable, write
-from outrider.runtime.tokenizer import IncrementalDetokenizer, Tokenizer
-from outrider.service.decoder_prompt import DecoderPrompts
-from outrider.service.encoder_input import EncoderInputs
+from outrider.runtime.tokenizer import IncrementalDetokenizer
 from outrider.service.metrics import Metrics
 from outrider.service.sampling import RULE_TO_WIRE
 from outrider.service.tracing import CallTrace, Tracing
-from protos.outrider.v1 import draft_service_pb2, draft_service_pb2_grpc, model_pb2, sampling_pb2, verifier_service_pb2
-
-
-@dataclass(frozen=True, slots=True)
-class Pair:
-    """A draft and the target that it was matched with.
-
-    Attributes:
-        drafters: that requests may choose from.
-        default: the drafter of a request that names none.
-        encoder_inputs: of the draft model; None if it has no encoder, or if there is none.
-        prompts: of the decoder; None without an encoder.
-        generation: the draft model's own rules for logits; None if it has none.
-    """
-
-    drafters: Mapping[Kind, Drafter]
-    default: Kind
-    gamma: GammaController
-    verifiers: Verifiers
-    tokenizer: Tokenizer
-    draft: model_pb2.ModelInfo
-    target: model_pb2.ModelInfo
-    encoder_inputs: EncoderInputs | None = None
-    prompts: DecoderPrompts | None = None
-    generation: GenerationRules | None = None
-
+from protos.outrider.v1 import draft_service_pb2, draft_service_pb2_grpc, sampling_pb2, verifier_service_pb2
 
 _log = structlog.get_logger()
 

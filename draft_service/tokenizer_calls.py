@@ -3,16 +3,14 @@
 import asyncio
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from typing import TYPE_CHECKING, TypeVar
+from typing import TypeVar
 
+from draft_service.pair import Pair
 from draft_service.prompt import apply_template, check_prompt_bytes, check_prompt_length, refuse_chat
 from outrider.rpc.errors import above_limit, counted, invalid_field, overloaded
 from outrider.runtime.tokenizer import Tokenizer
 from outrider.service.sampling import check_token_ids
 from protos.outrider.v1 import draft_service_pb2, model_pb2
-
-if TYPE_CHECKING:
-    from draft_service.service import Pair
 
 Result = TypeVar("Result")
 
@@ -53,7 +51,7 @@ class TokenizerThread:
 
 
 def tokenize(
-    message: draft_service_pb2.TokenizeRequest, pair: "Pair", max_prompt_tokens: int | None
+    message: draft_service_pb2.TokenizeRequest, pair: Pair, max_prompt_tokens: int | None
 ) -> draft_service_pb2.TokenizeResponse:
     """The tokens of a prompt.
 
@@ -86,7 +84,7 @@ def tokenize(
     return draft_service_pb2.TokenizeResponse(token_ids=ids, token_texts=_texts(ids, tokenizer))
 
 
-def detokenize(message: draft_service_pb2.DetokenizeRequest, pair: "Pair") -> draft_service_pb2.DetokenizeResponse:
+def detokenize(message: draft_service_pb2.DetokenizeRequest, pair: Pair) -> draft_service_pb2.DetokenizeResponse:
     """The text of tokens."""
     tokenizer, given, longest = pair.tokenizer, len(message.token_ids), pair.draft.limits.max_sequence_tokens
     if given > longest:

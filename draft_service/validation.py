@@ -1,15 +1,13 @@
 """Checks a `GenerateRequest`. Every error is a `RequestError` that names the field, its value and the limit."""
 
-from __future__ import annotations
-
 import secrets
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING
 
 import structlog
 
 from draft_service.drafters.base import RUN_A_MODEL, DraftSequence, Kind
+from draft_service.pair import Pair
 from draft_service.privacy import check_emission, round_sizes
 from draft_service.prompt import check_prompt
 from draft_service.request import (
@@ -21,6 +19,7 @@ from draft_service.request import (
     check_policy,
     check_tokens_per_pass,
 )
+from draft_service.settings import DraftSettings
 from kernels.verify import Rule
 from outrider.rpc.errors import above_limit, counted, invalid_field, outside
 from outrider.service.encoder_input import misfit
@@ -35,10 +34,6 @@ from outrider.service.sampling import (
 )
 from outrider.service.wire import bytes_with_logits, most_logits
 from protos.outrider.v1 import draft_service_pb2, model_pb2, sampling_pb2
-
-if TYPE_CHECKING:
-    from draft_service.service import Pair
-    from draft_service.settings import DraftSettings
 
 _log = structlog.get_logger()
 
@@ -107,7 +102,7 @@ def check_generate(message: draft_service_pb2.GenerateRequest, pair: Pair, setti
             sampling.logit_rules,
             stop_token_ids=tuple(sorted(set(stops))),
             min_new_tokens=message.min_new_tokens,
-            generation=pair.generation,
+            generation=pair.generation_rules,
             max_new_tokens=new,
         ),
     )

@@ -10,8 +10,9 @@ from typing import Any
 from google.protobuf.message import Message
 from google.protobuf.unknown_fields import UnknownFieldSet
 
+from draft_service.pair import Pair
 from draft_service.prompt import check_prompt_bytes
-from draft_service.service import TOKENISING, Pair
+from draft_service.service import TOKENISING
 from outrider.rpc.errors import RequestError, invalid_field, outside
 from outrider.service.sampling import MAX_TOP_LOGPROBS
 from protos.outrider.v1 import draft_service_pb2, sampling_pb2

@@ -13,7 +13,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from draft_service.drafters.base import Kind
-from draft_service.service import Pair
+from draft_service.pair import Pair
 from outrider.runtime.tokenizer import Tokenizer
 from protos.outrider.v1 import model_pb2
 from tests.project.tree import ROOT

@@ -24,8 +24,9 @@ from draft_service.drafters.cheap import NoDrafter
 from draft_service.drafters.guard import PROBE, GuardedDrafter
 from draft_service.failover import FailoverBudget, Verifiers
 from draft_service.metrics import FailoverMetrics, RequestMetrics
+from draft_service.pair import Pair
 from draft_service.replicas import Replicas
-from draft_service.service import DraftService, Pair
+from draft_service.service import DraftService
 from draft_service.settings import DraftSettings
 from draft_service.speculation import GammaController
 from outrider.rpc.channel import Metadata
