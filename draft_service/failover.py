@@ -263,7 +263,7 @@ class FailoverStream:
                 break
             except RequestError as error:
                 self._lose(error)
-        self._stream.replica.succeeded(self._stream, verdict.load)
+        self._stream.replica.succeeded(self._stream.epoch, verdict.load, draining=self._stream.draining)
         self._verifiers.budget.earn()
         if self._failures.last is not None:
             self._failures = _Failures()
@@ -379,7 +379,7 @@ class FailoverStream:
         timeout = min(max(0.0, self._deadline - time.monotonic()), LONGEST_CALL)
         target = self._verifiers.replicas.target
         assert target is not None
-        return replica.open(self._sequence, target, timeout=timeout)
+        return VerifyStream(replica, self._sequence, target=target, timeout=timeout)
 
     def _add_pause(self, seconds: float) -> None:
         self.pause += seconds
@@ -409,4 +409,4 @@ def _report(stream: VerifyStream, kind: FailureKind, error: RequestError) -> Non
     elif kind is FailureKind.MISMATCHED:
         stream.replica.mismatched(error.message)
     elif kind is not FailureKind.STEP_FAILED:  # then the verifier itself is healthy
-        stream.replica.failed(stream, error.message)
+        stream.replica.failed(stream.epoch, error.message)

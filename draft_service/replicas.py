@@ -12,10 +12,9 @@ from typing import Any
 import grpc
 import structlog
 
-from draft_service.sequence import Sequence
-from draft_service.verify_stream import VerifyStream, translate, unreadable
+from outrider.rpc import errors
 from outrider.rpc.channel import Lookup, RenewedChannel, Resolver, look_up
-from outrider.rpc.errors import RequestError, internal
+from outrider.rpc.errors import RequestError, internal, unavailable
 from outrider.service import tracing
 from outrider.service.model_info import check_pair, check_target
 from protos.outrider.v1 import model_pb2, speculation_pb2, verifier_service_pb2
@@ -117,7 +116,8 @@ class Replica:
     """A verifier at one address.
 
     Attributes:
-        address: `HOST:PORT`, resolved from `name` if that is given.
+        address: `HOST:PORT`.
+        timeout: the longest time, in seconds, until a message that it owes.
         model: the model it runs; None before its first answer.
         mismatch: how its model differs from the target; empty if it does not.
         last_failure: the last error of a sequence there.
@@ -134,11 +134,9 @@ class Replica:
         timeout: float,
         on_change: Callable[["Replica"], None] = lambda _: None,
     ) -> None:
-        """`channel` is the one to `address`; `timeout` is the longest time, in seconds, until a message that it owes.
-        `on_change` is called when `status` changes.
-        """
+        """`channel` is the one to `address`. `on_change` is called when `status` changes."""
         self.address = address
-        self._timeout = timeout
+        self.timeout = timeout
         self.breaker = Breaker()
         self.model: model_pb2.ModelInfo | None = None
         self.mismatch = ""
@@ -196,30 +194,27 @@ class Replica:
             self.model, self.mismatch, self.busy_until = model, mismatch, 0.0
         self._note_status()
 
-    def open(self, sequence: Sequence, target: model_pb2.ModelInfo, *, timeout: float) -> VerifyStream:
-        """Begins a call of Verify for a sequence. `target` is the model that the pair was matched with, or an empty
-        one; `timeout` is the time left of the client's deadline, in seconds.
-        """
+    def verify(self, *, timeout: float) -> Any:
+        """Begins a call of Verify. `timeout` is the time left of the client's deadline, in seconds."""
         trace = tracing.outgoing()
-        call = self._channel.begin(
+        return self._channel.begin(
             lambda stub, token: stub.Verify(timeout=timeout, wait_for_ready=False, metadata=token + trace)
         )
-        return VerifyStream(call, sequence, self, target=target, timeout=self._timeout)
 
-    def succeeded(self, stream: VerifyStream, load: speculation_pb2.VerifierLoad) -> None:
-        """Records a verdict, with the load."""
+    def succeeded(self, epoch: int, load: speculation_pb2.VerifierLoad, *, draining: bool = False) -> None:
+        """Records a verdict, with the load. `epoch` is the breaker's when its stream began, as for `failed`."""
         self._others = max(0, load.running + load.waiting - self.num_open)
         self.reported, self.reported_at = load, time.monotonic()
-        if stream.draining:
-            self.failed(stream, "the verifier is draining")
+        if draining:
+            self.failed(epoch, "the verifier is draining")
         else:
-            self.breaker.succeeded(stream.epoch)
+            self.breaker.succeeded(epoch)
             self._note_status()
 
-    def failed(self, stream: VerifyStream, why: str) -> None:
+    def failed(self, epoch: int, why: str) -> None:
         """Records that it died, is silent, or drains."""
         self.last_failure = why
-        self.breaker.failed(stream.epoch)
+        self.breaker.failed(epoch)
         self._note_status()
 
     def refused(self, retry_after: float | None) -> None:
@@ -241,6 +236,55 @@ class Replica:
 
     async def close(self) -> None:
         await self._channel.close()
+
+
+# --- errors of its calls
+
+# Codes that mean a failed connection, if they carry no reason: every refusal by a verifier carries one.
+_GONE = (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.CANCELLED, grpc.StatusCode.INTERNAL, grpc.StatusCode.UNKNOWN)
+_NOT_ADMITTED = (grpc.StatusCode.UNAUTHENTICATED, grpc.StatusCode.PERMISSION_DENIED)
+_TLS_ADVICE: dict[errors.ConnectionFailure | None, str] = {
+    errors.ConnectionFailure.NO_TLS: "; give the verifier --tls-cert and --tls-key, or leave out --verifier-tls-ca",
+    errors.ConnectionFailure.CLOSED: " (--verifier-tls-ca, --verifier-tls-cert)",
+}
+_OF_A_ROUND = ("proposal", "decode", "sequence_id")
+
+
+def translate(error: grpc.RpcError, address: str) -> RequestError:
+    """The error for the client: a refusal unchanged, a failed connection as NO_VERIFIER.
+
+    The draft service makes the rounds, so a refused round is INTERNAL.
+    """
+    refusal = errors.from_rpc_error(error)
+    if refusal.reason == errors.UNSPECIFIED and refusal.code is grpc.StatusCode.UNIMPLEMENTED:
+        return unavailable("NO_VERIFIER", f"the service at {address} is not a verifier; correct --verifier")
+    if refusal.reason == errors.UNSPECIFIED and refusal.code in _GONE:
+        advice = _TLS_ADVICE.get(refusal.connection, "")
+        return unavailable("NO_VERIFIER", f"the verifier at {address} is unreachable: {refusal.message}{advice}")
+    if refusal.code in _NOT_ADMITTED:
+        _log.warning(
+            "verifier refused this service",
+            verifier=address,
+            reason=refusal.message,
+            action="check --verifier-tls-cert here and --allow-client-san there",
+        )
+        return unavailable(
+            "NO_VERIFIER", f"the verifier at {address} refuses this draft service; the draft service's log says why"
+        )
+    field = refusal.metadata.get("field", "")
+    of_a_round = refusal.reason in ("WRONG_BASE", "OUT_OF_ORDER") or field.startswith(_OF_A_ROUND)
+    if refusal.code is grpc.StatusCode.INVALID_ARGUMENT and of_a_round:
+        _log.error("verifier refused a round", verifier=address, reason=refusal.reason, text=refusal.message)
+        return internal("INTERNAL", "internal error; the service's log has the cause")
+    return refusal
+
+
+def unreadable(address: str) -> RequestError:
+    """The error of a response that is no message of the contract."""
+    return unavailable(
+        "NO_VERIFIER",
+        f"cannot parse the response of the verifier at {address}: check that --verifier is a verifier of this release",
+    )
 
 
 # --- all of them

@@ -2,24 +2,18 @@
 
 import asyncio
 from collections.abc import Awaitable
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import grpc
-import structlog
 
+from draft_service.replicas import Replica, translate, unreadable
 from draft_service.sequence import Round, Sequence
-from outrider.rpc import errors
 from outrider.rpc.errors import RequestError, counted, failed_precondition, internal, unavailable
 from outrider.rpc.timeouts import Ending, InactivityTimer
 from outrider.service.model_info import check_limits
 from outrider.service.wire import encode_proposal, pad
 from protos.outrider.v1 import model_pb2, sampling_pb2, speculation_pb2, verifier_service_pb2
 from protos.outrider.v1.verifier_service_pb2 import VerifyRequest, VerifyResponse
-
-if TYPE_CHECKING:
-    from draft_service.replicas import Replica
-
-_log = structlog.get_logger()
 
 # Seconds to wait for the verifier to end a finished stream.
 CLOSING_SECONDS = 1.0
@@ -36,22 +30,20 @@ class VerifyStream:
         draining: the verifier has sent the notice DRAINING.
     """
 
-    def __init__(
-        self, call: Any, sequence: Sequence, replica: "Replica", *, target: model_pb2.ModelInfo, timeout: float
-    ) -> None:
-        """`call` is a new call of `Verify` at `replica`. `target` is the model that the pair was matched with, or an
-        empty one. `timeout` is the longest time, in seconds, until the verifier's next message.
+    def __init__(self, replica: Replica, sequence: Sequence, *, target: model_pb2.ModelInfo, timeout: float) -> None:
+        """Begins the call. `target` is the model that the pair was matched with, or an empty one; `timeout` is the time
+        left of the client's deadline, in seconds.
         """
         self.replica = replica
         self.epoch = replica.breaker.begin()
         replica.num_open += 1
         self.draining = False
-        self._call = call
+        self._call = replica.verify(timeout=timeout)
         self._sequence = sequence
         self._address = replica.address
         self._target = target
-        self._ending = Ending(call)
-        self._timer = InactivityTimer(timeout)
+        self._ending = Ending(self._call)
+        self._timer = InactivityTimer(replica.timeout)
         self._opened: verifier_service_pb2.Opened | None = None
         self._is_isolated = False
         self._may_run = False  # an isolated sequence is opened when its turn comes
@@ -260,50 +252,3 @@ class VerifyStream:
                 "INTERNAL", f"the verifier at {self._address} ended the stream before the sequence; see its log"
             )
         return translate(status, self._address)
-
-
-# Codes that mean a failed connection, if they carry no reason: every refusal by a verifier carries one.
-_GONE = (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.CANCELLED, grpc.StatusCode.INTERNAL, grpc.StatusCode.UNKNOWN)
-_NOT_ADMITTED = (grpc.StatusCode.UNAUTHENTICATED, grpc.StatusCode.PERMISSION_DENIED)
-_TLS_ADVICE: dict[errors.ConnectionFailure | None, str] = {
-    errors.ConnectionFailure.NO_TLS: "; give the verifier --tls-cert and --tls-key, or leave out --verifier-tls-ca",
-    errors.ConnectionFailure.CLOSED: " (--verifier-tls-ca, --verifier-tls-cert)",
-}
-_OF_A_ROUND = ("proposal", "decode", "sequence_id")
-
-
-def translate(error: grpc.RpcError, address: str) -> RequestError:
-    """The error for the client: a refusal unchanged, a failed connection as NO_VERIFIER.
-
-    The draft service makes the rounds, so a refused round is INTERNAL.
-    """
-    refusal = errors.from_rpc_error(error)
-    if refusal.reason == errors.UNSPECIFIED and refusal.code is grpc.StatusCode.UNIMPLEMENTED:
-        return unavailable("NO_VERIFIER", f"the service at {address} is not a verifier; correct --verifier")
-    if refusal.reason == errors.UNSPECIFIED and refusal.code in _GONE:
-        advice = _TLS_ADVICE.get(refusal.connection, "")
-        return unavailable("NO_VERIFIER", f"the verifier at {address} is unreachable: {refusal.message}{advice}")
-    if refusal.code in _NOT_ADMITTED:
-        _log.warning(
-            "verifier refused this service",
-            verifier=address,
-            reason=refusal.message,
-            action="check --verifier-tls-cert here and --allow-client-san there",
-        )
-        return unavailable(
-            "NO_VERIFIER", f"the verifier at {address} refuses this draft service; the draft service's log says why"
-        )
-    field = refusal.metadata.get("field", "")
-    of_a_round = refusal.reason in ("WRONG_BASE", "OUT_OF_ORDER") or field.startswith(_OF_A_ROUND)
-    if refusal.code is grpc.StatusCode.INVALID_ARGUMENT and of_a_round:
-        _log.error("verifier refused a round", verifier=address, reason=refusal.reason, text=refusal.message)
-        return internal("INTERNAL", "internal error; the service's log has the cause")
-    return refusal
-
-
-def unreadable(address: str) -> RequestError:
-    """The error of a response that is no message of the contract."""
-    return unavailable(
-        "NO_VERIFIER",
-        f"cannot parse the response of the verifier at {address}: check that --verifier is a verifier of this release",
-    )

@@ -10,7 +10,6 @@ from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from types import SimpleNamespace
 from typing import Any
-from unittest.mock import Mock
 
 import pytest
 
@@ -54,12 +53,7 @@ async def found(*names: str, lookup: Lookup = look_up) -> AsyncIterator[Replicas
 
 def report_load(replica: Replica, running: int) -> None:
     """Set the load as a verdict does."""
-    replica.succeeded(stream_at(replica), speculation_pb2.VerifierLoad(running=running))
-
-
-def stream_at(replica: Replica) -> Any:
-    """A fake stream that has just begun."""
-    return Mock(draining=False, epoch=replica.breaker.begin())
+    replica.succeeded(replica.breaker.begin(), speculation_pb2.VerifierLoad(running=running))
 
 
 def chosen(replicas: Replicas, times: int = 60) -> Counter[str]:
@@ -88,7 +82,7 @@ async def test_a_name_is_resolved_again_when_a_verifier_is_lost() -> None:
             assert chosen(replicas).keys() == {first}
             addresses[:] = ["127.0.0.2"]
             (gone,) = replicas.all()
-            gone.failed(stream_at(gone), "gone")
+            gone.failed(gone.breaker.begin(), "gone")
             await until(lambda: chosen(replicas, 1).keys() == {second})
             assert [each.address for each in replicas.all()] == [second]
 

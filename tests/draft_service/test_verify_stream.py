@@ -52,7 +52,7 @@ async def stream_to(
     target: model_pb2.ModelInfo | None = None,
 ) -> AsyncIterator[VerifyStream]:
     replica = Replica(address, connect(address, tls=tls), timeout=silence)
-    stream = replica.open(sequence or record(), target or model_pb2.ModelInfo(), timeout=60.0)
+    stream = VerifyStream(replica, sequence or record(), target=target or model_pb2.ModelInfo(), timeout=60.0)
     try:
         yield stream
     finally:
