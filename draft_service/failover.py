@@ -134,10 +134,6 @@ class Verifiers:
     timeout: float
     metrics: FailoverMetrics
 
-    def least_load(self) -> int:
-        """Sequences at the usable replica that has the fewest; 0 if there is none."""
-        return min((each.load() for each in self.replicas.all() if each.is_usable()), default=0)
-
 
 @dataclass(slots=True)
 class _Failures:

@@ -391,6 +391,10 @@ class Replicas:
 
     # ------------------------------------------------------------------------------------------------------- choosing
 
+    def least_load(self) -> int:
+        """Sequences at the usable replica that has the fewest; 0 if there is none."""
+        return min((each.load() for each in self.all() if each.is_usable()), default=0)
+
     def choose(
         self, avoid: Mapping[Replica, float] | None = None, *, failed: Collection[Replica] = (), proven: bool = False
     ) -> Replica | None:

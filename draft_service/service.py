@@ -142,7 +142,7 @@ class GenerateCall:
             await self._samples[0].sequence.is_scored.wait()  # they come before the first chunk
         emitter = self._emitter(request, index)
         watch = SampleWatch(self._metrics, self._trace, index)
-        gamma = self._pair.gamma.of(request, self._pair.verifiers.least_load)
+        gamma = self._pair.gamma.of(request, self._pair.verifiers.replicas.least_load)
         sample = Sample(request, index, emitter, gamma, watch, arrived=self._arrived)
         self._samples.append(sample)
         try:

@@ -179,13 +179,13 @@ async def test_the_least_load_counts_open_sequences(proxies: list[Proxy], real: 
     async with matched(real) as verifiers:
         stream = FailoverStream(verifiers, text(Rule.COUPLED), timeout=60.0)
         await stream.open()
-        assert verifiers.least_load() == 1
+        assert verifiers.replicas.least_load() == 1
         stream.cancel()
-        assert verifiers.least_load() == 0
+        assert verifiers.replicas.least_load() == 0
     async with matched(*proxies[:2]) as verifiers:
         stream = FailoverStream(verifiers, text(Rule.COUPLED), timeout=60.0)
         await stream.open()
-        assert verifiers.least_load() == 0
+        assert verifiers.replicas.least_load() == 0
         stream.cancel()
 
 
