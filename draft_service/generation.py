@@ -11,7 +11,7 @@ from draft_service.drafters.base import Draft, Drafter, DraftError, Drafting
 from draft_service.failover import FailoverStream, Verifiers
 from draft_service.metrics import SampleWatch
 from draft_service.output import Emitter
-from draft_service.request import Generation
+from draft_service.request import CheckedRequest
 from draft_service.sequence import STATISTICS, Round, Sequence
 from draft_service.speculation import SequenceGamma
 from protos.outrider.v1 import draft_service_pb2, sampling_pb2, speculation_pb2, verifier_service_pb2
@@ -29,7 +29,7 @@ class Sample:
 
     def __init__(
         self,
-        request: Generation,
+        request: CheckedRequest,
         index: int,
         emitter: Emitter,
         gamma: SequenceGamma,

@@ -22,7 +22,7 @@ class PolicyKind(StrEnum):
 
 
 @dataclass(frozen=True, slots=True)
-class Generation:
+class CheckedRequest:
     """A checked `GenerateRequest`.
 
     Attributes:

@@ -6,7 +6,7 @@ from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, replace
 
 from draft_service.drafters.base import CacheUse, Draft
-from draft_service.request import KIND_TO_WIRE, POLICY_TO_WIRE, Generation
+from draft_service.request import KIND_TO_WIRE, POLICY_TO_WIRE, CheckedRequest
 from outrider.seeds import derive_seed
 from outrider.service.best_effort import Component
 from outrider.service.metrics import TextMetrics
@@ -180,7 +180,7 @@ class Sequence:
     """
 
     def __init__(
-        self, request: Generation, index: int = 0, *, arrived: float = 0.0, texts: TextMetrics | None = None
+        self, request: CheckedRequest, index: int = 0, *, arrived: float = 0.0, texts: TextMetrics | None = None
     ) -> None:
         """`arrived` is the arrival of the request, by `time.perf_counter()`. `texts` count tokens that are sent."""
         self.request = request

@@ -18,7 +18,7 @@ from draft_service.output import Emitter, OutputText, Responses
 from draft_service.pair import Pair
 from draft_service.privacy import framed
 from draft_service.propose_call import ProposeCall
-from draft_service.request import KIND_TO_WIRE, POLICY_TO_WIRE, Generation
+from draft_service.request import KIND_TO_WIRE, POLICY_TO_WIRE, CheckedRequest
 from draft_service.settings import DraftSettings
 from draft_service.tokenizer_calls import TokenizerThread, describe, detokenize, tokenize
 from draft_service.validation import check_generate
@@ -66,7 +66,7 @@ class GenerateCall:
 
     async def run(self, message: draft_service_pb2.GenerateRequest) -> None:
         """Serves the call, frees everything it held, and writes one line to the log."""
-        request: Generation | None = None
+        request: CheckedRequest | None = None
         with outcome(lambda status: self._record(message, request, status)):
             request = await self._check(message)
             count_sequences("n", request.samples)
@@ -78,7 +78,7 @@ class GenerateCall:
                     producer.cancel()
                     await asyncio.gather(producer, return_exceptions=True)
 
-    async def _deliver(self, request: Generation, claim: Claim) -> None:
+    async def _deliver(self, request: CheckedRequest, claim: Claim) -> None:
         """Writes responses until the last one, or until the client leaves one unread for too long."""
         emission, held = request.emission, request.message.held_tokens
         responses = aiter(self._responses) if emission is None else framed(self._responses, emission, held=held)
@@ -89,14 +89,14 @@ class GenerateCall:
                 except TimeoutError:
                     raise claim.idle("the client read no responses", "--slow-client-timeout", timer) from None
 
-    async def _check(self, message: draft_service_pb2.GenerateRequest) -> Generation:
+    async def _check(self, message: draft_service_pb2.GenerateRequest) -> CheckedRequest:
         check = partial(check_generate, message, self._pair, self._settings)
         chars = len(message.text) + sum(len(each.content) for each in message.chat.messages)
         if chars + len(message.audio.samples) + len(message.features.values) <= SHORT_PROMPT_CHARS:
             return check()
         return await asyncio.get_running_loop().run_in_executor(TOKENISING, check)
 
-    async def _produce(self, request: Generation, claim: Claim) -> None:
+    async def _produce(self, request: CheckedRequest, claim: Claim) -> None:
         """Writes all samples. The first error ends them all."""
         try:
             await self._wait_for_turn(request, claim)
@@ -112,7 +112,7 @@ class GenerateCall:
         else:
             self._responses.end()
 
-    async def _wait_for_turn(self, request: Generation, claim: Claim) -> None:
+    async def _wait_for_turn(self, request: CheckedRequest, claim: Claim) -> None:
         """Waits until the samples may run, or until `time_limit` has passed: then they end at once."""
         seconds, limit = self._time_left(), request.time_limit
         if limit is not None:
@@ -129,7 +129,7 @@ class GenerateCall:
                     seconds=f"{seconds:.3g}",
                 ) from None
 
-    async def _with_draft_input(self, request: Generation) -> Generation:
+    async def _with_draft_input(self, request: CheckedRequest) -> CheckedRequest:
         """Computes the input of the draft's encoder, if the draft model runs."""
         inputs, message = self._pair.encoder_inputs, request.encoder_input
         if inputs is None or message is None or request.drafter not in RUN_A_MODEL:
@@ -137,7 +137,7 @@ class GenerateCall:
         tensor = await inputs.checked_tensor(message)
         return replace(request, draft_sequence=replace(request.draft_sequence, encoder_input=tensor))
 
-    async def _write(self, request: Generation, index: int) -> None:
+    async def _write(self, request: CheckedRequest, index: int) -> None:
         if index and request.top_prompt_logprobs is not None:
             await self._samples[0].sequence.is_scored.wait()  # they come before the first chunk
         emitter = self._emitter(request, index)
@@ -155,7 +155,7 @@ class GenerateCall:
         finally:
             sample.sequence.is_scored.set()
 
-    def _emitter(self, request: Generation, index: int) -> Emitter:
+    def _emitter(self, request: CheckedRequest, index: int) -> Emitter:
         hides_special = not request.message.keep_special_tokens
         delivered = len(request.committed) - request.message.held_tokens
         text = OutputText(
@@ -177,7 +177,7 @@ class GenerateCall:
             one_by_one=request.emission is not None,
         )
 
-    def _on_open(self, request: Generation, opened: verifier_service_pb2.Opened | None) -> None:
+    def _on_open(self, request: CheckedRequest, opened: verifier_service_pb2.Opened | None) -> None:
         if self._started:
             return
         self._started = True
@@ -202,7 +202,7 @@ class GenerateCall:
         return self._arrived + self._settings.request_timeout - time.perf_counter() if left is None else float(left)
 
     @REQUEST_LOG.quiet
-    def _record(self, message: draft_service_pb2.GenerateRequest, request: Generation | None, status: str) -> None:
+    def _record(self, message: draft_service_pb2.GenerateRequest, request: CheckedRequest | None, status: str) -> None:
         sequences = [sample.sequence for sample in self._samples]
         counts = [sequence.counts.to_message() for sequence in sequences]
         timings = [sequence.timings for sequence in sequences]

@@ -16,7 +16,7 @@ from prometheus_client import Histogram
 
 from draft_service.drafters.base import Kind
 from draft_service.pass_size import PassSizes
-from draft_service.request import Generation, PolicyKind
+from draft_service.request import CheckedRequest, PolicyKind
 from draft_service.sequence import Round
 from draft_service.statistics import FIRM_ROUNDS, Acceptance, AcceptanceStatistics, CostModel, JudgedRound
 from kernels.verify import Rule
@@ -192,7 +192,7 @@ class GammaController:
             buckets=(0, 1, 2, 3, 4, 5, 6, 8, 10, 12, 16, 24, 32, 64),
         )
 
-    def of(self, request: Generation, load: Callable[[], int]) -> "SequenceGamma":
+    def of(self, request: CheckedRequest, load: Callable[[], int]) -> "SequenceGamma":
         """Return the γ of one sequence of a request, which begins now. `load` returns the sequences at a verifier."""
         fallback: Policy = Fixed(request.first_gamma)
         return SequenceGamma(
@@ -203,7 +203,7 @@ class GammaController:
             on_round=self._on_round(request),
         )
 
-    def settle(self, request: Generation) -> Generation:
+    def settle(self, request: CheckedRequest) -> CheckedRequest:
         """Return the request with its tokens of a pass chosen, if it leaves that to the service."""
         if not request.chooses_tokens_per_pass:
             return request
@@ -211,12 +211,12 @@ class GammaController:
         chosen = GAMMA.run(lambda: self._pass_sizes.choose(_kind_of(request), given), given)
         return replace(request, draft_sequence=replace(request.draft_sequence, tokens_per_pass=chosen))
 
-    def _on_round(self, request: Generation) -> OnRound | None:
+    def _on_round(self, request: CheckedRequest) -> OnRound | None:
         if not request.chooses_tokens_per_pass or not _may_share(request):
             return None
         return partial(self._pass_sizes.add, _kind_of(request), request.draft_sequence.tokens_per_pass)
 
-    def _policy(self, request: Generation, load: Callable[[], int]) -> Policy:
+    def _policy(self, request: CheckedRequest, load: Callable[[], int]) -> Policy:
         s = request.draft_sequence.tokens_per_pass
         costs = self._costs.setdefault((request.drafter, s), CostModel(s))
         match request.policy:
@@ -230,7 +230,7 @@ class GammaController:
                     request.first_gamma, ceiling=request.gamma, statistics=self._statistics_of(request), costs=costs
                 )
 
-    def _statistics_of(self, request: Generation) -> AcceptanceStatistics:
+    def _statistics_of(self, request: CheckedRequest) -> AcceptanceStatistics:
         """Return the shared statistics of requests of this kind, or a copy that is not shared.
 
         If draws decide the text, γ must not depend on future draws. Statistics of another request with the same seed
@@ -331,13 +331,13 @@ class SequenceGamma:
         self._since = None
 
 
-def _may_share(request: Generation) -> bool:
+def _may_share(request: CheckedRequest) -> bool:
     """Whether other requests may learn from its rounds: no other text depends on the draws that decide them."""
     is_scored = request.sampling.params.is_greedy or request.sampling.rule is Rule.COUPLED
     return request.draft_sequence.seed_is_fresh or is_scored
 
 
-def _kind_of(request: Generation) -> tuple[object, ...]:
+def _kind_of(request: CheckedRequest) -> tuple[object, ...]:
     """Requests of one kind have about the same acceptance."""
     sequence = request.draft_sequence
     return (

@@ -11,7 +11,7 @@ from draft_service.pair import Pair
 from draft_service.privacy import check_emission, round_sizes
 from draft_service.prompt import check_prompt
 from draft_service.request import (
-    Generation,
+    CheckedRequest,
     PolicyKind,
     check_draft_temperature,
     check_drafter,
@@ -40,7 +40,7 @@ _log = structlog.get_logger()
 DEFAULT_NEW_TOKENS = 256
 
 
-def check_generate(message: draft_service_pb2.GenerateRequest, pair: Pair, settings: DraftSettings) -> Generation:
+def check_generate(message: draft_service_pb2.GenerateRequest, pair: Pair, settings: DraftSettings) -> CheckedRequest:
     """Checks a request against the pair and the limits. Tokenises the prompt, which may take seconds.
 
     Raises:
@@ -126,7 +126,7 @@ def check_generate(message: draft_service_pb2.GenerateRequest, pair: Pair, setti
         ),
         cache_salt=message.cache_salt,
     )
-    return Generation(
+    return CheckedRequest(
         message=message,
         request_id=request_id,
         prompt=prompt,

@@ -7,7 +7,7 @@ from typing import Any
 
 from draft_service.drafters.base import DraftSequence, Kind
 from draft_service.privacy import RoundSizes
-from draft_service.request import Generation, PolicyKind
+from draft_service.request import CheckedRequest, PolicyKind
 from draft_service.sequence import Sequence
 from kernels.adjustments import LogitRules
 from kernels.sampling import SamplingParams
@@ -18,13 +18,13 @@ from protos.outrider.v1 import draft_service_pb2
 _OF_DRAFT = frozenset({"seed_is_fresh", "draft_temperature", "max_entropy", "tokens_per_pass"})
 
 
-def generation(rule: Rule = Rule.COUPLED, *, temperature: float = 1.0, seed: int = 7, **fields: Any) -> Generation:
+def generation(rule: Rule = Rule.COUPLED, *, temperature: float = 1.0, seed: int = 7, **fields: Any) -> CheckedRequest:
     message = draft_service_pb2.GenerateRequest(ignore_eos=True)
     message.sampling.temperature = temperature
     params, rules = SamplingParams(temperature=temperature), LogitRules()
     drawn = DraftSequence([1, 2, 3], [], params, rules, seed, rule, seed_is_fresh=True)
     of_draft = {name: fields.pop(name) for name in list(fields) if name in _OF_DRAFT}
-    plain = Generation(
+    plain = CheckedRequest(
         message=message,
         request_id="r",
         prompt=[1, 2, 3],

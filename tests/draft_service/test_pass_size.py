@@ -13,7 +13,7 @@ import pytest
 from draft_service import speculation
 from draft_service.drafters.base import Kind
 from draft_service.pass_size import FIRST_WAIT, MOST_WAIT, PassSizes
-from draft_service.request import Generation
+from draft_service.request import CheckedRequest
 from draft_service.sequence import Round
 from draft_service.speculation import GammaController
 from kernels.verify import Rule
@@ -71,12 +71,12 @@ def test_one_token_a_pass_is_no_choice() -> None:
     assert {sizes.choose("cold", 1) for _ in range(10 * FIRST_WAIT)} == {1}
 
 
-def request(**fields: Any) -> Generation:
+def request(**fields: Any) -> CheckedRequest:
     how: dict[str, Any] = {"drafter": Kind.PARALLEL, "tokens_per_pass": 4, "chooses_tokens_per_pass": True}
     return generation(Rule.TOKENWISE, **(how | fields))
 
 
-def write(controller: GammaController, asked: Generation, texts: int) -> None:
+def write(controller: GammaController, asked: CheckedRequest, texts: int) -> None:
     """Texts of which each round accepts all tokens with s = 4, and none with s = 1."""
     for _ in range(texts):
         settled = controller.settle(asked)
@@ -87,7 +87,7 @@ def write(controller: GammaController, asked: Generation, texts: int) -> None:
             gamma.judged(Round(1), speculation_pb2.Verdict(token_ids=[1] * (accepted + 1)))
 
 
-def chosen(controller: GammaController, asked: Generation) -> int:
+def chosen(controller: GammaController, asked: CheckedRequest) -> int:
     return Counter(controller.settle(asked).draft_sequence.tokens_per_pass for _ in range(100)).most_common(1)[0][0]
 
 

@@ -10,7 +10,7 @@ import pytest
 from transformers import GenerationConfig
 
 from draft_service.drafters.base import Kind
-from draft_service.request import Generation
+from draft_service.request import CheckedRequest
 from draft_service.sequence import Sequence
 from draft_service.settings import DraftSettings
 from draft_service.validation import check_generate
@@ -80,7 +80,7 @@ def check(
     max_message_bytes: int = 1 << 22,
     default: Kind = Kind.MODEL,
     **options: Any,
-) -> Generation:
+) -> CheckedRequest:
     """Checks a request for a target with this encoder; without `draft` the draft has the same. Options are settings."""
     pair = unserved_pair(
         tokenizer,

@@ -16,7 +16,7 @@ from prometheus_client import CollectorRegistry, Histogram
 from draft_service import speculation
 from draft_service.drafters.base import Draft as Proposal
 from draft_service.drafters.base import Kind
-from draft_service.request import Generation, PolicyKind
+from draft_service.request import CheckedRequest, PolicyKind
 from draft_service.sequence import Round
 from draft_service.speculation import (
     MOST_DECODED,
@@ -423,11 +423,11 @@ def test_a_round_is_measured_without_the_time_of_other_work(monkeypatch: pytest.
         assert list(found.beta) == ([0.5] * found.judged if has_beta else [])
 
 
-def request(rule: Rule = Rule.BLOCK, *, fresh: bool = True, **fields: Any) -> Generation:
+def request(rule: Rule = Rule.BLOCK, *, fresh: bool = True, **fields: Any) -> CheckedRequest:
     return generation(rule, seed_is_fresh=fresh, **fields)
 
 
-def learn(controller: GammaController, request_: Generation) -> None:
+def learn(controller: GammaController, request_: CheckedRequest) -> None:
     """Observe rounds that accept nothing, so that drafting does not pay for such requests."""
     step = CostLine(0.01, 0.0003)
     for _ in range(FIRM_TEXTS):
@@ -439,7 +439,7 @@ def learn(controller: GammaController, request_: Generation) -> None:
         policy.observe(JudgedRound(0, at_verifier=0.0103, step=step, seconds=0.0103))
 
 
-def first(controller: GammaController, request_: Generation) -> int:
+def first(controller: GammaController, request_: CheckedRequest) -> int:
     return controller._policy(request_, lambda: 0).next(16)
 
 
@@ -464,7 +464,7 @@ def test_adaptive_policies_use_the_times_of_requests_with_a_fixed_gamma() -> Non
         (request(temperature=0.0, fresh=False), True),
     ],
 )
-def test_a_request_with_a_seed_adds_no_acceptance_where_draws_decide(seeded: Generation, adds: bool) -> None:
+def test_a_request_with_a_seed_adds_no_acceptance_where_draws_decide(seeded: CheckedRequest, adds: bool) -> None:
     """Acceptance of a request depends on draws that another one with its seed makes later."""
     controller = GammaController(Metrics())
     assert first(controller, seeded) == 5
@@ -485,7 +485,7 @@ def test_a_request_with_a_seed_adds_no_acceptance_where_draws_decide(seeded: Gen
         request(drafter=Kind.LOOKUP),
     ],
 )
-def test_requests_of_another_kind_share_no_acceptance(other: Generation) -> None:
+def test_requests_of_another_kind_share_no_acceptance(other: CheckedRequest) -> None:
     controller = GammaController(Metrics())
     learn(controller, request())
     assert first(controller, request()) == 0

@@ -1,11 +1,11 @@
-"""From a request to a `Generation`: defaults, seeds, rules and policies. `test_bad_input` has the errors over gRPC."""
+"""From a request to a `CheckedRequest`: defaults, seeds, rules, policies. `test_bad_input` has the errors over gRPC."""
 
 from typing import Any
 
 import grpc
 import pytest
 
-from draft_service.request import Generation, PolicyKind
+from draft_service.request import CheckedRequest, PolicyKind
 from draft_service.sequence import Sequence
 from draft_service.settings import DraftSettings
 from draft_service.validation import check_generate
@@ -33,7 +33,7 @@ def check(
     message: draft_service_pb2.GenerateRequest,
     target: dict[str, Any] | None = None,
     **options: Any,
-) -> Generation:
+) -> CheckedRequest:
     """Check a request. `target` replaces fields of `TARGET`; `options` are settings."""
     pair = unserved_pair(tokenizer, DRAFT, model_pb2.ModelInfo(**TARGET | (target or {})))
     return check_generate(
