@@ -49,7 +49,7 @@ class Sample:
         self._uncounted: tuple[Round, speculation_pb2.Verdict] | None = None
 
     async def run(self, verifiers: Verifiers, drafter: Drafter, *, timeout: float, on_open: OnOpen) -> None:
-        """Writes the sample. Both services have freed the sequence when this returns or raises.
+        """Runs the sample to its end. Both services have freed the sequence when this returns or raises.
 
         Args:
             timeout: seconds left of the client's deadline.
@@ -73,7 +73,7 @@ class Sample:
         try:
             if request.gamma and sequence.left > 1:  # a verdict adds a token of the target's own
                 self._drafting = drafter.open(replace(request.draft_sequence, seed=sequence.seed))
-            await self._write_in_time(target, on_open)
+            await self._run_in_time(target, on_open)
             self._finish()
         except BaseException:
             target.cancel()
@@ -100,11 +100,11 @@ class Sample:
             return sampling_pb2.FINISH_REASON_STOP_TOKEN
         return sampling_pb2.FINISH_REASON_LENGTH if not self.sequence.left else sampling_pb2.FINISH_REASON_UNSPECIFIED
 
-    async def _write_in_time(self, target: FailoverStream, on_open: OnOpen) -> None:
+    async def _run_in_time(self, target: FailoverStream, on_open: OnOpen) -> None:
         limit = None if self._request.time_limit is None else self._time_limit_left()
         try:
             async with asyncio.timeout(limit) as clock:
-                await self._write(target, on_open)
+                await self._run_rounds(target, on_open)
         except TimeoutError:
             if not clock.expired():
                 raise
@@ -117,29 +117,29 @@ class Sample:
         assert self._request.time_limit is not None
         return self._request.time_limit - (time.perf_counter() - self.sequence.timings.arrived)
 
-    async def _write(self, target: FailoverStream, on_open: OnOpen) -> None:
-        draft = self._begin_draft()  # the draft reads the prompt while the target does
-        if draft is None:
+    async def _run_rounds(self, target: FailoverStream, on_open: OnOpen) -> None:
+        pending = self._begin_draft()  # the draft reads the prompt while the target does
+        if pending is None:
             self._begin_round(None)  # the opening carries it
         opened = await target.open()
         self.emitter.cached_tokens = opened.cached_tokens
         on_open(opened)
         while not self.sequence.finish_reason:
-            drafted = None if draft is None else await self._drafted(draft)
+            draft = None if pending is None else await self._finish_draft(pending)
             if not self.sequence.round.owed:
-                self._begin_round(drafted)
+                self._begin_round(draft)
             await target.send()
             self._count_verdict()
-            if drafted is not None:
-                self._count_draft(drafted)
+            if draft is not None:
+                self._count_draft(draft)
             await self._emit()  # while the target runs: earlier, it would delay the draft
-            if drafted is not None:  # after a `Decode`, its verdicts decide whether to draft
+            if draft is not None:  # after a `Decode`, its verdicts decide whether to draft
                 self._gamma.prepare()
             while self.sequence.round.owed and not self.sequence.finish_reason:
                 verdict = await self._next_verdict(target)
                 self.emitter.take(verdict, self.sequence.round.draft_tokens, self._report(verdict))
-                draft = None if self.sequence.round.owed or self.sequence.finish_reason else self._begin_draft()
-                if draft is None or self.sequence.timings.first_token is None:
+                pending = None if self.sequence.round.owed or self.sequence.finish_reason else self._begin_draft()
+                if pending is None or self.sequence.timings.first_token is None:
                     await self._emit()
 
     async def _send_prompt_logprobs(self, part: sampling_pb2.PromptLogprobs) -> None:
@@ -168,20 +168,20 @@ class Sample:
         self._draft_start = time.perf_counter()
         return self._drafting.propose(gamma) if gamma else None
 
-    def _begin_round(self, drafted: Draft | None) -> None:
+    def _begin_round(self, draft: Draft | None) -> None:
         """Begins a round with a proposal, or with a `Decode` (None)."""
         sequence, sent = self.sequence, time.perf_counter()
-        if drafted is None:
+        if draft is None:
             most = sequence.left if self._drafting is None else self._gamma.pause or DECODED_IN_BACKOFF
             sequence.decode(min(sequence.left, most))
         else:
-            sequence.propose(drafted, gamma=self._gamma.gamma, start=self._draft_start)
+            sequence.propose(draft, gamma=self._gamma.gamma, start=self._draft_start)
         sequence.round.sent = sent
 
-    async def _drafted(self, draft: Awaitable[Draft]) -> Draft | None:
+    async def _finish_draft(self, pending: Awaitable[Draft]) -> Draft | None:
         """The proposal; None if drafting failed."""
         try:
-            return await draft
+            return await pending
         except DraftError as error:
             self.sequence.counts.message.num_draft_failures += 1
             _log.warning(

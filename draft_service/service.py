@@ -97,14 +97,14 @@ class GenerateCall:
         return await asyncio.get_running_loop().run_in_executor(TOKENISING, check)
 
     async def _produce(self, request: CheckedRequest, claim: Claim) -> None:
-        """Writes all samples. The first error ends them all."""
+        """Runs all samples. The first error ends them all."""
         try:
             await self._wait_for_turn(request, claim)
             self._responses.are_joined = request.joined_responses  # not before: queue positions come at once
             request = self._pair.gamma.settle(await self._with_draft_input(request))
             async with asyncio.TaskGroup() as group:
                 for index in range(request.samples):
-                    group.create_task(self._write(request, index))
+                    group.create_task(self._run_sample(request, index))
         except BaseExceptionGroup as errors:
             self._responses.end(errors.exceptions[0])
         except Exception as error:  # otherwise the client would wait until its deadline
@@ -137,7 +137,7 @@ class GenerateCall:
         tensor = await inputs.checked_tensor(message)
         return replace(request, draft_sequence=replace(request.draft_sequence, encoder_input=tensor))
 
-    async def _write(self, request: CheckedRequest, index: int) -> None:
+    async def _run_sample(self, request: CheckedRequest, index: int) -> None:
         if index and request.top_prompt_logprobs is not None:
             await self._samples[0].sequence.is_scored.wait()  # they come before the first chunk
         emitter = self._emitter(request, index)
