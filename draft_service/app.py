@@ -252,7 +252,7 @@ def build_engine(
     )
     graphs = built.capture(
         settings,
-        engine.loop,
+        engine.decode_loop,
         tokens=min(settings.max_gamma, target.limits.max_gamma),
         with_kernels=implementation_for(model_runner.loaded.device) == "triton",
         # A step that begins a round has one or two tokens; in parallel drafting up to s + 1, and s - 1 masks.

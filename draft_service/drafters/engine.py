@@ -66,7 +66,7 @@ class DraftEngine(Engine[Propose | Close, DraftWork, Sequence[Drawn]]):
         super().__init__(model_runner, name="draft-engine", threads=threads)
         self.mask_token = model_runner.loaded.mask_token
         self._config = config
-        self.loop = DecodeLoop(model_runner, min(vocab_size, model_runner.loaded.vocab_size), config)
+        self.decode_loop = DecodeLoop(model_runner, min(vocab_size, model_runner.loaded.vocab_size), config)
         self.vocab_size = vocab_size
         self.staging = staging
         self._prefill_tokens = prefill_tokens
@@ -248,7 +248,7 @@ class DraftEngine(Engine[Propose | Close, DraftWork, Sequence[Drawn]]):
         decoded = self._decode(work)
         if decoded is not None:
             return decoded
-        z = self.loop.without_mask(self.model_runner.logits([item.chunk for item in work]))
+        z = self.decode_loop.without_mask(self.model_runner.logits([item.chunk for item in work]))
         draws, changes = list[Draw](), list[RowAdjustment | None]()
         pool = self.model_runner.pool
         for item in work:
@@ -282,9 +282,9 @@ class DraftEngine(Engine[Propose | Close, DraftWork, Sequence[Drawn]]):
             return None
         draws = [[item.sequence.draw(i) for i in range(item.sequence.drafted, item.sequence.gamma)] for item in work]
         adjusters = [item.sequence.adjuster for item in work]
-        if self.loop.obstacle(draws, adjusters) is not None:
+        if self.decode_loop.obstacle(draws, adjusters) is not None:
             return None
-        return self.loop.decode([item.chunk for item in work], draws, adjusters=adjusters)
+        return self.decode_loop.decode([item.chunk for item in work], draws, adjusters=adjusters)
 
     def process(self, work: Sequence[DraftWork], output: Sequence[Drawn]) -> None:
         for item, drawn in zip(work, output, strict=True):

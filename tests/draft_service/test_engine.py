@@ -326,7 +326,7 @@ def test_a_failed_round_caches_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     opening = replace(sequence(), prompt=LONG, cache_salt="")
     with running(engine_of(model)) as engine:
         with monkeypatch.context() as patch:
-            patch.setattr(engine.loop, "without_mask", lambda logits: logits[:, :VOCABULARY] * torch.nan)
+            patch.setattr(engine.decode_loop, "without_mask", lambda logits: logits[:, :VOCABULARY] * torch.nan)
             driver = Driver(engine, opening)
             with pytest.raises(DraftError, match="NaN or infinite"):
                 driver.propose(4)
