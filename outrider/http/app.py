@@ -26,7 +26,7 @@ from outrider.http import playground
 from outrider.http.answers import DONE, ChatForm, CompletionForm, Form, tokens_of, usage_field
 from outrider.http.errors import ApiError, invalid, of_service, unsupported
 from outrider.http.generation import Call, Generation
-from outrider.http.metrics import TEXT_TYPE, FrontMetrics
+from outrider.http.metrics import DIRECT, LEFT, TEXT_TYPE, FrontMetrics, RequestCounter
 from outrider.http.pair import Pair
 from outrider.http.requests import (
     ChatRequest,
@@ -37,7 +37,7 @@ from outrider.http.requests import (
     parse,
     read_json,
 )
-from outrider.http.security import DIRECT, LEFT, Guard, Requests
+from outrider.http.security import Guard
 from outrider.http.settings import ServerSettings
 from outrider.http.transcription import AudioInMemory, read_form, transcribe
 from outrider.rpc.auth import ClientLimits, Tokens, count_sequences
@@ -64,7 +64,7 @@ def create_app(
             allow_headers=["*"],  # clients add their own, as x-stainless-lang of openai-js
             expose_headers=["x-request-id", "retry-after"],
         )
-    return Requests(app, front.metrics)
+    return RequestCounter(app, front.metrics)
 
 
 class Front:

@@ -7,6 +7,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, ProcessCollector, generate_latest
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from outrider.client import Chunk, Event, Finished, Queued, Started
 from outrider.service.best_effort import Component
@@ -75,6 +76,38 @@ class FrontMetrics:
             shown.gauge("num_requests_running", "Texts that a draft service writes.", lambda: counts["running"])
             shown.gauge("num_requests_waiting", "Texts that no service has begun.", lambda: counts["waiting"])
         return generate_latest(self._registry).decode()
+
+
+DIRECT = "outrider.send"
+"""Key of a scope: what sends to the connection, past all middleware. Of a stream only the beginning concerns those."""
+LEFT = "outrider.left"
+"""Key of a scope: whether the client closed the connection in the middle of a stream."""
+
+
+class RequestCounter:
+    """The middleware that counts requests. Around the whole application, so that refused ones count as well."""
+
+    def __init__(self, app: ASGIApp, metrics: FrontMetrics) -> None:
+        self._app = app
+        self._metrics = metrics
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            return await self._app(scope, receive, send)
+        gone = status = 499  # until the answer begins
+
+        async def noting(message: Message) -> None:
+            nonlocal status
+            if message["type"] == "http.response.start":
+                status = message["status"]
+            await send(message)
+
+        scope[DIRECT] = send
+        self._metrics.request_began()
+        try:
+            await self._app(scope, receive, noting)
+        finally:
+            self._metrics.request_ended(scope["path"], gone if scope.get(LEFT) else status)
 
 
 class TextWatch:

@@ -16,7 +16,6 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from outrider.client.errors import typed
 from outrider.http import playground
 from outrider.http.errors import ApiError, of_service
-from outrider.http.metrics import FrontMetrics
 from outrider.http.settings import ServerSettings
 from outrider.rpc.auth import ClientLimits, Tokens
 from outrider.rpc.channel import ip_address
@@ -146,38 +145,6 @@ class Guard:
         # The body was not read: the connection cannot be used again.
         error.headers.setdefault("connection", "close")
         await error.response()(scope, receive, send)
-
-
-DIRECT = "outrider.send"
-"""Key of a scope: what sends to the connection, past all middleware. Of a stream only the beginning concerns those."""
-LEFT = "outrider.left"
-"""Key of a scope: whether the client closed the connection in the middle of a stream."""
-
-
-class Requests:
-    """Counts requests, for /metrics. Around the whole application, so that refused ones count as well."""
-
-    def __init__(self, app: ASGIApp, metrics: FrontMetrics) -> None:
-        self._app = app
-        self._metrics = metrics
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] != "http":
-            return await self._app(scope, receive, send)
-        gone = status = 499  # until the answer begins
-
-        async def noting(message: Message) -> None:
-            nonlocal status
-            if message["type"] == "http.response.start":
-                status = message["status"]
-            await send(message)
-
-        scope[DIRECT] = send
-        self._metrics.request_began()
-        try:
-            await self._app(scope, receive, noting)
-        finally:
-            self._metrics.request_ended(scope["path"], gone if scope.get(LEFT) else status)
 
 
 def _too_large(most: int, given: str) -> ApiError:
