@@ -37,8 +37,8 @@ from outrider.evaluation import EvaluationError
 from outrider.runtime.errors import CheckpointError
 
 if TYPE_CHECKING:
+    from outrider.evaluation.check_report import Report
     from outrider.evaluation.check_requests import Plan, Step
-    from outrider.evaluation.verdict import Report
 
 # Sampled texts of each rule under load, and tokens of each: the reference without --target is one request a token.
 _TEXTS, _TOKENS = {True: 1536, False: 768}, {True: 9, False: 6}

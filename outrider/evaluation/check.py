@@ -23,11 +23,7 @@ import numpy as np
 
 from outrider.client import AsyncClient
 from outrider.evaluation import EvaluationError
-from outrider.evaluation.check_requests import GAMMAS, Plan, Requester, Step, Text, requests
-from outrider.evaluation.clips import clips_for
-from outrider.evaluation.reference import Copy, DecodeReference, LocalTarget, Prefix, scores
-from outrider.evaluation.token_fit import next_tokens, three_tokens
-from outrider.evaluation.verdict import (
+from outrider.evaluation.check_report import (
     ALONE,
     BY_ID,
     BY_PROBABILITY,
@@ -43,6 +39,10 @@ from outrider.evaluation.verdict import (
     Sampled,
     judged,
 )
+from outrider.evaluation.check_requests import GAMMAS, Plan, Requester, Step, Text, requests
+from outrider.evaluation.clips import clips_for
+from outrider.evaluation.reference import Copy, DecodeReference, LocalTarget, Prefix, scores
+from outrider.evaluation.token_fit import next_tokens, three_tokens
 from protos.outrider.v1 import draft_service_pb2
 
 ROUNDING = {"float32": 5e-4, "float16": 0.03, "bfloat16": 0.2}

@@ -10,10 +10,10 @@ from typing import Any, Self
 from kernels.sampling import SamplingParams
 from outrider.client import AcceptanceRule, AsyncClient, Chunk, Options, PositionLogprobs, Started
 from outrider.evaluation import deployment
+from outrider.evaluation.check_report import ALONE, COUPLED, GREEDY, LOAD, NO_DRAFT, RESUMED
 from outrider.evaluation.clips import Source, request_of
 from outrider.evaluation.reference import TOP_N, sampling_options
 from outrider.evaluation.streams import for_each
-from outrider.evaluation.verdict import ALONE, COUPLED, GREEDY, LOAD, NO_DRAFT, RESUMED
 from protos.outrider.v1 import model_pb2
 
 GAMMAS = (1, 2, 4, None)

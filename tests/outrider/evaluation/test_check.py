@@ -25,10 +25,7 @@ from kernels.sampling import SamplingParams
 from outrider.cli import main
 from outrider.client import AsyncClient, Client, Options, PositionLogprobs, TokenLogprob
 from outrider.evaluation.check import ROUNDING, check, compared
-from outrider.evaluation.check_requests import Ask, Plan, Text
-from outrider.evaluation.chisquare import Fit
-from outrider.evaluation.reference import Copy, DecodeReference, LocalTarget
-from outrider.evaluation.verdict import (
+from outrider.evaluation.check_report import (
     ALONE,
     BY_ID,
     BY_PROBABILITY,
@@ -43,6 +40,9 @@ from outrider.evaluation.verdict import (
     Sampled,
     judged,
 )
+from outrider.evaluation.check_requests import Ask, Plan, Text
+from outrider.evaluation.chisquare import Fit
+from outrider.evaluation.reference import Copy, DecodeReference, LocalTarget
 from tests.cluster import Cluster
 from tests.exactness.services import PairServices
 

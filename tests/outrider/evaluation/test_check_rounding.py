@@ -11,10 +11,10 @@ import pytest
 
 from kernels.sampling import SamplingParams
 from outrider.evaluation import check
+from outrider.evaluation.check_report import LOAD, Sampled
 from outrider.evaluation.check_requests import Ask, Plan, Text
 from outrider.evaluation.reference import Prefix
 from outrider.evaluation.token_fit import Distribution
-from outrider.evaluation.verdict import LOAD, Sampled
 
 VOCABULARY, PROMPTS, TEXTS, TOKENS = 8, 8, 600, 3
 ROUNDING = check.ROUNDING["bfloat16"]

@@ -22,13 +22,13 @@ from outrider.cli import main
 from outrider.client import AsyncClient, Client, Options
 from outrider.evaluation.alpha import measure
 from outrider.evaluation.check import check
+from outrider.evaluation.check_report import LOCAL_TARGET, Report
 from outrider.evaluation.check_requests import Plan
 from outrider.evaluation.clips import clips_for, request_of
 from outrider.evaluation.drafters import by_model
 from outrider.evaluation.local_models import build_runner, encode_speech
 from outrider.evaluation.reference import Copy, DecodeReference, LocalTarget
 from outrider.evaluation.target_text import Text
-from outrider.evaluation.verdict import LOCAL_TARGET, Report
 from outrider.runtime.loader import ModelSource, load_model
 from protos.outrider.v1.draft_service_pb2 import Transcription
 from tests import encoder_decoders
