@@ -58,26 +58,7 @@ def check_generate(message: draft_service_pb2.GenerateRequest, pair: Pair, setti
     scores_prompt = message.HasField("prompt_logprobs")
     top_prompt_logprobs = check_prompt_logprobs(message.prompt_logprobs, target) if scores_prompt else None
     samples = _check_samples(message, limits)
-    default_policy = PolicyKind(settings.speculation)
-    if sampling.seed is not None and not (sampling.params.is_greedy or sampling.rule is Rule.COUPLED):
-        default_policy = PolicyKind.FIXED  # draws decide the text: a seed repeats it only with the same γ in each round
-    policy = check_policy(speculation, default=default_policy)
-    most = limits.max_gamma
-    if sampling.needs_logits:
-        most = min(most, max(1, most_logits(message_limit(draft, target), target.vocab_size)))
-    first_gamma = min(settings.gamma, most)
-    gamma = first_gamma if policy is PolicyKind.FIXED else most
-    if speculation.HasField("gamma"):
-        gamma = check_gamma("speculation.gamma", speculation.gamma, limits)
-    drafter = Kind.NONE
-    if gamma:
-        drafter = check_drafter(
-            "speculation.drafter", speculation.drafter, sampling, offered=pair.drafters, default=pair.default
-        )
-    if drafter is Kind.NONE:
-        gamma = 0
-    if sampling.needs_logits:
-        check_message_size("speculation.gamma", gamma, draft, target)
+    policy, gamma, first_gamma, drafter = _check_speculation(speculation, sampling, pair, settings)
     time_limit = _check_time_limit(message)
     stop_token_ids = _check_stop_token_ids(message, limits, target.vocab_size)
     stop = _check_stop(message.stop, limits)
@@ -211,7 +192,35 @@ def check_message_size(field: str, gamma: int, draft: model_pb2.ModelInfo, targe
         )
 
 
-# ------------------------------------------------------------------------------------------------- checks of one field
+# ----------------------------------------------------------------------------------------------------- checks of fields
+
+
+def _check_speculation(
+    speculation: draft_service_pb2.SpeculationParams, sampling: Sampling, pair: Pair, settings: DraftSettings
+) -> tuple[PolicyKind, int, int, Kind]:
+    """The policy, the largest γ, γ of the first proposal, and the drafter."""
+    draft, target = pair.draft, pair.target
+    default_policy = PolicyKind(settings.speculation)
+    if sampling.seed is not None and not (sampling.params.is_greedy or sampling.rule is Rule.COUPLED):
+        default_policy = PolicyKind.FIXED  # draws decide the text: a seed repeats it only with the same γ in each round
+    policy = check_policy(speculation, default=default_policy)
+    most = draft.limits.max_gamma
+    if sampling.needs_logits:
+        most = min(most, max(1, most_logits(message_limit(draft, target), target.vocab_size)))
+    first_gamma = min(settings.gamma, most)
+    gamma = first_gamma if policy is PolicyKind.FIXED else most
+    if speculation.HasField("gamma"):
+        gamma = check_gamma("speculation.gamma", speculation.gamma, draft.limits)
+    drafter = Kind.NONE
+    if gamma:
+        drafter = check_drafter(
+            "speculation.drafter", speculation.drafter, sampling, offered=pair.drafters, default=pair.default
+        )
+    if drafter is Kind.NONE:
+        gamma = 0
+    if sampling.needs_logits:
+        check_message_size("speculation.gamma", gamma, draft, target)
+    return policy, gamma, first_gamma, drafter
 
 
 def check_lengths(message: draft_service_pb2.GenerateRequest, prompt: int, committed: int, longest: int) -> int:
