@@ -212,7 +212,7 @@ class GammaController:
         return replace(request, draft_sequence=replace(request.draft_sequence, tokens_per_pass=chosen))
 
     def _on_round(self, request: CheckedRequest) -> OnRound | None:
-        if not request.chooses_tokens_per_pass or not _may_share(request):
+        if not request.chooses_tokens_per_pass or not request.draft_sequence.owns_draws:
             return None
         return partial(self._pass_sizes.add, _kind_of(request), request.draft_sequence.tokens_per_pass)
 
@@ -240,7 +240,7 @@ class GammaController:
         """
         kind = _kind_of(request), request.draft_sequence.tokens_per_pass
         shared = self._statistics.setdefault(kind, AcceptanceStatistics())
-        return shared if _may_share(request) else shared.copy()
+        return shared if request.draft_sequence.owns_draws else shared.copy()
 
 
 class SequenceGamma:
@@ -329,12 +329,6 @@ class SequenceGamma:
     def disturbed(self) -> None:
         """Exclude the current cycle from the measurements: a client that does not read, for example, delays it."""
         self._since = None
-
-
-def _may_share(request: CheckedRequest) -> bool:
-    """Whether other requests may learn from its rounds: no other text depends on the draws that decide them."""
-    is_scored = request.sampling.params.is_greedy or request.sampling.rule is Rule.COUPLED
-    return request.draft_sequence.seed_is_fresh or is_scored
 
 
 def _kind_of(request: CheckedRequest) -> tuple[object, ...]:

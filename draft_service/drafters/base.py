@@ -71,8 +71,7 @@ class DraftSequence:
         seed: key of the draws (invariant 2).
         rule: the acceptance rule. Each token is sent with its q̂; under `coupled`, where the draft uses the target's
             noise, without; under `sigmoid` with its logits.
-        seed_is_fresh: this service has just drawn the seed, so no other text depends on its draws. Only then may draws
-            sample from counts learned from other texts.
+        seed_is_fresh: this service has just drawn the seed, so no other text depends on its draws.
         draft_temperature: replaces the target's temperature if that is above 0; None uses the target's.
         uses_outcome_cache: whether the drafter may draft while a verdict is on its way.
         max_entropy: nats. A proposal ends before a token whose q has a higher entropy, but has at least one token.
@@ -117,6 +116,13 @@ class DraftSequence:
     def needs_logits(self) -> bool:
         """Whether the rule takes the logits of each drafted token instead of q̂."""
         return self.rule is Rule.SIGMOID and not self.params.is_greedy
+
+    @cached_property
+    def owns_draws(self) -> bool:
+        """Whether no other text depends on the draws that decide this one. If one may, neither learns from the other:
+        q and γ must not depend on draws that are still to come.
+        """
+        return self.seed_is_fresh or self.params.is_greedy or self.rule is Rule.COUPLED
 
     def draw(self, base: int, index: int, domain: Domain = Domain.DRAFT, inner_base: int = 0) -> Draw:
         """How to draw one token of the proposal (invariant 2). `max_entropy` never refuses the first one.

@@ -18,7 +18,6 @@ from kernels.adjustments import Adjuster, apply
 from kernels.rng import Domain
 from kernels.sampling import sample
 from kernels.sparse import SparseConfig
-from kernels.verify import Rule
 from outrider.runtime.ngram import NGramCounts, back_off
 
 
@@ -47,11 +46,7 @@ class NGramDrafter(GuessingDrafter):
             self._corpus.add(document)
 
     def guesser(self, sequence: DraftSequence, domain: Domain = Domain.DRAFT) -> Guesser:
-        # Where draws decide the text, q must not depend on them. Counts of other texts may: one may have the same seed.
-        # So they are used only where no draw decides the text, or where the seed is fresh.
-        draws_decide = not (sequence.params.is_greedy or sequence.rule is Rule.COUPLED)
-        others = [] if draws_decide and not sequence.seed_is_fresh else self._learned
-        own = self._counts()
+        own, others = self._counts(), self._learned if sequence.owns_draws else []
         return _Counter(self, sequence, domain, [self._corpus, own, *others], [own, *self._learned])
 
 
