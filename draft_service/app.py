@@ -1,5 +1,6 @@
 """The draft service: loads the draft, connects to the verifiers, and builds the parts."""
 
+from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -16,7 +17,7 @@ from draft_service.drafters.build import (
     model_drafters,
 )
 from draft_service.drafters.engine import DraftEngine
-from draft_service.drafters.guard import PROBE, PROBE_GAMMA
+from draft_service.drafters.guard import PROBE, PROBE_GAMMA, GuardedDrafter
 from draft_service.drafters.outcome_cache import MOST_FORKS
 from draft_service.drafters.staged import Staging
 from draft_service.failover import FailoverBudget, FailureKind, Verifiers
@@ -121,29 +122,14 @@ class DraftApp(Service):
             tokenizer = await in_thread(lambda: load_tokenizer_alone(settings))
         await in_thread(lambda: tokenizer.longest_token_bytes)  # computed once, about 0.1 s; checks of requests use it
         await warm()  # a restart would not help while verifiers are missing
-        self._replicas = Replicas(
-            settings.verifier,
-            self._connect,
-            timeout=settings.verifier_timeout,
-            resolve_interval=settings.verifier_resolve_interval,
-        )
-        budget = FailoverBudget(settings.max_sequences)
-        failover_metrics = FailoverMetrics(self.metrics, FailureKind)
-        verifiers = Verifiers(self._replicas, budget, settings.failover_timeout, failover_metrics)
-        show_verifiers(self.metrics, self._replicas, lambda: budget.tokens)
+        verifiers = self._verifiers()
         loaded = None if built is None else built.model_runner.loaded
         default = default_kind(settings, loaded)
         draft = model_info(loaded, tokenizer, settings)
-        target = await self._replicas.match(draft)
-        limit_by(draft, target)
+        target = await verifiers.replicas.match(draft)
+        limit_by(draft, target, has_logits=built is not None)
         compare_encoders(draft.encoder, target.encoder)
-        if (short := short_of(settings, target.limits.max_sequence_tokens)) > 0:
-            _log.warning(
-                "--max-message-bytes is too small",
-                bytes_short=short,
-                effect="the longest prompts that the target takes are refused",
-                action="raise --max-message-bytes",
-            )
+        compare_messages(settings, target.limits.max_sequence_tokens)
         sparse = SparseConfig(keep_mass=settings.keep_mass, max_support=draft.limits.max_support)
         inputs, prompts = await in_thread(lambda: load_inputs(settings, loaded, target))
         probe = PROBE if inputs is None else replace(PROBE, encoder_input=inputs.tensor(smallest_input(draft.encoder)))
@@ -153,32 +139,47 @@ class DraftApp(Service):
             self.engine.start()
             drafters |= model_drafters(settings, self.engine, drafters)
             await warm_up(drafters[Kind.MODEL], self.engine, probe)
-        else:  # lossy rules need logits
-            draft.rules[:] = [rule for rule in draft.rules if rule not in draft.lossy_rules]
-            draft.lossy_rules[:] = []
-        show_held(self.metrics, self._servicer.limit, None if built is None else built.model_runner.pool)
-        if settings.vllm_metrics:
-            shown = VllmMetrics(self.metrics.registry, served_name(target.name))
-            show_vllm(shown, self._servicer.metrics, self._servicer.limit, self._replicas)
+        chosen = guarded(drafters, settings, target, sparse, probe=probe)
+        pair = Pair(
+            drafters=chosen,
+            default=default,
+            gamma=GammaController(self.metrics),
+            verifiers=verifiers,
+            tokenizer=tokenizer,
+            draft=draft,
+            target=target,
+            encoder_inputs=inputs,
+            prompts=prompts,
+            generation_rules=None if loaded is None else loaded.generation_rules,
+        )
+        self._show(pair, chosen)
+        self._servicer.attach(pair)
+
+    def _verifiers(self) -> Verifiers:
+        """Begins to look for the verifiers. Their metrics are shown while the service waits for one."""
+        settings = self._settings
+        self._replicas = replicas = Replicas(
+            settings.verifier,
+            self._connect,
+            timeout=settings.verifier_timeout,
+            resolve_interval=settings.verifier_resolve_interval,
+        )
+        budget = FailoverBudget(settings.max_sequences)
+        failover_metrics = FailoverMetrics(self.metrics, FailureKind)
+        show_verifiers(self.metrics, replicas, lambda: budget.tokens)
+        return Verifiers(replicas, budget, settings.failover_timeout, failover_metrics)
+
+    def _show(self, pair: Pair, drafters: Mapping[Kind, GuardedDrafter]) -> None:
+        """Adds the metrics of the pair."""
+        draft, limit = pair.draft, self._servicer.limit
+        show_held(self.metrics, limit, None if self.engine is None else self.engine.model_runner.pool)
+        if self._settings.vllm_metrics:
+            shown = VllmMetrics(self.metrics.registry, served_name(pair.target.name))
+            show_vllm(shown, self._servicer.metrics, limit, pair.verifiers.replicas)
         self.metrics.describe(
             service="draft_service", version=draft.server_version, model=draft.name, device=draft.device
         )
-        chosen = guarded(drafters, settings, target, sparse, probe=probe)
-        show_drafters(self.metrics, chosen, self.engine)
-        self._servicer.attach(
-            Pair(
-                drafters=chosen,
-                default=default,
-                gamma=GammaController(self.metrics),
-                verifiers=verifiers,
-                tokenizer=tokenizer,
-                draft=draft,
-                target=target,
-                encoder_inputs=inputs,
-                prompts=prompts,
-                generation_rules=None if loaded is None else loaded.generation_rules,
-            )
-        )
+        show_drafters(self.metrics, drafters, self.engine)
 
     def _connect(self, address: str, name: str) -> RenewedChannel[Any]:
         return RenewedChannel(
@@ -282,14 +283,15 @@ def model_info(loaded: LoadedModel | None, tokenizer: Tokenizer, settings: Draft
     )
 
 
-def limit_by(draft: model_pb2.ModelInfo, target: model_pb2.ModelInfo) -> None:
-    """Limits the draft's `ModelInfo` to the rules and limits of the target."""
+def limit_by(draft: model_pb2.ModelInfo, target: model_pb2.ModelInfo, *, has_logits: bool) -> None:
+    """Limits the draft's `ModelInfo` to the rules and limits of the target. Lossy rules need logits of the draft."""
     limits, bound = draft.limits, target.limits
     limits.max_gamma = min(limits.max_gamma, bound.max_gamma)
     limits.max_support = min(limits.max_support, bound.max_support)
     limits.max_sequence_tokens = bound.max_sequence_tokens
     limits.max_stop_token_ids = bound.max_stop_token_ids
-    draft.rules[:] = [rule for rule in target.rules if rule in RULES]
+    lossy = () if has_logits else draft.lossy_rules
+    draft.rules[:] = [rule for rule in target.rules if rule in RULES and rule not in lossy]
     draft.lossy_rules[:] = [rule for rule in draft.lossy_rules if rule in draft.rules]
     draft.default_rule = target.default_rule
 
@@ -307,6 +309,17 @@ def compare_encoders(draft: model_pb2.EncoderInfo, target: model_pb2.EncoderInfo
             draft=longest[0],
             target=longest[1],
             effect="longer inputs are written by the target without a draft",
+        )
+
+
+def compare_messages(settings: DraftSettings, sequence_tokens: int) -> None:
+    """Logs a warning if messages may be too small for requests of a target with so many tokens."""
+    if (short := short_of(settings, sequence_tokens)) > 0:
+        _log.warning(
+            "--max-message-bytes is too small",
+            bytes_short=short,
+            effect="the longest prompts that the target takes are refused",
+            action="raise --max-message-bytes",
         )
 
 
