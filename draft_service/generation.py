@@ -170,13 +170,12 @@ class Sample:
 
     def _begin_round(self, draft: Draft | None) -> None:
         """Begins a round with a proposal, or with a `Decode` (None)."""
-        sequence, sent = self.sequence, time.perf_counter()
+        sequence = self.sequence
         if draft is None:
             most = sequence.left if self._drafting is None else self._gamma.pause or DECODED_IN_BACKOFF
             sequence.decode(min(sequence.left, most))
         else:
             sequence.propose(draft, gamma=self._gamma.gamma, start=self._draft_start)
-        sequence.round.sent = sent
 
     async def _finish_draft(self, pending: Awaitable[Draft]) -> Draft | None:
         """The proposal; None if drafting failed."""
@@ -201,9 +200,9 @@ class Sample:
         # From here on nothing raises.
         round_, now = self.sequence.round, time.perf_counter()
         self._count_verdict()  # of the same round, if it is a Decode
-        round_.waited = now - round_.sent - target.pause
+        round_.waited = now - max(round_.sent, round_.judged_at) - target.pause
+        round_.judged_at = now
         self._gamma.judged(round_, verdict)
-        round_.sent = now  # the wait for the next verdict of a Decode starts here
         self._uncounted = round_, verdict
         return verdict
 

@@ -150,8 +150,9 @@ class Round:
         draft: the proposal; None for a `Decode`.
         gamma: the chosen γ; the proposal may have fewer tokens.
         draft_start: `time.perf_counter()` when drafting began.
-        sent: the same when it was sent, or when its last verdict came.
-        waited: seconds of the wait for its last verdict, without failovers.
+        sent: the same when it was sent.
+        judged_at: the same when its last verdict came.
+        waited: seconds of the wait for that verdict, without failovers.
     """
 
     number: int
@@ -160,6 +161,7 @@ class Round:
     gamma: int = 0
     draft_start: float = 0.0
     sent: float = 0.0
+    judged_at: float = 0.0
     waited: float = 0.0
 
     @property
@@ -220,11 +222,11 @@ class Sequence:
 
     def propose(self, draft: Draft, *, gamma: int = 0, start: float = 0.0) -> None:
         """Begins a round with a proposal, whose drafting began at `start`."""
-        self.round = Round(self.round.number + 1, 1, draft, gamma, start)
+        self.round = Round(self.round.number + 1, 1, draft, gamma, start, sent=time.perf_counter())
 
     def decode(self, tokens: int) -> None:
         """Begins a round in which the target writes so many tokens without a draft."""
-        self.round = Round(self.round.number + 1, tokens)
+        self.round = Round(self.round.number + 1, tokens, sent=time.perf_counter())
 
     async def take_prompt_logprobs(self, part: sampling_pb2.PromptLogprobs) -> None:
         """Sends the positions of a part that were not sent before: a new verifier begins again.
@@ -256,7 +258,7 @@ class Sequence:
     def report(self, verdict: speculation_pb2.Verdict) -> draft_service_pb2.RoundReport:
         """The report of the round after its last verdict, without the texts of drafted tokens."""
         round_, arrived = self.round, self.timings.arrived
-        sent = round_.sent - round_.waited
+        sent = round_.judged_at - round_.waited
         start, seconds = (sent, 0.0) if round_.draft is None else (round_.draft_start, round_.draft.seconds)
         return draft_service_pb2.RoundReport(
             round=verdict.round,

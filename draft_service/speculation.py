@@ -282,7 +282,7 @@ class SequenceGamma:
 
     @GAMMA.quiet
     def judged(self, round_: Round, verdict: speculation_pb2.Verdict) -> None:
-        """Note a verdict on a round. Its `sent` is still that of the proposal."""
+        """Note a verdict on a round."""
         self.learn()
         now, timings, load = time.perf_counter(), verdict.timings, verdict.load
         at_verifier = (timings.queue_us + timings.forward_us + timings.verify_us) / 1e6
