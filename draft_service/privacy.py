@@ -7,17 +7,14 @@ import asyncio
 from collections import defaultdict, deque
 from collections.abc import AsyncGenerator
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
+from draft_service.responses import Responses
 from kernels.verify import Rule
 from outrider.rpc.errors import invalid_field, outside
 from outrider.service.sampling import Sampling
 from outrider.service.wire import HASH_BYTES, bytes_with_logits, can_pad, largest, pad
 from protos.outrider.v1 import draft_service_pb2, model_pb2, verifier_service_pb2
 from protos.outrider.v1.draft_service_pb2 import GenerateChunk, GenerateResponse
-
-if TYPE_CHECKING:
-    from draft_service.output import Responses
 
 MAX_FRAME_BYTES = 65_536
 MIN_PACE_S, MAX_PACE_S = 0.001, 10.0
@@ -157,9 +154,7 @@ def round_sizes(
 _FULL = 4
 
 
-async def framed(
-    responses: "Responses", emission: Emission, *, held: int = 0
-) -> AsyncGenerator[GenerateResponse, None]:
+async def framed(responses: Responses, emission: Emission, *, held: int = 0) -> AsyncGenerator[GenerateResponse, None]:
     """Yields the responses in frames as `emission` says, from `started` on.
 
     Each chunk must have one token, or a text whose tokens end together. An earlier call sent `held` tokens without

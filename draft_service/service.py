@@ -14,11 +14,12 @@ from draft_service.concurrency import Claim, ConcurrencyLimit
 from draft_service.drafters.base import RUN_A_MODEL
 from draft_service.generation import Sample
 from draft_service.metrics import REQUEST_LOG, REQUEST_METRICS, RequestMetrics, SampleWatch
-from draft_service.output import Emitter, OutputText, Responses
+from draft_service.output import Emitter, OutputText
 from draft_service.pair import Pair
 from draft_service.privacy import framed
 from draft_service.propose_call import ProposeCall
 from draft_service.request import KIND_TO_WIRE, POLICY_TO_WIRE, CheckedRequest
+from draft_service.responses import Responses
 from draft_service.settings import DraftSettings
 from draft_service.tokenizer_calls import TokenizerThread, describe, detokenize, tokenize
 from draft_service.validation import check_generate

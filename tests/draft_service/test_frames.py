@@ -6,8 +6,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from draft_service.output import Responses
 from draft_service.privacy import Emission, Frames, framed
+from draft_service.responses import Responses
 from protos.outrider.v1.draft_service_pb2 import GenerateChunk, GenerateFinished, GenerateResponse, GenerateStarted
 from tests.fake_clock import fake_clock
 

@@ -8,14 +8,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from draft_service.output import (
+from draft_service.output import Emitter, OutputText
+from draft_service.responses import (
     BYTES_JOINED,
     HEARTBEAT_SECONDS,
     MAX_BACKLOG,
     RESUME_BACKLOG,
     SECONDS_JOINED,
-    Emitter,
-    OutputText,
     Responses,
 )
 from draft_service.sequence import SpeculationCounts, Timings
