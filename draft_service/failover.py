@@ -200,13 +200,13 @@ class FailoverStream:
     """A `VerifyStream` with failover.
 
     Attributes:
-        is_open: whether a verifier has opened the sequence, even if it was lost later.
+        was_opened: whether a verifier has opened the sequence; it may have been lost since.
         pause: seconds of failover in the wait for the last verdict.
     """
 
     def __init__(self, verifiers: Verifiers, sequence: Sequence, *, timeout: float) -> None:
         """`timeout` is the time left of the client's deadline, in seconds."""
-        self.is_open = False
+        self.was_opened = False
         self.pause = 0.0
         self._verifiers = verifiers
         self._sequence = sequence
@@ -223,7 +223,7 @@ class FailoverStream:
             RequestError: no verifier opened it in time, or one refused it for a reason that holds for all.
         """
         opened = await self._open(OPENING_TIMEOUT)
-        self.is_open = True
+        self.was_opened = True
         return opened
 
     async def send(self) -> None:
@@ -323,19 +323,19 @@ class FailoverStream:
         left = min(timeout, self._verifiers.timeout)  # waits for the budget do not count
         while True:
             # A failover: the text runs again.
-            if self.is_open and not await budget.take(latest):
+            if self.was_opened and not await budget.take(latest):
                 raise failures.no_verifier(replicas, ", and the failover budget is used up")
             started = time.monotonic()
             try:
                 # Out of time, a replica that has refused is not tried again: many full ones would go on for ever.
                 avoid = failures.avoid if left > 0 else dict.fromkeys(failures.avoid, math.inf)
-                replica = await replicas.wait(min(latest, started + left), avoid, failed=failures.suspected)
+                replica = await replicas.wait(min(latest, started + left), avoid, suspected=failures.suspected)
                 if replica is None:
                     raise failures.no_verifier(replicas)
                 self._stream = self._begin_at(replica)
-                return await self._stream.open(reopened=self.is_open, isolated=bool(failures.suspected))
+                return await self._stream.open(reopened=self.was_opened, isolated=bool(failures.suspected))
             except BaseException as error:
-                if self.is_open:
+                if self.was_opened:
                     budget.give_back()
                 if self._stream is None or not isinstance(error, RequestError):
                     raise

@@ -110,7 +110,7 @@ class Sample:
                 raise
             if not self.sequence.finish_reason:  # else the text is whole, and the client reads slowly
                 self.sequence.finish_reason = sampling_pb2.FINISH_REASON_TIME_LIMIT
-            if not target.is_open:
+            if not target.was_opened:
                 on_open(None)
 
     def _time_limit_left(self) -> float:

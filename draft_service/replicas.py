@@ -396,7 +396,7 @@ class Replicas:
         return min((each.load() for each in self.all() if each.is_usable()), default=0)
 
     def choose(
-        self, avoid: Mapping[Replica, float] | None = None, *, failed: Collection[Replica] = (), proven: bool = False
+        self, avoid: Mapping[Replica, float] | None = None, *, suspected: Collection[Replica] = (), proven: bool = False
     ) -> Replica | None:
         """The less loaded of two random usable replicas; None if there is none.
 
@@ -405,14 +405,14 @@ class Replicas:
 
         Args:
             avoid: replicas not to use, and until when, by `time.monotonic()`.
-            failed: replicas that failed with the round; used only if there is no other.
+            suspected: replicas that failed with the round; used only if there is no other.
             proven: only replicas whose breaker is closed and that are not full.
         """
         now = time.monotonic()
         ready = [each for each in self.all() if each.is_usable() and (avoid or {}).get(each, 0.0) <= now]
         if proven:
             ready = [each for each in ready if each.breaker.state is State.CLOSED and each.busy_until <= now]
-        ready = [each for each in ready if each not in failed] or ready
+        ready = [each for each in ready if each not in suspected] or ready
         # A full replica may have capacity again: try it if there is no better one.
         ready = [each for each in ready if each.busy_until <= now] or ready
         if len(ready) > 2:
@@ -420,10 +420,10 @@ class Replicas:
         return min(ready, key=lambda replica: (replica.load(), random.random()), default=None)
 
     async def wait(
-        self, until: float, avoid: Mapping[Replica, float] | None = None, *, failed: Collection[Replica] = ()
+        self, until: float, avoid: Mapping[Replica, float] | None = None, *, suspected: Collection[Replica] = ()
     ) -> Replica | None:
         """As `choose`, but waits until `until` by `time.monotonic()`, unless no replica can become usable by then."""
-        while (replica := self.choose(avoid, failed=failed)) is None:
+        while (replica := self.choose(avoid, suspected=suspected)) is None:
             now = time.monotonic()
             free = [(avoid or {}).get(each, 0.0) for each in self.all() if not each.mismatch]
             if now >= until or (self._replicas and min(free, default=math.inf) > until):
