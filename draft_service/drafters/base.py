@@ -1,6 +1,6 @@
 """The interface between a request and its drafter: `Drafter.open(DraftSequence) -> Drafting`.
 
-Cheap drafters share a second interface, `Guesser`, which computes in the caller's thread. `GuesserDrafting` calls it on
+Cheap drafters share a second interface, `Guesser`, which computes in the caller's thread. `CheapDrafting` calls it on
 the event loop or on a thread of its own. Staged drafting calls it for tokens that the draft model then judges.
 """
 
@@ -230,7 +230,7 @@ class Guesser(ABC):
         """Up to `count` tokens after those read and `ahead`. `ahead` is not kept: its tokens may be rejected."""
 
 
-class GuessingDrafter(Drafter):
+class CheapDrafter(Drafter):
     """A drafter with one guesser a sequence.
 
     Attributes:
@@ -244,10 +244,10 @@ class GuessingDrafter(Drafter):
         """A guesser for a new sequence. Its uniforms come from `domain`."""
 
     def open(self, sequence: DraftSequence) -> Drafting:
-        return GuesserDrafting(self.guesser(sequence), sequence, self.thread)
+        return CheapDrafting(self.guesser(sequence), sequence, self.thread)
 
 
-class GuesserDrafting(Drafting):
+class CheapDrafting(Drafting):
     """Runs a guesser on a thread, or on the event loop. There it reads a long text in slices of `SLICE` tokens."""
 
     def __init__(self, guesser: Guesser, sequence: DraftSequence, thread: Executor | None = None) -> None:

@@ -3,7 +3,7 @@
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 
-from draft_service.drafters.base import RUN_A_MODEL, Drafter, DraftSequence, GuessingDrafter, Kind
+from draft_service.drafters.base import RUN_A_MODEL, CheapDrafter, Drafter, DraftSequence, Kind
 from draft_service.drafters.cheap import LookupDrafter, NoDrafter, RandomDrafter
 from draft_service.drafters.engine import DraftEngine
 from draft_service.drafters.guard import PROBE, GuardedDrafter
@@ -93,7 +93,7 @@ def model_drafters(settings: DraftSettings, engine: DraftEngine, cheap: Mapping[
     for `staged`.
     """
     guesses = cheap[Kind(settings.staged_by)]
-    assert isinstance(guesses, GuessingDrafter)
+    assert isinstance(guesses, CheapDrafter)
     drafters: dict[Kind, Drafter] = {Kind.MODEL: ModelDrafter(engine), Kind.STAGED: ModelDrafter(engine, cheap=guesses)}
     if engine.mask_token is not None:
         drafters[Kind.PARALLEL] = ModelDrafter(engine, parallel=True)

@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from draft_service.drafters.base import DraftSequence, Guesser, Guesses, GuessingDrafter
+from draft_service.drafters.base import CheapDrafter, DraftSequence, Guesser, Guesses
 from kernels.rng import Domain, uniform
 from kernels.sparse import SparseDistribution, evenly_spaced
 from outrider.runtime.lookup import TextIndex
@@ -12,7 +12,7 @@ from outrider.runtime.lookup import TextIndex
 _TOKEN, _SUPPORT = 0, 1
 
 
-class LookupDrafter(GuessingDrafter):
+class LookupDrafter(CheapDrafter):
     """Finds the longest earlier occurrence of the end of the text, and copies the tokens after it [L 3.6].
 
     It draws nothing: q̂ is the point mass.
@@ -39,7 +39,7 @@ class Copier(Guesser):
         return [(token, None) for token in self._index.copy(count, ahead)]
 
 
-class RandomDrafter(GuessingDrafter):
+class RandomDrafter(CheapDrafter):
     """Draws tokens uniformly at random: the limiting case of a draft that costs nothing [L 3.6].
 
     A sparse distribution holds at most 256 tokens. For a larger vocabulary each round first draws a support of that
@@ -84,7 +84,7 @@ def support(seed: int, base: int, *, vocab_size: int, size: int) -> SparseDistri
     return evenly_spaced(int(uniform(seed, base, 0, Domain.DRAFT, _SUPPORT) * vocab_size), vocab_size, size)
 
 
-class NoDrafter(GuessingDrafter, Guesser):
+class NoDrafter(CheapDrafter, Guesser):
     """Never drafts. `Propose` returns proposals without tokens; `Generate` sends `Decode` and opens no drafter."""
 
     def guesser(self, sequence: DraftSequence, domain: Domain = Domain.DRAFT) -> Guesser:

@@ -5,7 +5,7 @@ from collections.abc import Awaitable, Sequence
 from contextlib import suppress
 from dataclasses import replace
 
-from draft_service.drafters.base import Draft, Drafter, DraftError, Drafting, DraftSequence, GuessingDrafter
+from draft_service.drafters.base import CheapDrafter, Draft, Drafter, DraftError, Drafting, DraftSequence
 from draft_service.drafters.engine import DraftEngine
 from draft_service.drafters.sequence import Close, GuessingState, ModelSequence, Propose
 from kernels.rng import Domain
@@ -16,7 +16,7 @@ class ModelDrafter(Drafter):
     (staged drafting, [L 6]).
     """
 
-    def __init__(self, engine: DraftEngine, *, cheap: GuessingDrafter | None = None, parallel: bool = False) -> None:
+    def __init__(self, engine: DraftEngine, *, cheap: CheapDrafter | None = None, parallel: bool = False) -> None:
         """`cheap` guesses tokens, which the model judges several at a time. `parallel` drafts
         `DraftSequence.tokens_per_pass` tokens a pass; it needs a model with a mask token.
         """

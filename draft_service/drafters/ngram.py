@@ -13,7 +13,7 @@ from threading import Lock
 import numpy as np
 import torch
 
-from draft_service.drafters.base import DraftSequence, Guesser, Guesses, GuessingDrafter
+from draft_service.drafters.base import CheapDrafter, DraftSequence, Guesser, Guesses
 from kernels.adjustments import Adjuster, apply
 from kernels.rng import Domain
 from kernels.sampling import sample
@@ -21,7 +21,7 @@ from kernels.sparse import SparseConfig
 from outrider.runtime.ngram import NGramCounts, back_off
 
 
-class NGramDrafter(GuessingDrafter):
+class NGramDrafter(CheapDrafter):
     """Drafts from counts."""
 
     def __init__(

@@ -7,7 +7,7 @@ from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any, TypeVar
 
-from draft_service.drafters.base import Draft, DraftError, DraftSequence, GuessingDrafter
+from draft_service.drafters.base import CheapDrafter, Draft, DraftError, DraftSequence
 from draft_service.drafters.engine import DraftEngine
 from draft_service.drafters.model import ModelDrafter
 from draft_service.drafters.sequence import Close, Propose
@@ -69,7 +69,7 @@ class Driver:
         self,
         engine: DraftEngine,
         opening: DraftSequence,
-        cheap: GuessingDrafter | None = None,
+        cheap: CheapDrafter | None = None,
         *,
         parallel: bool = False,
     ) -> None:

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from draft_service.drafters import base, staged
-from draft_service.drafters.base import DraftSequence, Guesser, GuessingDrafter
+from draft_service.drafters.base import CheapDrafter, DraftSequence, Guesser
 from draft_service.drafters.cheap import Copier, LookupDrafter
 from draft_service.drafters.engine import DraftEngine
 from draft_service.drafters.ngram import NGramDrafter
@@ -52,7 +52,7 @@ def staged_engine(loaded: LoadedModel, **how: Any) -> DraftEngine:
 
 
 class Driver(engines.Driver):
-    def restart(self, opening: DraftSequence, cheap: GuessingDrafter) -> None:
+    def restart(self, opening: DraftSequence, cheap: CheapDrafter) -> None:
         """Become another sequence of the same prompt, already prefilled. The engine is idle between rounds."""
         self.sequence.opening = opening
         self.sequence.guessing = GuessingState(cheap.guesser(opening, Domain.STAGED_DRAFT))
@@ -154,7 +154,7 @@ def test_the_joint_distribution_of_a_proposal_is_the_drafts(guesser: str, tiny: 
     size = SIZE + 6
     corpus = np.random.default_rng(5).integers(0, size, 400).tolist()
     by_counts = ngram([*corpus, *PROMPT], size, SparseConfig(keep_mass=1.0, max_support=12))
-    cheap: GuessingDrafter = by_counts if guesser == "ngram" else LookupDrafter(min_match=2)
+    cheap: CheapDrafter = by_counts if guesser == "ngram" else LookupDrafter(min_match=2)
     engine = staged_engine(tiny, vocab_size=size, config=CUT, guesses=2, max_length=64)
     engine.start()
     opening = DraftSequence(PROMPT, [], SamplingParams(), LogitRules(), 0)
