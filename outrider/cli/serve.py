@@ -114,7 +114,7 @@ def serve_command(
     given = {name: os.environ.get(f"{ENV_PREFIX}{name.replace('-', '_').upper()}") for name in _ADDRESSES}
     flags = (*(f"--{name}={value}" for name, value in given.items() if value is not None), *flags)
     with needs_extra("service"):
-        more_verifier, more_draft = shared_out(flags)
+        more_verifier, more_draft = split_flags(flags)
     front = None
     http_values = {name: values.pop(name) for name in list(values) if name.startswith("http_")}
     if http is not None:
@@ -215,7 +215,7 @@ def shows_vllm(draft_flags: Sequence[str]) -> bool:
         return False
 
 
-def shared_out(arguments: Sequence[str]) -> tuple[list[str], list[str]]:
+def split_flags(arguments: Sequence[str]) -> tuple[list[str], list[str]]:
     """Splits flags of the services into those of the verifier and those of the draft service.
 
     Raises:

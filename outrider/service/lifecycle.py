@@ -140,10 +140,10 @@ async def live(service: Service, settings: ServiceSettings, program: str) -> Non
         if settings.metrics_listen is not None:
             shown = running.enter_context(exposed(service.metrics, settings.metrics_listen))
             _log.info("metrics", address=f"http://{shown}/metrics")
-        await _serve(service, settings)
+        await _listen(service, settings)
 
 
-async def _serve(service: Service, settings: ServiceSettings) -> None:
+async def _listen(service: Service, settings: ServiceSettings) -> None:
     tls, first = listening(settings)
     transport = "plaintext" if tls is None else "mutual TLS" if tls.requires_client_certificate else "TLS"
     server = create_server(
@@ -170,10 +170,10 @@ async def _serve(service: Service, settings: ServiceSettings) -> None:
         _log.info("listening", address=address, model=settings.model, transport=transport)
         if probed:
             _log.info("health", address=probed)
-        await _run(service, settings, server, health)
+        await _serve(service, settings, server, health)
 
 
-async def _run(service: Service, settings: ServiceSettings, server: grpc.aio.Server, health: HealthState) -> None:
+async def _serve(service: Service, settings: ServiceSettings, server: grpc.aio.Server, health: HealthState) -> None:
     serving = asyncio.create_task(
         serve_until_signal(server, health, grace_s=settings.grace, on_drain=service.drain), name="serving"
     )

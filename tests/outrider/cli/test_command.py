@@ -13,7 +13,7 @@ from click.testing import CliRunner, Result
 from draft_service.settings import DraftSettings
 from outrider.cli import main, serve
 from outrider.cli.output import completion_document, write_json
-from outrider.cli.serve import shared_out
+from outrider.cli.serve import split_flags
 from outrider.client import Chunk, Completion, Finished, Options, Started
 from outrider.environment import COMMANDS, SERVICE_SETTINGS
 from protos.outrider.v1 import draft_service_pb2 as pb
@@ -143,7 +143,7 @@ def test_no_variable_of_a_command_or_a_service_is_called_unknown() -> None:
 
 
 def test_serve_passes_each_flag_to_the_services_that_have_it() -> None:
-    verifier, draft = shared_out(
+    verifier, draft = split_flags(
         [
             *("--max-sequences", "8", "--log-level=debug", "--trust-remote-code", "--gamma", "3", "--no-prefix-cache"),
             *("--metrics-listen", "127.0.0.1:1", "--verifier-metrics-listen", "127.0.0.1:2"),
@@ -179,7 +179,7 @@ def test_the_front_of_serve_shows_vllms_metrics_where_its_draft_service_does(
     monkeypatch.setattr(serve, "make_server", make_server)
     if variable is not None:
         monkeypatch.setenv("OUTRIDER_VLLM_METRICS", variable)
-    of_draft = DraftSettings.from_command_line(["--model", "x", *shared_out(flags)[1]], program="draft_service")
+    of_draft = DraftSettings.from_command_line(["--model", "x", *split_flags(flags)[1]], program="draft_service")
     done = _run("serve", "--target", "x", "--draft", "x", "--http", "127.0.0.1:0", *flags)
     assert f"vllm_metrics is {of_draft.vllm_metrics}\n" in done.stderr
 
