@@ -8,8 +8,8 @@ import grpc
 
 from draft_service.replicas import Replica, translate, unreadable
 from draft_service.sequence import Round, Sequence
-from outrider.rpc.errors import RequestError, counted, failed_precondition, internal, unavailable
-from outrider.rpc.timeouts import Ending, InactivityTimer
+from outrider.rpc.errors import Ending, RequestError, counted, failed_precondition, internal, unavailable
+from outrider.rpc.timeouts import InactivityTimer
 from outrider.service.model_info import check_limits
 from outrider.service.wire import encode_proposal, pad
 from protos.outrider.v1 import model_pb2, sampling_pb2, speculation_pb2, verifier_service_pb2

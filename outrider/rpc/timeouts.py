@@ -1,15 +1,11 @@
-"""The messages of a stream and their timeouts, timeouts of many awaits in a row, the status of a call that has ended,
-and when to retry a full service.
-"""
+"""The messages of a stream and their timeouts, timeouts of many awaits in a row, and when to retry a full service."""
 
 from __future__ import annotations
 
 import asyncio
 import math
-from collections.abc import Awaitable, Callable, Coroutine
+from collections.abc import Awaitable, Callable
 from typing import Any, Self, TypeVar
-
-import grpc
 
 from outrider.rpc.errors import idle, invalid_field, out_of_order
 
@@ -122,56 +118,6 @@ class InactivityTimer:
             self._task.cancel()  # cancelling the call alone would not end a write without a connection
         else:
             self._timer = self._loop.call_later(min(self.seconds - self.waited, self._interval), self._check)
-
-
-# The details of a call in `grpc.aio` after a write that met its end. They replace those of the call's own status: for a
-# moment if that had not arrived, and for good if it had.
-_WRITE_FAILED = "Internal error from Core"
-# How often, and how far apart, to check for a status that has not arrived.
-_CHECKS, _SECONDS_PER_CHECK = 50, 0.01
-
-
-class Ending:
-    """Keeps the status of a call when it ends. Make it before the first write."""
-
-    def __init__(self, call: Any) -> None:
-        """`call` is a call of `grpc.aio`, of any kind."""
-        self._call = call
-        self._noted: grpc.aio.AioRpcError | None = None
-        call.add_done_callback(self._note)
-
-    async def status(self) -> grpc.aio.AioRpcError:
-        """The status of a call that has ended, or is about to: waits for it. It may be OK."""
-        for _ in range(_CHECKS):
-            if self._noted is not None:
-                return self._noted
-            if (details := await self._call.details()) != _WRITE_FAILED:
-                break
-            await asyncio.sleep(_SECONDS_PER_CHECK)
-        details = await self._call.details()
-        return _error(await self._call.code(), await self._call.trailing_metadata(), details)
-
-    def _note(self, call: Any) -> None:
-        """Called while the status is being set: a moment later a failed write may have replaced it."""
-        if self._noted is not None:
-            return
-        code, details, trailing = (_at_once(read()) for read in (call.code, call.details, call.trailing_metadata))
-        if code is not None and trailing is not None and details != _WRITE_FAILED:
-            self._noted = _error(code, trailing, details)
-
-
-def _error(code: grpc.StatusCode, trailing: grpc.aio.Metadata, details: str | None) -> grpc.aio.AioRpcError:
-    return grpc.aio.AioRpcError(code, grpc.aio.Metadata(), trailing, details=details)
-
-
-def _at_once(coroutine: Coroutine[Any, Any, Any]) -> Any:
-    """The result of a coroutine; None if it would have to wait."""
-    try:
-        coroutine.send(None)
-    except StopIteration as done:
-        return done.value
-    coroutine.close()
-    return None
 
 
 # ---------------------------------------------------------------------------------------------- waiting for capacity

@@ -21,8 +21,7 @@ from outrider.rpc.auth import (
     count_sequences,
 )
 from outrider.rpc.channel import open_channel
-from outrider.rpc.errors import RequestError
-from outrider.rpc.timeouts import Ending
+from outrider.rpc.errors import Ending, RequestError
 from outrider.rpc.tls import TLS, ChannelTLS, FileProblem, ServerTLS
 from tests.certificates import Authority, write
 from tests.outrider.rpc.probe import BAD, Probe, both, many, once, serving
