@@ -67,6 +67,7 @@ class ModelSequence:
         requested: when the proposal was requested, by `time.perf_counter()`.
         guessing: in staged drafting; None if the model drafts without guesses.
         parent: for a branch of the outcome cache, the sequence that it continues; None for a sequence itself.
+        sent: when the last proposal left, by `time.perf_counter()`.
         judged: tokens of the last proposal; 0 if it was the first, or if this round does not follow it directly.
         had_branches: whether the outcome cache held branches when this round began.
         cache_use: the use of the outcome cache in this round; None if it drafted nothing.
@@ -227,6 +228,7 @@ class DraftWork:
     Attributes:
         chunk: the tokens to run, with the guesses after them that the draft model knows, or with the masks.
         draws: False for a piece of a prompt that is not the last.
+        encodes: the encoder runs first.
         guesses: in staged drafting: tokens for this step to judge.
         masks: mask tokens at the end of the chunk. Row i of its logits gives the token i after the last real one.
     """
