@@ -6,7 +6,7 @@ import json
 import math
 import os
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from difflib import get_close_matches
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
@@ -123,24 +123,13 @@ def serve_command(
                 "--http and --tls-cert do not go together: leave out --http, and run outrider gateway with --tls-ca"
             )
 
-        def connect() -> AsyncClient:
+        def connect() -> AsyncClient:  # once the front runs, beside `pair`
             draft, token_file = _called(pair.address), values["auth_token_file"]
             return AsyncClient(draft, timeout=60.0, retry_timeout=5.0, token_file=token_file, plaintext=True)
 
         front = make_server(http, http_values, connect, vllm_metrics=shows_vllm(more_draft))
     verifier_flags, draft_flags = flags_of_pair({"threads": threads, **values})
     verifier_flags, draft_flags = verifier_flags + more_verifier, draft_flags + more_draft
-    text = text_renderer() if sys.stdout.isatty() else None
-    # The pipes of the services must be read even if standard output blocks.
-    take_over("outrider")
-
-    def pass_through(name: str, line: str) -> None:
-        if line.startswith(f"{name}: "):  # its reason to end, which the command's last line repeats
-            return
-        if text is not None:
-            line = _PREFIXES[name] + (text(json.loads(line)) if line.startswith("{") else line)
-        click.echo(line)
-
     try:
         with (
             terminated_as_interrupted(),
@@ -149,7 +138,7 @@ def serve_command(
                 draft_flags,
                 verifier_listen=verifier_listen,
                 threads=threads,
-                on_line=pass_through,
+                on_line=_printer(),
             ) as pair,
         ):
             # No timeout: a model may have to be downloaded first.
@@ -163,6 +152,22 @@ def serve_command(
         raise Failure(str(error)) from error  # its log is written already
     except KeyboardInterrupt:
         click.echo("Stopped.", err=True)
+
+
+def _printer() -> Callable[[str, str], None]:
+    """Returns a function that prints a line of a service's log: as text on a terminal."""
+    text = text_renderer() if sys.stdout.isatty() else None
+    # The pipes of the services must be read even if standard output blocks.
+    take_over("outrider")
+
+    def write(name: str, line: str) -> None:
+        if line.startswith(f"{name}: "):  # its reason to end, which the command's last line repeats
+            return
+        if text is not None:
+            line = _PREFIXES[name] + (text(json.loads(line)) if line.startswith("{") else line)
+        click.echo(line)
+
+    return write
 
 
 def _run_front(front: HttpServer, pair: Pair) -> None:
