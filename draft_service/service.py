@@ -102,7 +102,7 @@ class GenerateCall:
         try:
             await self._wait_for_turn(request, claim)
             self._responses.are_joined = request.joined_responses  # not before: queue positions come at once
-            request = self._pair.gamma.settle(await self._with_draft_input(request))
+            request = self._pair.gamma.with_tokens_per_pass(await self._with_draft_input(request))
             async with asyncio.TaskGroup() as group:
                 for index in range(request.samples):
                     group.create_task(self._run_sample(request, index))

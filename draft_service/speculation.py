@@ -15,10 +15,10 @@ from functools import partial
 from prometheus_client import Histogram
 
 from draft_service.drafters.base import Kind
-from draft_service.pass_size import PassSizes
 from draft_service.request import CheckedRequest, PolicyKind
 from draft_service.sequence import Round
 from draft_service.statistics import FIRM_ROUNDS, Acceptance, AcceptanceStatistics, CostModel, JudgedRound
+from draft_service.tokens_per_pass import PassChoices
 from kernels.verify import Rule
 from outrider.service.best_effort import Component
 from outrider.service.cost_model import CostLine
@@ -183,7 +183,7 @@ class GammaController:
     def __init__(self, metrics: Metrics) -> None:
         self._costs: dict[tuple[Kind, int], CostModel] = {}  # by drafter and tokens of a pass
         self._statistics: dict[tuple[object, ...], AcceptanceStatistics] = {}
-        self._pass_sizes = PassSizes()
+        self._pass_choices = PassChoices()
         self._chosen = Histogram(
             "outrider_spec_decode_gamma",
             "Gamma as chosen for each verdict; 0 for those of a Decode.",
@@ -203,18 +203,18 @@ class GammaController:
             on_round=self._on_round(request),
         )
 
-    def settle(self, request: CheckedRequest) -> CheckedRequest:
+    def with_tokens_per_pass(self, request: CheckedRequest) -> CheckedRequest:
         """Return the request with its tokens of a pass chosen, if it leaves that to the service."""
         if not request.chooses_tokens_per_pass:
             return request
         given = request.draft_sequence.tokens_per_pass
-        chosen = GAMMA.run(lambda: self._pass_sizes.choose(_kind_of(request), given), given)
+        chosen = GAMMA.run(lambda: self._pass_choices.choose(_kind_of(request), given), given)
         return replace(request, draft_sequence=replace(request.draft_sequence, tokens_per_pass=chosen))
 
     def _on_round(self, request: CheckedRequest) -> OnRound | None:
         if not request.chooses_tokens_per_pass or not request.draft_sequence.owns_draws:
             return None
-        return partial(self._pass_sizes.add, _kind_of(request), request.draft_sequence.tokens_per_pass)
+        return partial(self._pass_choices.add, _kind_of(request), request.draft_sequence.tokens_per_pass)
 
     def _policy(self, request: CheckedRequest, load: Callable[[], int]) -> Policy:
         s = request.draft_sequence.tokens_per_pass

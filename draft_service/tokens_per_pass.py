@@ -66,7 +66,7 @@ class _Arms:
         return not self.is_parallel
 
 
-class PassSizes:
+class PassChoices:
     """The choices of all kinds of requests. Used on the event loop only."""
 
     def __init__(self) -> None:
