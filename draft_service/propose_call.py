@@ -13,9 +13,16 @@ from draft_service.drafters.base import Draft, DraftError, Drafting, DraftSequen
 from draft_service.metrics import REQUEST_LOG
 from draft_service.pair import Pair
 from draft_service.prompt import check_prompt_length
-from draft_service.request import KIND_TO_WIRE, check_draft_temperature, check_drafter, check_tokens_per_pass
+from draft_service.request import KIND_TO_WIRE
 from draft_service.settings import DraftSettings
-from draft_service.validation import check_gamma, check_message_size, check_target_sampling
+from draft_service.validation import (
+    check_draft_temperature,
+    check_drafter,
+    check_gamma,
+    check_message_size,
+    check_target_sampling,
+    check_tokens_per_pass,
+)
 from outrider.rpc.errors import internal, invalid_field, out_of_order, outcome, overloaded, write, wrong_base
 from outrider.rpc.timeouts import first_message, kind_of_next
 from outrider.service.encoder_input import check_opening_input

@@ -1,8 +1,10 @@
 """Checks a `GenerateRequest`. Every error is a `RequestError` that names the field, its value and the limit."""
 
+import math
 import secrets
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import replace
+from typing import TypeAlias
 
 import structlog
 
@@ -10,15 +12,7 @@ from draft_service.drafters.base import RUN_A_MODEL, DraftSequence, Kind
 from draft_service.pair import Pair
 from draft_service.privacy import check_emission, round_sizes
 from draft_service.prompt import check_prompt
-from draft_service.request import (
-    CheckedRequest,
-    PolicyKind,
-    check_draft_temperature,
-    check_drafter,
-    check_max_entropy,
-    check_policy,
-    check_tokens_per_pass,
-)
+from draft_service.request import KIND_TO_WIRE, POLICY_TO_WIRE, CheckedRequest, PolicyKind
 from draft_service.settings import DraftSettings
 from kernels.verify import Rule
 from outrider.rpc.errors import above_limit, counted, invalid_field, outside
@@ -30,6 +24,7 @@ from outrider.service.sampling import (
     check_logprobs,
     check_prompt_logprobs,
     check_sampling,
+    check_temperature,
     check_token_ids,
 )
 from outrider.service.wire import bytes_with_logits, most_logits
@@ -38,6 +33,12 @@ from protos.outrider.v1 import draft_service_pb2, model_pb2, sampling_pb2
 _log = structlog.get_logger()
 
 DEFAULT_NEW_TOKENS = 256
+
+_DRAFTERS = {number: kind for kind, number in KIND_TO_WIRE.items()}
+_POLICIES = {number: kind for kind, number in POLICY_TO_WIRE.items()}
+
+Drafted: TypeAlias = draft_service_pb2.SpeculationParams | draft_service_pb2.OpenDraft
+"""A message that says how to draft."""
 
 
 def check_generate(message: draft_service_pb2.GenerateRequest, pair: Pair, settings: DraftSettings) -> CheckedRequest:
@@ -95,7 +96,7 @@ def check_generate(message: draft_service_pb2.GenerateRequest, pair: Pair, setti
         seed=sampling.seed if sampling.seed is not None else secrets.randbits(64),
         rule=sampling.rule,
         seed_is_fresh=sampling.seed is None,
-        max_entropy=check_max_entropy(speculation, default=settings.max_entropy),
+        max_entropy=_check_max_entropy(speculation, default=settings.max_entropy),
         draft_temperature=check_draft_temperature(
             "speculation.draft_temperature", speculation, sampling, default=settings.draft_temperature
         ),
@@ -192,6 +193,48 @@ def check_message_size(field: str, gamma: int, draft: model_pb2.ModelInfo, targe
         )
 
 
+def check_drafter(
+    field: str, requested: draft_service_pb2.Drafter, sampling: Sampling, *, offered: Collection[Kind], default: Kind
+) -> Kind:
+    """The drafter of a request; `default` if it names none."""
+    kind = _DRAFTERS.get(requested) if requested else default
+    if kind is None or kind not in offered:
+        name = kind.value if kind else requested
+        names = ", ".join(sorted(offered))
+        raise invalid_field(field, f"{field} is {name}; this service offers {names}", given=name, offered=names)
+    if sampling.needs_logits and kind is not Kind.NONE and kind not in RUN_A_MODEL:
+        raise invalid_field(
+            "sampling.rule",
+            f"sampling.rule is sigmoid, which needs the logits of a draft model, and the drafter {kind.value} has "
+            "none: name the drafter model, or another rule",
+            given=sampling.rule.value,
+            drafter=kind.value,
+        )
+    return kind
+
+
+def check_draft_temperature(field: str, message: Drafted, sampling: Sampling, *, default: float | None) -> float | None:
+    """The draft's temperature; None is the target's. A default that the rule does not allow is ignored."""
+    if not message.HasField("draft_temperature"):
+        return None if default == 0 and sampling.needs_logits else default
+    requested = message.draft_temperature
+    check_temperature(field, requested)
+    if requested == 0 and sampling.needs_logits:
+        raise invalid_field(field, f"{field} is 0; under the rule sigmoid it must be above 0", given=requested)
+    return requested
+
+
+MAX_TOKENS_PER_PASS = 256
+
+
+def check_tokens_per_pass(field: str, message: Drafted, drafter: Kind, *, default: int) -> int:
+    """The tokens that one pass of the draft model drafts; 1 with another drafter than `PARALLEL`."""
+    requested = message.tokens_per_pass if message.HasField("tokens_per_pass") else default
+    if not 1 <= requested <= MAX_TOKENS_PER_PASS:
+        raise outside(field, requested, 1, MAX_TOKENS_PER_PASS)
+    return requested if drafter is Kind.PARALLEL else 1
+
+
 # ----------------------------------------------------------------------------------------------------- checks of fields
 
 
@@ -203,7 +246,7 @@ def _check_speculation(
     default_policy = PolicyKind(settings.speculation)
     if sampling.seed is not None and not (sampling.params.is_greedy or sampling.rule is Rule.COUPLED):
         default_policy = PolicyKind.FIXED  # draws decide the text: a seed repeats it only with the same γ in each round
-    policy = check_policy(speculation, default=default_policy)
+    policy = _check_policy(speculation, default=default_policy)
     most = draft.limits.max_gamma
     if sampling.needs_logits:
         most = min(most, max(1, most_logits(message_limit(draft, target), target.vocab_size)))
@@ -221,6 +264,28 @@ def _check_speculation(
     if sampling.needs_logits:
         check_message_size("speculation.gamma", gamma, draft, target)
     return policy, gamma, first_gamma, drafter
+
+
+def _check_policy(requested: draft_service_pb2.SpeculationParams, *, default: PolicyKind) -> PolicyKind:
+    """The policy for γ: the named one; else `fixed` if the request gives γ; else the default."""
+    if not requested.policy:
+        return PolicyKind.FIXED if requested.HasField("gamma") else default
+    kind = _POLICIES.get(requested.policy)
+    if kind is None:
+        names = ", ".join(f"{name} ({number})" for number, name in _POLICIES.items())
+        text = f"speculation.policy is {requested.policy}; this service offers {names}"
+        raise invalid_field("speculation.policy", text, given=requested.policy, offered=names)
+    return kind
+
+
+def _check_max_entropy(requested: draft_service_pb2.SpeculationParams, *, default: float | None) -> float | None:
+    """The bound on the entropy of q, in nats; None is no bound."""
+    if not requested.HasField("max_entropy"):
+        return default
+    if not requested.max_entropy >= 0:  # also refuses NaN
+        text = f"speculation.max_entropy is {requested.max_entropy:g} nats; it must be at least 0"
+        raise invalid_field("speculation.max_entropy", text, given=requested.max_entropy)
+    return None if math.isinf(requested.max_entropy) else requested.max_entropy
 
 
 def check_lengths(message: draft_service_pb2.GenerateRequest, prompt: int, committed: int, longest: int) -> int:

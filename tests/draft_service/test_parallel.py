@@ -16,8 +16,8 @@ from draft_service.drafters.base import DraftError, DraftSequence, Kind
 from draft_service.drafters.build import default_kind
 from draft_service.drafters.engine import DraftEngine
 from draft_service.drafters.sequence import DraftWork, Drawn
-from draft_service.request import check_tokens_per_pass
 from draft_service.settings import DraftSettings
+from draft_service.validation import check_tokens_per_pass
 from kernels.adjustments import LogitRules
 from kernels.cpu_decoder import KEYS_TOGETHER, library
 from kernels.rng import Domain, uniform
