@@ -136,7 +136,7 @@ _AS_GIVEN = (
 )  # fmt: skip
 
 
-class _Generation(Body):
+class _TextRequest(Body):
     """What both forms of a request for text have."""
 
     neutral: ClassVar[Neutral] = _NEUTRAL
@@ -213,7 +213,7 @@ class _Generation(Body):
             raise invalid("stream_options", "stream_options is set; it needs stream: true")
 
 
-class CompletionRequest(_Generation):
+class CompletionRequest(_TextRequest):
     """Body of /v1/completions."""
 
     neutral: ClassVar[Neutral] = _NEUTRAL | {"add_special_tokens": (True,)}
@@ -294,7 +294,7 @@ class ChatMessage(Body):
         return Message(self.role, "\n".join(texts))
 
 
-class ChatRequest(_Generation):
+class ChatRequest(_TextRequest):
     """Body of /v1/chat/completions."""
 
     neutral: ClassVar[Neutral] = _NEUTRAL | {"add_special_tokens": (False,), "echo": (False,)}
