@@ -34,11 +34,11 @@ class VerifyStream:
         """Begins the call. `target` is the model that the pair was matched with, or an empty one; `timeout` is the time
         left of the client's deadline, in seconds.
         """
+        self._call = replica.verify(timeout=timeout)  # first: if it fails, the replica counts nothing
         self.replica = replica
         self.epoch = replica.breaker.begin()
         replica.num_open += 1
         self.draining = False
-        self._call = replica.verify(timeout=timeout)
         self._sequence = sequence
         self._address = replica.address
         self._target = target
