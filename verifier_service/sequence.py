@@ -233,7 +233,7 @@ class TargetSequence:
             is_base = current.base_length == len(self.tokens) and current.prefix_hash == self._hash.digest()
             if self.decoded or is_base:
                 return current
-            if current.seen_round >= self.last_round and current.base_length >= len(self.tokens):
+            if current.seen_round >= self.last_round:
                 raise self._wrong_base(current)
             self.rounds.popleft()
             self.last_round = current.number

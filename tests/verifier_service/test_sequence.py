@@ -89,6 +89,7 @@ def test_a_round_overtaken_by_the_last_verdict_of_a_decode_is_stale(guess: list[
             [*PROMPT, 21, 22],
             "base_length of round 2 is 5; it must be the number of tokens of prompt and committed output, 4",
         ),
+        (PROMPT, "base_length of round 2 is 3; it must be .* 4"),
         ([*PROMPT, 55], "prefix_hash of round 2"),
     ],
 )
