@@ -218,7 +218,7 @@ class TargetSequence:
         return not self.finished and (bool(self.rounds) or recent)
 
     def half_close(self) -> None:
-        """The client sends no more rounds: ends in order after the outstanding ones are answered."""
+        """The client sends no more rounds: ends in order after all that it waits for is sent."""
         self.half_closed = True
         self._end_if_done()
 
@@ -318,6 +318,7 @@ class TargetSequence:
             part = encode_logprobs(logprobs[first : first + PROMPT_POSITIONS])
             self._reply(prompt_logprobs=sampling_pb2.PromptLogprobs(first_position=self.scored, logprobs=part))
             self.scored += len(part)
+        self._end_if_done()
 
     def commit(
         self,
@@ -378,7 +379,7 @@ class TargetSequence:
         return now + self.opening.seconds_joined if self.unsent is None else self.unsent.due
 
     def _end_if_done(self) -> None:
-        if self.half_closed and not self.rounds and not self.finished:
+        if self.half_closed and self.is_scored and not self.rounds and not self.finished:
             self.finished = True
             self.deliver(None)
 

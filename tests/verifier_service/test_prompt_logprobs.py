@@ -24,7 +24,7 @@ from protos.outrider.v1 import model_pb2, sampling_pb2, verifier_service_pb2
 from tests.draft_service.oracle import logits
 from tests.draft_service.pairs import BREAKING_TOKEN, DEMO, write_awkward_draft
 from tests.verifier_service.engines import Client, run
-from verifier_service.engine import Step, VerifierEngine
+from verifier_service.engine import HalfClose, Step, VerifierEngine
 from verifier_service.metrics import SpeculationMetrics
 
 V, LENGTH = 2048, 700
@@ -214,6 +214,16 @@ def test_bad_logits_of_a_prompt_end_its_sequence_alone(tmp_path: Path) -> None:
     assert parts_of(bad) == []
     assert sound.error is None
     assert sum(len(part.logprobs) for part in parts_of(sound)) == 5
+
+
+def test_a_client_that_sends_no_rounds_gets_all_positions(loaded: LoadedModel) -> None:
+    engine, prompt = engine_of(loaded), prompt_of(100)
+    client = Client(engine, prompt, top_prompt_logprobs=0)
+    engine.receive(HalfClose(client.sequence))
+    for _ in range(3):
+        engine.turn()
+    assert_scores(parts_of(client), prompt, 0)
+    assert client.replies[-1] is None, "the stream ends well"
 
 
 def test_a_client_that_does_not_read_pauses_its_sequence(loaded: LoadedModel) -> None:
