@@ -359,6 +359,10 @@ def guarded(method: Servicer) -> Servicer:
     return cast("Servicer", call)
 
 
+CUT = "the service ends the call"
+"""The argument of the `CancelledError` of a call that the service ends with UNAVAILABLE."""
+
+
 @contextmanager
 def outcome(record: Callable[[str], None]) -> Iterator[None]:
     """Calls `record` with the status of a call when the block ends: OK, CANCELLED by the client, or of an error."""
@@ -366,6 +370,10 @@ def outcome(record: Callable[[str], None]) -> Iterator[None]:
     try:
         yield
         status = "OK"
+    except asyncio.CancelledError as error:
+        if CUT in error.args:
+            status = "UNAVAILABLE"
+        raise
     except Exception as error:
         status = error.code.name if isinstance(error, RequestError) else "INTERNAL"
         raise

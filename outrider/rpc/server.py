@@ -41,7 +41,6 @@ class DrainGate(Interceptor):
 
     def __init__(self) -> None:
         self._open = True
-        self._is_cut = False
         self._arrived = 0
         self._running: list[asyncio.Task[Any] | None] = []
         self._idle = asyncio.Event()
@@ -58,10 +57,9 @@ class DrainGate(Interceptor):
 
     async def cut(self, seconds: float) -> None:
         """Ends the calls in progress with UNAVAILABLE, reason DRAINING. Returns after `seconds` at most."""
-        self._is_cut = True
         for task in self._running:
             if task is not None:
-                task.cancel()
+                task.cancel(errors.CUT)
         with suppress(TimeoutError):
             async with asyncio.timeout(seconds):
                 await self.wait_idle()
@@ -91,8 +89,8 @@ class DrainGate(Interceptor):
         self._idle.clear()
         try:
             yield
-        except asyncio.CancelledError:
-            if self._is_cut and not context.done():  # the client is still connected
+        except asyncio.CancelledError as error:
+            if errors.CUT in error.args and not context.done():  # the client is still connected
                 await errors.abort(context, errors.draining())
             raise
         finally:

@@ -103,3 +103,5 @@ def drains_while_stuck(service: Service, channel: grpc.Channel, hold: Path) -> N
     assert (error.code, error.reason) == (grpc.StatusCode.UNAVAILABLE, "DRAINING")
     assert service.process.wait(60) == 0
     assert hold.exists()
+    assert service.stop() == 0, "its log is read to the end"
+    assert service.logged("sequence")[-1]["status"] == "UNAVAILABLE"
