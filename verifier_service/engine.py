@@ -250,11 +250,11 @@ class VerifierEngine(Engine[Message, TargetWork, StepResult]):
             position = self.scheduler.waiting.index(sequence)
             running = counted(self._model.limits.max_sequences, "sequence")
             text = f"waiting in the queue: at most {running} at once (--max-sequences)"
-        elif sequence.rounds:
-            position, text = 0, "waiting for the next step of the target"
         elif sequence.awaits_turn:
             before = [each for each in self.scheduler.running if each.awaits_turn and each.arrival < sequence.arrival]
             position, text = len(before), "waiting for a step alone, after a step with this sequence failed elsewhere"
+        elif sequence.rounds or not sequence.is_scored:
+            position, text = 0, "waiting for the next step of the target"
         else:
             return
         sequence.notify(

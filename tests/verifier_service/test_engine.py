@@ -186,14 +186,16 @@ def test_a_queued_sequence_gets_its_position_with_each_notice(engine: VerifierEn
     assert {notice.kind for notice in clients[-1].notices} == {verifier_service_pb2.NOTICE_KIND_QUEUED}
 
 
-def test_a_round_that_waits_for_a_step_gets_notices(engine: VerifierEngine) -> None:
-    client = Client(engine)
-    client.submit()
+@pytest.mark.parametrize("scores", [False, True])
+def test_a_round_or_a_prompt_to_score_that_waits_for_a_step_gets_notices(engine: VerifierEngine, scores: bool) -> None:
+    client = Client(engine, top_prompt_logprobs=0 if scores else -1)
+    if not scores:
+        client.submit()
     engine.receive(Remind(client.sequence))
     assert [notice.message for notice in client.notices] == ["waiting for the next step of the target"]
     engine.turn()
     engine.receive(Remind(client.sequence))
-    assert len(client.notices) == 1, "no round waits"
+    assert len(client.notices) == 1, "nothing waits"
 
 
 TURNAROUND = 50.0  # seconds; the test itself takes much less
