@@ -120,6 +120,7 @@ class Step:
 
     Attributes:
         tokens: tokens in its forward pass, or in the first of several.
+        later_tokens: tokens in the others: one of a sequence in each.
         judged: committed rounds, in order.
         is_of_rounds: whether it had rounds, and neither prompt tokens nor an encoder.
         observer: of the engine when it ran: a step of the warm-up has none, also if it is accounted for later.
@@ -129,6 +130,7 @@ class Step:
         self.observer = observer
         self.tokens = sum(len(item.chunk.tokens) for item in work)
         self.sequences = len(work)
+        self.later_tokens = sum(map(len, output.earlier))
         self.passes = output.passes
         self.forward_seconds = output.forward_seconds
         self.verify_seconds = output.verify_seconds

@@ -9,7 +9,7 @@ from prometheus_client import Gauge, Histogram
 
 from outrider.runtime.kv_cache import BLOCK_TOKENS, KVPool
 from outrider.service.best_effort import Component
-from outrider.service.metrics import Metrics, VllmMetrics
+from outrider.service.metrics import Metrics, Times, VllmMetrics
 from verifier_service.scheduler import Plan, Scheduler
 
 if TYPE_CHECKING:
@@ -70,12 +70,15 @@ class SpeculationMetrics:
         self._verify = seconds("verify", "Time of one verification, for all sequences of a step.", "path").labels(
             verify_path
         )
-        self._forward = seconds(
-            "step_forward", "Time of the forward pass of one step of the target, for all sequences in it."
+        self._forward = Times(
+            "outrider_step_forward_seconds",
+            "Time of a forward pass of the target, for all sequences in it; in a step of several passes with sampling.",
+            _SECONDS,
+            metrics.registry,
         )
-        self._step_tokens = counter("step_tokens", "Tokens in the target's steps, of prompts and proposals.")
+        self._step_tokens = counter("step_tokens", "Tokens in the target's forward passes, of prompts and rounds.")
         self._step_sequences = counter(
-            "step_sequences", "Sequences in the target's steps; each counts once for each step."
+            "step_sequences", "Sequences in the target's forward passes; each counts once for each pass."
         )
         self._queue = seconds(
             "queue", "From the arrival of a round to the start of its step; within a Decode, from the verdict before."
@@ -117,9 +120,9 @@ class SpeculationMetrics:
 
     @ENGINE_METRICS.quiet
     def stepped(self, step: "Step") -> None:
-        self._forward.observe(step.forward_seconds)
-        self._step_tokens.inc(step.tokens)
-        self._step_sequences.inc(step.sequences)
+        self._forward.observe(step.forward_seconds / step.passes, step.passes)
+        self._step_tokens.inc(step.tokens + step.later_tokens)
+        self._step_sequences.inc(step.sequences + step.later_tokens)
         if step.has_rounds:
             self._verify.observe(step.verify_seconds)
         for each in step.judged:

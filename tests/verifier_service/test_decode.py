@@ -18,8 +18,10 @@ from kernels.generation_rules import GenerationRules
 from kernels.sampling import SamplingParams
 from kernels.verify import Rule
 from outrider.service.cost_model import FittedCost
+from outrider.service.metrics import Metrics
 from tests.verifier_service.engines import PROMPTS, Client, a_round, break_forward, make
 from verifier_service.engine import DECODE_LOOP, Close, Drain, HalfClose, Open, Read, Submit, VerifierEngine
+from verifier_service.metrics import SpeculationMetrics
 from verifier_service.sequence import MAX_BACKLOG
 
 PATIENT: dict[str, Any] = {"joined_verdicts": True, "seconds_joined": 1000.0}
@@ -115,7 +117,10 @@ def test_a_silent_sequence_holds_nobody_to_one_token(engine: VerifierEngine) -> 
 def test_the_cost_of_several_tokens_in_a_row_is_that_of_their_passes(
     engine: VerifierEngine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """For the cost model, and in the metrics."""
     costs, engine.cost = list[tuple[int, float]](), FittedCost([(1, 1e-6)])
+    metrics = Metrics()
+    engine.observer = SpeculationMetrics(metrics, "torch")
     monkeypatch.setattr(engine.cost, "add", lambda tokens, seconds: costs.append((tokens, seconds)))
     decode: Any = engine.runner.decode
     monkeypatch.setattr(engine.runner, "decode", lambda *given: replace(decode(*given), forward_seconds=3.5))
@@ -129,6 +134,11 @@ def test_the_cost_of_several_tokens_in_a_row_is_that_of_their_passes(
     for _ in range(3):  # the last one accounts for the second
         engine.turn()
     assert costs[-1] == (1, 0.5)
+    shown = {
+        name: metrics.registry.get_sample_value(f"outrider_{name}")
+        for name in ("step_tokens_total", "step_sequences_total", "step_forward_seconds_count")
+    }
+    assert shown == {"step_tokens_total": 41 + 2, "step_sequences_total": 41, "step_forward_seconds_count": 41}
 
 
 @pytest.mark.parametrize("why", ["logprobs", "rules of generate", "a proposal", "a sequence that owes a round"])
