@@ -120,7 +120,7 @@ class Replica:
         timeout: the longest time, in seconds, until a message that it owes.
         model: the model it runs; None before its first answer.
         mismatch: how its model differs from the target; empty if it does not.
-        last_failure: the last error of a sequence there.
+        last_failure: the last error of a sequence there, or before its first answer the first one of a probe.
         busy_until: `time.monotonic()` until which it is full, by the `retry_after` of its first refusal.
         num_open: sequences of this service there.
         reported: its load with the last verdict, which came at `reported_at` by `time.monotonic()`.
@@ -187,11 +187,18 @@ class Replica:
         model: model_pb2.ModelInfo = answer.model
         return model
 
-    def probed(self, model: model_pb2.ModelInfo | None, mismatch: str = "") -> None:
-        """Records the answer to GetModel; None: no answer. `mismatch` is how the model differs from the target."""
-        self.breaker.probed(well=model is not None)
-        if model is not None:
-            self.model, self.mismatch, self.busy_until = model, mismatch, 0.0
+    def probed(self, model: model_pb2.ModelInfo, mismatch: str) -> None:
+        """Records the answer to GetModel. `mismatch` is how the model differs from the target."""
+        self.breaker.probed(well=True)
+        self.model, self.mismatch, self.busy_until = model, mismatch, 0.0
+        self._note_status()
+
+    def unanswered(self, error: RequestError) -> None:
+        """Records a GetModel without an answer."""
+        self.breaker.probed(well=False)
+        if self.model is None and not self.last_failure:  # its status stays `unknown`: say why, once
+            self.last_failure = error.message
+            self.on_change(self)
         self._note_status()
 
     def verify(self, *, timeout: float) -> Any:
@@ -446,7 +453,7 @@ class Replicas:
             answer = await replica.get_model()
             assert self.target is not None
             if isinstance(answer, RequestError):
-                replica.probed(None)
+                replica.unanswered(answer)
             else:
                 replica.probed(answer, check_target(answer, self.target))
 
@@ -486,7 +493,7 @@ class Replicas:
     def _on_change(self, replica: Replica) -> None:
         """Logs the new status, and wakes sequences that wait for a replica."""
         if replica in self._replicas.values():
-            is_bad = replica.status in ("mismatched", "failing")
+            is_bad = replica.status in ("unknown", "mismatched", "failing")
             why = {"reason": replica.mismatch or replica.last_failure} if is_bad else {}
             (_log.warning if is_bad else _log.info)("verifier", verifier=replica.address, status=replica.status, **why)
         if replica.status == "failing":

@@ -12,6 +12,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from structlog.testing import capture_logs
 
 from draft_service import replicas as replicas_module
 from draft_service.replicas import FIRST_PAUSE, LONGEST_PAUSE, TRIAL_SECONDS, Breaker, Replica, Replicas, State
@@ -87,16 +88,21 @@ async def test_a_name_is_resolved_again_when_a_verifier_is_lost() -> None:
             assert [each.address for each in replicas.all()] == [second]
 
 
-async def test_verifiers_that_differ_from_the_first_are_not_used() -> None:
-    odd_model = other(weights_fingerprint="b" * 64)
-    async with verifier() as good, verifier(odd_model) as odd, found(good, odd) as replicas:
-        assert replicas.target == MODEL
-        assert chosen(replicas) == {good: 60}
-        assert [each.status for each in replicas.all()] == ["ready", "mismatched"]
-        assert (
-            "its weights fingerprint is bbbbbbbbbbbbbbbb; it must be the first verifier's, aaaaaaaaaaaaaaaa"
-            in replicas.all()[1].mismatch
-        )
+async def test_verifiers_that_differ_from_the_first_or_do_not_answer_are_not_used() -> None:
+    """A line of the log has the reason of each, once."""
+    odd_model, absent = other(weights_fingerprint="b" * 64), "127.0.0.1:1"
+    with capture_logs() as lines:
+        async with verifier() as good, verifier(odd_model) as odd, found(good, odd, absent) as replicas:
+            assert replicas.target == MODEL
+            assert chosen(replicas) == {good: 60}
+            assert [each.status for each in replicas.all()] == ["ready", "mismatched", "unknown"]
+            breaker = replicas.all()[2].breaker
+            await until(lambda: breaker.epoch > 1)
+    reasons = [(line["verifier"], line["status"], line["reason"]) for line in lines if "reason" in line]
+    assert [each[:2] for each in reasons] == [(odd, "mismatched"), (absent, "unknown")]
+    assert "connection refused" in reasons[1][2]
+    words = "its weights fingerprint is bbbbbbbbbbbbbbbb; it must be the first verifier's, aaaaaaaaaaaaaaaa"
+    assert words in reasons[0][2]
 
 
 @pytest.mark.parametrize(
