@@ -59,15 +59,13 @@ class Metrics:
         ProcessCollector(registry=self.registry)
         self.registry.register(Collected(internal_errors))
         self.registry.register(Collected(_dropped_lines))
-        self._info = Info(
-            "outrider_service",
-            "Always 1; the labels name the service, its version, model and device.",
-            registry=self.registry,
-        )
 
     def describe(self, **labels: str) -> None:
-        """Sets the labels of `outrider_service_info`."""
-        self._info.info(labels)
+        """Adds `outrider_service_info`, with these labels."""
+        text = "Always 1; the labels name the service, its version, model and device."
+        info = Info("outrider_service", text, registry=None)
+        info.info(labels)
+        self.registry.register(info)
 
     def gauge(self, name: str, text: str, value: Callable[[], float]) -> None:
         """Adds the gauge `outrider_name`, whose value is read at each scrape."""

@@ -17,6 +17,8 @@ from tests.metrics import parse
 def test_metrics_are_served_and_the_port_is_free_afterwards() -> None:
     metrics = Metrics()
     with exposed(metrics, "127.0.0.1:0") as address:
+        before = urlopen(f"http://{address}/metrics", timeout=10).read().decode()
+        assert "outrider_service_info" not in before, "it has no labels yet"
         metrics.describe(version="1", model='a "b"')
         shown = urlopen(f"http://{address}/metrics", timeout=10).read().decode()
         assert 'outrider_service_info{model="a \\"b\\"",version="1"} 1.0' in shown
