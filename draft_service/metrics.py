@@ -31,9 +31,9 @@ class RequestMetrics:
 
     def __init__(self, metrics: Metrics) -> None:
         self.texts = TextMetrics(metrics.registry, "outrider_", "Generate calls")
-        self._requests = metrics.counter(
-            "requests", "Generate calls that ended, by gRPC status.", status=("OK", "CANCELLED")
-        )
+        # The last three are those of alerts: `rate` does not see the first rise of a counter that appears with it.
+        statuses = ("OK", "CANCELLED", "INTERNAL", "RESOURCE_EXHAUSTED", "UNAVAILABLE")
+        self._requests = metrics.counter("requests", "Generate calls that ended, by gRPC status.", status=statuses)
         self.queued = Histogram(
             "outrider_request_queue_seconds",
             "Time of a call in the queue of this service; 0 if it did not wait.",

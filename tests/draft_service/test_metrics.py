@@ -3,12 +3,21 @@
 import grpc
 import pytest
 
+from draft_service.metrics import RequestMetrics
 from outrider.cli.processes import Pair
+from outrider.service.metrics import Metrics
 from protos.outrider.v1 import draft_service_pb2
 from tests.cluster import Service, wait_until
 from tests.draft_service.calls import sampling, write
 
 GAMMA = 4
+
+
+def test_the_statuses_of_alerts_are_there_before_the_first_request() -> None:
+    metrics = Metrics()
+    RequestMetrics(metrics)
+    for status in ("INTERNAL", "RESOURCE_EXHAUSTED", "UNAVAILABLE"):
+        assert metrics.registry.get_sample_value("outrider_requests_total", {"status": status}) == 0
 
 
 @pytest.mark.parametrize(("rule", "drafter"), [("tokenwise", "model"), ("block", "staged"), ("block", "lookup")])
