@@ -5,7 +5,7 @@ import contextlib
 import time
 from dataclasses import replace
 from functools import partial
-from typing import TYPE_CHECKING, Any, cast
+from typing import Any, cast
 
 import grpc
 import structlog
@@ -19,14 +19,12 @@ from outrider.service.sampling import RULE_TO_WIRE
 from outrider.service.tracing import CallTrace
 from outrider.service.wire import pad
 from protos.outrider.v1 import model_pb2, speculation_pb2, verifier_service_pb2
+from verifier_service.concurrency import ConcurrencyLimit
 from verifier_service.engine import Close, HalfClose, Open, Read, Remind, Submit, VerifierEngine
 from verifier_service.request import check_decode, check_open, check_proposal
 from verifier_service.scheduler import PREFIX_CACHE
 from verifier_service.sequence import MAX_BACKLOG, Reply, TargetSequence, encoded
 from verifier_service.settings import VerifierSettings
-
-if TYPE_CHECKING:
-    from verifier_service.service import ConcurrencyLimit
 
 _log = structlog.get_logger()
 
@@ -68,7 +66,7 @@ class VerifyStream:
         engine: VerifierEngine,
         model: model_pb2.ModelInfo,
         settings: VerifierSettings,
-        limit: "ConcurrencyLimit",
+        limit: ConcurrencyLimit,
         context: Context,
         *,
         outbox: Outbox,

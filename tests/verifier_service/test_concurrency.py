@@ -14,7 +14,7 @@ from outrider.rpc.errors import RequestError
 from outrider.rpc.timeouts import FIRST_GUESS
 from protos.outrider.v1 import model_pb2
 from tests.verifier_service.engines import make
-from verifier_service.service import ConcurrencyLimit
+from verifier_service.concurrency import ConcurrencyLimit
 from verifier_service.settings import VerifierSettings
 from verifier_service.stream import Outbox, VerifyStream
 
@@ -30,7 +30,7 @@ def entered(limit: ConcurrencyLimit, *, resumed: bool = False) -> ExitStack:
 
 def test_retry_after_depends_on_the_pace_and_not_on_refusals(monkeypatch: pytest.MonkeyPatch) -> None:
     now = 0.0
-    monkeypatch.setattr("verifier_service.service.time", SimpleNamespace(monotonic=lambda: now))
+    monkeypatch.setattr("verifier_service.concurrency.time", SimpleNamespace(monotonic=lambda: now))
     limit = ConcurrencyLimit(MAXIMUM, WAITING)
     sequences = [entered(limit) for _ in range(MAXIMUM + WAITING)]
 
