@@ -14,7 +14,7 @@ from verifier_service.concurrency import ConcurrencyLimit
 from verifier_service.engine import VerifierEngine
 from verifier_service.metrics import SequenceMetrics
 from verifier_service.settings import VerifierSettings
-from verifier_service.stream import Outbox, VerifyStream
+from verifier_service.stream import Outbox, Target, VerifyStream
 
 SERVICE_NAME = verifier_service_pb2.DESCRIPTOR.services_by_name["VerifierService"].full_name
 
@@ -27,18 +27,15 @@ class VerifierService(verifier_service_pb2_grpc.VerifierServiceServicer):
         self._metrics = metrics
         self._tracing = tracing
         self._limit = ConcurrencyLimit(settings.max_sequences, settings.max_waiting)
-        self._engine: VerifierEngine | None = None
-        self._outbox: Outbox | None = None
-        self._model = model_pb2.ModelInfo()
-        self._encoder_inputs: EncoderInputs | None = None
+        self._attached: Target | None = None
 
     def attach(
         self, engine: VerifierEngine, model: model_pb2.ModelInfo, encoder_inputs: EncoderInputs | None = None
     ) -> None:
         """Starts to serve this model. `encoder_inputs` are those of its encoder."""
-        self._engine, self._model, self._encoder_inputs = engine, model, encoder_inputs
-        self._outbox = Outbox(asyncio.get_running_loop())
-        engine.flush = self._outbox.flush
+        outbox = Outbox(asyncio.get_running_loop())
+        self._attached = Target(engine, model, outbox, encoder_inputs)
+        engine.flush = outbox.flush
 
     # The stubs expect a generator. A coroutine that writes can time each write.
     @guarded
@@ -46,26 +43,16 @@ class VerifierService(verifier_service_pb2_grpc.VerifierServiceServicer):
         self, request_iterator: AsyncIterator[verifier_service_pb2.VerifyRequest], context: Any
     ) -> None:
         with self._tracing.call("Verify", context.invocation_metadata()) as trace, outcome(self._metrics.ended):
-            engine, outbox = self._ready()
-            await VerifyStream(
-                engine,
-                self._model,
-                self._settings,
-                self._limit,
-                context,
-                outbox=outbox,
-                trace=trace,
-                encoder_inputs=self._encoder_inputs,
-            ).run()
+            await VerifyStream(self._target, self._settings, self._limit, context, trace).run()
 
     @guarded
     async def GetModel(
         self, request: verifier_service_pb2.VerifierServiceGetModelRequest, context: grpc.aio.ServicerContext[Any, Any]
     ) -> verifier_service_pb2.VerifierServiceGetModelResponse:
-        self._ready()
-        return verifier_service_pb2.VerifierServiceGetModelResponse(model=self._model)
+        return verifier_service_pb2.VerifierServiceGetModelResponse(model=self._target.model)
 
-    def _ready(self) -> tuple[VerifierEngine, Outbox]:
-        if self._engine is None or self._outbox is None:
+    @property
+    def _target(self) -> Target:
+        if self._attached is None:
             raise unavailable("NO_VERIFIER", "the model is loading; try again later")
-        return self._engine, self._outbox
+        return self._attached

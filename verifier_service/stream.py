@@ -5,7 +5,7 @@ import contextlib
 import time
 from dataclasses import replace
 from functools import partial
-from typing import Any, cast
+from typing import Any, NamedTuple, cast
 
 import grpc
 import structlog
@@ -58,31 +58,27 @@ def _put_all(replies: list[tuple[asyncio.Queue[Reply], Reply]]) -> None:
         queue.put_nowait(reply)
 
 
+class Target(NamedTuple):
+    """The loaded target, as streams use it. `encoder_inputs` are None if it has no encoder."""
+
+    engine: VerifierEngine
+    model: model_pb2.ModelInfo
+    outbox: Outbox
+    encoder_inputs: EncoderInputs | None
+
+
 class VerifyStream:
     """One call of `Verify`, from its first message to its end."""
 
     def __init__(
-        self,
-        engine: VerifierEngine,
-        model: model_pb2.ModelInfo,
-        settings: VerifierSettings,
-        limit: ConcurrencyLimit,
-        context: Context,
-        *,
-        outbox: Outbox,
-        trace: CallTrace,
-        encoder_inputs: EncoderInputs | None = None,
+        self, target: Target, settings: VerifierSettings, limit: ConcurrencyLimit, context: Context, trace: CallTrace
     ) -> None:
-        """`encoder_inputs` are those of the model; None if it has no encoder."""
-        self._engine = engine
-        self._model = model
+        self._engine, self._model, self._outbox, self._encoder_inputs = target
         self._settings = settings
         self._limit = limit
         self._context = context
         self._trace = trace
-        self._encoder_inputs = encoder_inputs
         self._replies: asyncio.Queue[Reply] = asyncio.Queue()
-        self._outbox = outbox
         self._heard = time.perf_counter()
         self._posted = 0  # rounds handed to the engine
         self._tally = _Tally()

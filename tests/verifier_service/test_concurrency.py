@@ -16,7 +16,7 @@ from protos.outrider.v1 import model_pb2
 from tests.verifier_service.engines import make
 from verifier_service.concurrency import ConcurrencyLimit
 from verifier_service.settings import VerifierSettings
-from verifier_service.stream import Outbox, VerifyStream
+from verifier_service.stream import Outbox, Target, VerifyStream
 
 MAXIMUM, WAITING = 2, 1
 
@@ -67,9 +67,8 @@ def test_a_client_is_silent_from_its_last_verdict_on_though_that_is_not_written_
     settings = VerifierSettings.from_command_line(["--model", "m", "--idle-timeout", "2"], program="verifier_service")
 
     async def ends() -> bool:
-        outbox = Outbox(asyncio.get_running_loop())
-        limit = ConcurrencyLimit(MAXIMUM, WAITING)
-        stream = VerifyStream(Mock(), model_pb2.ModelInfo(), settings, limit, Mock(), outbox=outbox, trace=Mock())
+        target = Target(Mock(), model_pb2.ModelInfo(), Outbox(asyncio.get_running_loop()), None)
+        stream = VerifyStream(target, settings, ConcurrencyLimit(MAXIMUM, WAITING), Mock(), Mock())
         sequence = make([])
         sequence.slot, sequence.judged_at = 0, time.perf_counter() - judged_ago
         stream._heard -= 10.0
