@@ -46,7 +46,7 @@ _TYPES = {
     "tokens": "*i64", "embedding": "*bf16", "norm": "*bf16", "scaled": "*bf16", "squares": "*fp32",
     "bias": "*bf16", "stream": "*bf16", "T": "i32", "N": "i32", "K": "i32",
     "best": "*bf16", "best_ids": "*i64", "ids": "*i64", "weights": "*i32", "keep_mass": "fp32",
-    "items": "*i32", "row_slots": "*i32", "scaling": "fp32", "softcap": "fp32", "window": "i32", "max_blocks": "i32",
+    "items": "*i32", "row_partials": "*i32", "scaling": "fp32", "softcap": "fp32", "window": "i32", "max_blocks": "i32",
 }  # fmt: skip
 _OWN_TYPES = {"filter_kernel": {"keys": "*i32"}, "truncate_kernel": {"tokens": "*i64"}}
 _MODULES = (verify_triton, triton_layers, triton_attention, triton_products, triton_truncate)

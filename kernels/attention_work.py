@@ -28,21 +28,21 @@ class Work(NamedTuple):
     """The attention of a batch of T rows.
 
     Attributes:
-        items: int32 `[W, 5]`: sequence, first row of the tile, rows of the tile, stretch, and slot of the partial
-            result. Stretch and slot are -1 for a whole tile. An item with 0 rows does nothing.
-        row_slots: int32 `[T]`: slot of the row's first stretch · `TILE_ROWS` + index of the row in its tile; the slots
-            of the next stretches follow. -1 for rows of whole tiles.
+        items: int32 `[W, 5]`: sequence, first row of the tile, rows of the tile, stretch, and index of the
+            partial result. Stretch and index are -1 for a whole tile. An item with 0 rows does nothing.
+        row_partials: int32 `[T]`: partial result of the row's first stretch · `TILE_ROWS` + index of the row in its
+            tile; those of the next stretches follow. -1 for rows of whole tiles.
     """
 
     items: np.ndarray
-    row_slots: np.ndarray
+    row_partials: np.ndarray
 
 
 def work_size(rows: int, max_length: int) -> tuple[int, int]:
-    """Return the most items and slots of a batch of `rows` rows, with sequences of at most `max_length` positions."""
+    """Return the most items and partial results of `rows` rows, of sequences of at most `max_length` positions."""
     stretches = -(-max_length // STRETCH)
-    slots = min(rows * stretches, max(CUT_ITEMS, stretches)) if stretches > 1 else 0
-    return rows + slots, slots
+    partials = min(rows * stretches, max(CUT_ITEMS, stretches)) if stretches > 1 else 0
+    return rows + partials, partials
 
 
 def work_list(row_starts: Sequence[int], lengths: Sequence[int], growth: int = 0, *, cuts: bool = True) -> Work:
@@ -72,12 +72,12 @@ def work_list(row_starts: Sequence[int], lengths: Sequence[int], growth: int = 0
                 break
             cut.add(i)
     items = [(*tile, -1, -1) for i, tile in enumerate(tiles) if i not in cut]
-    row_slots, slot = list[int](), 0
+    row_partials, partial = list[int](), 0
     for i, (s, first, rows) in enumerate(tiles):
         if i not in cut:
-            row_slots += [-1] * rows
+            row_partials += [-1] * rows
             continue
-        items += [(s, first, rows, stretch, slot + stretch) for stretch in range(stretches[i])]
-        row_slots += range(slot * TILE_ROWS, slot * TILE_ROWS + rows)
-        slot += stretches[i]
-    return Work(np.array(items, _INT).reshape(-1, ITEM), np.array(row_slots, _INT))
+        items += [(s, first, rows, stretch, partial + stretch) for stretch in range(stretches[i])]
+        row_partials += range(partial * TILE_ROWS, partial * TILE_ROWS + rows)
+        partial += stretches[i]
+    return Work(np.array(items, _INT).reshape(-1, ITEM), np.array(row_partials, _INT))

@@ -78,7 +78,7 @@ def _finish(peak, mass, found, sink, WITH_SINKS: tl.constexpr):
 
 # Arguments that vary between batches: the kernel is compiled once for all values, and for arrays at any address.
 _ANY = ["window", "max_blocks"]
-_ANYWHERE = ["positions", "row_starts", "lengths", "block_tables", "items", "row_slots"]
+_ANYWHERE = ["positions", "row_starts", "lengths", "block_tables", "items", "row_partials"]
 
 
 @triton.jit(do_not_specialize=_ANY, do_not_specialize_on_alignment=_ANYWHERE)
@@ -164,21 +164,21 @@ def attend_kernel(
         there = out + at[:, None] * D + d[None, :]
         tl.store(there, found.to(out.dtype.element_ty), mask=own[:, None] & (d < D)[None, :])
     else:
-        slot = (tl.load(item + 4).to(tl.int64) * (KV_HEADS * PARTS) + tl.program_id(1)) * BLOCK_M + m
-        tl.store(partial + slot[:, None] * D + d[None, :], found, mask=own[:, None] & (d < D)[None, :])
-        tl.store(peaks + slot, peak, mask=own)
-        tl.store(masses + slot, mass, mask=own)
+        index = (tl.load(item + 4).to(tl.int64) * (KV_HEADS * PARTS) + tl.program_id(1)) * BLOCK_M + m
+        tl.store(partial + index[:, None] * D + d[None, :], found, mask=own[:, None] & (d < D)[None, :])
+        tl.store(peaks + index, peak, mask=own)
+        tl.store(masses + index, mass, mask=own)
 
 
 @triton.jit(do_not_specialize=_ANY, do_not_specialize_on_alignment=_ANYWHERE)
 def merge_kernel(
-    partial, peaks, masses, sinks, positions, row_slots, out, window,
+    partial, peaks, masses, sinks, positions, row_partials, out, window,
     KV_HEADS: tl.constexpr, GROUP: tl.constexpr, PART: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr,
     BLOCK_M: tl.constexpr, STRETCH: tl.constexpr, ROWS: tl.constexpr, BLOCK_P: tl.constexpr, WITH_SINKS: tl.constexpr,
 ):  # fmt: skip
     """Merge the stretches of one row, for PART heads. Grid: rows, KV heads · parts of a group."""
     row = tl.program_id(0)
-    first = tl.load(row_slots + row)
+    first = tl.load(row_partials + row)
     if first < 0:
         return
     PARTS: tl.constexpr = (GROUP + PART - 1) // PART
@@ -195,8 +195,8 @@ def merge_kernel(
     mass = tl.zeros([BLOCK_P], tl.float32)
     found = tl.zeros([BLOCK_P, BLOCK_D], tl.float32)
     for each in tl.range(low, position // STRETCH + 1, loop_unroll_factor=4):
-        slot = (first // ROWS + each).to(tl.int64) * (KV_HEADS * PARTS) + tl.program_id(1)
-        at = slot * BLOCK_M + (first % ROWS) * PART + p
+        index = (first // ROWS + each).to(tl.int64) * (KV_HEADS * PARTS) + tl.program_id(1)
+        at = index * BLOCK_M + (first % ROWS) * PART + p
         own_peak = tl.load(peaks + at, mask=own, other=0.0)
         own_mass = tl.load(masses + at, mask=own, other=1.0)
         own_found = tl.load(partial + at[:, None] * D + d[None, :], mask=known, other=0.0)
@@ -217,9 +217,9 @@ def attend(
     lengths: Tensor,
     block_tables: Tensor,
     items: Tensor,
-    row_slots: Tensor,
+    row_partials: Tensor,
     *,
-    slots: int,
+    partials: int,
     scaling: float,
     window: int = 0,
     softcap: float | None = None,
@@ -236,8 +236,8 @@ def attend(
         lengths: int32 `[S]`: positions of each sequence, its rows included.
         block_tables: int32 `[S, P]`: the blocks of each sequence.
         items: see `kernels.attention_work.Work`. The result of rows without an item is undefined.
-        row_slots: see `kernels.attention_work.Work`.
-        slots: the number of partial results; 0 if no tile is split.
+        row_partials: see `kernels.attention_work.Work`.
+        partials: the number of partial results; 0 if no tile is split.
         scaling: of the scores.
         window: how many positions a row sees, its own included; 0 is all.
         softcap: c, which bounds the scaled scores s to c · tanh(s / c); None is no bound.
@@ -253,8 +253,8 @@ def attend(
     query = query.contiguous()
     out = torch.empty_like(query)
     partial, peaks, masses, sink_scores = out, out, out, out if sinks is None else sinks
-    if slots:
-        results = slots * programs * shared["BLOCK_M"]
+    if partials:
+        results = partials * programs * shared["BLOCK_M"]
         partial = torch.empty((results, D), dtype=torch.float32, device=query.device)
         peaks, masses = torch.empty((2, results), dtype=torch.float32, device=query.device).unbind(0)
     attend_kernel[(len(items), programs)](
@@ -264,9 +264,9 @@ def attend(
         CAPPED=softcap is not None, WITH_SINKS=sinks is not None,
         **options(shared),
     )  # fmt: skip
-    if slots:
+    if partials:
         merge_kernel[(T, programs)](
-            partial, peaks, masses, sink_scores, positions, row_slots, out, window,
+            partial, peaks, masses, sink_scores, positions, row_partials, out, window,
             **shared, **merge_sizes(shared), WITH_SINKS=sinks is not None, **MERGE_OPTIONS,
         )  # fmt: skip
     return out

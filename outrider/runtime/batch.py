@@ -175,7 +175,7 @@ class HostBatch:
         lengths: int32 `[S]`: positions of each sequence with keys and values, this batch included.
         block_tables: int32 `[S, P]`: the blocks of each sequence, in order; entries beyond its length are not read.
         items: int32 `[W, 5]`: the work list of attention, see `kernels.attention_work.Work`.
-        row_slots: int32 `[T]`: see `items`.
+        row_partials: int32 `[T]`: see `items`.
     """
 
     tokens: np.ndarray
@@ -186,7 +186,7 @@ class HostBatch:
     lengths: np.ndarray
     block_tables: np.ndarray
     items: np.ndarray
-    row_slots: np.ndarray
+    row_partials: np.ndarray
 
     @property
     def shape(self) -> Shape:
@@ -194,7 +194,7 @@ class HostBatch:
         return len(self.tokens), len(self.rows), *self.block_tables.shape, len(self.items)
 
     @property
-    def slots(self) -> int:
+    def partials(self) -> int:
         """How many partial results the work list of attention has."""
         return int(self.items[:, 4].max(initial=-1)) + 1
 
@@ -242,7 +242,7 @@ class HostBatch:
             (self.rows, padded.rows, R, 0),
             (self.row_starts, padded.row_starts, S + 1, T),
             (self.lengths, padded.lengths, S, 0),
-            (self.row_slots, padded.row_slots, T, -1),
+            (self.row_partials, padded.row_partials, T, -1),
         ):
             whole[:count] = own
             whole[count:] = value
@@ -252,7 +252,7 @@ def layout(shape: Shape) -> PackedArrays:
     """The arrays of a `HostBatch` in one buffer."""
     T, R, S, P, W = shape
     longs = {"tokens": (T,), "positions": (T,), "slot_mapping": (T,), "rows": (R,)}
-    ints = {"row_starts": (S + 1,), "lengths": (S,), "block_tables": (S, P), "items": (W, ITEM), "row_slots": (T,)}
+    ints = {"row_starts": (S + 1,), "lengths": (S,), "block_tables": (S, P), "items": (W, ITEM), "row_partials": (T,)}
     fields = {name: Field(_LONG, size) for name, size in longs.items()}
     return PackedArrays(fields | {name: Field(_INT, size) for name, size in ints.items()})
 
@@ -290,7 +290,7 @@ def build_batch(chunks: Sequence[Chunk], pool: KVPool) -> HostBatch:
         lengths=np.array(lengths, _INT),
         block_tables=block_tables,
         items=work.items,
-        row_slots=work.row_slots,
+        row_partials=work.row_partials,
     )
 
 
@@ -314,10 +314,10 @@ class PagedAttention(Protocol):
 class PagedBatch:
     """A batch on its device. The model hands it to the attention as a keyword argument.
 
-    The tensors from `tokens` to `row_slots` are those of `HostBatch`.
+    The tensors from `tokens` to `row_partials` are those of `HostBatch`.
 
     Attributes:
-        slots: how many partial results `items` may name.
+        partials: how many partial results `items` may name.
         memory: keys and values of all blocks.
         attention: the implementation of attention.
         host_batch: the same batch on the host; None in a CUDA graph, whose tensors are overwritten before each replay.
@@ -332,8 +332,8 @@ class PagedBatch:
     lengths: Tensor
     block_tables: Tensor
     items: Tensor
-    row_slots: Tensor
-    slots: int
+    row_partials: Tensor
+    partials: int
     memory: PagedMemory
     attention: PagedAttention
     host_batch: HostBatch | None = None
@@ -359,12 +359,14 @@ def to_device(
 ) -> PagedBatch:
     """The batch on its device, by one copy."""
     buffer = host_batch.packed(pinned=device.type == "cuda")
-    batch = on_device(buffer.to(device, non_blocking=True), host_batch.shape, host_batch.slots, memory, attention)
+    batch = on_device(buffer.to(device, non_blocking=True), host_batch.shape, host_batch.partials, memory, attention)
     batch.host_batch = host_batch
     return batch
 
 
-def on_device(buffer: Tensor, shape: Shape, slots: int, memory: PagedMemory, attention: PagedAttention) -> PagedBatch:
+def on_device(
+    buffer: Tensor, shape: Shape, partials: int, memory: PagedMemory, attention: PagedAttention
+) -> PagedBatch:
     """The batch packed in `buffer` on the device: views, no copies."""
     tensors = layout(shape).tensors(buffer)
-    return PagedBatch(**tensors, slots=slots, memory=memory, attention=attention, host_batch=None)
+    return PagedBatch(**tensors, partials=partials, memory=memory, attention=attention, host_batch=None)

@@ -148,7 +148,7 @@ class _StepBuffers:
         kept = 1 if config is None else size.tokens
         self._logits = logits[: kept * S].view(kept, S, -1)
         blocks = -(-size.max_length // size.block_tokens)
-        items, slots = work_size(S, size.max_length + size.tokens)
+        items, partials = work_size(S, size.max_length + size.tokens)
         support = 0 if config is None else min(config.max_support, size.vocab_size)
         on_gpu = eager.device.type == "cuda"
         inputs = PackedArrays(
@@ -162,7 +162,7 @@ class _StepBuffers:
                 "untruncated": Field(np.int64, (S,)),  # 1: drawn by noise, or at temperature 0
                 "block_tables": Field(np.int32, (S, blocks)),
                 "items": Field(np.int32, (items, ITEM)),
-                "row_slots": Field(np.int32, (S,)),
+                "row_partials": Field(np.int32, (S,)),
             }
         )
         self._staged = inputs.buffer(torch.device("cpu"), pinned=on_gpu)
@@ -194,8 +194,8 @@ class _StepBuffers:
             lengths=torch.ones(S, dtype=torch.int32, device=eager.device),
             block_tables=self._inputs["block_tables"],
             items=self._inputs["items"],
-            row_slots=self._inputs["row_slots"],
-            slots=slots,
+            row_partials=self._inputs["row_partials"],
+            partials=partials,
             memory=eager.memory,
             attention=eager.attention,
             logits=self._logits[0] if kept == 1 else None,
@@ -233,7 +233,7 @@ class _StepBuffers:
             host["ints"][s, 0] = s
         # Each sequence has one row, whose position grows by 1 per step.
         work = work_list(range(self.sequences + 1), (host["positions"] + 1).tolist(), growth=self._size.tokens - 1)
-        host["items"][: len(work.items)], host["row_slots"][...] = work.items, work.row_slots
+        host["items"][: len(work.items)], host["row_partials"][...] = work.items, work.row_partials
         self._buffer.copy_(self._staged, non_blocking=True)
         self._logits[0, : len(chunks)].copy_(logits)
 

@@ -238,13 +238,13 @@ class GraphRunner:
         return next((each for each in self._captured if each.takes(host_batch)), None)
 
     def _capture(self, capturer: Capturer, rows: int, logits: Tensor) -> _Captured:
-        eager, (items, slots) = self.eager, work_size(rows, self.eager.max_length)
+        eager, (items, partials) = self.eager, work_size(rows, self.eager.max_length)
         shape = (rows, rows, min(rows, self._max_sequences), self._max_blocks, items)
         staging = layout(shape).buffer(torch.device("cpu"), pinned=eager.device.type == "cuda")
         padded = HostBatch.view(shape, staging.zero_())
         HostBatch.empty().pad_into(padded, null_position=eager.memory.null_position)
         buffer = staging.to(eager.device)
-        batch = on_device(buffer, shape, slots, eager.memory, eager.attention)
+        batch = on_device(buffer, shape, partials, eager.memory, eager.attention)
         batch.logits = own = logits.narrow(0, 0, rows)
 
         def run() -> None:

@@ -127,8 +127,8 @@ def attend_triton(query: Tensor, keys: Tensor, values: Tensor, batch: PagedBatch
         batch.lengths,
         batch.block_tables,
         batch.items,
-        batch.row_slots,
-        slots=batch.slots,
+        batch.row_partials,
+        partials=batch.partials,
         scaling=scoring.scaling,
         window=scoring.window,
         softcap=scoring.softcap,
@@ -182,7 +182,7 @@ def check_attention(
             block = choice.block_tokens
             host_batch, memory = random_batch(spans, layer.kv_heads, layer.head_dim, dtype, device, block_tokens=block)
             work = work_list(host_batch.row_starts.tolist(), host_batch.lengths.tolist(), cuts=cuts)
-            host_batch = replace(host_batch, items=work.items, row_slots=work.row_slots)
+            host_batch = replace(host_batch, items=work.items, row_partials=work.row_partials)
             batch = to_device(host_batch, memory, choice.attend, device)
             query = torch.randn(len(host_batch.tokens), layer.heads, layer.head_dim, generator=generator)
             inputs = query.to(device, dtype), memory.keys[0], memory.values[0], batch, scoring

@@ -74,9 +74,9 @@ class Batch:
         window, softcap, sinks = scores
         starts, lengths = np.cumsum([0, *self.counts]), np.array(self.lengths)
         work = work or work_list(starts.tolist(), self.lengths, growth)
-        items, slots = work.items, int(work.items[:, 4].max()) + 1
+        items, partials = work.items, int(work.items[:, 4].max()) + 1
         if padded:
-            size, slots = work_size(sum(self.counts), 2000)
+            size, partials = work_size(sum(self.counts), 2000)
             items = np.concatenate((items, np.zeros((size - len(items), ITEM), np.int32)))
         padding = len(self.query) - sum(self.counts)
         positions = [p for n, length in zip(self.counts, self.lengths, strict=True) for p in range(length - n, length)]
@@ -89,12 +89,12 @@ class Batch:
             "lengths": torch.from_numpy(lengths).int(),
             "block_tables": self.block_tables,
             "items": torch.from_numpy(items),
-            "row_slots": torch.from_numpy(np.concatenate((work.row_slots, np.full(padding, -1, np.int32)))),
+            "row_partials": torch.from_numpy(np.concatenate((work.row_partials, np.full(padding, -1, np.int32)))),
             **changed,
         }
         on_device = {name: each.to(DEVICE) for name, each in inputs.items()}
         own = self.sinks.to(DEVICE) if sinks else None
-        found = attend(**on_device, slots=slots, scaling=SCALING, window=window, softcap=softcap, sinks=own)
+        found = attend(**on_device, partials=partials, scaling=SCALING, window=window, softcap=softcap, sinks=own)
         return found[: sum(self.counts)].cpu()
 
     def reference(self, window: int, softcap: float | None, sinks: bool) -> Tensor:

@@ -154,7 +154,7 @@ CHANGES: dict[str, Callable[[PagedBatch, Scoring], tuple[PagedBatch, Scoring]]] 
     "other blocks": lambda batch, scoring: (replace(batch, block_tables=batch.block_tables.roll(1, 1)), scoring),
     "uncut": lambda batch, scoring: (
         batch,
-        replace(scoring, scaling=2 * scoring.scaling) if not batch.slots and batch.max_length > 500 else scoring,
+        replace(scoring, scaling=2 * scoring.scaling) if not batch.partials and batch.max_length > 500 else scoring,
     ),
     "no soft cap": lambda batch, scoring: (batch, replace(scoring, softcap=None)),
 }
@@ -215,7 +215,7 @@ def test_a_step_has_no_host_sync(load: Load, monkeypatch: pytest.MonkeyPatch) ->
     tokens, positions, slot_mapping, rows = (ints(5, dtype=torch.int64) for _ in range(4))
     batch = PagedBatch(
         tokens=tokens, positions=positions, slot_mapping=slot_mapping, rows=rows, row_starts=ints(4), lengths=ints(3),
-        block_tables=ints(3, 2), items=ints(3, 5), row_slots=ints(5), slots=0, attention=attend,
+        block_tables=ints(3, 2), items=ints(3, 5), row_partials=ints(5), partials=0, attention=attend,
         memory=PagedMemory(MemoryShape((2, 2, 2), (16, 16, 16), 9, 32), torch.bfloat16, torch.device("meta")),
     )  # fmt: skip
     rotations = torch.empty(64, 1, 8, device="meta", dtype=torch.complex64)
