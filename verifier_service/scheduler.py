@@ -196,7 +196,7 @@ class Scheduler:
             encodes = sequence.opening.encoder_input is not None and self._pool.lacks_encoder(sequence.slot)
             if (left < 1 and plan.work) or (encodes and has_encoder):
                 continue
-            if not self._has_blocks(sequence, round_, plan):
+            if not self._take_blocks(sequence, round_, plan):
                 self.is_short = True
                 continue
             work = self._cut(sequence, round_, left, must=not plan.work)
@@ -225,7 +225,7 @@ class Scheduler:
         """The round, if it fits or `must` run alone; else a piece of the tokens before it."""
         assert sequence.slot is not None
         start = self._pool.length(sequence.slot)
-        if not sequence.is_scored:
+        if sequence.owes_prompt_logprobs:
             return self._cut_scored(sequence, start, left)
         behind = len(sequence.tokens) - start  # at least 1: the last token has not run (invariant 5)
         if round_ is not None:
@@ -257,8 +257,8 @@ class Scheduler:
 
     # ------------------------------------------------------------------------------------------------------- blocks
 
-    def _has_blocks(self, sequence: TargetSequence, round_: Round | None, plan: Plan) -> bool:
-        """Reserves blocks for all tokens of a sequence and its round; may preempt others."""
+    def _take_blocks(self, sequence: TargetSequence, round_: Round | None, plan: Plan) -> bool:
+        """Takes blocks for all tokens of a sequence and its round; may preempt others. Returns whether it has them."""
         slot = sequence.slot
         assert slot is not None
         length = len(sequence.tokens) + (0 if round_ is None else len(sequence.drafted(round_)))
@@ -266,7 +266,7 @@ class Scheduler:
             return True
         begins = self._pool.is_empty(slot)
         # Tokens of a prompt are scored by the rows before them, so those rows must run.
-        looks_up = begins and sequence.is_scored
+        looks_up = begins and not sequence.owes_prompt_logprobs
         # A new sequence leaves each other one a block to grow, or it would soon be preempted itself.
         spare = self._pool.holders if begins else 0
         known = self._adopt(sequence, slot) if looks_up else 0

@@ -160,9 +160,9 @@ class TargetSequence:
         return len(self.tokens) - len(self.opening.prompt)
 
     @property
-    def is_scored(self) -> bool:
-        """Whether all wanted log-probabilities of the prompt were sent. Until then nothing but the prompt runs."""
-        return self.opening.top_prompt_logprobs < 0 or self.scored >= len(self.opening.prompt)
+    def owes_prompt_logprobs(self) -> bool:
+        """Whether log-probabilities of its prompt are still to be sent. Until then nothing but the prompt runs."""
+        return self.opening.top_prompt_logprobs >= 0 and self.scored < len(self.opening.prompt)
 
     @property
     def prefills(self) -> bool:

@@ -100,7 +100,7 @@ class VerifyStream:
     async def _serve(self, sequence: TargetSequence) -> None:
         prefixes, salt = self._engine.prefixes, sequence.opening.cache_salt
         cached = 0
-        if sequence.is_scored:  # a prompt to score is not looked up
+        if not sequence.owes_prompt_logprobs:  # a prompt to score is not looked up
             cached = PREFIX_CACHE.run(lambda: prefixes.find(sequence.tokens, salt), 0)
         opened = verifier_service_pb2.VerifyResponse(
             sequence_id=sequence.sequence_id,
@@ -233,7 +233,7 @@ class VerifyStream:
         pause = interval = min(NOTICE_INTERVAL, limit / 4)
         while True:
             await asyncio.sleep(pause)
-            runs_prompt = not (sequence.is_scored or sequence.is_isolated)  # without a round
+            runs_prompt = sequence.owes_prompt_logprobs and not sequence.is_isolated  # without a round
             waits = sequence.slot is None or self._outstanding(sequence) or sequence.awaits_turn or runs_prompt
             # After `waits`: a verdict may be committed meanwhile, and is written later.
             silent = time.perf_counter() - max(self._heard, sequence.judged_at)
