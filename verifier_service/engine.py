@@ -29,7 +29,7 @@ from protos.outrider.v1 import model_pb2, speculation_pb2, verifier_service_pb2
 from verifier_service.request import Round
 from verifier_service.scheduler import IDLE_SECONDS, TURN_SECONDS, Plan, Scheduler, TargetWork
 from verifier_service.sequence import TargetSequence, seconds_to_linger
-from verifier_service.target_runner import Scoring, StepResult, TargetRunner
+from verifier_service.target_runner import ScoredTokens, StepResult, TargetRunner
 
 
 @dataclass(frozen=True)
@@ -325,10 +325,10 @@ class VerifierEngine(Engine[Message, TargetWork, StepResult]):
             return decoded
         pool = self.model_runner.pool
         for item in work:
-            if pool.length(item.chunk.slot) > item.chunk.start:  # it failed at its end
+            if pool.length(item.chunk.slot) > item.chunk.start:  # the decode loop failed after its last step
                 pool.rollback(item.chunk.slot, item.chunk.start)
-        scorings = [Scoring(item.scored_tokens, item.sequence.opening.top_prompt_logprobs) for item in _scored(work)]
-        return self.runner([item.chunk for item in work], proposals, encoder_inputs, scorings, self._account)
+        scored = [ScoredTokens(item.scored_tokens, item.sequence.opening.top_prompt_logprobs) for item in _scored(work)]
+        return self.runner([item.chunk for item in work], proposals, encoder_inputs, scored, self._account)
 
     def _decode(self, work: Sequence[TargetWork], proposals: Sequence[Proposed]) -> StepResult | None:
         """Several tokens of each sequence in a row; None for an ordinary step."""

@@ -25,7 +25,7 @@ MOST_IN_A_ROW = 64
 
 
 @dataclass(frozen=True, slots=True)
-class Scoring:
+class ScoredTokens:
     """Tokens of a prompt whose log-probabilities are wanted.
 
     Attributes:
@@ -44,7 +44,7 @@ class StepResult:
     Attributes:
         results: one for each proposal, in order.
         earlier: of each proposal, tokens that `decode` drew before the one in its result; empty after other steps.
-        scores: one for each scoring, in order: log-probabilities of its tokens; None if a row of logits is bad.
+        scores: one for each of the scored, in order: log-probabilities of its tokens; None if a row of logits is bad.
         forward_seconds: of the forward passes, of encoders, and of scoring; after `decode` also of sampling.
         verify_seconds: of the verification and the transfer of its results.
     """
@@ -81,14 +81,14 @@ class TargetRunner:
         chunks: Sequence[Chunk],
         proposals: Sequence[Proposed],
         encoder_inputs: Sequence[tuple[int, Tensor]] = (),
-        scorings: Sequence[Scoring] = (),
+        scored: Sequence[ScoredTokens] = (),
         meanwhile: Callable[[], None] = lambda: None,
     ) -> StepResult:
         """Runs the chunks in one forward pass, judges the proposals, and scores tokens of prompts.
 
-        Proposals take the first rows of logits, and scorings those after them, both in order. `encoder_inputs` are
-        slots whose encoder runs first, each with its input. `meanwhile` is called once the forward pass is queued: a
-        GPU runs it then. If it raises, all slots keep their lengths.
+        Proposals take the first rows of logits, and scored tokens those after them, both in order. `encoder_inputs` are
+        slots whose encoder runs first, each with its input. `meanwhile` is called while a GPU runs the forward pass.
+        If the call raises, all slots keep their lengths.
 
         Raises:
             ValueError, PoolExhausted: see `ModelRunner.forward`.
@@ -101,11 +101,11 @@ class TargetRunner:
             clock.mark()
             meanwhile()
             clock.mark()
-            row = len(logits) - sum(len(each.tokens) for each in scorings)
+            row = len(logits) - sum(len(each.tokens) for each in scored)
             results = verify(logits[:row], proposals, self._verify_path) if proposals else []
             clock.mark()
             scores = []
-            for each in scorings:
+            for each in scored:
                 scores.append(prompt_logprobs(logits[row : row + len(each.tokens)], each.tokens, each.top))
                 row += len(each.tokens)
             clock.mark()

@@ -195,11 +195,11 @@ class TokenRunner:
         chunks: Sequence[Chunk],
         proposals: Sequence[Proposed],
         encoder_inputs: Sequence[object] = (),
-        scorings: Sequence[object] = (),
+        scored: Sequence[object] = (),
         meanwhile: Callable[[], None] = lambda: None,
     ) -> StepResult:
         require(not encoder_inputs, "the model has no encoder")
-        require(not scorings, "no prompt is scored")
+        require(not scored, "no prompt is scored")
         if self._fails(proposals):
             raise RuntimeError("the device fails")
         for chunk in chunks:

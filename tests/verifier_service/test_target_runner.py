@@ -25,7 +25,7 @@ from outrider.runtime.paged_attention import EAGER, AttentionChoice
 from outrider.service.sampling import MAX_TOP_LOGPROBS
 from tests.cluster import MODELS, Cluster
 from verifier_service import target_runner as target_runner_module
-from verifier_service.target_runner import MOST_IN_A_ROW, Scoring, TargetRunner, verify_rows
+from verifier_service.target_runner import MOST_IN_A_ROW, ScoredTokens, TargetRunner, verify_rows
 
 NEEDS_TRITON = pytest.mark.skipif(find_spec("triton") is None, reason="triton has no build for this platform")
 PAGED = AttentionChoice(EAGER, "to be captured")
@@ -129,7 +129,7 @@ def test_scores_of_a_captured_step_are_those_of_an_eager_one(packed: ModelRunner
         round_, piece = packed.pool.allocate(), packed.pool.allocate()
         alone = Proposed(tokens=(), q=(), params=SamplingParams(temperature=0), seed=0, base_length=1)
         chunks = [Chunk(round_, [7], 0, 0), Chunk(piece, prompt[:-1], 0, 0)]
-        step = runner(chunks, [alone], scorings=[Scoring(prompt[1:], 2)])
+        step = runner(chunks, [alone], scored=[ScoredTokens(prompt[1:], 2)])
         found.append((step.results, step.scores))
         for slot in (round_, piece):
             packed.pool.free(slot)
