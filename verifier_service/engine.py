@@ -267,10 +267,10 @@ class VerifierEngine(Engine[Message, TargetWork, StepResult]):
 
     # ------------------------------------------------------------------------------------------------------ the loop
 
-    def turn(self) -> float | None:
+    def run_once(self) -> float | None:
         self.runner.interrupt.clear()  # before the messages are received
         try:
-            return super().turn()
+            return super().run_once()
         finally:
             self.flush()
 

@@ -1,8 +1,9 @@
 """The scheduler: which sequences run, which wait, and the batch of each step. Belongs to the engine's thread.
 
 A step takes rounds that are ready, then pieces of prompts, up to a budget of tokens, and runs one encoder at most.
-Sequences take turns. A sequence starts when there are free blocks for all its tokens. When blocks run out, the newest
-sequences are preempted and run again later. The oldest always continues, so every sequence ends.
+The sequence that has waited longest comes first. A sequence starts when there are free blocks for all its tokens. When
+blocks run out, the newest sequences are preempted and run again later. The oldest always continues, so every sequence
+ends.
 """
 
 import time

@@ -138,7 +138,7 @@ class Engine(ABC, Generic[Message, Work, Output]):
 
     # ------------------------------------------------------------------------------------------------------ the loop
 
-    def turn(self) -> float | None:
+    def run_once(self) -> float | None:
         """One iteration of the loop; it never waits for a message.
 
         Returns:
@@ -154,7 +154,7 @@ class Engine(ABC, Generic[Message, Work, Output]):
         return 0.0 if self.has_work() else self.leaving_seconds
 
     def next_work(self) -> tuple[Sequence[Work], float | None]:
-        """The first half of `turn`: the work of the next step, and the result of `turn`."""
+        """The first half of `run_once`: the work of the next step, and the result of `run_once`."""
         while not self._inbox.empty():  # only this thread reads it
             self._receive_one(self._inbox.get_nowait())
         if self._is_over:
@@ -168,7 +168,7 @@ class Engine(ABC, Generic[Message, Work, Output]):
         return work, 0.0
 
     def step(self, work: Sequence[Work]) -> None:
-        """The second half of `turn`: runs the model on the work."""
+        """The second half of `run_once`: runs the model on the work."""
         try:
             output = self._forward(work)
         except ModelLost:
@@ -219,7 +219,7 @@ class Engine(ABC, Generic[Message, Work, Output]):
                 self.prepare()
                 while not self._is_over:
                     self._mark(works=True)
-                    self._wait(self.turn())
+                    self._wait(self.run_once())
             except Exception as error:  # the service ends, and its sequences continue on another replica
                 _log.exception("engine failed; the service stops")
                 self.lost.set_result(str(error) if isinstance(error, ModelLost) else f"{type(error).__name__}: {error}")

@@ -254,7 +254,7 @@ def test_a_long_prompt_delays_no_proposal_by_more_than_a_step(
         before = len(of_pieces)
         quick.request(5, committed)
         while not quick.is_done:
-            engine.turn()
+            engine.run_once()
         waits.append(sum(of_pieces[before:]))
         committed = [*quick.result().token_ids, 9]
     assert waits == [1] * 4 + [0] * 2
@@ -300,7 +300,7 @@ def test_a_prompt_that_waits_is_looked_up_once(loaded: LoadedModel) -> None:
     for driver in drivers:
         driver.request(2)
     while not all(driver.is_done for driver in drivers):
-        engine.turn()
+        engine.run_once()
     assert engine.prefix_queries == 2 * (1 + len(LONG))
 
 

@@ -159,7 +159,7 @@ def written(loaded: LoadedModel, encoder_inputs: torch.Tensor, drafts: list[list
                     drafted[coin.randrange(len(drafted))] = coin.randrange(loaded.vocab_size)
                 client.submit(drafted)
         assert not any(client.error for client in clients)
-        engine.turn()
+        engine.run_once()
     return [client.sequence.tokens[1:] for client in clients]
 
 

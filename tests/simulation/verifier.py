@@ -88,7 +88,7 @@ class Verifier(Host):
         self.stop()
 
     async def _run(self, engine: SimulatedEngine) -> None:
-        """Take the engine's turns. Each step takes some time."""
+        """The engine's loop. Each step takes some time."""
         try:
             while True:
                 await self.thawed()

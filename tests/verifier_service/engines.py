@@ -127,7 +127,7 @@ def run(engine: VerifierEngine, clients: Sequence[Client]) -> list[list[int]]:
                 client.submit()
         if all(client.sequence.finished for client in clients):
             break
-        engine.turn()
+        engine.run_once()
     assert all(client.sequence.finished for client in clients)
     for client in clients:
         client.close()

@@ -49,7 +49,7 @@ def decoded(engine: VerifierEngine, tokens: int, hows: Sequence[dict[str, Any]],
         for client in clients:
             if not client.sequence.finished and not client.sequence.rounds:
                 client.submit(decode=tokens)
-        engine.turn()
+        engine.run_once()
     for client in clients:
         client.close()
     assert engine.model_runner.pool.used_blocks == 0
@@ -107,10 +107,10 @@ def test_a_silent_sequence_holds_nobody_to_one_token(engine: VerifierEngine) -> 
     silent, client = Client(engine, PROMPTS[1]), Client(engine, **PATIENT, max_new_tokens=40)
     silent.submit(())
     client.submit(decode=40)
-    engine.turn()
+    engine.run_once()
     for seconds, expected in ((0.0, 2), (10.0, 40)):
         silent.sequence.judged_at -= seconds
-        engine.turn()
+        engine.run_once()
         assert client.sequence.written == expected
 
 
@@ -127,12 +127,12 @@ def test_the_cost_of_several_tokens_in_a_row_is_that_of_their_passes(
     client = Client(engine, joined_verdicts=True, max_new_tokens=33)
     client.submit((), decode=33)
     for _ in range(2):
-        engine.turn()
+        engine.run_once()
     assert [len(each.token_ids) for each in client.verdicts] == [1, 32]
     client = Client(engine, [11], joined_verdicts=True, max_new_tokens=8)
     client.submit((), decode=8)
     for _ in range(3):  # the last one accounts for the second
-        engine.turn()
+        engine.run_once()
     assert costs[-1] == (1, 0.5)
     shown = {
         name: metrics.registry.get_sample_value(f"outrider_{name}")
@@ -146,7 +146,7 @@ def test_a_step_writes_one_token_of_a_decode_where_another_would_wait(engine: Ve
     engine.cost = FittedCost([(1, 1e-6)])
     client = Client(engine, joined_verdicts=True, max_new_tokens=36)
     client.submit(decode=36)
-    engine.turn()  # the first token
+    engine.run_once()  # the first token
     if why == "logprobs":
         object.__setattr__(client.sequence.opening, "top_logprobs", 0)
     elif why == "rules of generate":
@@ -156,9 +156,9 @@ def test_a_step_writes_one_token_of_a_decode_where_another_would_wait(engine: Ve
         other = Client(engine, PROMPTS[1], joined_verdicts=True)
         other.submit((7,))
         if why == "a sequence that owes a round":
-            engine.turn()
+            engine.run_once()
     before, errors = len(client.sequence.tokens), DECODE_LOOP.errors
-    engine.turn()
+    engine.run_once()
     assert len(client.sequence.tokens) == before + 1
     assert (client.error, DECODE_LOOP.errors) == (None, errors)
 
@@ -167,10 +167,10 @@ def test_tokens_in_a_row_fit_the_free_blocks(engine: VerifierEngine) -> None:
     pool, engine.cost = engine.model_runner.pool, FittedCost([(1, 1e-6)])
     client = Client(engine, [11] * (pool.block_tokens - 8), joined_verdicts=True, max_new_tokens=17)
     client.submit(decode=17)
-    engine.turn()
+    engine.run_once()
     while pool.blocks.num_free:
         pool.grow(pool.allocate(), 1)
-    engine.turn()  # of 16 tokens at most; half of them fit
+    engine.run_once()  # of 16 tokens at most; half of them fit
     assert client.sequence.written == 9
     assert (client.error, DECODE_LOOP.errors) == (None, 0)
 
@@ -180,8 +180,8 @@ def test_tokens_in_a_row_take_a_bounded_time(engine: VerifierEngine) -> None:
         client = Client(engine, joined_verdicts=True, max_new_tokens=51)
         engine.cost = FittedCost([(1, seconds)])
         client.submit(decode=51)
-        engine.turn()
-        engine.turn()
+        engine.run_once()
+        engine.run_once()
         assert client.sequence.written == 1 + expected
         client.close()
 
@@ -202,7 +202,7 @@ def test_tokens_of_a_decode_wait_to_be_sent_together(engine: VerifierEngine) -> 
             if client.sequence.unsent is not None:
                 client.sequence.unsent.due -= waited
         clients[0].sequence.judged_at -= 10.0 * bool(sent)  # it has waited for each step
-        engine.turn()
+        engine.run_once()
         sent.append([[len(each.token_ids) for each in client.verdicts] for client in clients])
     assert [each[0] for each in sent] == [[1], [1], [1], [1, 3], [1, 3], [1, 3, 2]]
     assert sent[-1][1:] == [[1] * 6, [1, 5]]
@@ -220,10 +220,10 @@ def test_tokens_of_all_that_wait_as_long_are_sent_with_the_first_that_must(engin
     for client in clients:
         client.submit(decode=6)
     for _ in range(3):
-        engine.turn()
+        engine.run_once()
     assert clients[0].sequence.unsent is not None
     clients[0].sequence.unsent.due -= 500.0
-    engine.turn()
+    engine.run_once()
     assert [[len(each.token_ids) for each in client.verdicts] for client in clients] == [[1, 3]] * 2
 
 
@@ -232,15 +232,15 @@ def test_tokens_that_wait_are_sent_where_nothing_follows(engine: VerifierEngine,
     engine.cost = FittedCost([(1, 1e-3)])
     client = Client(engine, **PATIENT, max_new_tokens=30)
     client.submit(decode=30)
-    engine.turn()
+    engine.run_once()
     engine.cost = FittedCost([(1, 600.0)])
-    engine.turn()
+    engine.run_once()
     assert [len(each.token_ids) for each in client.verdicts] == [1]
     if why == "no other work":
         client.sequence.num_replies += MAX_BACKLOG
     else:
         break_forward(engine, lambda: True)
-    engine.turn()
+    engine.run_once()
     assert [len(each.token_ids) for each in client.verdicts] == [1, 1]
     assert (client.error is not None) is (why == "an error")
 
@@ -252,7 +252,7 @@ def test_a_message_ends_a_row_after_its_current_token(
     """Those that cannot wait for its end do. The text is that of single steps."""
     (expected,) = decoded(engine, 20, ALONE[1:2], joined=False)
     other, passes, steps = Client(engine, PROMPTS[1]), count(2), engine.model_runner.steps
-    engine.turn()
+    engine.run_once()
     messages: dict[str, Any] = {
         "open": Open(make([], prompt=PROMPTS[2])),
         "submit": Submit(other.sequence, a_round(1, other.sequence.tokens, decode=1)),
@@ -280,11 +280,11 @@ def test_a_message_ends_a_row_after_its_current_token(
     engine.cost = FittedCost([(1, 1e-6)])
     client = Client(engine, PROMPTS[0], **PATIENT, max_new_tokens=20, seed=0, **ALONE[1])
     client.submit(decode=20)
-    engine.turn()
-    engine.turn()
+    engine.run_once()
+    engine.run_once()
     assert client.sequence.written == (20 if can_wait else 5)
     while not client.sequence.finished:
-        engine.turn()
+        engine.run_once()
     assert client.sequence.tokens == expected.sequence.tokens
     if message == "drain":  # the next row is a whole one, and its tokens were sent with those of the first
         assert [len(each.token_ids) for each in client.verdicts] == [1, 19]
@@ -320,13 +320,13 @@ def test_bad_logits_within_a_row_end_the_sequence_after_its_sound_tokens(
 
     client = Client(engine, joined_verdicts=True)
     client.submit(decode=4)
-    engine.turn()
+    engine.run_once()
     monkeypatch.setattr(engine.model_runner, "steps", spoilt)
-    engine.turn()
+    engine.run_once()
     assert client.sequence.written == 2
     monkeypatch.setattr(engine.model_runner, "forward", lambda chunks: torch.full((len(chunks), 2048), torch.nan))
     engine.cost = FittedCost([(1, 1.0)])
-    engine.turn()
+    engine.run_once()
     assert [len(each.token_ids) for each in client.verdicts] == [1, 1]
     assert client.error is not None
     assert client.error.reason == "BAD_LOGITS"

@@ -107,14 +107,14 @@ def test_isolated_sequences_open_one_at_a_time(engine: VerifierEngine, monkeypat
     first, silent, third = clients = [Client(engine, prompt, isolated=True) for prompt in PROMPTS]
     for client in clients:
         client.sequence.opened = verifier_service_pb2.VerifyResponse(opened=verifier_service_pb2.Opened())
-    engine.turn()
+    engine.run_once()
     assert [len(client.replies) for client in clients] == [1, 0, 0]
     first.submit()
-    engine.turn()
-    engine.turn()
+    engine.run_once()
+    engine.run_once()
     assert [len(client.replies) for client in clients] == [2, 1, 0], "the first has a verdict, the second is open"
     monkeypatch.setattr("verifier_service.scheduler.TURN_SECONDS", -1.0)
-    engine.turn()
+    engine.run_once()
     assert silent.error is not None
     assert (silent.error.code.name, silent.error.reason) == ("RESOURCE_EXHAUSTED", "IDLE")
     assert len(third.replies) == 1
@@ -126,13 +126,13 @@ def test_the_load_in_a_verdict_is_that_after_the_previous_step(engine: VerifierE
     for clients in ([first], [first, second], [first, second]):
         for client in clients:
             client.submit(())
-        engine.turn()
+        engine.run_once()
     assert [verdict.load.running for verdict in first.verdicts] == [0, 3, 3]
     assert [verdict.load.active for verdict in first.verdicts] == [1, 2, 2]
     second.sequence.judged_at -= 10.0
     for _ in range(2):
         first.submit(())
-        engine.turn()
+        engine.run_once()
     assert first.verdicts[-1].load.active == 1
 
 
@@ -140,7 +140,7 @@ def test_a_round_that_waited_for_hours_gets_its_verdict(engine: VerifierEngine) 
     """Its time in the queue is the longest that the verdict can hold."""
     client = Client(engine)
     client.submit(arrived=time.perf_counter() - 7200)
-    engine.turn()
+    engine.run_once()
     assert client.error is None
     assert [verdict.timings.queue_us for verdict in client.verdicts] == [2**32 - 1]
 
@@ -151,8 +151,8 @@ def test_a_step_is_accounted_for_under_the_next_pass_or_when_idle(
     """So on a GPU nothing but the commits lies between two passes."""
     client, order = Client(engine), list[str]()
     client.submit(())
-    engine.turn()
-    engine.turn()  # idle; the step with the prompt is no part of the cost of rounds
+    engine.run_once()
+    engine.run_once()  # idle; the step with the prompt is no part of the cost of rounds
     forward, add = engine.model_runner.forward, engine.cost.add
 
     def forward_and_note(chunks: Any) -> Any:
@@ -167,10 +167,10 @@ def test_a_step_is_accounted_for_under_the_next_pass_or_when_idle(
     monkeypatch.setattr(engine.cost, "add", add_and_note)
     for verdicts in (2, 3):
         client.submit(())
-        engine.turn()
+        engine.run_once()
         assert len(client.verdicts) == verdicts
     assert order == ["pass", "pass", "accounts"]
-    engine.turn()
+    engine.run_once()
     assert order == ["pass", "pass", "accounts", "accounts"]
 
 
@@ -193,7 +193,7 @@ def test_a_round_or_a_prompt_to_score_that_waits_for_a_step_gets_notices(engine:
         client.submit()
     engine.receive(Remind(client.sequence))
     assert [notice.message for notice in client.notices] == ["waiting for the next step of the target"]
-    engine.turn()
+    engine.run_once()
     engine.receive(Remind(client.sequence))
     assert len(client.notices) == 1, "nothing waits"
 
@@ -215,7 +215,7 @@ def test_a_step_waits_for_the_last_sequence_within_its_bound(due: list[float], b
 
 
 def step(engine: VerifierEngine) -> None:
-    """Take a turn that does not linger."""
+    """One iteration that does not linger."""
     work = engine.schedule()
     engine.process(work, engine.forward(work))
 

@@ -148,7 +148,7 @@ def test_positions_are_scored_again_but_not_sent_twice_after_preemption(loaded: 
             client.sequence.num_read = client.sequence.num_replies
             if not client.sequence.finished and not client.sequence.rounds:
                 client.submit()
-        engine.turn()
+        engine.run_once()
         if metrics.registry.get_sample_value("outrider_preemptions_total"):
             sent = before
             break
@@ -168,7 +168,7 @@ def test_positions_stay_once_whenever_the_sequence_loses_its_blocks(loaded: Load
         client = Client(engine, prompt, top_prompt_logprobs=0)
         client.submit()
         for _ in range(turns):
-            engine.turn()
+            engine.run_once()
         if not client.sequence.finished and client.sequence.slot is not None:
             engine.model_runner.pool.rollback(client.sequence.slot, 0)
         run(engine, [client])
@@ -180,7 +180,7 @@ def test_a_step_with_scores_counts_as_one_with_prompts(loaded: LoadedModel) -> N
     engine = engine_of(loaded)
     plain = Client(engine, prompt_of(4))
     plain.submit()
-    engine.turn()
+    engine.run_once()
     plain.submit()
     for scored in (False, True):
         if scored:
@@ -231,7 +231,7 @@ def test_a_client_that_does_not_read_pauses_its_sequence(loaded: LoadedModel) ->
     client = Client(engine, prompt, top_prompt_logprobs=0)
     client.submit()
     for _ in range(200):
-        engine.turn()
+        engine.run_once()
     assert 64 <= len(parts_of(client)) <= 65, "of 138 pieces"
     run(engine, [client])
     assert_scores(parts_of(client), prompt, 0)
