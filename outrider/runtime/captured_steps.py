@@ -21,7 +21,7 @@ from kernels.sampling import NO_LOGITS, Draw, Sample
 from kernels.sparse import SparseConfig, SparseDistribution
 from kernels.verify_pack import FLOATS, INTS, numbers_of_draw
 from outrider.runtime.batch import Chunk, PagedBatch, build_batch
-from outrider.runtime.cuda_graph import CannotCapture, Capturer, PagedRunner
+from outrider.runtime.cuda_graph import CannotCapture, Capturer, EagerRunner
 from outrider.runtime.model_runner import ModelRunner
 
 
@@ -60,7 +60,7 @@ class CapturedSteps:
     """Captured steps for 1, 2, 4 … sequences."""
 
     def __init__(
-        self, model_runner: ModelRunner, eager: PagedRunner, size: StepSizes, config: SparseConfig | None
+        self, model_runner: ModelRunner, eager: EagerRunner, size: StepSizes, config: SparseConfig | None
     ) -> None:
         self._model_runner = model_runner
         self._eager = eager
@@ -141,7 +141,7 @@ class _StepBuffers:
     """The tensors that steps of S sequences read and write, and the graphs of these steps."""
 
     def __init__(
-        self, eager: PagedRunner, size: StepSizes, config: SparseConfig | None, sequences: int, logits: Tensor
+        self, eager: EagerRunner, size: StepSizes, config: SparseConfig | None, sequences: int, logits: Tensor
     ) -> None:
         self.sequences = S = sequences
         self._eager, self._size, self._config = eager, size, config

@@ -30,7 +30,7 @@ class Runner(Protocol):
 
 
 @dataclass(frozen=True, slots=True)
-class PagedRunner:
+class EagerRunner:
     """Runs each batch eagerly.
 
     Attributes:
@@ -164,7 +164,7 @@ class GraphRunner:
         max_sequences: of a captured batch.
     """
 
-    def __init__(self, eager: PagedRunner, *, block_tokens: int, vocab_size: int, max_sequences: int) -> None:
+    def __init__(self, eager: EagerRunner, *, block_tokens: int, vocab_size: int, max_sequences: int) -> None:
         self.eager = eager
         self._max_sequences = max_sequences
         self._max_blocks = -(-eager.max_length // block_tokens)

@@ -19,7 +19,7 @@ from kernels.sparse import SparseConfig
 from kernels.verify import Proposed, Rule, Uniforms, implementation_for, verify
 from outrider.runtime.batch import Chunk
 from outrider.runtime.captured_steps import CapturedSteps, StepSizes, without_mask
-from outrider.runtime.cuda_graph import Capturer, PagedRunner
+from outrider.runtime.cuda_graph import Capturer, EagerRunner, GraphRunner
 from outrider.runtime.model_runner import ModelRunner
 
 
@@ -178,8 +178,9 @@ class DecodeLoop:
             One line for the log.
         """
         model_runner = self.model_runner
-        eager = model_runner.captured.eager if model_runner.captured is not None else model_runner.paged_runner
-        if not isinstance(eager, PagedRunner):
+        runner = model_runner.paged_runner
+        eager = runner.eager if isinstance(runner, GraphRunner) else runner
+        if not isinstance(eager, EagerRunner):
             return "none: the KV cache is not paged"
         if not with_kernels:
             return "none: the Triton kernels of verification do not draw the tokens"

@@ -220,7 +220,7 @@ class LlamaRunner(ModelRunner):
         self.pool = self._pool
         self.max_length = min(max_length, loaded.context_length)
         self.attention = ORDINARY
-        self.paged_runner = self.captured = self.layer_choice = None
+        self.paged_runner = self.layer_choice = None
         self._batch = _Batch(llama_cpp, self._most_rows, copies * sequences, copies)
 
     def forward(self, chunks: Sequence[Chunk]) -> Tensor:

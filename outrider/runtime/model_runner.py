@@ -13,7 +13,7 @@ from kernels.cpu_decoder import KEYS_TOGETHER, CPUDecoder
 from kernels.sampling import Sample
 from outrider.runtime.attention import Program, Rows, TransformersProgram
 from outrider.runtime.batch import Chunk, PackedBatch, build_batch, pack
-from outrider.runtime.cuda_graph import Capturer, GraphRunner, PagedRunner, Runner, buckets_for
+from outrider.runtime.cuda_graph import Capturer, EagerRunner, GraphRunner, Runner, buckets_for
 from outrider.runtime.encoder_decoder import encoder_length
 from outrider.runtime.errors import CheckpointError
 from outrider.runtime.fused_decoder import FusedDecoder, fuse_model
@@ -111,13 +111,12 @@ class ModelRunner:
             raise ValueError(f"the attention is {attention.name}, but the pool is {'' if pool.paged else 'not '}paged")
         self.attention = attention
         self.paged_runner: Runner | None = None
-        self.captured: GraphRunner | None = None
         self.layer_choice: LayerOps | None = None
         if pool.paged is not None:
             if isinstance(self.program, FusedDecoder):
                 self.layer_choice = self.program.choose_layers(pool.dtype)
             self._check_paged()
-            self.paged_runner = PagedRunner(
+            self.paged_runner = EagerRunner(
                 self.program, pool.paged, attention.attend, loaded.device, loaded.dtype, pool.max_length
             )
 
@@ -274,7 +273,7 @@ class ModelRunner:
         Returns:
             One line for the log.
         """
-        if not isinstance(self.paged_runner, PagedRunner):
+        if not isinstance(self.paged_runner, EagerRunner):
             return "none: the KV cache is not paged"
         captured = GraphRunner(
             self.paged_runner,
@@ -284,13 +283,13 @@ class ModelRunner:
         )
         buckets = buckets_for(max_sequences, min(widest, self.pool.max_length), max_batch_tokens=max_batch_tokens)
         summary = captured.capture(capturer, buckets, seconds=seconds, most_bytes=most_bytes)
-        self.paged_runner = self.captured = captured
+        self.paged_runner = captured
         return summary
 
     def logits(self, chunks: Sequence[Chunk]) -> Tensor:
         """As `forward`, in float32; the next pass does not overwrite the result."""
         logits = self.forward(chunks)
-        return logits.to(torch.float32, copy=self.captured is not None)
+        return logits.to(torch.float32, copy=isinstance(self.paged_runner, GraphRunner))
 
     def warm_up(self, widths: Iterable[int]) -> None:
         """Runs each width (in tokens) once: the first pass of a width is several times slower than the next."""

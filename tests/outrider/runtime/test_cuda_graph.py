@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from outrider.runtime import batch, cuda_graph
-from outrider.runtime.cuda_graph import CannotCapture, Capturer, GraphRunner, PagedRunner, buckets_for
+from outrider.runtime.cuda_graph import CannotCapture, Capturer, EagerRunner, GraphRunner, buckets_for
 from outrider.runtime.loader import LoadedModel
 from outrider.runtime.model_runner import Chunk, ModelRunner
 from tests.outrider.runtime.steps import MAX_LENGTH, PAGED, random_steps
@@ -43,8 +43,8 @@ def test_a_captured_step_gives_the_logits_of_an_eager_one(
     loaded = load(name, dtype)
     eager, model = (ModelRunner.build(loaded, SEQUENCES + 1, MAX_LENGTH, attention=PAGED) for _ in range(2))
     assert capture(model) == f"{len(SIZES)} of {len(SIZES)} sizes"
-    assert model.captured is not None
-    find, replayed, chosen = model.captured._find, list[int | None](), list[bool]()
+    assert isinstance(model.paged_runner, GraphRunner)
+    find, replayed, chosen = model.paged_runner._find, list[int | None](), list[bool]()
 
     def record(host_batch: batch.HostBatch) -> Any:
         found = find(host_batch)
@@ -52,7 +52,7 @@ def test_a_captured_step_gives_the_logits_of_an_eager_one(
         chosen.append(found is not None and len(host_batch.rows) < len(host_batch.tokens))
         return found
 
-    monkeypatch.setattr(model.captured, "_find", record)
+    monkeypatch.setattr(model.paged_runner, "_find", record)
     counts = (1, 1, 2, 3, 4, 4, 5)
     found, wanted = (random_steps(each, 5, 24, counts, unwanted=0.1)[0] for each in (model, eager))
     for one, other in zip(found, wanted, strict=True):
@@ -69,10 +69,10 @@ def test_long_batches_with_rows_that_need_no_logits_run_eagerly(load: Load, monk
     monkeypatch.setattr(cuda_graph, "MOST_PROMPT_ROWS", 4)
     model = build(load)
     capture(model)
-    assert model.captured is not None
+    assert isinstance(model.paged_runner, GraphRunner)
     slot = model.pool.allocate()
     for count, wanted, rows in ((4, 1, 4), (5, 1, None), (5, 5, 6)):
-        found = model.captured._find(batch.build_batch([Chunk(slot, [5] * count, 0, count - wanted)], model.pool))
+        found = model.paged_runner._find(batch.build_batch([Chunk(slot, [5] * count, 0, count - wanted)], model.pool))
         assert (found and found.rows) == rows
 
 
@@ -105,7 +105,7 @@ def test_sizes_are_captured_within_time_and_memory(
     fails_at: float, bounds: dict[str, float], reason: str, kept: list[int], load: Load
 ) -> None:
     model, capturer = build(load), FakeCapturer(fails_at)
-    assert isinstance(model.paged_runner, PagedRunner)
+    assert isinstance(model.paged_runner, EagerRunner)
     runner = GraphRunner(model.paged_runner, block_tokens=4, vocab_size=model.loaded.vocab_size, max_sequences=3)
     found = runner.capture(capturer, SIZES, clock=lambda: capturer.now, **BOUNDS | bounds)
     assert found == f"{len(kept)} of {len(SIZES)} sizes: {reason}"

@@ -14,7 +14,7 @@ import torch
 
 from kernels.sampling import Draw, SamplingParams
 from kernels.sparse import SparseConfig
-from outrider.runtime.cuda_graph import CudaCapturer
+from outrider.runtime.cuda_graph import CudaCapturer, GraphRunner
 from outrider.runtime.decode_loop import DecodeLoop
 from outrider.runtime.loader import LoadedModel, ModelSource, load_model
 from outrider.runtime.model_runner import Chunk, ModelRunner
@@ -68,7 +68,7 @@ def test_a_family_gives_the_logits_of_the_cpu(
 def captured(loaded: LoadedModel) -> ModelRunner:
     model = ModelRunner.build(loaded, 5, MAX_LENGTH, attention=chosen(loaded))
     found = model.capture(CudaCapturer(CUDA), max_sequences=4, widest=8, seconds=300, most_bytes=1 << 32)
-    count = len(model.captured._captured) if model.captured is not None else 0
+    count = len(model.paged_runner._captured) if isinstance(model.paged_runner, GraphRunner) else 0
     assert found == f"{count} of {count} sizes"
     return model
 

@@ -17,7 +17,7 @@ from outrider.runtime import attention, fused_decoder, fused_layers, paged_atten
 from outrider.runtime.attention import AttentionLayer
 from outrider.runtime.batch import PagedBatch, build_batch
 from outrider.runtime.block_pool import MemoryShape, PagedMemory
-from outrider.runtime.cuda_graph import Capturer
+from outrider.runtime.cuda_graph import Capturer, GraphRunner
 from outrider.runtime.decode_loop import DecodeLoop
 from outrider.runtime.errors import CheckpointError
 from outrider.runtime.fused_decoder import FusedDecoder, fuse_model
@@ -132,7 +132,7 @@ def test_captured_steps_continue_in_new_stretches(load: Load, monkeypatch: pytes
     slots = [model.pool.allocate() for _ in prompts]
     chunks = [Chunk(slot, prompt, 0, len(prompt)) for slot, prompt in zip(slots, prompts, strict=True)]
     decoded = loop.decode(chunks, [[Draw(SamplingParams(temperature=0))] * 6] * 3)
-    assert model.captured is not None
+    assert isinstance(model.paged_runner, GraphRunner)
     held = []
     for slot, prompt, samples in zip(slots, prompts, decoded, strict=True):
         text = [*prompt, *(each.token for each in samples)]
@@ -142,7 +142,7 @@ def test_captured_steps_continue_in_new_stretches(load: Load, monkeypatch: pytes
         found = model.forward([Chunk(slot, text[-1:], len(text) - 1, 0)])
         assert torch.allclose(found, rows[-1:], atol=2e-5)
     ends = [Chunk(slots[i], [7, 8], held[i][1], 0) for i in (2, 1)]  # the first has one stretch, the other several
-    captured = model.captured._find(build_batch(ends, model.pool))
+    captured = model.paged_runner._find(build_batch(ends, model.pool))
     assert captured is not None
     assert captured.rows == 4
     wanted = torch.cat([plain.forward([Chunk(held[i][0], [7, 8], held[i][1], 0)]) for i in (2, 1)])
