@@ -227,7 +227,7 @@ class LlamaRunner(ModelRunner):
         self.check(chunks)
         for chunk in chunks:
             self.pool.grow(chunk.slot, chunk.start + len(chunk.tokens))
-        logits = self.decode(chunks)
+        logits = self.run_pass(chunks)
         for chunk in chunks:
             self.pool.extend(chunk.slot, chunk.start + len(chunk.tokens))
         return logits
@@ -235,7 +235,7 @@ class LlamaRunner(ModelRunner):
     def logits(self, chunks: Sequence[Chunk]) -> Tensor:
         return self.forward(chunks).clone()
 
-    def decode(self, chunks: Sequence[Chunk]) -> Tensor:
+    def run_pass(self, chunks: Sequence[Chunk]) -> Tensor:
         """Runs chunks whose slots have the blocks; lengths of slots do not change. The next pass overwrites the result.
 
         Returns:
@@ -249,14 +249,14 @@ class LlamaRunner(ModelRunner):
             raise ValueError(f"a pass of {rows} rows; {self._most_rows} at most are possible")
         calls = _calls(chunks)
         if len(calls) == 1:
-            return self._decode(chunks)
+            return self._call(chunks)
         found: dict[int, Tensor] = {}
         for call in calls:
-            logits = self._decode([chunks[i] for i in call]).clone()
+            logits = self._call([chunks[i] for i in call]).clone()
             found |= zip(call, logits.split([len(chunks[i].tokens) - chunks[i].logits_from for i in call]), strict=True)
         return torch.cat([found[i] for i in range(len(chunks))])
 
-    def _decode(self, chunks: Sequence[Chunk]) -> Tensor:
+    def _call(self, chunks: Sequence[Chunk]) -> Tensor:
         pool, rows = self._pool, sum(len(chunk.tokens) for chunk in chunks)
         for chunk in chunks:
             pool.truncate(chunk.slot, chunk.start)
@@ -297,7 +297,7 @@ class LlamaRunner(ModelRunner):
         decoder_library().decoder_loop_llama(ctypes.byref(struct), ctypes.byref(loop.struct))
         samples = loop.samples(logits)
         for chunk, end, own in zip(chunks, ends, samples, strict=True):
-            self._pool.wrote(chunk.slot, end + len(own) - (struct.code == 0))
+            self._pool.wrote(chunk.slot, end + len(own) - (struct.code == 0))  # the last one ran only if a pass failed
         self._check_code(struct.code, chunks, struct.batch.rows)
         return samples
 
@@ -342,7 +342,7 @@ class _LlamaSteps(Steps):
         self._chunks = [Chunk(each.slot, each.tokens, each.start, len(each.tokens) - 1) for each in chunks]
 
     def first(self) -> Tensor:
-        return self._runner.decode(self._chunks).clone()
+        return self._runner.run_pass(self._chunks).clone()
 
     def next(self, going: Sequence[int], tokens: Sequence[int]) -> Tensor:
         chunks = [self._chunks[i] for i in going]
@@ -350,7 +350,7 @@ class _LlamaSteps(Steps):
             Chunk(each.slot, [token], each.start + len(each.tokens), 0)
             for each, token in zip(chunks, tokens, strict=True)
         ]
-        return self._runner.decode(self._chunks).clone()
+        return self._runner.run_pass(self._chunks).clone()
 
 
 def _context(
