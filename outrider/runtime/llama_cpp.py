@@ -16,7 +16,7 @@ from torch import Tensor
 
 from kernels.cpu_decode_loop import LlamaBatchStruct, LlamaStruct, LoopArrays
 from kernels.cpu_decoder import library as decoder_library
-from kernels.sampling import Sample
+from kernels.sampling import NO_LOGITS, Sample
 from outrider.runtime.batch import Chunk
 from outrider.runtime.block_pool import KVMemory, MemoryShape, PoolCorrupted, PoolExhausted
 from outrider.runtime.errors import CheckpointError
@@ -296,6 +296,8 @@ class LlamaRunner(ModelRunner):
         struct = self._batch.loop_struct(self._context, logits, keeps_logits=loop.is_draft)
         decoder_library().decoder_loop_llama(ctypes.byref(struct), ctypes.byref(loop.struct))
         samples = loop.samples(logits)
+        has_nan = any(own[-1].token == NO_LOGITS for own in samples)
+        self._pool.holds_nan |= has_nan and not _uses_flash_attention(self.loaded)
         for chunk, end, own in zip(chunks, ends, samples, strict=True):
             self._pool.wrote(chunk.slot, end + len(own) - (struct.code == 0))  # the last one ran only if a pass failed
         self._check_code(struct.code, chunks, struct.batch.rows)
