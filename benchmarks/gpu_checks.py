@@ -26,7 +26,7 @@ from benchmarks import synthetic_models
 from benchmarks.contenders import Unavailable
 from benchmarks.harness import ROOT, Json
 from benchmarks.synthetic_models import TINY_TARGET, KnownText, Shape
-from kernels import paths
+from kernels import verify_path
 from kernels.sampling import Draw, SamplingParams
 from kernels.sparse import SparseConfig
 from kernels.verify import Proposed, Rule
@@ -188,7 +188,7 @@ def main() -> int:
     dtypes = [torch.float32, torch.bfloat16] if on_gpu else [torch.float32]
     for dtype in dtypes:
         for V in (300, 5003) if on_gpu else (300,):
-            paths.warm_up("triton", device, dtype, V, V + 5)
+            verify_path.warm_up("triton", device, dtype, V, V + 5)
         heads = _HEADS if on_gpu else _HEADS[:1]
         refusal: str | None = check_attention(AttentionChoice(TRITON, "exercised"), heads, dtype, device)
         if refusal:

@@ -9,8 +9,8 @@ from functools import partial
 import grpc
 import structlog
 
-from kernels import paths
-from kernels.paths import AUTO, PathUnavailable, VerifyPath, choose, try_out
+from kernels import verify_path
+from kernels.verify_path import AUTO, PathUnavailable, VerifyPath, choose, try_out
 from outrider.environment import served_name
 from outrider.rpc.errors import RequestError, internal
 from outrider.runtime.checkpoint import vocabulary_size
@@ -70,7 +70,7 @@ class VerifierApp(Service):
         self._lost.set_running_or_notify_cancel()  # so that a waiting task cannot cancel it
         if self._parallel is not None:
             self._parallel.lost.add_done_callback(self._lose)
-        self._path = find_path(settings)
+        self._path = choose_verify_path(settings)
         self._servicer = VerifierService(settings, SequenceMetrics(self.metrics), self.tracing)
         self.engine: VerifierEngine | None = None
 
@@ -147,7 +147,7 @@ def message_limit(settings: VerifierSettings) -> int:
     )
 
 
-def find_path(settings: VerifierSettings) -> VerifyPath:
+def choose_verify_path(settings: VerifierSettings) -> VerifyPath:
     """Chooses the implementation of verification and tries it, before the model is loaded.
 
     Raises:
@@ -232,7 +232,7 @@ def build_engine(
         )
     built.log_memory(graphs)
     built.model_runner.warm_up([1, settings.max_gamma + 1, SHORT_PROMPT])
-    paths.warm_up(path.name, loaded.device, loaded.dtype, model.vocab_size, loaded.vocab_size)
+    verify_path.warm_up(path.name, loaded.device, loaded.dtype, model.vocab_size, loaded.vocab_size)
     return engine, model
 
 

@@ -6,8 +6,8 @@ from typing import Any
 import pytest
 import torch
 
-from kernels.paths import warm_up
 from kernels.verify_pack import GREEDY_NUMBER, RULE_NUMBERS
+from kernels.verify_path import warm_up
 from tests.kernels.paths import DEVICE, TRITON
 
 triton = pytest.importorskip("triton", reason="triton has no build for this platform")

@@ -16,12 +16,12 @@ import torch
 from kernels import cpu_decoder
 from kernels.adjustments import Adjuster, LogitRules, apply
 from kernels.logprobs import SCORED_ROWS, prompt_logprobs
-from kernels.paths import PathUnavailable, choose, try_out, warm_up
 from kernels.rng import Domain, uniform
 from kernels.sampling import SamplingParams, probabilities
 from kernels.sigmoid import DraftLogits, SigmoidScales
 from kernels.verify import Rule, Uniforms, implementation_for
 from kernels.verify_c import is_available
+from kernels.verify_path import PathUnavailable, choose, try_out, warm_up
 from tests.kernels import reference
 from tests.kernels.cases import gaussian, n_differing, propose, random_batch, sparse
 from tests.kernels.paths import DEVICE, PATHS, TRITON, C, verify
@@ -220,7 +220,7 @@ def test_the_device_picks_the_path_unless_one_is_named(device: torch.device) -> 
 
 
 def test_c_without_its_library_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("kernels.paths.is_available", lambda: False)
+    monkeypatch.setattr("kernels.verify_path.is_available", lambda: False)
     monkeypatch.setattr("kernels.verify_c.is_available", lambda: False)
     with pytest.raises(PathUnavailable, match=r"^c cannot verify on cpu: it needs the library that"):
         choose("c", CPU)

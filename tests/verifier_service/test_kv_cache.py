@@ -16,7 +16,7 @@ from outrider.service.metrics import Metrics
 from tests.cluster import MODELS
 from tests.verifier_service import engines
 from tests.verifier_service.engines import make, run
-from verifier_service.app import build_engine, find_path
+from verifier_service.app import build_engine, choose_verify_path
 from verifier_service.engine import QUIET_SECONDS, Close, Open, VerifierEngine
 from verifier_service.metrics import SpeculationMetrics
 from verifier_service.settings import VerifierSettings
@@ -32,7 +32,7 @@ def start(max_sequences: int, *flags: str) -> tuple[VerifierEngine, Metrics]:
         [*always.split(), "--max-sequences", str(max_sequences), *flags], program="verifier_service"
     )
     metrics = Metrics()
-    engine, _ = build_engine(settings, find_path(settings))
+    engine, _ = build_engine(settings, choose_verify_path(settings))
     engine.observer = observer = SpeculationMetrics(metrics, "torch")
     observer.watch(engine.model_runner.pool, engine.scheduler)
     engine.prepare()

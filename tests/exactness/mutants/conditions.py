@@ -111,9 +111,9 @@ def tries_with_two_threads() -> None:
 
     from verifier_service import app
 
-    original = app.find_path
+    original = app.choose_verify_path
 
-    def find_path(settings: Any) -> Any:
+    def choose_verify_path(settings: Any) -> Any:
         torch.set_num_threads(2)
         torch.ones(64, 64)
         before = set(os.listdir("/proc/self/task"))
@@ -124,7 +124,7 @@ def tries_with_two_threads() -> None:
         print(torch.get_num_threads(), len(left), flush=True)
         raise SystemExit(0)
 
-    app.find_path = find_path
+    app.choose_verify_path = choose_verify_path
 
 
 def broken_components() -> None:
