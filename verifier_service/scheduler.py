@@ -174,19 +174,8 @@ class Scheduler:
         blocks are short, the oldest sequences come first instead. An isolated sequence gets every other step for
         itself. In the planned step, rounds are before pieces of prompts.
         """
-        ready = self._isolate([item for item in rounds if _may_run(*item)])
-        order, prompts = list[_Ready](), list[_Ready]()
-        for item in ready:
-            if self._is_prompt(item[0]):
-                prompts.append(item)
-            elif item[1] is not None:
-                order.append(item)
-            else:
-                item[0].prefilled_at = time.perf_counter()
-        order = prompts + order if self._prompts_waited else order + prompts
-        if self.is_short:
-            order.sort(key=lambda item: item[0].arrival)
-            self.is_short = False
+        order, prompts = self._in_order(self._isolate([item for item in rounds if _may_run(*item)]))
+        self.is_short = False
         plan = Plan()
         has_encoder = False
         budget = self._max_batch_tokens
@@ -214,6 +203,21 @@ class Scheduler:
         elif self._was_isolated and any(_may_run(*item) and not item[0].is_isolated for item in rounds):
             return self.plan(rounds)  # the isolated sequence waits for blocks: the turn goes to the others
         return plan
+
+    def _in_order(self, ready: list[_Ready]) -> tuple[list[_Ready], list[_Ready]]:
+        """All that have tokens to run, in the order of `plan`; and those with a prompt to run."""
+        order, prompts = list[_Ready](), list[_Ready]()
+        for item in ready:
+            if self._is_prompt(item[0]):
+                prompts.append(item)
+            elif item[1] is not None:
+                order.append(item)
+            else:  # its prompt has run without a round
+                item[0].prefilled_at = time.perf_counter()
+        order = prompts + order if self._prompts_waited else order + prompts
+        if self.is_short:
+            order.sort(key=lambda item: item[0].arrival)
+        return order, prompts
 
     def _isolate(self, ready: list[_Ready]) -> list[_Ready]:
         """The isolated sequence whose turn it is, if it has a round; otherwise all that are not isolated."""
