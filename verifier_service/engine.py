@@ -92,10 +92,10 @@ POOL_CHECK = Component("kv_check")
 
 
 class Observer(Protocol):
-    """`metrics.SpeculationMetrics`, which the engine calls on its thread. No method raises."""
+    """`metrics.SpeculationMetrics`, on the engine's thread. No method raises. Engines may not import Prometheus."""
 
     def planned(self, plan: Plan) -> None: ...
-    def stepped(self, step: "Step") -> None: ...
+    def stepped(self, step: "StepSummary") -> None: ...
     def checked(self, intact: bool) -> None: ...
 
 
@@ -115,8 +115,8 @@ class JudgedRound:
     queued: float
 
 
-class Step:
-    """Results of a step, for verdicts and for accounting.
+class StepSummary:
+    """What verdicts and metrics report of a step.
 
     Attributes:
         tokens: tokens in its forward pass, or in the first of several.
@@ -189,7 +189,7 @@ class VerifierEngine(Engine[Message, TargetWork, StepResult]):
             max_sequences=model.limits.max_sequences,
         )
         self._load = speculation_pb2.VerifierLoad(active=1)  # at the end of the last step, or when idle
-        self._unaccounted: Step | None = None  # the last step
+        self._unaccounted: StepSummary | None = None  # the last step
         self._draining = False
         self._unchecked = False  # whether there was a sequence since the last check of the pool
 
@@ -360,7 +360,7 @@ class VerifierEngine(Engine[Message, TargetWork, StepResult]):
 
     def process(self, work: Sequence[TargetWork], output: StepResult) -> None:
         self._account()
-        self._unaccounted = step = Step(work, output, self.observer)
+        self._unaccounted = step = StepSummary(work, output, self.observer)
         for item, logprobs in zip(_scored(work), output.scores, strict=True):
             _run_for(item.sequence, lambda: item.sequence.add_prompt_logprobs(logprobs))  # noqa: B023
         rounds = [(item.sequence, item.round) for item in work if item.round is not None]
@@ -373,7 +373,7 @@ class VerifierEngine(Engine[Message, TargetWork, StepResult]):
         self.flush()
 
     def _commit(
-        self, sequence: TargetSequence, round_: Round, result: VerifyResult, earlier: Sequence[int], step: Step
+        self, sequence: TargetSequence, round_: Round, result: VerifyResult, earlier: Sequence[int], step: StepSummary
     ) -> JudgedRound:
         """Commits a round's tokens, and rolls the KV cache back to them.
 

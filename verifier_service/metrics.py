@@ -13,7 +13,7 @@ from outrider.service.metrics import Metrics, Times, VllmMetrics
 from verifier_service.scheduler import Plan, Scheduler
 
 if TYPE_CHECKING:
-    from verifier_service.engine import Step
+    from verifier_service.engine import StepSummary
 
 STREAM_METRICS = Component("stream_metrics")
 ENGINE_METRICS = Component("engine_metrics")
@@ -119,7 +119,7 @@ class SpeculationMetrics:
         self._preemptions.inc(len(plan.preempted))
 
     @ENGINE_METRICS.quiet
-    def stepped(self, step: "Step") -> None:
+    def stepped(self, step: "StepSummary") -> None:
         self._forward.observe(step.forward_seconds / step.passes, step.passes)
         self._step_tokens.inc(step.tokens + step.later_tokens)
         self._step_sequences.inc(step.sequences + step.later_tokens)

@@ -24,7 +24,7 @@ from protos.outrider.v1 import model_pb2, sampling_pb2, verifier_service_pb2
 from tests.draft_service.oracle import logits
 from tests.draft_service.pairs import BREAKING_TOKEN, DEMO, write_awkward_draft
 from tests.verifier_service.engines import Client, run
-from verifier_service.engine import HalfClose, Step, VerifierEngine
+from verifier_service.engine import HalfClose, StepSummary, VerifierEngine
 from verifier_service.metrics import SpeculationMetrics
 
 V, LENGTH = 2048, 700
@@ -189,7 +189,7 @@ def test_a_step_with_scores_counts_as_one_with_prompts(loaded: LoadedModel) -> N
         assert all(item.chunk.logits_from == 0 for item in work)
         assert len(work) == 1 + scored
         output = engine.forward(work)
-        assert Step(work, output, None).is_of_rounds is not scored
+        assert StepSummary(work, output, None).is_of_rounds is not scored
         for item in work:
             engine.model_runner.pool.rollback(item.chunk.slot, item.chunk.start)
 
