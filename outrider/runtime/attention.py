@@ -293,14 +293,14 @@ class _Observer:
 Batch = PackedBatch | PagedBatch
 """A batch over contiguous keys and values, or over block tables."""
 
-Rows = Tensor | int | None
+WantedRows = Tensor | int | None
 """The rows of a batch that need logits: their indices, the last n, or (None) all."""
 
 
 class Program(Protocol):
     """Runs a batch."""
 
-    def __call__(self, token_ids: Tensor, batch: Batch, rows: Rows) -> Tensor:
+    def __call__(self, token_ids: Tensor, batch: Batch, rows: WantedRows) -> Tensor:
         """Writes keys and values of all rows, and returns the logits of `rows`.
 
         Args:
@@ -322,7 +322,7 @@ class TransformersProgram:
         self._model = model
         self._takes_rows = "logits_to_keep" in inspect.signature(model.forward).parameters
 
-    def __call__(self, token_ids: Tensor, batch: Batch, rows: Rows) -> Tensor:
+    def __call__(self, token_ids: Tensor, batch: Batch, rows: WantedRows) -> Tensor:
         inputs = {
             "input_ids": token_ids.unsqueeze(0),
             "position_ids": batch.position_ids(token_ids.device).unsqueeze(0),

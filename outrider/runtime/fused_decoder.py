@@ -21,7 +21,7 @@ from transformers import LlamaForCausalLM, MistralForCausalLM, Qwen2ForCausalLM,
 from transformers.pytorch_utils import Conv1D
 
 from kernels import cpu_decoder as cpu
-from outrider.runtime.attention import AttentionLayer, Batch, Program, Rows, TransformersProgram
+from outrider.runtime.attention import AttentionLayer, Batch, Program, TransformersProgram, WantedRows
 from outrider.runtime.batch import PackedBatch, PagedBatch
 from outrider.runtime.errors import CheckpointError
 from outrider.runtime.fused_encoder_decoder import FusedCrossDecoder, has_fused_cross_decoder
@@ -233,7 +233,7 @@ class FusedDecoder:
         self._run: Callable[..., Tensor] = compiled(self._layers, self._device)
         self._chosen: dict[torch.dtype, LayerOps] = {}
 
-    def __call__(self, token_ids: Tensor, batch: Batch, rows: Rows) -> Tensor:
+    def __call__(self, token_ids: Tensor, batch: Batch, rows: WantedRows) -> Tensor:
         if isinstance(batch, PagedBatch):
             if isinstance(rows, int):
                 rows = torch.arange(len(token_ids) - rows, len(token_ids), device=self._device)

@@ -11,7 +11,7 @@ from torch import Tensor
 from kernels.cpu_decode_loop import LoopArrays
 from kernels.cpu_decoder import KEYS_TOGETHER, CPUDecoder
 from kernels.sampling import Sample
-from outrider.runtime.attention import Program, Rows, TransformersProgram
+from outrider.runtime.attention import Program, TransformersProgram, WantedRows
 from outrider.runtime.batch import Chunk, PackedBatch, build_batch, pack
 from outrider.runtime.cuda_graph import Capturer, EagerRunner, GraphRunner, Runner, buckets_for
 from outrider.runtime.encoder_decoder import encoder_length
@@ -169,7 +169,7 @@ class ModelRunner:
             logits = self.paged_runner.run(build_batch(chunks, self.pool))
         else:
             tokens = chunks[0].tokens if len(chunks) == 1 else [token for chunk in chunks for token in chunk.tokens]
-            logits = self.run_packed(tokens, self.pack(chunks), self._rows(chunks))
+            logits = self.run_packed(tokens, self.pack(chunks), self._wanted_rows(chunks))
         for chunk in chunks:
             self.pool.extend(chunk.slot, chunk.start + len(chunk.tokens))
         return logits
@@ -219,7 +219,7 @@ class ModelRunner:
         spans = ((chunk.slot, chunk.start, len(chunk.tokens)) for chunk in chunks)
         return pack(spans, self.pool, self.masks, later_rows=later_rows)
 
-    def run_packed(self, tokens: Sequence[int], batch: PackedBatch, rows: Rows) -> Tensor:
+    def run_packed(self, tokens: Sequence[int], batch: PackedBatch, rows: WantedRows) -> Tensor:
         """Runs `tokens` `[T]` of a batch over a pool that is not paged; returns the logits of `rows` in float32."""
         token_ids = torch.from_numpy(np.array(tokens, np.int64))  # 15 µs faster than torch.tensor
         return self.program(token_ids.to(self.loaded.device), batch, rows).float()
@@ -316,7 +316,7 @@ class ModelRunner:
                 "use --attention sdpa"
             ) from why.cause
 
-    def _rows(self, chunks: Sequence[Chunk]) -> Rows:
+    def _wanted_rows(self, chunks: Sequence[Chunk]) -> WantedRows:
         if len(chunks) == 1:
             wanted = len(chunks[0].tokens) - chunks[0].logits_from
             if wanted == len(chunks[0].tokens):
