@@ -38,7 +38,7 @@ from outrider.runtime.fused_layers import (
     merge,
     pack,
 )
-from outrider.runtime.layer_ops import LayerOps, choose_layer_ops, run_paged
+from outrider.runtime.layer_ops import LayerOps, choose_layer_ops
 from outrider.runtime.loader import LoadedModel
 from outrider.runtime.memory import kv_dtype
 from outrider.runtime.selfcheck import check_program, logits_tolerance
@@ -238,7 +238,7 @@ class FusedDecoder:
             if isinstance(rows, int):
                 rows = torch.arange(len(token_ids) - rows, len(token_ids), device=self._device)
             ops = self.choose_layers(batch.memory.keys[0].dtype)
-            return run_paged(ops, batch, self._rotations_to(batch.max_length), rows)
+            return ops.run(batch, self._rotations_to(batch.max_length), rows)
         assert batch.pool.by_head is not None
         if self.cpu_decoder is not None:
             wanted = rows.tolist() if isinstance(rows, Tensor) else range(batch.rows - (rows or batch.rows), batch.rows)

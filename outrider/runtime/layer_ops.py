@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 
 class LayerOps:
-    """The operations in torch. None of them waits for the device.
+    """The decoder with operations in torch. None of them waits for the device.
 
     Args:
         reason: why these operations were chosen, for the log.
@@ -35,6 +35,33 @@ class LayerOps:
     def __init__(self, layers: FusedLayers, reason: str) -> None:
         self.layers = layers
         self.reason = reason
+
+    def run(self, batch: PagedBatch, rotations: Tensor, rows: Tensor | None) -> Tensor:
+        """Runs a batch.
+
+        Args:
+            rotations: see `queries`.
+            rows: indices of the rows that need logits, `[R]`; None is all rows.
+
+        Returns:
+            Logits `[R, V]`; of all rows in `batch.logits`, if that is given and the weights are not packed.
+        """
+        layers = self.layers
+        x = embedding(batch.tokens, layers.embedding).unsqueeze(1)  # [T, 1, E]
+        packed = layers.packed
+        for i in range(len(layers.qkv)):
+            normed = self.norm(x, layers.attention_norm[i])
+            qkv = linear(normed, layers.qkv[i], layers.qkv_bias[i], packed)
+            attended = self.attend(i, self.queries(i, qkv, rotations, batch), batch).to(x.dtype).reshape(len(x), 1, -1)
+            x = _add_product(x, attended, layers.output[i], layers.output_bias[i], packed)
+            normed = self.norm(x, layers.mlp_norm[i])
+            gated = self.gated(linear(normed, layers.gate_up[i], layers.gate_up_bias[i], packed))
+            x = _add_product(x, gated, layers.down[i], layers.down_bias[i], packed)
+        x = x if rows is None else x.index_select(0, rows)
+        if not len(x):
+            return x.new_empty(0, layers.vocab_size)
+        normed = self.norm(x, layers.norm)
+        return _head(layers, normed.squeeze(1), batch.logits if rows is None else None)
 
     def norm(self, x: Tensor, weight: Tensor) -> Tensor:
         """The norm of the residual stream `[T, 1, E]`, with a weight `[2, E]` (`fused_layers.doubled`)."""
@@ -57,6 +84,12 @@ class LayerOps:
         query, keys, values = heads.split([layers.heads, layers.kv_heads, layers.kv_heads], 1)
         batch.write(i, keys, values)
         return query.to(batch.memory.keys[i].dtype)
+
+    def attend(self, i: int, query: Tensor, batch: PagedBatch) -> Tensor:
+        """The attention of layer i, `[T, H, D]`."""
+        keys, values = batch.memory.keys[i], batch.memory.values[i]
+        scoring = Scoring(self.layers.scaling[i], self.layers.windows[self.layers.mask_kind[i]])
+        return batch.attention(query, keys, values, batch, scoring)
 
     def gated(self, gate_up: Tensor) -> Tensor:
         """Return silu(gate) · up: `[T, 1, 2 · I]` to `[T, 1, I]`."""
@@ -98,26 +131,23 @@ class TritonOps(LayerOps):
 
 
 class ProductOps(TritonOps):
-    """The operations as kernels, and for a few rows the products around them (`kernels.triton_products`).
-
-    Attributes:
-        few_rows: the most rows of a batch that `run_few_rows` takes.
-    """
+    """The operations as kernels, and for a few rows the products around them (`kernels.triton_products`)."""
 
     def __init__(self, layers: FusedLayers, reason: str) -> None:
         super().__init__(layers, reason)
         from kernels import triton_products
 
         self.products = triton_products
-        self.few_rows = triton_products.MOST_ROWS
 
-    def run_few_rows(self, batch: PagedBatch, rotations: Tensor, rows: Tensor | None) -> Tensor:
-        """See `run_paged`. A row has the same bits whichever other rows there are."""
+    def run(self, batch: PagedBatch, rotations: Tensor, rows: Tensor | None) -> Tensor:
+        """See `LayerOps.run`. In a batch of a few rows a row has the same bits whichever others there are."""
+        if len(batch.tokens) > self.products.MOST_ROWS:
+            return super().run(batch, rotations, rows)
         layers, eps = self.layers, self.layers.eps
         norms = [each.select(0, 0) for each in (*layers.attention_norm, layers.norm)]
         stream = self.products.embed(batch.tokens, layers.embedding, norms[0])
         for i in range(len(layers.qkv)):
-            attended = _attend(self, i, self._queries(i, stream, rotations, batch), batch).to(stream.values.dtype)
+            attended = self.attend(i, self._queries(i, stream, rotations, batch), batch).to(stream.values.dtype)
             mlp_norm = layers.mlp_norm[i].select(0, 0)
             stream = self.products.add_product(
                 stream, attended.flatten(1), layers.output[i], layers.output_bias[i], mlp_norm
@@ -146,43 +176,6 @@ class ProductOps(TritonOps):
             memory.keys[i],
             memory.values[i],
         )
-
-
-def run_paged(ops: LayerOps, batch: PagedBatch, rotations: Tensor, rows: Tensor | None) -> Tensor:
-    """Runs a batch.
-
-    Args:
-        rotations: see `LayerOps.queries`.
-        rows: indices of the rows that need logits, `[R]`; None is all rows.
-
-    Returns:
-        Logits `[R, V]`; of all rows in `batch.logits`, if that is given and the weights are not packed.
-    """
-    layers = ops.layers
-    if isinstance(ops, ProductOps) and len(batch.tokens) <= ops.few_rows:
-        return ops.run_few_rows(batch, rotations, rows)
-    x = embedding(batch.tokens, layers.embedding).unsqueeze(1)  # [T, 1, E]
-    packed = layers.packed
-    for i in range(len(layers.qkv)):
-        normed = ops.norm(x, layers.attention_norm[i])
-        qkv = linear(normed, layers.qkv[i], layers.qkv_bias[i], packed)
-        attended = _attend(ops, i, ops.queries(i, qkv, rotations, batch), batch).to(x.dtype).reshape(len(x), 1, -1)
-        x = _add_product(x, attended, layers.output[i], layers.output_bias[i], packed)
-        normed = ops.norm(x, layers.mlp_norm[i])
-        gated = ops.gated(linear(normed, layers.gate_up[i], layers.gate_up_bias[i], packed))
-        x = _add_product(x, gated, layers.down[i], layers.down_bias[i], packed)
-    x = x if rows is None else x.index_select(0, rows)
-    if not len(x):
-        return x.new_empty(0, layers.vocab_size)
-    normed = ops.norm(x, layers.norm)
-    return _head(layers, normed.squeeze(1), batch.logits if rows is None else None)
-
-
-def _attend(ops: LayerOps, i: int, query: Tensor, batch: PagedBatch) -> Tensor:
-    """Returns the attention of layer i, `[T, H, D]`."""
-    keys, values = batch.memory.keys[i], batch.memory.values[i]
-    scoring = Scoring(ops.layers.scaling[i], ops.layers.windows[ops.layers.mask_kind[i]])
-    return batch.attention(query, keys, values, batch, scoring)
 
 
 def _add_product(x: Tensor, y: Tensor, weight: Tensor, bias: Tensor | None, packed: bool) -> Tensor:

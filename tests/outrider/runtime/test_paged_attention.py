@@ -21,7 +21,7 @@ from outrider.runtime.cuda_graph import Capturer, GraphRunner
 from outrider.runtime.decode_loop import DecodeLoop
 from outrider.runtime.errors import CheckpointError
 from outrider.runtime.fused_decoder import FusedDecoder, fuse_model
-from outrider.runtime.layer_ops import LayerOps, run_paged
+from outrider.runtime.layer_ops import LayerOps
 from outrider.runtime.loader import LoadedModel
 from outrider.runtime.model_runner import Chunk, ModelRunner
 from outrider.runtime.paged_attention import (
@@ -219,5 +219,5 @@ def test_a_step_has_no_host_sync(load: Load, monkeypatch: pytest.MonkeyPatch) ->
         memory=PagedMemory(MemoryShape((2, 2, 2), (16, 16, 16), 9, 32), torch.bfloat16, torch.device("meta")),
     )  # fmt: skip
     rotations = torch.empty(64, 1, 8, device="meta", dtype=torch.complex64)
-    logits = run_paged(LayerOps(layers, ""), batch, rotations, None)
+    logits = LayerOps(layers, "").run(batch, rotations, None)
     assert (logits.shape, logits.dtype, logits.device.type) == ((5, VOCABULARY), torch.bfloat16, "meta")
