@@ -15,7 +15,7 @@ from outrider.environment import served_name
 from outrider.rpc.errors import RequestError, internal
 from outrider.runtime.checkpoint import vocabulary_size
 from outrider.runtime.device import find_device
-from outrider.runtime.kv_cache import BLOCK_TOKENS
+from outrider.runtime.kv_cache import BLOCK_TOKENS, KVPool
 from outrider.runtime.tensor_parallel import TensorParallel, read_ranks
 from outrider.service.encoder_input import EncoderInputs, smallest_input
 from outrider.service.lifecycle import Service, Warm, first_result, in_thread
@@ -195,22 +195,7 @@ def build_engine(
     )
     if parallel is not None:
         parallel.command_workers(built.model_runner)
-    model = describe(
-        loaded,
-        tokenizer,
-        limits=model_pb2.Limits(
-            max_gamma=settings.max_gamma,
-            max_support=MAX_SUPPORT,
-            max_message_bytes=message_limit(settings),
-            max_sequences=settings.max_sequences,
-            max_sequence_tokens=tokens,
-            max_outstanding=MAX_OUTSTANDING,
-            max_stop_token_ids=MAX_STOP_TOKEN_IDS,
-            kv_blocks=built.model_runner.pool.blocks.count,
-            kv_block_tokens=BLOCK_TOKENS,
-        ),
-        features=FEATURES,
-    )
+    model = describe(loaded, tokenizer, limits=_limits(settings, tokens, built.model_runner.pool), features=FEATURES)
     engine = VerifierEngine(
         built.model_runner,
         model,
@@ -224,7 +209,7 @@ def build_engine(
     if parallel is None:
         graphs = built.capture(
             settings,
-            engine.runner.loop,
+            engine.target_runner.loop,
             tokens=MOST_IN_A_ROW,
             with_kernels=path.name == "triton",
             widest=settings.max_gamma + 1,
@@ -234,6 +219,20 @@ def build_engine(
     built.model_runner.warm_up([1, settings.max_gamma + 1, SHORT_PROMPT])
     verify_path.warm_up(path.name, loaded.device, loaded.dtype, model.vocab_size, loaded.vocab_size)
     return engine, model
+
+
+def _limits(settings: VerifierSettings, sequence_tokens: int, pool: KVPool) -> model_pb2.Limits:
+    return model_pb2.Limits(
+        max_gamma=settings.max_gamma,
+        max_support=MAX_SUPPORT,
+        max_message_bytes=message_limit(settings),
+        max_sequences=settings.max_sequences,
+        max_sequence_tokens=sequence_tokens,
+        max_outstanding=MAX_OUTSTANDING,
+        max_stop_token_ids=MAX_STOP_TOKEN_IDS,
+        kv_blocks=pool.blocks.count,
+        kv_block_tokens=BLOCK_TOKENS,
+    )
 
 
 PROMPT_TOKENS = 2

@@ -176,7 +176,7 @@ class VerifierEngine(Engine[Message, TargetWork, StepResult]):
         super().__init__(model_runner, name="verifier-engine", threads=threads)
         self._model = model
         self._max_linger = max_linger
-        self.runner = TargetRunner(model_runner, vocab_size=model.vocab_size, verify_path=verify_path)
+        self.target_runner = TargetRunner(model_runner, vocab_size=model.vocab_size, verify_path=verify_path)
         self.observer: Observer | None = None
         self.flush: Callable[[], None] = lambda: None
         # With an encoder, keys and values of a prefix depend on its input too.
@@ -202,7 +202,7 @@ class VerifierEngine(Engine[Message, TargetWork, StepResult]):
         """Seconds of a forward pass over `width` tokens of one sequence."""
         slot = self.model_runner.allocate_for_trial()
         try:
-            return self.runner([Chunk(slot, [0] * width, 0, 0)], []).forward_seconds
+            return self.target_runner([Chunk(slot, [0] * width, 0, 0)], []).forward_seconds
         finally:
             self.model_runner.pool.free(slot)
 
@@ -211,7 +211,7 @@ class VerifierEngine(Engine[Message, TargetWork, StepResult]):
     def post(self, message: Message) -> None:
         super().post(message)
         if not _can_wait(message):
-            self.runner.interrupt.set()
+            self.target_runner.interrupt.set()
 
     def receive(self, message: Message) -> None:
         match message:
@@ -268,7 +268,7 @@ class VerifierEngine(Engine[Message, TargetWork, StepResult]):
     # ------------------------------------------------------------------------------------------------------ the loop
 
     def run_once(self) -> float | None:
-        self.runner.interrupt.clear()  # before the messages are received
+        self.target_runner.interrupt.clear()  # before the messages are received
         try:
             return super().run_once()
         finally:
@@ -328,20 +328,20 @@ class VerifierEngine(Engine[Message, TargetWork, StepResult]):
             if pool.length(item.chunk.slot) > item.chunk.start:  # the decode loop failed after its last step
                 pool.rollback(item.chunk.slot, item.chunk.start)
         scored = [ScoredTokens(item.scored_tokens, item.sequence.opening.top_prompt_logprobs) for item in _scored(work)]
-        return self.runner([item.chunk for item in work], proposals, encoder_inputs, scored, self._account)
+        return self.target_runner([item.chunk for item in work], proposals, encoder_inputs, scored, self._account)
 
     def _decode(self, work: Sequence[TargetWork], proposals: Sequence[Proposed]) -> StepResult | None:
         """Several tokens of each sequence in a row; None for an ordinary step."""
         now = time.perf_counter()
         left = min(item.sequence.send_by(now) for item in work) - now
-        most = self.runner.most_in_a_row(self.cost.line.seconds(len(work)), left)
+        most = self.target_runner.most_in_a_row(self.cost.line.seconds(len(work)), left)
         counts = self.scheduler.tokens_in_a_row(work, most)
         if counts is None:
             return None
         self._account()
         stops = [item.sequence.opening.stop_token_ids for item in work]
         adjusters = [item.sequence.adjuster for item in work]
-        return self.runner.decode([item.chunk for item in work], proposals, counts, stops, adjusters)
+        return self.target_runner.decode([item.chunk for item in work], proposals, counts, stops, adjusters)
 
     def fail(self, work: TargetWork, error: Exception, *, is_own: bool) -> None:
         if is_own:

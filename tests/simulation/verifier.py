@@ -54,7 +54,7 @@ class Verifier(Host):
         )
         self.engine = SimulatedEngine(packed, world.model, linger=plan.linger)
         self.runner = TokenRunner(self.pool, world.reference, world.chance)
-        self.engine.runner = cast("Any", self.runner)
+        self.engine.target_runner = cast("Any", self.runner)
         self.engine.prepare()
         self.runner.broken, self.runner.poisoned = plan.broken_steps, world.poisoned
         self.service = VerifierService(world.verifier_settings, cast("Any", _NoMetrics()), Tracing())

@@ -122,8 +122,8 @@ def test_the_cost_of_several_tokens_in_a_row_is_that_of_their_passes(
     metrics = Metrics()
     engine.observer = SpeculationMetrics(metrics, "torch")
     monkeypatch.setattr(engine.cost, "add", lambda tokens, seconds: costs.append((tokens, seconds)))
-    decode: Any = engine.runner.decode
-    monkeypatch.setattr(engine.runner, "decode", lambda *given: replace(decode(*given), forward_seconds=3.5))
+    decode: Any = engine.target_runner.decode
+    monkeypatch.setattr(engine.target_runner, "decode", lambda *given: replace(decode(*given), forward_seconds=3.5))
     client = Client(engine, joined_verdicts=True, max_new_tokens=33)
     client.submit((), decode=33)
     for _ in range(2):
@@ -296,14 +296,14 @@ def test_a_decode_loop_that_fails_harms_no_text(
 ) -> None:
     (expected,) = decoded(engine, 7, ALONE[1:2], joined=False)
 
-    decode, engine.cost = engine.runner.decode, FittedCost([(1, 1e-6)])
+    decode, engine.cost = engine.target_runner.decode, FittedCost([(1, 1e-6)])
 
     def broken(*given: Any) -> Any:
         if is_at_its_end:
             decode(*given)
         raise RuntimeError("the loop")
 
-    monkeypatch.setattr(engine.runner, "decode", broken)
+    monkeypatch.setattr(engine.target_runner, "decode", broken)
     (found,) = decoded(engine, 7, ALONE[1:2], joined=True)
     assert found.sequence.tokens == expected.sequence.tokens
 
