@@ -420,7 +420,7 @@ class VerifierEngine(Engine[Message, TargetWork, StepResult]):
     def _measure_load(self) -> speculation_pb2.VerifierLoad:
         now = time.perf_counter()
         return speculation_pb2.VerifierLoad(
-            active=max(1, sum(sequence.takes_part(now) for sequence in self.scheduler.running)),
+            active=max(1, sum(sequence.is_active(now) for sequence in self.scheduler.running)),
             running=len(self.scheduler.running),
             waiting=len(self.scheduler.waiting),
             kv_usage=self.model_runner.pool.used_blocks / self.model_runner.pool.blocks.count,

@@ -305,7 +305,7 @@ class Scheduler:
             counts.append(item.sequence.tokens_in_a_row(item.round, most))
             needed += self._pool.blocks_needed(chunk.slot, chunk.start + len(chunk.tokens) + counts[-1] - 1)
         now = time.perf_counter()
-        active = sum(each.takes_part(now) for each in self.running)
+        active = sum(each.is_active(now) for each in self.running)
         if max(counts) == 1 or len(work) < active:
             return None
         return counts if needed <= self._pool.blocks.num_free else self.tokens_in_a_row(work, max(counts) // 2)
@@ -315,7 +315,7 @@ class Scheduler:
         now = time.perf_counter()
         served = {id(item.sequence) for item in plan.work}
         others = [each for each in self.running if each is not sequence and id(each) not in served]
-        idle = [each for each in others if each.idle_since(now) > IDLE_SECONDS]
+        idle = [each for each in others if each.idle_seconds(now) > IDLE_SECONDS]
         later = [each for each in others if each not in idle and each.arrival > sequence.arrival]
         for each in (*idle, *sorted(later, key=lambda each: -each.arrival)):
             if each.slot is not None and not self._pool.is_empty(each.slot):

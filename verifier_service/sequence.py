@@ -206,12 +206,12 @@ class TargetSequence:
             return None
         return self.judged_at + latest
 
-    def idle_since(self, now: float) -> float:
+    def idle_seconds(self, now: float) -> float:
         """Seconds for which it has waited for its client, to send a round or to read replies; 0 if it does not wait."""
         is_busy = self.prefills or (self.rounds and not self.is_paused and not self.finished)
         return 0.0 if is_busy else now - (self.judged_at or self.prefilled_at)
 
-    def takes_part(self, now: float) -> bool:
+    def is_active(self, now: float) -> bool:
         """Whether it has rounds to judge, or had one recently. Silent sequences do not count as active."""
         latest = self.turnaround.latest() or 0.0
         recent = self.judged_at > 0 and now - self.judged_at <= latest + SILENT
