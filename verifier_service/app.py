@@ -42,6 +42,7 @@ from verifier_service.request import FEATURES, Round, check_open
 from verifier_service.sequence import Reply, TargetSequence, encoded
 from verifier_service.service import SERVICE_NAME, VerifierService
 from verifier_service.settings import VerifierSettings
+from verifier_service.stream import Outbox
 from verifier_service.target_runner import MOST_IN_A_ROW, verify_rows
 
 _log = structlog.get_logger()
@@ -235,7 +236,6 @@ def _limits(settings: VerifierSettings, sequence_tokens: int, pool: KVPool) -> m
     )
 
 
-PROMPT_TOKENS = 2
 _NAME = "warm-up"
 
 
@@ -245,15 +245,11 @@ async def warm_up(engine: VerifierEngine, model: model_pb2.ModelInfo, inputs: En
     Raises:
         RequestError: no verdict: the step failed, its logits are NaN or infinite, or the engine ended.
     """
-    loop = asyncio.get_running_loop()
     replies: asyncio.Queue[Reply] = asyncio.Queue()
-
-    def deliver(reply: Reply) -> None:
-        if not loop.is_closed():
-            loop.call_soon_threadsafe(replies.put_nowait, reply)
-
+    outbox = Outbox(asyncio.get_running_loop())
+    engine.flush = outbox.flush
     most = model.limits.max_sequence_tokens
-    prompt = [0] * max(1, min(PROMPT_TOKENS, most - 2))
+    prompt = [0] * max(1, min(2, most - 2))
     opening = verifier_service_pb2.OpenSequence(
         prompt_token_ids=prompt,
         max_new_tokens=min(model.limits.max_gamma + 2, most - len(prompt)),
@@ -268,7 +264,7 @@ async def warm_up(engine: VerifierEngine, model: model_pb2.ModelInfo, inputs: En
     checked = check_open(opening, model, engine.model_runner.loaded.generation_rules)
     if inputs is not None:
         checked = replace(checked, encoder_input=inputs.tensor(opening.encoder_input))
-    sequence = TargetSequence(_NAME, checked, model.vocab_size, deliver)
+    sequence = TargetSequence(_NAME, checked, model.vocab_size, partial(outbox.put, replies))
     engine.post(Open(sequence))
     try:
         if opening.max_new_tokens > 1:
