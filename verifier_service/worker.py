@@ -3,6 +3,7 @@
 import sys
 import threading
 from concurrent.futures import Future
+from functools import partial
 from typing import NoReturn
 
 import structlog
@@ -44,7 +45,7 @@ def run_worker(program: str, settings: VerifierSettings) -> NoReturn:
         structlog.contextvars.bind_contextvars(rank=ranks.rank)
         if settings.threads is not None:
             torch.set_num_threads(settings.threads)
-        parallel = TensorParallel(ranks, timeout=settings.rank_timeout)
+        parallel = TensorParallel(ranks, timeout=settings.rank_timeout, on_end=partial(leave, 0))
         parallel.lost.add_done_callback(fail_when_lost)
         loaded = load_share(settings, parallel)
         tokens = sequence_tokens(settings, loaded)

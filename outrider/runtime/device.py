@@ -4,8 +4,8 @@ import importlib.metadata
 
 import torch
 
+from outrider.rpc.tls import SettingsError
 from outrider.runtime.errors import CheckpointError
-from outrider.service.settings import SettingsError
 
 
 class DeviceNotFound(CheckpointError, SettingsError):

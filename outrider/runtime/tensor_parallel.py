@@ -25,14 +25,13 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.rendezvous import rendezvous
 
+from outrider.rpc.tls import SettingsError
 from outrider.runtime.batch import HostBatch, layout
 from outrider.runtime.block_pool import PagedMemory
 from outrider.runtime.cuda_graph import Runner
 from outrider.runtime.device import work_on
 from outrider.runtime.errors import CheckpointError, ModelLost
 from outrider.runtime.model_runner import ModelRunner
-from outrider.service.logs import leave
-from outrider.service.settings import SettingsError
 
 _log = structlog.get_logger()
 
@@ -243,16 +242,18 @@ class TensorParallel:
 
     Args:
         timeout: seconds without a heartbeat after which a rank counts as lost.
+        on_end: of a worker: ends its process, on a thread of the watch, when rank 0 shuts down in order.
 
     Attributes:
         lost: completes with the reason when no step can run again.
     """
 
-    def __init__(self, ranks: Ranks, *, timeout: float) -> None:
+    def __init__(self, ranks: Ranks, *, timeout: float, on_end: Callable[[], object] = lambda: None) -> None:
         self.ranks = ranks
         self.lost: Future[str] = Future()
         self.lost.set_running_or_notify_cancel()  # so that no waiter can cancel it
         self._timeout = timeout
+        self._on_end = on_end
         self._watch: Watch | None = None
         self._control: dist.ProcessGroup | None = None
 
@@ -390,7 +391,7 @@ class TensorParallel:
 
     def _end_with_rank_0(self) -> None:
         _log.info("stopped", rank=self.ranks.rank)  # this thread has no context
-        leave(0)
+        self._on_end()
 
 
 class _AllRanksRunner:
