@@ -66,6 +66,13 @@ class PackedBatch:
         assert self.pool.by_head is not None
         return self.pool.by_head.layers[layer]
 
+    @property
+    def store(self) -> Tensor:
+        """Those of all layers, `[layers, 2, kv_heads, positions, head_dim]`; the layers must have one shape."""
+        assert self.pool.by_head is not None
+        (store,) = self.pool.by_head.stores
+        return store
+
     def next_rows(self, chunks: Sequence[int]) -> "PackedBatch":
         """The batch of the next row of each of these chunks; their slots have blocks for it."""
         starts, slots = [self.starts[i] + self.counts[i] for i in chunks], [self.slots[i] for i in chunks]

@@ -239,23 +239,21 @@ class FusedDecoder:
                 rows = torch.arange(len(token_ids) - rows, len(token_ids), device=self._device)
             ops = self.choose_layers(batch.memory.keys[0].dtype)
             return ops.run(batch, self._rotations_to(batch.max_length), rows)
-        assert batch.pool.by_head is not None
         if self.cpu_decoder is not None:
             wanted = rows.tolist() if isinstance(rows, Tensor) else range(batch.rows - (rows or batch.rows), batch.rows)
             ends = list(map(operator.add, batch.starts, batch.counts))
             return self.cpu_decoder.run(self.rows_in_c(token_ids, batch, ends), wanted)
-        memory, size = batch.pool.by_head.stores[0], batch.pool.block_tokens  # all layers have one shape
         masks = [batch.causal_masks(self._group, window) for window in self._layers.windows]
         last, chosen = (batch.rows, rows) if rows is None or isinstance(rows, Tensor) else (rows, None)
         rotations = self._rotations_to(max(map(operator.add, batch.starts, batch.counts)))
         positions, slots = batch.position_ids(self._device), batch.slot_mapping
         return self._run(
-            token_ids, rotations, positions, slots, memory, size, batch.counts, batch.locations, masks, last, chosen
-        )
+            token_ids, rotations, positions, slots, batch.store, batch.block_tokens, batch.counts, batch.locations,
+            masks, last, chosen,
+        )  # fmt: skip
 
     def rows_in_c(self, token_ids: Tensor, batch: PackedBatch, ends: Sequence[int]) -> cpu.Rows:
         """The rows of a batch for the decoder in C, with the blocks of each sequence up to its end."""
-        assert batch.pool.by_head is not None
         longest = max(ends)
         return cpu.Rows(
             token_ids,
@@ -265,7 +263,7 @@ class FusedDecoder:
             batch.block_tokens,
             longest,
             self._rotations_to(longest),
-            batch.pool.by_head.stores[0],  # all layers have one shape
+            batch.store,
         )
 
     def choose_layers(self, dtype: torch.dtype) -> LayerOps:

@@ -258,14 +258,12 @@ class FusedCrossDecoder:
 
     def __call__(self, token_ids: Tensor, batch: Any, rows: Tensor | int | None) -> Tensor:
         assert isinstance(batch, PackedBatch)
-        assert batch.pool.by_head is not None
-        memory, none = batch.pool.by_head.stores[0], batch.masks.no_rows  # all layers have one shape
         masks = batch.causal_masks(1, 0) if self._bias is None else batch.biased_masks(self._bias)
         last, chosen = (batch.rows, rows) if rows is None or isinstance(rows, Tensor) else (rows, None)
-        positions = none if self._layers.positions is None else batch.position_ids(self._device)
+        positions = batch.masks.no_rows if self._layers.positions is None else batch.position_ids(self._device)
         return self._run(
-            token_ids, positions, batch.slot_mapping, memory, batch.block_tokens, batch.counts, batch.locations, masks,
-            batch.encoded, last, chosen,
+            token_ids, positions, batch.slot_mapping, batch.store, batch.block_tokens, batch.counts, batch.locations,
+            masks, batch.encoded, last, chosen,
         )  # fmt: skip
 
     # --------------------------------------------------------------------------------------------------------- weights
