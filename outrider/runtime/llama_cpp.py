@@ -24,7 +24,6 @@ from outrider.runtime.kv_cache import BLOCK_TOKENS, KVPool
 from outrider.runtime.llama_loader import Handle, LlamaModel, errors, library, no_text
 from outrider.runtime.loader import LoadedModel
 from outrider.runtime.model_runner import ModelRunner, Steps
-from outrider.runtime.paged_attention import ORDINARY
 
 _MOST_SEQUENCES = 256  # of one context, in llama.cpp
 # llama.cpp reuses the cells of a sequence behind its sliding window, which a rollback would need again, but no cell
@@ -219,8 +218,6 @@ class LlamaRunner(ModelRunner):
         self.loaded = loaded
         self.pool = self._pool
         self.max_length = min(max_length, loaded.context_length)
-        self.attention = ORDINARY
-        self.paged_runner = self.layer_choice = None
         self._batch = _Batch(llama_cpp, self._most_rows, copies * sequences, copies)
 
     def forward(self, chunks: Sequence[Chunk]) -> Tensor:

@@ -77,12 +77,17 @@ class ModelRunner:
         attention: the attention; paged if the pool is.
 
     Attributes:
+        paged_runner: of batches over a paged pool; else None.
         layer_choice: the operations of a fused model over a paged pool, for the log; else None.
 
     Raises:
         ValueError: the pool does not fit the model or the attention.
         CheckpointError: the logits over a paged pool differ from those of transformers.
     """
+
+    attention: AttentionChoice = ORDINARY
+    paged_runner: Runner | None = None
+    layer_choice: LayerOps | None = None
 
     def __init__(
         self, loaded: LoadedModel, pool: KVPool, *, fuse: bool = True, attention: AttentionChoice = ORDINARY
@@ -110,8 +115,6 @@ class ModelRunner:
         if attention.is_paged != (pool.paged is not None):
             raise ValueError(f"the attention is {attention.name}, but the pool is {'' if pool.paged else 'not '}paged")
         self.attention = attention
-        self.paged_runner: Runner | None = None
-        self.layer_choice: LayerOps | None = None
         if pool.paged is not None:
             if isinstance(self.program, FusedDecoder):
                 self.layer_choice = self.program.choose_layers(pool.dtype)
