@@ -1,7 +1,7 @@
 """Verification: types, input checks, and `verify`, which picks the implementation by device.
 
-An implementation is a module with `verify(logits, proposals)`; `_MODULES` lists them. Its results have no reports: few
-requests need those, and they are the same for all.
+An implementation is a module with `verify(logits, proposals)`; `_MODULES` lists them. To its results `verify` adds
+log-probabilities and p of drafted tokens (`kernels.logprobs`), which few requests need.
 """
 
 from __future__ import annotations

@@ -153,9 +153,9 @@ def pack(
     """Packs (slot, start, count) spans in order; `later_rows` is how many rows each will have in later batches."""
     batch = PackedBatch([], [], 0, [], masks, pool)
     for i, (slot, start, count) in enumerate(spans):
-        pool.prepare(slot, start + count + (later_rows[i] if later_rows else 0))
+        pool.grow_contiguous(slot, start + count + (later_rows[i] if later_rows else 0))
         if (encoder := pool.encoder_slot(slot)) is not None:
-            pool.prepare(encoder, pool.length(encoder))
+            pool.grow_contiguous(encoder, pool.length(encoder))
         batch.slots.append(slot)
         batch.starts.append(start)
         batch.counts.append(count)

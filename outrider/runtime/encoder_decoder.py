@@ -59,7 +59,7 @@ def encoder_length(inputs: Tensor | None) -> int:
 
 
 def is_cross(module: Any) -> bool:
-    """Whether an attention module is cross-attention, by `prepare`."""
+    """Whether an attention module is cross-attention, by `patch_model`."""
     return bool(getattr(module, _CROSS, False))
 
 
@@ -189,8 +189,11 @@ class EncoderDecoder:
         return logits[len(logits) - rows :] if isinstance(rows, int) else logits[rows]
 
 
-def prepare(model: Any, context_length: int) -> EncoderDecoder:
-    """Marks the cross-attention of a model, and computes T5's bias by distance for `context_length` positions."""
+def patch_model(model: Any, context_length: int) -> EncoderDecoder:
+    """Makes the decoder of a model take packed batches. The model's own forward no longer works.
+
+    It marks cross-attention, and computes T5's bias by distance for `context_length` positions.
+    """
     for name, module in model.get_decoder().named_modules():
         if name.endswith((".encoder_attn", ".EncDecAttention")):
             setattr(module, _CROSS, True)

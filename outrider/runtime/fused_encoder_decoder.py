@@ -242,7 +242,7 @@ class FusedCrossDecoder:
     The weights of the decoder move into it, so the model's own forward no longer works.
 
     Args:
-        model: `has_fused_cross_decoder` must be true for it; prepared (`encoder_decoder.prepare`).
+        model: `has_fused_cross_decoder` must be true for it; patched (`encoder_decoder.patch_model`).
     """
 
     def __init__(self, model: Any) -> None:

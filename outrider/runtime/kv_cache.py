@@ -212,7 +212,7 @@ class KVPool:
         if not held.block_table and lacking:
             self._reserve(held, self.blocks_for(max(held.expected, length)))
         if held.block_table:
-            self._own(held)
+            self._copy_on_write(held)
         while len(held.block_table) < self.blocks_for(length):
             held.append(self._take(held, len(held.block_table)))
 
@@ -275,7 +275,7 @@ class KVPool:
 
     # ---------------------------------------------------------------------------------------------------------- memory
 
-    def prepare(self, slot: int, end: int) -> None:
+    def grow_contiguous(self, slot: int, end: int) -> None:
         """As `grow`; and copies the sequence into consecutive blocks if it can."""
         self.grow(slot, end)
         held = self._of(slot)
@@ -348,7 +348,7 @@ class KVPool:
             held.reserved = range(start, start + count)
         return start is not None
 
-    def _own(self, held: _Slot) -> None:
+    def _copy_on_write(self, held: _Slot) -> None:
         """Prepares the block of the next position for a write: not shared, and not in the prefix cache."""
         index, offset = divmod(held.length, self.block_tokens)
         if not offset:

@@ -26,7 +26,7 @@ from outrider.runtime import generation_rules
 from outrider.runtime.attention import ELSEWHERE, NAME, AttentionLayer, Program, TransformersProgram, probe_attention
 from outrider.runtime.checkpoint import model_fingerprint, read_json, resolve_folder, token_ids, weights_fingerprint
 from outrider.runtime.device import find_device
-from outrider.runtime.encoder_decoder import LONGEST, EncoderDecoder, prepare
+from outrider.runtime.encoder_decoder import LONGEST, EncoderDecoder, patch_model
 from outrider.runtime.errors import CheckpointError, UnsupportedModel
 from outrider.runtime.fused_layers import is_changed, is_plain_tensor
 from outrider.runtime.selfcheck import Reference, check_program, logits_tolerance, reference
@@ -193,8 +193,8 @@ def _ready(
     vocab_size = _vocab_size(model)
     encoder: EncoderDecoder | None = None
     if model.config.is_encoder_decoder:
-        expected = reference(model, vocab_size, context_length)  # first: `prepare` breaks the model's own forward
-        encoder = prepare(model, context_length)
+        expected = reference(model, vocab_size, context_length)  # first: `patch_model` breaks the model's own forward
+        encoder = patch_model(model, context_length)
     layers = probe_attention(model, encoder)
     if encoder is None:
         expected = reference(model, vocab_size, context_length)

@@ -54,7 +54,7 @@ class Driver:
         self.plans.append(plan)
         for item in plan.work:
             slot, start, end = item.chunk.slot, item.chunk.start, item.chunk.start + len(item.chunk.tokens)
-            self.pool.prepare(slot, end)
+            self.pool.grow_contiguous(slot, end)
             self.memory[0, 0, self.pool.slot_mapping(slot, start, end), 0] = torch.tensor(item.chunk.tokens).float()
             self.pool.extend(slot, end)
         for item in plan.work:

@@ -22,7 +22,7 @@ def make(blocks: int = 9, max_length: int = 12, kv_heads: int | list[int] = 2, h
 
 
 def fill(pool: KVPool, slot: int, start: int, end: int, value: float) -> None:
-    pool.prepare(slot, end)
+    pool.grow_contiguous(slot, end)
     for memory in layers(pool):
         memory[:, :, pool.slot_mapping(slot, start, end)] = value
     pool.extend(slot, end)
@@ -101,7 +101,7 @@ def values_of(tokens: tuple[int, ...], layer: int) -> torch.Tensor:
 def write(pool: KVPool, slot: int, tokens: list[int]) -> None:
     """Write the positions of these tokens that the slot lacks, without extending it."""
     start = pool.length(slot)
-    pool.prepare(slot, len(tokens))
+    pool.grow_contiguous(slot, len(tokens))
     for layer, memory in enumerate(layers(pool)):
         memory[:, :, pool.slot_mapping(slot, start, len(tokens))] = values_of(tuple(tokens), layer)[start:]
 
