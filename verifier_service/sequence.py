@@ -105,7 +105,7 @@ class Unsent:
 
 @dataclass(slots=True, eq=False)
 class TargetSequence:
-    """A sequence and its state. Belongs to the engine's thread.
+    """A sequence and its state. The engine's thread changes it. The stream reads it, and counts `num_read`.
 
     Invariant 5: between steps the KV cache holds the committed tokens without the last one, or fewer during prefill.
 
@@ -114,7 +114,7 @@ class TargetSequence:
         slot: in the KV pool; None in the queue.
         arrival: number in order of arrival. Newer sequences are preempted first.
         num_replies: delivered, without notices.
-        num_read: of them, those that the client has read; the stream counts them, on the event loop.
+        num_read: of them, those that the client has read.
         scored: position of the next prompt token whose log-probabilities are to be sent, if they are wanted.
         opened: for an isolated sequence, the `Opened` to send when its turn begins; None after that.
         unsent: tokens of the current `Decode` that `send` delivers later, in one verdict.

@@ -169,7 +169,7 @@ class VerifyStream:
             self._replies.put_nowait(internal("INTERNAL", "internal error; the service's log has the cause"))
 
     def _outstanding(self, sequence: TargetSequence) -> int:
-        """Rounds without a verdict. The engine takes none during a step."""
+        """Rounds without a verdict: those of the sequence, and those that the engine has not received yet."""
         return len(sequence.rounds) + self._posted - sequence.received  # `rounds` first: so none is counted twice
 
     async def _next(self) -> verifier_service_pb2.VerifyRequest | None:
