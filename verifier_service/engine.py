@@ -255,7 +255,7 @@ class VerifierEngine(Engine[Message, TargetWork, StepResult]):
         elif sequence.awaits_turn:
             before = [each for each in self.scheduler.running if each.awaits_turn and each.arrival < sequence.arrival]
             position, text = len(before), "waiting for a step alone, after a step with this sequence failed elsewhere"
-        elif sequence.rounds or not sequence.is_scored:
+        elif sequence.rounds or sequence.owes_prompt_logprobs:
             position, text = 0, "waiting for the next step of the target"
         else:
             return

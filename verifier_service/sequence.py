@@ -379,7 +379,7 @@ class TargetSequence:
         return now + self.opening.seconds_joined if self.unsent is None else self.unsent.due
 
     def _end_if_done(self) -> None:
-        if self.half_closed and self.is_scored and not self.rounds and not self.finished:
+        if self.half_closed and not (self.owes_prompt_logprobs or self.rounds or self.finished):
             self.finished = True
             self.deliver(None)
 

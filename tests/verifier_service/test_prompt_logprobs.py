@@ -221,7 +221,7 @@ def test_a_client_that_sends_no_rounds_gets_all_positions(loaded: LoadedModel) -
     client = Client(engine, prompt, top_prompt_logprobs=0)
     engine.receive(HalfClose(client.sequence))
     for _ in range(3):
-        engine.turn()
+        engine.run_once()
     assert_scores(parts_of(client), prompt, 0)
     assert client.replies[-1] is None, "the stream ends well"
 
