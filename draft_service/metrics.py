@@ -6,11 +6,12 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from prometheus_client import Gauge, Histogram
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 
+from draft_service.circuit_breaker import State
 from draft_service.concurrency import ConcurrencyLimit
 from draft_service.drafters.base import RUN_A_MODEL, Kind
 from draft_service.drafters.engine import DraftEngine
 from draft_service.drafters.guard import Cost, GuardedDrafter
-from draft_service.replicas import LOAD_SECONDS, STATUSES, Replica, Replicas, State
+from draft_service.replicas import LOAD_SECONDS, STATUSES, Replica, Replicas
 from draft_service.sequence import Round
 from outrider.runtime.kv_cache import KVPool
 from outrider.service.best_effort import Component

@@ -14,8 +14,9 @@ from typing import Any
 import pytest
 from structlog.testing import capture_logs
 
-from draft_service import replicas as replicas_module
-from draft_service.replicas import FIRST_PAUSE, LONGEST_PAUSE, TRIAL_SECONDS, Breaker, Replica, Replicas, State
+from draft_service import circuit_breaker
+from draft_service.circuit_breaker import FIRST_PAUSE, LONGEST_PAUSE, TRIAL_SECONDS, Breaker, State
+from draft_service.replicas import Replica, Replicas
 from outrider.rpc.channel import Lookup, look_up
 from outrider.service.model_info import check_target
 from protos.outrider.v1 import model_pb2, sampling_pb2, speculation_pb2
@@ -168,8 +169,8 @@ class TimedBreaker(Breaker):
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         super().__init__()
         self.now = 0.0
-        monkeypatch.setattr(replicas_module, "time", SimpleNamespace(monotonic=lambda: self.now))
-        monkeypatch.setattr(replicas_module, "JITTER", 0.0)
+        monkeypatch.setattr(circuit_breaker, "time", SimpleNamespace(monotonic=lambda: self.now))
+        monkeypatch.setattr(circuit_breaker, "JITTER", 0.0)
 
     def fail(self) -> float:
         """A failed attempt; returns the pause."""
