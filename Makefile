@@ -47,7 +47,8 @@ DEV := $(VENV)/.installed-dev
 LLAMA := $(VENV)/.installed-llama
 
 .DEFAULT_GOAL := help
-.PHONY: help demo demo-gguf test test-llama lint format protos reference docs bench gpu gpu-wheels clients constraints clean
+.PHONY: help demo demo-gguf test test-llama lint format protos reference docs bench gpu gpu-wheels clients constraints clean \
+	install-code install-packages
 
 help:
 	@echo "make demo         run both services on the model pair in the repository"
@@ -134,12 +135,14 @@ $(BIN)/python:
 	@$(PIP_INSTALL) --constraint constraints.txt --upgrade pip  # that of Python 3.11 takes twice as long to resolve
 
 # pip compiles our C code while another one installs the packages of the extras, $(1).
-define INSTALL
-@$(PIP_INSTALL) --constraint constraints.txt --no-deps --editable . & \
-	$(BIN)/python deploy/requirements.py $(1) > $(VENV)/requirements.txt \
-	&& $(PIP_INSTALL) --constraint constraints.txt --requirement $(VENV)/requirements.txt; \
-	packages=$$?; wait $$! && exit $$packages
-endef
+INSTALL = @$(MAKE) --no-print-directory --jobs=2 install-code install-packages EXTRAS="$(1)"
+
+install-code:
+	@$(PIP_INSTALL) --constraint constraints.txt --no-deps --editable .
+
+install-packages:
+	@$(BIN)/python deploy/requirements.py $(EXTRAS) > $(VENV)/requirements.txt
+	@$(PIP_INSTALL) --constraint constraints.txt --requirement $(VENV)/requirements.txt
 
 # Each set includes the one before, so installing one also renews the stamps of those.
 $(SERVICE): $(MANIFEST) | $(BIN)/python
