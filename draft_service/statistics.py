@@ -37,7 +37,8 @@ ALIKE = 0.7
 PURE = 0.9
 # Weight of the last round in a running mean.
 RECENT = 1 / 32
-# Rounds of each sequence that the mean number of active sequences covers: of short texts several may end at once.
+# Rounds of each sequence that the mean number of active sequences covers: of short texts several may end at once. Each
+# token of a `Decode` counts as a round here too.
 REMEMBERED_ACTIVE = 8
 # Cycles of each sequence that a mean covers; the weight of the formula, in cycles; and the longest cycle that counts,
 # as a multiple of the formula.
@@ -248,7 +249,7 @@ class CostModel:
     def add(self, round_: JudgedRound) -> None:
         """Record a round. Only typical rounds are measured: no `Decode` beside proposals, for example."""
         active = max(1, round_.active)
-        weight = 1 / (REMEMBERED_ACTIVE * active) if self._mean_active else 1.0
+        weight = 1 - (1 - 1 / (REMEMBERED_ACTIVE * active)) ** round_.decoded if self._mean_active else 1.0
         self._most_active = max(self._most_active, active)
         self._set_active(self._mean_active + weight * (active - self._mean_active))
         self._step = round_.step or CostLine(round_.at_verifier, 0.0)

@@ -102,6 +102,15 @@ def test_texts_that_end_together_leave_the_number_of_active_sequences() -> None:
     assert costs.size == 2
 
 
+def test_a_verdict_of_many_decoded_tokens_counts_as_so_many_rounds() -> None:
+    """Otherwise a sequence that is alone after many would decode whole texts: each has a few such verdicts."""
+    costs = CostModel()
+    for _ in range(1000):
+        costs.add(judged(4, accepted=0, active=16))
+    costs.add(replace(judged(0, accepted=0), drafted=0, judged=0, decoded=64))
+    assert costs.active == 1
+
+
 def test_sequences_that_begin_together_count_before_their_first_verdicts() -> None:
     """Otherwise all texts of a burst draft, as after a pause the last verdict was of one sequence."""
     costs = CostModel()
