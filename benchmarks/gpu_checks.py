@@ -40,6 +40,7 @@ from outrider.runtime.loader import LoadedModel
 from outrider.runtime.memory import MIB, kv_dtype
 from outrider.runtime.model_runner import Chunk, ModelRunner
 from outrider.runtime.paged_attention import AUTO, EAGER, TRITON, AttentionChoice, check_attention, choose_attention
+from outrider.runtime.torch_runner import TorchRunner
 from verifier_service.target_runner import MOST_IN_A_ROW, TargetRunner
 
 if TYPE_CHECKING:
@@ -66,7 +67,7 @@ _MEMORY_ERROR = 9  # exit code
 def paged_model(loaded: LoadedModel, max_sequences: int, max_length: int) -> ModelRunner:
     """The model with the attention that a service takes on its device; also on a CPU with blocks."""
     choice = choose_attention(AUTO, loaded.layers, kv_dtype(loaded), loaded.device, paged=loaded.device.type == "cpu")
-    return ModelRunner.build(loaded, max_sequences, max_length, attention=choice)
+    return TorchRunner.build(loaded, max_sequences, max_length, attention=choice)
 
 
 def choices(bench: GpuBench) -> Json:
@@ -204,7 +205,7 @@ def _rounds(device: torch.device, dtype: torch.dtype) -> str:
     """Prefill, rounds and drafted tokens of a tiny model; why they are wrong, or nothing."""
     text = KnownText(TINY_TARGET.vocab, (0.5,))
     loaded = synthetic_models.loaded(TINY_TARGET, text, drafts=False, device=device, dtype=dtype)
-    model_runner = ModelRunner.build(loaded, 3, 100, attention=AttentionChoice(TRITON, "exercised"))
+    model_runner = TorchRunner.build(loaded, 3, 100, attention=AttentionChoice(TRITON, "exercised"))
     assert isinstance(loaded.fused, FusedDecoder)
     refusal = check_layer_ops(loaded.fused._layers, dtype)
     if refusal:

@@ -35,6 +35,7 @@ from outrider.cli.processes import halves, keep_on, service_environment
 from outrider.runtime.decode_loop import DecodeLoop
 from outrider.runtime.loader import ModelSource, load_model
 from outrider.runtime.model_runner import Chunk, ModelRunner
+from outrider.runtime.torch_runner import TorchRunner
 from outrider.service.lifecycle import SWITCH_INTERVAL
 from verifier_service.target_runner import TargetRunner
 
@@ -70,7 +71,7 @@ class _Computing:
 
 def _model(folder: str, dtype: str) -> tuple[ModelRunner, int]:
     """A model, and a slot with `_LENGTH` positions."""
-    runner = ModelRunner.build(load_model(ModelSource(folder, dtype=dtype)), 1, _MOST)
+    runner = TorchRunner.build(load_model(ModelSource(folder, dtype=dtype)), 1, _MOST)
     slot = runner.pool.allocate()
     runner.forward([Chunk(slot, [1] * _LENGTH, 0, _LENGTH)])
     return runner, slot

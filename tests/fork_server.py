@@ -192,14 +192,15 @@ def main() -> int:
     import torch
 
     from outrider.runtime.loader import ModelSource, load_model
-    from outrider.runtime.model_runner import Chunk, ModelRunner
+    from outrider.runtime.model_runner import Chunk
+    from outrider.runtime.torch_runner import TorchRunner
 
     for service in SERVICES:
         importlib.import_module(f"{service}.__main__")
     patch_language_once()
     # The first model of a process takes half of the time that a child needs to start; its first passes compile.
     loaded = load_model(ModelSource(str(ROOT / "models" / "demo" / "draft"), dtype="float32", device="cpu"))
-    runner = ModelRunner.build(loaded, 1, 64)
+    runner = TorchRunner.build(loaded, 1, 64)
     with torch.inference_mode():
         for _ in range(3):
             slot = runner.pool.allocate()

@@ -22,6 +22,7 @@ from outrider.runtime.memory import explain_out_of_memory, kv_dtype, memory_of
 from outrider.runtime.model_runner import ModelRunner
 from outrider.runtime.paged_attention import AUTO, choose_attention
 from outrider.runtime.tokenizer import ChatTemplateError, Tokenizer, load_tokenizer
+from outrider.runtime.torch_runner import TorchRunner
 from outrider.service.decoder_prompt import DecoderPrompts
 from outrider.service.encoder_input import SAMPLE_RATE, EncoderInputs
 from outrider.service.model_info import vocabulary_end
@@ -148,4 +149,4 @@ def build_runner(loaded: LoadedModel, sequences: int, length: int, *, fuse: bool
         attention = choose_attention(
             AUTO, loaded.layers, kv_dtype(loaded), loaded.device, has_encoder=loaded.encoder is not None
         )
-        return ModelRunner.build(loaded, sequences, length, fuse=fuse, attention=attention)
+        return TorchRunner.build(loaded, sequences, length, fuse=fuse, attention=attention)

@@ -30,7 +30,7 @@ from outrider.evaluation.token_fit import Distribution
 from outrider.runtime.batch import Chunk
 from outrider.runtime.errors import CheckpointError
 from outrider.runtime.loader import ModelSource, load_model
-from outrider.runtime.model_runner import ModelRunner
+from outrider.runtime.torch_runner import TorchRunner
 from protos.outrider.v1 import model_pb2
 
 Prefix: TypeAlias = tuple[int, tuple[int, ...], SamplingParams]
@@ -135,7 +135,7 @@ class LocalTarget:
         self._prompts = prompts
         self._rounding = rounding
         most = max(map(len, prompts)) + longest
-        self._runner = ModelRunner.build(loaded, _AT_ONCE + 1, most, fuse=False)
+        self._runner = TorchRunner.build(loaded, _AT_ONCE + 1, most, fuse=False)
 
     async def distributions(self, wanted: Iterable[Prefix], progress: Progress) -> dict[Prefix, Distribution]:
         """Return the distribution after each prefix, computed in a thread."""

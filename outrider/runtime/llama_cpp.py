@@ -1,8 +1,7 @@
 """The second runtime: llama.cpp, by the low-level functions of llama-cpp-python.
 
-It stands behind the interface of the first: `LlamaRunner` is a `ModelRunner`, and `LlamaPool` a `KVPool`. llama.cpp
-keeps keys and values in cells that it places itself, so the pool counts blocks, and tells llama.cpp which positions of
-a sequence to drop or to share. Everything above sees logits, as from torch.
+`LlamaRunner` is a `ModelRunner`, and `LlamaPool` a `KVPool`. llama.cpp keeps keys and values in cells that it places
+itself, so the pool counts blocks, and tells llama.cpp which positions of a sequence to drop or to share.
 """
 
 import ctypes

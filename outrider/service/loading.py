@@ -35,6 +35,7 @@ from outrider.runtime.model_runner import ModelRunner
 from outrider.runtime.paged_attention import AUTO, SDPA, choose_attention
 from outrider.runtime.tensor_parallel import TensorParallel
 from outrider.runtime.tokenizer import Tokenizer, load_tokenizer
+from outrider.runtime.torch_runner import TorchRunner
 from outrider.service.encoder_input import EncoderInputs
 from outrider.service.settings import ServiceSettings, SettingsError
 
@@ -300,7 +301,7 @@ def build_model_runner(
     def build(blocks: int) -> ModelRunner:
         # Fusing needs whole weights; a rank has its share only.
         fuse = not is_shared
-        return ModelRunner.build(loaded, settings.max_sequences, length, blocks=blocks, fuse=fuse, attention=choice)
+        return TorchRunner.build(loaded, settings.max_sequences, length, blocks=blocks, fuse=fuse, attention=choice)
 
     def largest(model_runner: ModelRunner) -> None:
         logits = profiling_run(model_runner, max_batch_tokens)

@@ -16,7 +16,7 @@ from kernels.adjustments import LogitRules
 from kernels.sampling import SamplingParams
 from kernels.sparse import SparseConfig
 from outrider.runtime.loader import LoadedModel
-from outrider.runtime.model_runner import ModelRunner
+from outrider.runtime.torch_runner import TorchRunner
 
 VOCABULARY = 2000  # less than the logits have columns: the rest is padding
 CONFIG = SparseConfig(keep_mass=0.98, max_support=40)
@@ -41,7 +41,7 @@ def engine_of(
     **pool: Any,
 ) -> Any:
     """An engine that is not started; `guesses` tokens at once, in staged drafting."""
-    runner = ModelRunner.build(loaded, max_sequences=max_sequences, max_length=max_length, **pool)
+    runner = TorchRunner.build(loaded, max_sequences=max_sequences, max_length=max_length, **pool)
     return kind(
         runner,
         vocab_size=vocab_size,

@@ -20,6 +20,7 @@ from kernels.verify import Rule
 from outrider.runtime.loader import LoadedModel, ModelSource, load_model
 from outrider.runtime.model_runner import Chunk, ModelRunner
 from outrider.runtime.prefix_cache import PrefixCache
+from outrider.runtime.torch_runner import TorchRunner
 from tests.draft_service.engines import CONFIG, PLAIN, PROMPT, VOCABULARY, Driver, engine_of, running, sequence
 from tests.draft_service.pairs import DEMO
 from tests.kernels.cases import sparsify
@@ -60,7 +61,7 @@ def loaded_again() -> LoadedModel:
 
 @pytest.fixture
 def fresh(loaded_again: LoadedModel) -> ModelRunner:
-    return ModelRunner.build(loaded_again, max_sequences=1, max_length=96)
+    return TorchRunner.build(loaded_again, max_sequences=1, max_length=96)
 
 
 @pytest.mark.parametrize("rule", [Rule.TOKENWISE, Rule.COUPLED])

@@ -25,7 +25,8 @@ from kernels.sparse import SparseConfig, SparseDistribution
 from kernels.verify import Rule
 from outrider.evaluation import chisquare
 from outrider.runtime.loader import LoadedModel, ModelSource, load_model
-from outrider.runtime.model_runner import Chunk, ModelRunner
+from outrider.runtime.model_runner import Chunk
+from outrider.runtime.torch_runner import TorchRunner
 from tests.draft_service import engines
 from tests.draft_service.engines import CONFIG, VOCABULARY, engine_of, running
 from tests.exactness import pairs
@@ -124,7 +125,7 @@ GAMMA = 3
 
 def joint_distribution(loaded: LoadedModel) -> np.ndarray:
     """The distribution of three tokens after the prompt by the model's own q̂, `[V, V, V]`."""
-    model = ModelRunner.build(loaded, max_sequences=1, max_length=64)
+    model = TorchRunner.build(loaded, max_sequences=1, max_length=64)
 
     def after(*tokens: int) -> SparseDistribution:
         slot = model.pool.allocate()

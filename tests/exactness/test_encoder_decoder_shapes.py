@@ -28,8 +28,8 @@ from transformers import (
 from kernels.adjustments import LogitRules
 from outrider.runtime.errors import CheckpointError
 from outrider.runtime.loader import LoadedModel, ModelSource, load_model
-from outrider.runtime.model_runner import ModelRunner
 from outrider.runtime.tokenizer import load_tokenizer
+from outrider.runtime.torch_runner import TorchRunner
 from outrider.service.model_info import describe
 from protos.outrider.v1 import model_pb2
 from tests.encoder_decoders import EN, EOS, PAD, START, bart_like, randomise, t5, tokenizer
@@ -139,7 +139,7 @@ def written(loaded: LoadedModel, encoder_inputs: torch.Tensor, drafts: list[list
     """By the engine, all at once. Up to `GAMMA` tokens of a text's draft are proposed. In half of the proposals one of
     them is changed.
     """
-    runner = ModelRunner.build(loaded, max_sequences=TEXTS, max_length=LONG)
+    runner = TorchRunner.build(loaded, max_sequences=TEXTS, max_length=LONG)
     limits = model_pb2.Limits(max_gamma=GAMMA, max_sequences=TEXTS, max_sequence_tokens=LONG)
     model = model_pb2.ModelInfo(vocab_size=loaded.vocab_size, limits=limits)
     engine = VerifierEngine(runner, model, max_batch_tokens=128, verify_path="torch")

@@ -11,7 +11,8 @@ from kernels.sampling import SamplingParams
 from kernels.verify import Rule
 from outrider.rpc.errors import RequestError
 from outrider.runtime.loader import LoadedModel
-from outrider.runtime.model_runner import Chunk, ModelRunner
+from outrider.runtime.model_runner import Chunk
+from outrider.runtime.torch_runner import TorchRunner
 from outrider.service.sampling import Sampling
 from outrider.service.wire import PrefixHash
 from protos.outrider.v1 import model_pb2, speculation_pb2, verifier_service_pb2
@@ -72,7 +73,7 @@ def engine_of(loaded: LoadedModel, **how: Any) -> VerifierEngine:
     """An engine of four sequences, not started."""
     limits = model_pb2.Limits(max_gamma=4, max_sequences=4, max_sequence_tokens=64)
     engine = VerifierEngine(
-        ModelRunner.build(loaded, max_sequences=4, max_length=64),
+        TorchRunner.build(loaded, max_sequences=4, max_length=64),
         model_pb2.ModelInfo(vocab_size=VOCABULARY, limits=limits),
         max_batch_tokens=64,
         verify_path="torch",

@@ -9,7 +9,7 @@ import torch
 
 from kernels.sampling import SamplingParams
 from outrider.runtime.kv_cache import BLOCK_TOKENS
-from outrider.runtime.model_runner import ModelRunner
+from outrider.runtime.torch_runner import TorchRunner
 from protos.outrider.v1 import model_pb2
 from tests.encoder_decoders import MODELS, START, V, inputs, likeliest, loaded
 from tests.verifier_service.engines import Client, run
@@ -22,7 +22,7 @@ def engine_of(name: str, *, blocks: int | None = None) -> VerifierEngine:
     """An engine of four sequences."""
     limits = model_pb2.Limits(max_gamma=4, max_sequences=4, max_sequence_tokens=64)
     engine = VerifierEngine(
-        ModelRunner.build(loaded(name), max_sequences=4, max_length=64, blocks=blocks),
+        TorchRunner.build(loaded(name), max_sequences=4, max_length=64, blocks=blocks),
         model_pb2.ModelInfo(vocab_size=V, limits=limits),
         max_batch_tokens=64,
         verify_path="torch",

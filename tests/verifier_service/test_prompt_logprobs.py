@@ -17,7 +17,7 @@ import torch
 from kernels.sampling import SamplingParams
 from outrider.runtime.kv_cache import BLOCK_TOKENS
 from outrider.runtime.loader import LoadedModel, ModelSource, load_model
-from outrider.runtime.model_runner import ModelRunner
+from outrider.runtime.torch_runner import TorchRunner
 from outrider.service.metrics import Metrics
 from outrider.service.wire import PROMPT_POSITIONS
 from protos.outrider.v1 import model_pb2, sampling_pb2, verifier_service_pb2
@@ -44,7 +44,7 @@ def engine_of(
     """An engine of eight sequences, without its thread."""
     limits = model_pb2.Limits(max_gamma=4, max_sequences=8, max_sequence_tokens=LENGTH)
     engine = VerifierEngine(
-        ModelRunner.build(loaded, max_sequences=8, max_length=LENGTH, blocks=blocks),
+        TorchRunner.build(loaded, max_sequences=8, max_length=LENGTH, blocks=blocks),
         model_pb2.ModelInfo(vocab_size=V, limits=limits),
         max_batch_tokens=batch,
         verify_path="torch",
@@ -198,7 +198,7 @@ def test_bad_logits_of_a_prompt_end_its_sequence_alone(tmp_path: Path) -> None:
     broken = load_model(ModelSource(str(write_awkward_draft(tmp_path / "model")), dtype="float32", device="cpu"))
     limits: dict[str, Any] = {"max_sequences": 4, "max_length": 64}
     engine = VerifierEngine(
-        ModelRunner.build(broken, **limits),
+        TorchRunner.build(broken, **limits),
         model_pb2.ModelInfo(vocab_size=V, limits=model_pb2.Limits(max_gamma=4, max_sequences=4)),
         max_batch_tokens=64,
         verify_path="torch",

@@ -22,6 +22,7 @@ from outrider.runtime.cuda_graph import Capturer, GraphRunner
 from outrider.runtime.loader import ModelSource, load_model
 from outrider.runtime.model_runner import Chunk, ModelRunner
 from outrider.runtime.paged_attention import EAGER, AttentionChoice
+from outrider.runtime.torch_runner import TorchRunner
 from outrider.service.sampling import MAX_TOP_LOGPROBS
 from tests.cluster import MODELS, Cluster
 from verifier_service import target_runner as target_runner_module
@@ -37,7 +38,7 @@ RULES = [Rule.TOKENWISE, Rule.BLOCK, Rule.COUPLED]
 @pytest.fixture(scope="module")
 def packed() -> ModelRunner:
     loaded = load_model(ModelSource(str(MODELS / "target"), dtype="float32", device="cpu"))
-    model = ModelRunner.build(loaded, SEQUENCES + 1, 64, attention=PAGED)
+    model = TorchRunner.build(loaded, SEQUENCES + 1, 64, attention=PAGED)
     torch.set_num_threads(1)
     return model
 

@@ -174,15 +174,16 @@ def poisoned_step() -> None:
 
 def poisoned_logits() -> None:
     """The logits of a step of the target are NaN if it holds the token."""
-    from outrider.runtime.model_runner import Chunk, ModelRunner
+    from outrider.runtime.model_runner import Chunk
+    from outrider.runtime.torch_runner import TorchRunner
 
-    original = ModelRunner.forward
+    original = TorchRunner.forward
 
-    def forward(self: ModelRunner, chunks: Sequence[Chunk], **named: Any) -> Any:
+    def forward(self: TorchRunner, chunks: Sequence[Chunk], **named: Any) -> Any:
         logits = original(self, chunks, **named)
         return logits.fill_(math.nan) if any(POISON in chunk.tokens for chunk in chunks) else logits
 
-    ModelRunner.forward = forward  # type: ignore[method-assign]
+    TorchRunner.forward = forward  # type: ignore[method-assign]
 
 
 def deadly_step() -> None:
@@ -191,16 +192,17 @@ def deadly_step() -> None:
 
 
 def _poison(end: Callable[[], Any]) -> None:
-    from outrider.runtime.model_runner import Chunk, ModelRunner
+    from outrider.runtime.model_runner import Chunk
+    from outrider.runtime.torch_runner import TorchRunner
 
-    original = ModelRunner.forward
+    original = TorchRunner.forward
 
-    def forward(self: ModelRunner, chunks: Sequence[Chunk], **named: Any) -> Any:
+    def forward(self: TorchRunner, chunks: Sequence[Chunk], **named: Any) -> Any:
         if any(POISON in chunk.tokens for chunk in chunks):
             end()
         return original(self, chunks, **named)
 
-    ModelRunner.forward = forward  # type: ignore[method-assign]
+    TorchRunner.forward = forward  # type: ignore[method-assign]
 
 
 def scheduler_breaks() -> None:

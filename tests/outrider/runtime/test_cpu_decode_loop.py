@@ -16,7 +16,8 @@ from kernels.sampling import NO_LOGITS, UNSURE, Draw, Sample, SamplingParams
 from kernels.sparse import SparseConfig
 from outrider.runtime.decode_loop import DecodeLoop
 from outrider.runtime.loader import LoadedModel, ModelSource, load_model
-from outrider.runtime.model_runner import Chunk, ModelRunner
+from outrider.runtime.model_runner import Chunk
+from outrider.runtime.torch_runner import TorchRunner
 from tests.outrider.runtime.test_cpu_decoder import SHAPE, SLOWER, checkpoint, embedding_of, needs_library, runner
 
 pytestmark = needs_library
@@ -130,7 +131,7 @@ def test_the_loop_draws_the_tokens_of_single_steps(
         loaded = load_model(ModelSource(wide.name, dtype="bfloat16", device="cpu"))
     else:
         loaded = request.getfixturevalue(model_of)
-    model = ModelRunner.build(loaded, 24, 256)
+    model = TorchRunner.build(loaded, 24, 256)
     loop, rng = DecodeLoop(model, WIDE - 4, config), random.Random(1)
     prompts = [rng.choices(range(WIDE), k=rng.randint(1, 40)) for _ in PARAMS]
     draws: list[list[Draw]] = []
@@ -163,7 +164,7 @@ def test_a_target_draws_from_the_whole_distribution(
     by_noise: bool, model_of: str, request: pytest.FixtureRequest
 ) -> None:
     """As verification draws. Some draw a quarter of all tokens, where q̂ holds 256 of 3,001; and the ends of u."""
-    model = ModelRunner.build(request.getfixturevalue(model_of), 24, 256)
+    model = TorchRunner.build(request.getfixturevalue(model_of), 24, 256)
     loop, rng, every = DecodeLoop(model, WIDE - 4, None), random.Random(3), [*PARAMS, SamplingParams(top_k=2500)]
     ends, beyond = [0.0, 1.0 - 2.0**-53], set[int]()
     for repetition in range(6):
@@ -196,7 +197,7 @@ def test_a_uniform_at_the_edge_of_two_tokens_draws_the_second(tmp_path: Path) ->
         row = torch.randn(1, 48)
         model.lm_head.weight.copy_(torch.cat((row, -row)).repeat_interleave(128, 0))
     model.save_pretrained(tmp_path)
-    ours = ModelRunner.build(load_model(ModelSource(str(tmp_path), dtype="float32", device="cpu")), 1, 256)
+    ours = TorchRunner.build(load_model(ModelSource(str(tmp_path), dtype="float32", device="cpu")), 1, 256)
     draws = [Draw(SamplingParams(top_k=128), token / 128) for token in range(128)]
     (samples,) = DecodeLoop(ours, 256, None).decode([Chunk(ours.pool.allocate(), [5], 0, 0)], [draws])
     assert [each.token % 128 for each in samples] == list(range(128))
@@ -204,7 +205,7 @@ def test_a_uniform_at_the_edge_of_two_tokens_draws_the_second(tmp_path: Path) ->
 
 @pytest.mark.parametrize("config", [SparseConfig(), None])
 def test_the_loop_ends_a_sequence_after_a_stop_token(config: SparseConfig | None, wide: LoadedModel) -> None:
-    model = ModelRunner.build(wide, 4, 256)
+    model = TorchRunner.build(wide, 4, 256)
     loop, slots = DecodeLoop(model, WIDE, config), [model.pool.allocate() for _ in range(2)]
     chunks = [Chunk(slot, [11, 12 + slot], 0, 1) for slot in slots]
     draws = [[Draw(SamplingParams(), 0.1 * i) for i in range(1, 8)]] * 2
@@ -220,7 +221,7 @@ def test_the_loop_ends_a_sequence_after_a_stop_token(config: SparseConfig | None
 
 @pytest.mark.parametrize("config", [SparseConfig(), None])
 def test_an_interrupted_loop_ends_after_a_token(config: SparseConfig | None, wide: LoadedModel) -> None:
-    model = ModelRunner.build(wide, 4, 256)
+    model = TorchRunner.build(wide, 4, 256)
     loop, slots = DecodeLoop(model, WIDE, config), [model.pool.allocate() for _ in range(2)]
     chunks = [Chunk(slot, [11, 12 + slot], 0, 1) for slot in slots]
     draws = [[Draw(SamplingParams(), 0.1 * i) for i in range(1, 8)]] * 2
@@ -239,7 +240,7 @@ def test_an_interrupted_loop_ends_after_a_token(config: SparseConfig | None, wid
 
 
 def test_a_uniform_at_the_edge_of_a_cell_draws_the_next_token(wide: LoadedModel) -> None:
-    model = ModelRunner.build(wide, 4, 256)
+    model = TorchRunner.build(wide, 4, 256)
     loop, slot = DecodeLoop(model, WIDE, SparseConfig()), model.pool.allocate()
 
     def draw(u: float) -> Sample:
@@ -259,7 +260,7 @@ def test_a_uniform_at_the_edge_of_a_cell_draws_the_next_token(wide: LoadedModel)
 @pytest.mark.parametrize("params", [SamplingParams(temperature=0), SamplingParams(), SamplingParams(top_k=3)])
 @pytest.mark.parametrize("by_noise", [False, True])
 def test_the_loop_stops_where_the_draft_is_unsure(params: SamplingParams, by_noise: bool, wide: LoadedModel) -> None:
-    model = ModelRunner.build(wide, 4, 256)
+    model = TorchRunner.build(wide, 4, 256)
     loop, lengths = DecodeLoop(model, WIDE, SparseConfig()), set[int]()
     for bound in (0.9, 2.0, 3.0, 4.0, 5.0, 9.0):
         one, other = model.pool.allocate(), model.pool.allocate()

@@ -22,7 +22,8 @@ from outrider.runtime.fused_decoder import FusedDecoder, fuse_model
 from outrider.runtime.kv_cache import BLOCK_TOKENS
 from outrider.runtime.llama_loader import processor_flags
 from outrider.runtime.loader import ModelSource, load_model
-from outrider.runtime.model_runner import Chunk, ModelRunner
+from outrider.runtime.model_runner import Chunk
+from outrider.runtime.torch_runner import TorchRunner
 
 HAS_LIBRARY = decoder.library() is not None
 needs_library = pytest.mark.skipif(not HAS_LIBRARY, reason="no decoder in C: no compiler, or no instructions")
@@ -85,15 +86,15 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     return {name: checkpoint(name, tmp_path_factory.mktemp("model")) for name in CONFIGS}
 
 
-def runner(folder: Path, dtype: str = "bfloat16", *, fuse: bool = True) -> ModelRunner:
-    return ModelRunner.build(load_model(ModelSource(str(folder), dtype=dtype, device="cpu")), 8, 256, fuse=fuse)
+def runner(folder: Path, dtype: str = "bfloat16", *, fuse: bool = True) -> TorchRunner:
+    return TorchRunner.build(load_model(ModelSource(str(folder), dtype=dtype, device="cpu")), 8, 256, fuse=fuse)
 
 
 def tokens_of(count: int, seed: int, vocab_size: int = 97) -> list[int]:
     return random.Random(seed).choices(range(vocab_size), k=count)
 
 
-def run(model: ModelRunner, sequences: Sequence[Sequence[int]], widths: Sequence[int]) -> list[Tensor]:
+def run(model: TorchRunner, sequences: Sequence[Sequence[int]], widths: Sequence[int]) -> list[Tensor]:
     """The logits of all positions of each sequence, in passes over `widths[i]` tokens of sequence i."""
     slots = [model.pool.allocate() for _ in sequences]
     found: list[list[Tensor]] = [[] for _ in sequences]
@@ -150,7 +151,7 @@ def test_logits_are_those_of_transformers(name: str, dtype: str, folders: dict[s
     wanted = plain
     if dtype != "float32":
         wanted = run(runner(folders[name], "float32", fuse=False), sequences, [200, 200, 200])
-    ours = ModelRunner.build(unfused.loaded, 8, 256)
+    ours = TorchRunner.build(unfused.loaded, 8, 256)
     assert isinstance(ours.program, FusedDecoder)
     assert ours.program.cpu_decoder is not None
     for found, right, rounded in zip(run(ours, sequences, [13, 7, 1]), wanted, plain, strict=True):
@@ -193,7 +194,7 @@ def test_only_wanted_rows_have_logits(folders: dict[str, Path]) -> None:
     assert torch.equal(model.logits([Chunk(first, tokens[12:], 12, 7)]), whole[19:])
 
 
-def embedding_of(model: ModelRunner) -> Tensor:
+def embedding_of(model: TorchRunner) -> Tensor:
     """The embedding that the decoder reads."""
     assert isinstance(model.program, FusedDecoder)
     assert model.program.cpu_decoder is not None
@@ -273,7 +274,7 @@ def test_the_bits_do_not_depend_on_how_weights_are_kept(
             assert torch.equal(found, right)
 
 
-def embedding_dtype(model: ModelRunner) -> torch.dtype:
+def embedding_dtype(model: TorchRunner) -> torch.dtype:
     assert isinstance(model.program, FusedDecoder)
     return model.program._weights_dtype
 

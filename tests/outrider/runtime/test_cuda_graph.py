@@ -13,6 +13,7 @@ from outrider.runtime import batch, cuda_graph
 from outrider.runtime.cuda_graph import CannotCapture, Capturer, EagerRunner, GraphRunner, buckets_for
 from outrider.runtime.loader import LoadedModel
 from outrider.runtime.model_runner import Chunk, ModelRunner
+from outrider.runtime.torch_runner import TorchRunner
 from tests.outrider.runtime.steps import MAX_LENGTH, PAGED, random_steps
 
 Load = Callable[..., LoadedModel]
@@ -22,7 +23,7 @@ BOUNDS: dict[str, Any] = {"seconds": 1e3, "most_bytes": 1 << 30}
 
 
 def build(load: Load, name: str = "qwen3", dtype: str = "float32") -> ModelRunner:
-    return ModelRunner.build(load(name, dtype), SEQUENCES + 1, MAX_LENGTH, attention=PAGED)
+    return TorchRunner.build(load(name, dtype), SEQUENCES + 1, MAX_LENGTH, attention=PAGED)
 
 
 def capture(model: ModelRunner) -> str:
@@ -41,7 +42,7 @@ def test_a_captured_step_gives_the_logits_of_an_eager_one(
     name: str, dtype: str, allowed: float, load: Load, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     loaded = load(name, dtype)
-    eager, model = (ModelRunner.build(loaded, SEQUENCES + 1, MAX_LENGTH, attention=PAGED) for _ in range(2))
+    eager, model = (TorchRunner.build(loaded, SEQUENCES + 1, MAX_LENGTH, attention=PAGED) for _ in range(2))
     assert capture(model) == f"{len(SIZES)} of {len(SIZES)} sizes"
     assert isinstance(model.paged_runner, GraphRunner)
     find, replayed, chosen = model.paged_runner._find, list[int | None](), list[bool]()

@@ -22,6 +22,7 @@ from outrider.runtime.decode_loop import DecodeLoop
 from outrider.runtime.fused_decoder import FusedDecoder
 from outrider.runtime.loader import LoadedModel
 from outrider.runtime.model_runner import Chunk, ModelRunner
+from outrider.runtime.torch_runner import TorchRunner
 from tests.outrider.runtime.steps import PAGED
 from tests.outrider.runtime.tiny import GATED, VOCABULARY
 
@@ -90,11 +91,11 @@ def filled(model: ModelRunner, tokens: Sequence[int]) -> int:
 
 
 def eager_loop(loaded: LoadedModel, max_sequences: int = 8, *, fuse: bool = True) -> DecodeLoop:
-    return DecodeLoop(ModelRunner.build(loaded, max_sequences, 48, fuse=fuse), KNOWN, CONFIG)
+    return DecodeLoop(TorchRunner.build(loaded, max_sequences, 48, fuse=fuse), KNOWN, CONFIG)
 
 
 def captured_loop(loaded: LoadedModel, *, tokens: int = GAMMA) -> DecodeLoop:
-    loop = DecodeLoop(ModelRunner.build(loaded, 8, 48, attention=PAGED, blocks=60), KNOWN, CONFIG)
+    loop = DecodeLoop(TorchRunner.build(loaded, 8, 48, attention=PAGED, blocks=60), KNOWN, CONFIG)
     bounds = {"seconds": 1e3, "most_bytes": 1 << 30}
     found = loop.capture(Capturer(), sequences=3, tokens=tokens, with_kernels=True, **bounds)  # type: ignore[arg-type]
     assert found == "steps of up to 3 sequences"
@@ -106,7 +107,7 @@ def captured_loop(loaded: LoadedModel, *, tokens: int = GAMMA) -> DecodeLoop:
 )
 @pytest.mark.parametrize("by_noise", [False, True])
 def test_a_target_draws_as_verification_does(by_noise: bool, path: str, load: Load) -> None:
-    loop = DecodeLoop(ModelRunner.build(load("llama"), 2, 48), KNOWN, None, path)
+    loop = DecodeLoop(TorchRunner.build(load("llama"), 2, 48), KNOWN, None, path)
     z = 0.3 * torch.randn(64, KNOWN, generator=torch.Generator().manual_seed(5))
     rule = Rule.COUPLED if by_noise else Rule.TOKENWISE
     for params in PARAMS:
@@ -337,7 +338,7 @@ def test_sequences_decoded_together_are_those_decoded_alone(
 @pytest.fixture
 def target_loop(load: Load) -> DecodeLoop:
     """Captured steps of a target."""
-    loop = DecodeLoop(ModelRunner.build(load("llama"), 8, 48, attention=PAGED, blocks=60), KNOWN, None)
+    loop = DecodeLoop(TorchRunner.build(load("llama"), 8, 48, attention=PAGED, blocks=60), KNOWN, None)
     bounds = {"sequences": 3, "tokens": 12, "seconds": 1e3, "most_bytes": 1 << 30}
     loop.capture(Capturer(), with_kernels=True, **bounds)  # type: ignore[arg-type]
     return loop
@@ -419,7 +420,7 @@ def test_an_interrupt_ends_captured_steps(target_loop: DecodeLoop, monkeypatch: 
 
 def test_draws_without_a_graph_are_named_and_refused(load: Load) -> None:
     plain = Draw(PLAIN, 0.5)
-    bare = DecodeLoop(ModelRunner.build(load("llama"), 4, 48, attention=PAGED), KNOWN, CONFIG)
+    bare = DecodeLoop(TorchRunner.build(load("llama"), 4, 48, attention=PAGED), KNOWN, CONFIG)
     assert bare.obstacle([[plain]]) == "no steps are captured for a paged KV cache"
     bounds = {"sequences": 1, "tokens": 8, "seconds": 1e3, "most_bytes": 1 << 30}
     found = bare.capture(Capturer(), with_kernels=False, **bounds)  # type: ignore[arg-type]

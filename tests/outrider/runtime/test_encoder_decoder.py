@@ -9,7 +9,8 @@ import torch
 from outrider.runtime import fused_encoder_decoder
 from outrider.runtime.fused_encoder_decoder import FusedCrossDecoder
 from outrider.runtime.loader import adopt
-from outrider.runtime.model_runner import Chunk, ModelRunner
+from outrider.runtime.model_runner import Chunk
+from outrider.runtime.torch_runner import TorchRunner
 from tests.encoder_decoders import MODELS, START, V, build, inputs, loaded, logits_of
 
 TOKENS = 60
@@ -22,7 +23,7 @@ def test_packed_batches_give_the_logits_of_transformers(name: str, kind: str, mo
     """Texts in pieces of any length, several in a batch, with drafts that are rolled back; one begins anew."""
     if "not packed" in kind:
         monkeypatch.setattr(fused_encoder_decoder, "can_pack", lambda dtype, device: False)
-    runner, coin = ModelRunner.build(loaded(name), SEQUENCES, 80, fuse=kind != "not fused"), random.Random(1)
+    runner, coin = TorchRunner.build(loaded(name), SEQUENCES, 80, fuse=kind != "not fused"), random.Random(1)
     assert runner.loaded.encoder is not None
     decoder = runner.loaded.encoder.decoder
     assert (decoder is None) == (kind == "not fused")
@@ -74,7 +75,7 @@ def test_each_norm_and_bias_is_used_at_its_own_place(name: str) -> None:
             parameter.data += 0.3 * torch.randn_like(parameter)
     found = []
     for fuse in (False, True):
-        runner = ModelRunner.build(adopt(copy.deepcopy(model), name, name), 1, 80, fuse=fuse)
+        runner = TorchRunner.build(adopt(copy.deepcopy(model), name, name), 1, 80, fuse=fuse)
         slot = runner.pool.allocate()
         runner.encode(slot, own_input)
         found.append(runner.forward([Chunk(slot, tokens, 0, 0)]))
@@ -82,7 +83,7 @@ def test_each_norm_and_bias_is_used_at_its_own_place(name: str) -> None:
 
 
 def test_a_sequence_whose_encoder_has_not_run_is_refused() -> None:
-    runner = ModelRunner.build(loaded("t5"), 2, 80)
+    runner = TorchRunner.build(loaded("t5"), 2, 80)
     slot = runner.pool.allocate()
     for _ in range(2):  # without an encoder, and with an empty one
         with pytest.raises(ValueError, match="the encoder of slot 0 has not run"):
@@ -93,7 +94,7 @@ def test_a_sequence_whose_encoder_has_not_run_is_refused() -> None:
 
 def test_a_fork_keeps_its_encoder() -> None:
     """As a branch of the outcome cache, which outlives the sequence's own slot."""
-    runner = ModelRunner.build(loaded("bart"), 4, 80)
+    runner = TorchRunner.build(loaded("bart"), 4, 80)
     pool, own_input = runner.pool, inputs("bart", 4)[3]
     slot = pool.allocate()
     runner.encode(slot, own_input)

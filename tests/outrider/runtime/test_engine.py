@@ -11,6 +11,7 @@ from outrider.runtime.engine import TIMES_THE_LONGEST, Engine
 from outrider.runtime.errors import ModelLost
 from outrider.runtime.loader import LoadedModel
 from outrider.runtime.model_runner import ModelRunner
+from outrider.runtime.torch_runner import TorchRunner
 
 SOON_S = 20.0
 
@@ -44,7 +45,7 @@ class Failing(Engine[str, str, None]):
 
 
 def test_a_lost_model_ends_the_engine_and_a_failed_step_only_its_sequences(load: Callable[..., LoadedModel]) -> None:
-    runner = ModelRunner.build(load("llama"), max_sequences=1, max_length=32)
+    runner = TorchRunner.build(load("llama"), max_sequences=1, max_length=32)
     engine = Failing(runner, {"broken": RuntimeError("a step"), "lost": ModelLost("rank 1 is lost")})
     engine.start()
     engine.post("broken")
@@ -61,7 +62,7 @@ def test_a_lost_model_ends_the_engine_and_a_failed_step_only_its_sequences(load:
 def test_long_steps_widen_the_bound_and_idle_time_does_not(
     load: Callable[..., LoadedModel], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    engine = Failing(ModelRunner.build(load("llama"), max_sequences=1, max_length=32), {})
+    engine = Failing(TorchRunner.build(load("llama"), max_sequences=1, max_length=32), {})
     engine._thread = Mock()  # alive
     now = 100.0
     monkeypatch.setattr("outrider.runtime.engine.time", SimpleNamespace(perf_counter=lambda: now))

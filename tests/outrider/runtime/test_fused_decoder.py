@@ -14,6 +14,7 @@ from outrider.runtime.fused_decoder import FusedDecoder, use_huge_pages
 from outrider.runtime.fused_layers import RMSNormModule, can_pack, doubled, linear, pack
 from outrider.runtime.loader import LoadedModel
 from outrider.runtime.model_runner import Chunk, ModelRunner
+from outrider.runtime.torch_runner import TorchRunner
 from tests.outrider.runtime.tiny import CONFIGS, GATED, VOCABULARY
 
 Load = Callable[..., LoadedModel]
@@ -51,10 +52,10 @@ def test_fused_and_unfused_agree_in_float32(
     if not packs:
         monkeypatch.setattr(fused_decoder, "can_pack", lambda dtype, device: False)
     loaded = load(name)
-    plain = ModelRunner.build(loaded, 3, 64, fuse=False)
+    plain = TorchRunner.build(loaded, 3, 64, fuse=False)
     wanted = logits(plain, 3)
     assert plain.loaded.fused is None
-    fused = ModelRunner.build(loaded, 3, 64)
+    fused = TorchRunner.build(loaded, 3, 64)
     decoder = loaded.fused
     assert fused.program is decoder
     assert isinstance(decoder, FusedDecoder) == (name in GATED)
@@ -65,7 +66,7 @@ def test_fused_and_unfused_agree_in_float32(
 def test_a_fused_forward_that_differs_is_refused(load: Load, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(fused_decoder, "doubled", lambda weight: -doubled(weight))
     with pytest.raises(CheckpointError, match="gives other logits when fused than in transformers"):
-        ModelRunner.build(load("llama"), 1, 32)
+        TorchRunner.build(load("llama"), 1, 32)
 
 
 class CentredRMSNorm(LlamaRMSNorm):

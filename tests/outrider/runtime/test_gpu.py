@@ -19,6 +19,7 @@ from outrider.runtime.decode_loop import DecodeLoop
 from outrider.runtime.loader import LoadedModel, ModelSource, load_model
 from outrider.runtime.model_runner import Chunk, ModelRunner
 from outrider.runtime.paged_attention import AttentionChoice, choose_attention
+from outrider.runtime.torch_runner import TorchRunner
 from tests.outrider.runtime.steps import MAX_LENGTH, random_steps
 from tests.outrider.runtime.test_decode_loop import step_by_step
 from tests.outrider.runtime.tiny import EXPERTS, FAMILIES, VOCABULARY
@@ -59,14 +60,14 @@ def test_a_family_gives_the_logits_of_the_cpu(
     loaded = on_gpu(name, dtype)
     choice = chosen(loaded)
     assert choice.name == "triton", choice.reason
-    model = ModelRunner.build(loaded, 5, MAX_LENGTH, attention=choice)
-    wanted, _ = random_steps(ModelRunner.build(load(name, dtype), 5, MAX_LENGTH), 3, 25)
+    model = TorchRunner.build(loaded, 5, MAX_LENGTH, attention=choice)
+    wanted, _ = random_steps(TorchRunner.build(load(name, dtype), 5, MAX_LENGTH), 3, 25)
     for one, other in zip(random_steps(model, 3, 25)[0], wanted, strict=True):
         assert near(one, other, dtype, name), choice.reason
 
 
 def captured(loaded: LoadedModel) -> ModelRunner:
-    model = ModelRunner.build(loaded, 5, MAX_LENGTH, attention=chosen(loaded))
+    model = TorchRunner.build(loaded, 5, MAX_LENGTH, attention=chosen(loaded))
     found = model.capture(CudaCapturer(CUDA), max_sequences=4, widest=8, seconds=300, most_bytes=1 << 32)
     count = len(model.paged_runner._captured) if isinstance(model.paged_runner, GraphRunner) else 0
     assert found == f"{count} of {count} sizes"
@@ -79,7 +80,7 @@ def test_graphs_give_the_logits_of_eager_steps(name: str, on_gpu: Callable[[str,
     if name not in ("gpt2", "phi"):
         assert model.layer_choice is not None
         assert model.layer_choice.name == "triton", model.layer_choice.reason
-    plain = ModelRunner.build(eager, 5, MAX_LENGTH, attention=chosen(eager))
+    plain = TorchRunner.build(eager, 5, MAX_LENGTH, attention=chosen(eager))
     for one, other in zip(random_steps(model, 4, 25)[0], random_steps(plain, 4, 25)[0], strict=True):
         assert near(one, other.float().cpu(), "bfloat16", name)
 

@@ -22,6 +22,7 @@ from outrider.runtime.fused_layers import FusedLayers
 from outrider.runtime.layer_ops import LayerOps, ProductOps, TritonOps, choose_layer_ops
 from outrider.runtime.loader import LoadedModel, ModelSource, load_model
 from outrider.runtime.model_runner import Chunk, ModelRunner
+from outrider.runtime.torch_runner import TorchRunner
 from tests.kernels.paths import DEVICE, IS_INTERPRETED, TRITON
 from tests.outrider.runtime import tiny
 from tests.outrider.runtime.steps import PAGED
@@ -58,7 +59,7 @@ def test_triton_gives_the_logits_that_torch_gives(
     for kind in (LayerOps, TritonOps):
         monkeypatch.setattr(fused_decoder, "choose_layer_ops", lambda layers, dtype, kind=kind: kind(layers, "a test"))
         loaded = load_model(ModelSource(str(checkpoint(name)), dtype=dtype, device=DEVICE))
-        model = ModelRunner.build(loaded, 2, 16, attention=PAGED)
+        model = TorchRunner.build(loaded, 2, 16, attention=PAGED)
         assert model.layer_choice is not None
         assert model.layer_choice.name == {LayerOps: "torch", TritonOps: path}[kind]
         logits.append(logits_of(model))
@@ -92,7 +93,7 @@ def test_products_of_a_few_rows_give_the_logits_of_torch(
     for kind in (LayerOps, ProductOps):
         monkeypatch.setattr(fused_decoder, "choose_layer_ops", lambda layers, dtype, kind=kind: kind(layers, "a test"))
         loaded = load_model(ModelSource(str(folder), dtype=str(DTYPE).removeprefix("torch."), device=DEVICE))
-        model = ModelRunner.build(loaded, 2, 40, attention=PAGED)
+        model = TorchRunner.build(loaded, 2, 40, attention=PAGED)
         assert type(model.layer_choice) is kind
         one, other = model.pool.allocate(), model.pool.allocate()
         many = model.forward([Chunk(one, list(range(20)), 0, 0)]).clone()

@@ -10,7 +10,7 @@ import torch
 
 from outrider.runtime.loader import LoadedModel, ModelSource, load_model
 from outrider.runtime.memory import MIB, DeviceMemory, OutOfMemory, block_bytes, explain_out_of_memory, memory_of
-from outrider.runtime.model_runner import ModelRunner
+from outrider.runtime.torch_runner import TorchRunner
 from outrider.service.loading import (
     DEFAULT_CPU_KV_MB,
     build_model_runner,
@@ -70,7 +70,7 @@ def test_the_profiling_run_has_its_size_and_leaves_no_block(attention: str, load
     assert profiling_run(packed, 50).shape == (50, packed.loaded.vocab_size)
     assert packed.pool.used_blocks == 0
     packed.pool.check_integrity()
-    small = ModelRunner.build(load("llama"), 1, 20, blocks=2)
+    small = TorchRunner.build(load("llama"), 1, 20, blocks=2)
     assert len(profiling_run(small, 500)) == 40, "no step is larger than the pool"
     assert profiling_blocks(150, 40) == 2 + 2 + 2 + 1
 

@@ -12,8 +12,9 @@ from outrider.runtime import sdpa
 from outrider.runtime.block_pool import BlockPool
 from outrider.runtime.fused_decoder import FusedDecoder
 from outrider.runtime.loader import LoadedModel
-from outrider.runtime.model_runner import Chunk, ModelRunner
+from outrider.runtime.model_runner import Chunk
 from outrider.runtime.paged_attention import AttentionChoice
+from outrider.runtime.torch_runner import TorchRunner
 from tests.outrider.runtime.steps import MAX_LENGTH, random_steps, reference_logits
 from tests.outrider.runtime.tiny import EXPERTS, FAMILIES, VOCABULARY, Reference
 
@@ -42,7 +43,7 @@ def test_any_steps_give_the_logits_of_transformers(
             monkeypatch.setattr(sdpa, "BLOCK", 8)
             monkeypatch.setattr(BlockPool, "reserve", lambda *_: None)
         choice = SMALL_BLOCKS_OF.get(name, SMALL_BLOCKS)
-        model = ModelRunner.build(loaded, 5, MAX_LENGTH, fuse=fuse, attention=choice)
+        model = TorchRunner.build(loaded, 5, MAX_LENGTH, fuse=fuse, attention=choice)
         found, wanted = random_steps(model, seed=1, counts=(1, 1, 1, 2, 4, 7, 24))
         expected = expected or reference_logits(Reference(checkpoint(name)), wanted)
         for step, (mine, theirs) in enumerate(zip(found, expected, strict=True)):
@@ -54,7 +55,7 @@ def test_any_steps_give_the_logits_of_transformers(
 @pytest.mark.parametrize("name", ["llama", "mistral", "qwen3"])
 def test_a_sequence_has_the_same_bits_in_any_batch(name: str, load: Load) -> None:
     """Texts of one to twelve blocks with common prefixes; chunks of one row, of a few, and a long one."""
-    model = ModelRunner.build(load(name), 24, 48, attention=SMALL_BLOCKS_OF.get(name, SMALL_BLOCKS))
+    model = TorchRunner.build(load(name), 24, 48, attention=SMALL_BLOCKS_OF.get(name, SMALL_BLOCKS))
     rng = random.Random(1)
     text = rng.choices(range(VOCABULARY), k=48)
     whole = model.pool.allocate()
@@ -72,7 +73,7 @@ def test_a_sequence_has_the_same_bits_in_any_batch(name: str, load: Load) -> Non
 
 
 def test_what_is_left_in_free_blocks_does_not_matter(llama: LoadedModel) -> None:
-    model = ModelRunner.build(llama, 2, 48, attention=SMALL_BLOCKS)
+    model = TorchRunner.build(llama, 2, 48, attention=SMALL_BLOCKS)
     assert model.pool.by_head is not None
     for store in model.pool.by_head.stores:
         store.fill_(torch.nan)
@@ -83,18 +84,18 @@ def test_what_is_left_in_free_blocks_does_not_matter(llama: LoadedModel) -> None
 
 def test_the_decoder_in_c_needs_blocks_of_whole_vectors(load: Load) -> None:
     loaded = load("qwen3")
-    ModelRunner.build(loaded, 2, 48, attention=SMALL_BLOCKS_OF["qwen3"])
+    TorchRunner.build(loaded, 2, 48, attention=SMALL_BLOCKS_OF["qwen3"])
     if not isinstance(loaded.fused, FusedDecoder) or loaded.fused.cpu_decoder is None:
         pytest.skip("torch runs the layers on this processor")
     with pytest.raises(ValueError, match=r"^block_tokens is 4; it must be a multiple of 16$"):
-        ModelRunner.build(loaded, 2, 48, attention=SMALL_BLOCKS)
+        TorchRunner.build(loaded, 2, 48, attention=SMALL_BLOCKS)
 
 
 @pytest.mark.parametrize("name", ["llama", "gemma2", "gemma3", "gpt2", "phi", "mixtral", "qwen3-moe", "gpt-oss"])
 def test_sixteen_bits_stay_near_float32(name: str, load: Load) -> None:
     """A wrong mask or a missing factor moves logits by their own size."""
     exact, *rounded = (
-        torch.cat(random_steps(ModelRunner.build(load(name, dtype), 5, MAX_LENGTH, fuse=dtype in NEAR), 3)[0])
+        torch.cat(random_steps(TorchRunner.build(load(name, dtype), 5, MAX_LENGTH, fuse=dtype in NEAR), 3)[0])
         for dtype in ("float32", *NEAR)
     )
     for logits, near in zip(rounded, NEAR.values(), strict=True):
@@ -109,7 +110,7 @@ def llama(load: Load) -> LoadedModel:
 
 
 def test_a_failed_step_changes_no_length(llama: LoadedModel, monkeypatch: pytest.MonkeyPatch) -> None:
-    model = ModelRunner.build(llama, 2, 48)
+    model = TorchRunner.build(llama, 2, 48)
     slot = model.pool.allocate()
     model.forward([Chunk(slot, [1, 2, 3], 0, 3)])
 
@@ -142,7 +143,7 @@ def test_a_failed_step_changes_no_length(llama: LoadedModel, monkeypatch: pytest
 def test_chunks_that_do_not_fit_are_refused_with_their_numbers(
     llama: LoadedModel, chunks: list[Chunk], message: str
 ) -> None:
-    model = ModelRunner.build(llama, 2, 48)
+    model = TorchRunner.build(llama, 2, 48)
     slot = model.pool.allocate()
     model.forward([Chunk(slot, [1, 2, 3], 0, 3)])
     with pytest.raises(ValueError, match=message):
@@ -152,4 +153,4 @@ def test_chunks_that_do_not_fit_are_refused_with_their_numbers(
 
 def test_a_pool_longer_than_the_context_is_refused(llama: LoadedModel) -> None:
     with pytest.raises(ValueError, match=r"max_length is 65; the context of .* has 64 positions"):
-        ModelRunner.build(llama, 1, 65)
+        TorchRunner.build(llama, 1, 65)

@@ -23,7 +23,7 @@ from outrider.runtime.errors import CheckpointError
 from outrider.runtime.fused_decoder import FusedDecoder, fuse_model
 from outrider.runtime.layer_ops import LayerOps
 from outrider.runtime.loader import LoadedModel
-from outrider.runtime.model_runner import Chunk, ModelRunner
+from outrider.runtime.model_runner import Chunk
 from outrider.runtime.paged_attention import (
     EAGER,
     ORDINARY,
@@ -33,6 +33,7 @@ from outrider.runtime.paged_attention import (
     choose_attention,
 )
 from outrider.runtime.sdpa import Location, Scoring, attend_scores, keys_and_values
+from outrider.runtime.torch_runner import TorchRunner
 from tests.kernels.test_triton_attention import wide_tiles
 from tests.outrider.runtime.steps import MAX_LENGTH, PAGED, random_steps
 from tests.outrider.runtime.tiny import GATED, VOCABULARY
@@ -79,7 +80,7 @@ def test_blocks_give_the_bits_of_contiguous_memory(
         monkeypatch.setattr(module, "attend_causal", _attend_by_scores)
     monkeypatch.setattr(fused_decoder, "compiled", lambda module, device: module)
     loaded = load(name, dtype)
-    paged, ordinary = (ModelRunner.build(loaded, 5, MAX_LENGTH, attention=each) for each in (PAGED, ORDINARY))
+    paged, ordinary = (TorchRunner.build(loaded, 5, MAX_LENGTH, attention=each) for each in (PAGED, ORDINARY))
     assert paged.pool.paged is not None
     for found, wanted in zip(random_steps(paged, 3)[0], random_steps(ordinary, 3)[0], strict=True):
         assert torch.equal(found.float(), wanted)
@@ -112,7 +113,7 @@ def test_our_kernel_is_checked_on_the_layers_and_chosen(monkeypatch: pytest.Monk
 @pytest.mark.parametrize("name", ["llama", "gemma2", "gpt-oss"])
 def test_our_kernel_gives_the_logits_of_torch(name: str, load: Load) -> None:
     choice = AttentionChoice("triton", "interpreted", block_tokens=4)
-    ordinary, paged = (ModelRunner.build(load(name), 5, MAX_LENGTH, attention=each) for each in (ORDINARY, choice))
+    ordinary, paged = (TorchRunner.build(load(name), 5, MAX_LENGTH, attention=each) for each in (ORDINARY, choice))
     for found, wanted in zip(random_steps(paged, 3, 8)[0], random_steps(ordinary, 3, 8)[0], strict=True):
         assert torch.allclose(found, wanted, atol=2e-5)
 
@@ -122,12 +123,12 @@ def test_captured_steps_continue_in_new_stretches(load: Load, monkeypatch: pytes
     """By our kernel, whose work list is made once for all steps of a call. Stretches are short here."""
     for module in ("attention_work", "triton_attention"):
         monkeypatch.setattr(f"kernels.{module}.STRETCH", 16)
-    model = ModelRunner.build(load("qwen3"), 5, 48, attention=AttentionChoice("triton", "interpreted", block_tokens=4))
+    model = TorchRunner.build(load("qwen3"), 5, 48, attention=AttentionChoice("triton", "interpreted", block_tokens=4))
     bounds: dict[str, Any] = {"seconds": 1e3, "most_bytes": 1 << 30}
     loop = DecodeLoop(model, VOCABULARY, SparseConfig())
     loop.capture(Capturer(), sequences=3, tokens=6, with_kernels=True, **bounds)
     model.capture(Capturer(), max_sequences=3, widest=2, **bounds)
-    plain = ModelRunner.build(load("qwen3"), 5, 48)
+    plain = TorchRunner.build(load("qwen3"), 5, 48)
     prompts = [[(7 * i + length) % VOCABULARY for i in range(length)] for length in (13, 29, 5)]
     slots = [model.pool.allocate() for _ in prompts]
     chunks = [Chunk(slot, prompt, 0, len(prompt)) for slot, prompt in zip(slots, prompts, strict=True)]

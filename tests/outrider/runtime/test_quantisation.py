@@ -17,7 +17,7 @@ from torch import Tensor
 from outrider.runtime.errors import CheckpointError
 from outrider.runtime.fused_decoder import FusedDecoder
 from outrider.runtime.loader import ModelSource, load_model
-from outrider.runtime.model_runner import ModelRunner
+from outrider.runtime.torch_runner import TorchRunner
 from tests.outrider.runtime.steps import MAX_LENGTH, random_steps, reference_logits
 from tests.outrider.runtime.tiny import Reference
 
@@ -58,8 +58,8 @@ def test_integer_weights_give_the_logits_of_equal_floats(
     """Unfused, then fused."""
     integers, floats = quantise(checkpoint(name), tmp_path)
     loaded = load_model(ModelSource(str(integers), dtype="float32", device="cpu"))
-    unfused, steps = random_steps(ModelRunner.build(loaded, 5, MAX_LENGTH, fuse=False), 4)
-    fused, _ = random_steps(ModelRunner.build(loaded, 5, MAX_LENGTH), 4)
+    unfused, steps = random_steps(TorchRunner.build(loaded, 5, MAX_LENGTH, fuse=False), 4)
+    fused, _ = random_steps(TorchRunner.build(loaded, 5, MAX_LENGTH), 4)
     wanted, original = (torch.cat(reference_logits(Reference(folder), steps)) for folder in (floats, checkpoint(name)))
     assert (wanted - original).abs().max() > 1e-2, "quantising changes the logits"
     for found in (unfused, fused):

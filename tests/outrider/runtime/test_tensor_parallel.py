@@ -23,6 +23,7 @@ from outrider.runtime.errors import CheckpointError, ModelLost
 from outrider.runtime.loader import LoadedModel, sharding
 from outrider.runtime.model_runner import Chunk, ModelRunner
 from outrider.runtime.tensor_parallel import Ranks, Watch, is_worker, read_ranks
+from outrider.runtime.torch_runner import TorchRunner
 from outrider.service.settings import SettingsError
 from tests import cluster as clusters
 from tests.cluster import Cluster, free_address
@@ -123,7 +124,7 @@ def history(runner: ModelRunner) -> Tensor:
 def test_two_ranks_give_the_logits_of_one(
     load: Callable[..., LoadedModel], checkpoint: Checkpoint, family: str
 ) -> None:
-    expected = history(ModelRunner.build(load(family), max_sequences=4, max_length=64, fuse=False))
+    expected = history(TorchRunner.build(load(family), max_sequences=4, max_length=64, fuse=False))
     with as_rank_0(checkpoint(family)) as runner:
         found = history(runner)
         parts, config = 1 if family in WHOLE else 2, runner.loaded.model.config
