@@ -71,7 +71,7 @@ class Sample:
         target = FailoverStream(verifiers, sequence, timeout=timeout)
         self._watch.begins()
         try:
-            if request.gamma and sequence.left > 1:  # a verdict adds a token of the target's own
+            if request.speculation.gamma and sequence.left > 1:  # a verdict adds a token of the target's own
                 self._drafting = drafter.open(replace(request.draft_sequence, seed=sequence.seed))
             await self._run_in_time(target, on_open)
             self._finish()

@@ -18,6 +18,24 @@ class PolicyKind(StrEnum):
 
 
 @dataclass(frozen=True, slots=True)
+class Speculation:
+    """How a request drafts.
+
+    Attributes:
+        gamma: the largest γ, and with `fixed` the only one; 0 is `Decode` alone.
+        first_gamma: γ of the first proposal, with the other policies.
+        drafter: `NONE` if `gamma` is 0.
+        chooses_tokens_per_pass: the request names none, and `adaptive` may choose 1 instead, before drafting begins.
+    """
+
+    policy: PolicyKind
+    gamma: int
+    first_gamma: int
+    drafter: Kind
+    chooses_tokens_per_pass: bool = False
+
+
+@dataclass(frozen=True, slots=True)
 class CheckedRequest:
     """A checked `GenerateRequest`.
 
@@ -30,10 +48,6 @@ class CheckedRequest:
         top_logprobs: None without log-probabilities.
         top_prompt_logprobs: the same for tokens of the prompt.
         time_limit: in seconds; None without one.
-        gamma: the largest γ, and with `fixed` the only one; 0 is `Decode` alone.
-        first_gamma: γ of the first proposal, with the other policies.
-        drafter: `NONE` if `gamma` is 0.
-        chooses_tokens_per_pass: it names none, and `adaptive` may choose 1 instead, before drafting begins.
         emission: sizes and pace of the responses; None without such limits.
         round_sizes: sizes of the messages to and from the verifier.
         encoder_input: the input of the encoder, as the verifier gets it; None for a model without encoder.
@@ -50,16 +64,12 @@ class CheckedRequest:
     samples: int
     top_logprobs: int | None
     time_limit: float | None
-    policy: PolicyKind
-    gamma: int
-    first_gamma: int
-    drafter: Kind
+    speculation: Speculation
     report_rounds: bool
     emission: Emission | None
     round_sizes: RoundSizes
     encoder_input: input_pb2.EncoderInput | None = field(default=None, repr=False)
     top_prompt_logprobs: int | None = None
-    chooses_tokens_per_pass: bool = False
     joined_responses: bool = False
 
     @property

@@ -192,7 +192,8 @@ class Sequence:
         self.prompt_length = len(request.prompt)
         self.round = Round(0)
         self.finish_reason: sampling_pb2.FinishReason = sampling_pb2.FINISH_REASON_UNSPECIFIED
-        self.counts = SpeculationCounts(KIND_TO_WIRE[request.drafter], POLICY_TO_WIRE[request.policy])
+        drafter, policy = request.speculation.drafter, request.speculation.policy
+        self.counts = SpeculationCounts(KIND_TO_WIRE[drafter], POLICY_TO_WIRE[policy])
         self.timings = Timings(arrived, texts)
         self.scored = 1
         self.is_scored = asyncio.Event()

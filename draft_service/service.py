@@ -133,7 +133,7 @@ class GenerateCall:
     async def _with_draft_input(self, request: CheckedRequest) -> CheckedRequest:
         """Computes the input of the draft's encoder, if the draft model runs."""
         inputs, message = self._pair.encoder_inputs, request.encoder_input
-        if inputs is None or message is None or request.drafter not in RUN_A_MODEL:
+        if inputs is None or message is None or request.speculation.drafter not in RUN_A_MODEL:
             return request
         tensor = await inputs.checked_tensor(message)
         return replace(request, draft_sequence=replace(request.draft_sequence, encoder_input=tensor))
@@ -149,7 +149,7 @@ class GenerateCall:
         try:
             await sample.run(
                 self._pair.verifiers,
-                self._pair.drafters[request.drafter],
+                self._pair.drafters[request.speculation.drafter],
                 timeout=self._time_left(),
                 on_open=partial(self._on_open, request),
             )
@@ -191,9 +191,9 @@ class GenerateCall:
             rule=opened.rule if opened else RULE_TO_WIRE[request.sampling.rule],
             max_new_tokens=request.max_new_tokens,
             lossy=request.sampling.is_lossy,
-            drafter=KIND_TO_WIRE[request.drafter],
+            drafter=KIND_TO_WIRE[request.speculation.drafter],
             tokens_per_pass=request.draft_sequence.tokens_per_pass,
-            policy=POLICY_TO_WIRE[request.policy],
+            policy=POLICY_TO_WIRE[request.speculation.policy],
         )
         self._responses.send(draft_service_pb2.GenerateResponse(started=started))
 
@@ -230,8 +230,8 @@ class GenerateCall:
             finish_reasons=[reason.removeprefix("FINISH_REASON_") for reason in reasons],
             prompt_tokens=prompt,
             committed_tokens=len(message.committed_token_ids),
-            drafter=request.drafter.value if request else "",
-            speculation=request.policy.value if request else "",
+            drafter=request.speculation.drafter.value if request else "",
+            speculation=request.speculation.policy.value if request else "",
             tokens=tokens,
             rounds=sum(each.num_rounds for each in counts),
             drafts=sum(each.num_drafts for each in counts),

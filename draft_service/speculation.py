@@ -194,41 +194,41 @@ class GammaController:
 
     def of(self, request: CheckedRequest, load: Callable[[], int]) -> "SequenceGamma":
         """Return the γ of one sequence of a request, which begins now. `load` returns the sequences at a verifier."""
-        fallback: Policy = Fixed(request.first_gamma)
+        first = request.speculation.first_gamma
+        fallback: Policy = Fixed(first)
         return SequenceGamma(
             GAMMA.run(lambda: self._policy(request, load), fallback),
-            self._chosen.labels(policy=request.policy),
-            default=request.first_gamma,
+            self._chosen.labels(policy=request.speculation.policy),
+            default=first,
             has_beta=request.sampling.rule is Rule.TOKENWISE,  # `block` accepts more than β
             on_round=self._on_round(request),
         )
 
     def with_tokens_per_pass(self, request: CheckedRequest) -> CheckedRequest:
         """Return the request with its tokens of a pass chosen, if it leaves that to the service."""
-        if not request.chooses_tokens_per_pass:
+        if not request.speculation.chooses_tokens_per_pass:
             return request
         given = request.draft_sequence.tokens_per_pass
         chosen = GAMMA.run(lambda: self._pass_choices.choose(_kind_of(request), given), given)
         return replace(request, draft_sequence=replace(request.draft_sequence, tokens_per_pass=chosen))
 
     def _on_round(self, request: CheckedRequest) -> OnRound | None:
-        if not request.chooses_tokens_per_pass or not request.draft_sequence.owns_draws:
+        if not request.speculation.chooses_tokens_per_pass or not request.draft_sequence.owns_draws:
             return None
         return partial(self._pass_choices.add, _kind_of(request), request.draft_sequence.tokens_per_pass)
 
     def _policy(self, request: CheckedRequest, load: Callable[[], int]) -> Policy:
-        s = request.draft_sequence.tokens_per_pass
-        costs = self._costs.setdefault((request.drafter, s), CostModel(s))
-        match request.policy:
+        speculation, s = request.speculation, request.draft_sequence.tokens_per_pass
+        first, ceiling = speculation.first_gamma, speculation.gamma
+        costs = self._costs.setdefault((speculation.drafter, s), CostModel(s))
+        match speculation.policy:
             case PolicyKind.FIXED:
-                return Fixed(request.gamma, costs)
+                return Fixed(ceiling, costs)
             case PolicyKind.HEURISTIC:
-                return Heuristic(request.first_gamma, ceiling=request.gamma)
+                return Heuristic(first, ceiling=ceiling)
             case PolicyKind.ADAPTIVE:
                 costs.expect(load())
-                return Adaptive(
-                    request.first_gamma, ceiling=request.gamma, statistics=self._statistics_of(request), costs=costs
-                )
+                return Adaptive(first, ceiling=ceiling, statistics=self._statistics_of(request), costs=costs)
 
     def _statistics_of(self, request: CheckedRequest) -> AcceptanceStatistics:
         """Return the shared statistics of requests of this kind, or a copy that is not shared.
@@ -335,7 +335,7 @@ def _kind_of(request: CheckedRequest) -> tuple[object, ...]:
     """Requests of one kind have about the same acceptance."""
     sequence = request.draft_sequence
     return (
-        request.drafter,
+        request.speculation.drafter,
         sequence.rule,
         sequence.params.is_greedy,
         _class_of(sequence.params.temperature),

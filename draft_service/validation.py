@@ -12,7 +12,7 @@ from draft_service.drafters.base import RUN_A_MODEL, DraftSequence, Kind
 from draft_service.pair import Pair
 from draft_service.privacy import check_emission, round_sizes
 from draft_service.prompt import check_prompt
-from draft_service.request import KIND_TO_WIRE, POLICY_TO_WIRE, CheckedRequest, PolicyKind
+from draft_service.request import KIND_TO_WIRE, POLICY_TO_WIRE, CheckedRequest, PolicyKind, Speculation
 from draft_service.settings import DraftSettings
 from kernels.verify import Rule
 from outrider.rpc.errors import above_limit, counted, invalid_field, outside
@@ -47,7 +47,7 @@ def check_generate(message: draft_service_pb2.GenerateRequest, pair: Pair, setti
     Raises:
         RequestError: INVALID_ARGUMENT or FAILED_PRECONDITION.
     """
-    draft, target, speculation = pair.draft, pair.target, message.speculation
+    draft, target, requested = pair.draft, pair.target, message.speculation
     limits = draft.limits
     longest = limits.max_sequence_tokens
     check_features(message.required_features, draft.features)
@@ -59,7 +59,7 @@ def check_generate(message: draft_service_pb2.GenerateRequest, pair: Pair, setti
     scores_prompt = message.HasField("prompt_logprobs")
     top_prompt_logprobs = check_prompt_logprobs(message.prompt_logprobs, target) if scores_prompt else None
     samples = _check_samples(message, limits)
-    policy, gamma, first_gamma, drafter = _check_speculation(speculation, sampling, pair, settings)
+    speculation = _check_speculation(requested, sampling, pair, settings)
     time_limit = _check_time_limit(message)
     stop_token_ids = _check_stop_token_ids(message, limits, target.vocab_size)
     stop = _check_stop(message.stop, limits)
@@ -69,14 +69,14 @@ def check_generate(message: draft_service_pb2.GenerateRequest, pair: Pair, setti
     prompt, encoder_input = check_prompt(message, pair, settings.max_prompt_tokens)
     new = check_lengths(message, len(prompt), len(committed), longest)
     request_id = message.request_id or secrets.token_hex(8)
-    if encoder_input is not None and drafter in RUN_A_MODEL and (why := misfit(encoder_input, draft)):
+    if encoder_input is not None and speculation.drafter in RUN_A_MODEL and (why := misfit(encoder_input, draft)):
         _log.info(
             "the draft's encoder does not take the input",
             request_id=request_id,
             reason=why,
             effect="the target writes without a draft",
         )
-        drafter, gamma = Kind.NONE, 0
+        speculation = Speculation(speculation.policy, gamma=0, first_gamma=0, drafter=Kind.NONE)
     stops = stop_token_ids if message.ignore_eos else [*stop_token_ids, *target.eos_token_ids]
     sampling = replace(
         sampling,
@@ -96,15 +96,13 @@ def check_generate(message: draft_service_pb2.GenerateRequest, pair: Pair, setti
         seed=sampling.seed if sampling.seed is not None else secrets.randbits(64),
         rule=sampling.rule,
         seed_is_fresh=sampling.seed is None,
-        max_entropy=_check_max_entropy(speculation, default=settings.max_entropy),
+        max_entropy=_check_max_entropy(requested, default=settings.max_entropy),
         draft_temperature=check_draft_temperature(
-            "speculation.draft_temperature", speculation, sampling, default=settings.draft_temperature
+            "speculation.draft_temperature", requested, sampling, default=settings.draft_temperature
         ),
-        uses_outcome_cache=(
-            speculation.outcome_cache if speculation.HasField("outcome_cache") else settings.outcome_cache
-        ),
+        uses_outcome_cache=(requested.outcome_cache if requested.HasField("outcome_cache") else settings.outcome_cache),
         tokens_per_pass=check_tokens_per_pass(
-            "speculation.tokens_per_pass", speculation, drafter, default=settings.tokens_per_pass
+            "speculation.tokens_per_pass", requested, speculation.drafter, default=settings.tokens_per_pass
         ),
         cache_salt=message.cache_salt,
     )
@@ -122,20 +120,14 @@ def check_generate(message: draft_service_pb2.GenerateRequest, pair: Pair, setti
         top_logprobs=top_logprobs,
         top_prompt_logprobs=top_prompt_logprobs,
         time_limit=time_limit,
-        policy=policy,
-        gamma=gamma,
-        first_gamma=min(first_gamma, gamma),
-        drafter=drafter,
-        chooses_tokens_per_pass=(
-            policy is PolicyKind.ADAPTIVE and drafter is Kind.PARALLEL and not speculation.HasField("tokens_per_pass")
-        ),
-        report_rounds=speculation.report_rounds or speculation.report_probabilities,
+        speculation=speculation,
+        report_rounds=requested.report_rounds or requested.report_probabilities,
         emission=check_emission(message, max_gamma=limits.max_gamma, top_logprobs=top_logprobs),
         joined_responses=message.joined_responses and not message.HasField("emission"),
         round_sizes=round_sizes(
             message,
             sampling,
-            gamma=gamma,
+            gamma=speculation.gamma,
             name_bytes=len(f"{request_id}/{samples}".encode()),
             max_support=limits.max_support,
             target=target,
@@ -239,31 +231,37 @@ def check_tokens_per_pass(field: str, message: Drafted, drafter: Kind, *, defaul
 
 
 def _check_speculation(
-    speculation: draft_service_pb2.SpeculationParams, sampling: Sampling, pair: Pair, settings: DraftSettings
-) -> tuple[PolicyKind, int, int, Kind]:
-    """The policy, the largest γ, γ of the first proposal, and the drafter."""
+    requested: draft_service_pb2.SpeculationParams, sampling: Sampling, pair: Pair, settings: DraftSettings
+) -> Speculation:
     draft, target = pair.draft, pair.target
     default_policy = PolicyKind(settings.speculation)
     if sampling.seed is not None and not (sampling.params.is_greedy or sampling.rule is Rule.COUPLED):
         default_policy = PolicyKind.FIXED  # draws decide the text: a seed repeats it only with the same γ in each round
-    policy = _check_policy(speculation, default=default_policy)
+    policy = _check_policy(requested, default=default_policy)
     most = draft.limits.max_gamma
     if sampling.needs_logits:
         most = min(most, max(1, most_logits(message_limit(draft, target), target.vocab_size)))
     first_gamma = min(settings.gamma, most)
     gamma = first_gamma if policy is PolicyKind.FIXED else most
-    if speculation.HasField("gamma"):
-        gamma = check_gamma("speculation.gamma", speculation.gamma, draft.limits)
+    if requested.HasField("gamma"):
+        gamma = check_gamma("speculation.gamma", requested.gamma, draft.limits)
     drafter = Kind.NONE
     if gamma:
         drafter = check_drafter(
-            "speculation.drafter", speculation.drafter, sampling, offered=pair.drafters, default=pair.default
+            "speculation.drafter", requested.drafter, sampling, offered=pair.drafters, default=pair.default
         )
     if drafter is Kind.NONE:
         gamma = 0
     if sampling.needs_logits:
         check_message_size("speculation.gamma", gamma, draft, target)
-    return policy, gamma, first_gamma, drafter
+    may_choose = policy is PolicyKind.ADAPTIVE and drafter is Kind.PARALLEL
+    return Speculation(
+        policy=policy,
+        gamma=gamma,
+        first_gamma=min(first_gamma, gamma),
+        drafter=drafter,
+        chooses_tokens_per_pass=may_choose and not requested.HasField("tokens_per_pass"),
+    )
 
 
 def _check_policy(requested: draft_service_pb2.SpeculationParams, *, default: PolicyKind) -> PolicyKind:

@@ -7,7 +7,7 @@ from typing import Any
 
 from draft_service.drafters.base import DraftSequence, Kind
 from draft_service.privacy import RoundSizes
-from draft_service.request import CheckedRequest, PolicyKind
+from draft_service.request import CheckedRequest, PolicyKind, Speculation
 from draft_service.sequence import Sequence
 from kernels.adjustments import LogitRules
 from kernels.sampling import SamplingParams
@@ -16,6 +16,7 @@ from outrider.service.sampling import Sampling
 from protos.outrider.v1 import draft_service_pb2
 
 _OF_DRAFT = frozenset({"seed_is_fresh", "draft_temperature", "max_entropy", "tokens_per_pass"})
+_OF_SPECULATION = frozenset({"policy", "gamma", "first_gamma", "drafter", "chooses_tokens_per_pass"})
 
 
 def generation(rule: Rule = Rule.COUPLED, *, temperature: float = 1.0, seed: int = 7, **fields: Any) -> CheckedRequest:
@@ -24,6 +25,8 @@ def generation(rule: Rule = Rule.COUPLED, *, temperature: float = 1.0, seed: int
     params, rules = SamplingParams(temperature=temperature), LogitRules()
     drawn = DraftSequence([1, 2, 3], [], params, rules, seed, rule, seed_is_fresh=True)
     of_draft = {name: fields.pop(name) for name in list(fields) if name in _OF_DRAFT}
+    drafting = Speculation(PolicyKind.ADAPTIVE, gamma=12, first_gamma=5, drafter=Kind.MODEL)
+    of_speculation = {name: fields.pop(name) for name in list(fields) if name in _OF_SPECULATION}
     plain = CheckedRequest(
         message=message,
         request_id="r",
@@ -36,10 +39,7 @@ def generation(rule: Rule = Rule.COUPLED, *, temperature: float = 1.0, seed: int
         samples=1,
         top_logprobs=None,
         time_limit=None,
-        policy=PolicyKind.ADAPTIVE,
-        gamma=12,
-        first_gamma=5,
-        drafter=Kind.MODEL,
+        speculation=replace(drafting, **of_speculation),
         report_rounds=False,
         emission=None,
         round_sizes=RoundSizes(),

@@ -185,7 +185,7 @@ def test_an_invalid_prompt_is_refused_by_name(
 def test_features_must_be_those_of_both_models(tokenizer: Tokenizer) -> None:
     """Of audio each service computes its own."""
     draft = changed(SPEECH, mels=MELS + 1)
-    assert check(tokenizer, message(audio=AUDIO), SPEECH, draft).drafter is Kind.MODEL
+    assert check(tokenizer, message(audio=AUDIO), SPEECH, draft).speculation.drafter is Kind.MODEL
     with pytest.raises(RequestError, match=r"features\.mels is 20; it must be 21"):
         check(tokenizer, message(features=FEATURES), SPEECH, draft)
 
@@ -200,10 +200,10 @@ def test_features_must_be_those_of_both_models(tokenizer: Tokenizer) -> None:
 def test_the_target_writes_alone_what_is_too_long_for_the_draft(
     tokenizer: Tokenizer, target: model_pb2.EncoderInfo, draft: model_pb2.EncoderInfo, fields: dict[str, Any]
 ) -> None:
-    checked = check(tokenizer, message(**fields), target, draft)
-    assert (checked.drafter, checked.gamma) == (Kind.NONE, 0)
-    checked = check(tokenizer, message(**fields), target, draft, default=Kind.LOOKUP)
-    assert (checked.drafter, checked.gamma) == (Kind.LOOKUP, 5)
+    found = check(tokenizer, message(**fields), target, draft).speculation
+    assert (found.drafter, found.gamma) == (Kind.NONE, 0)
+    found = check(tokenizer, message(**fields), target, draft, default=Kind.LOOKUP).speculation
+    assert (found.drafter, found.gamma) == (Kind.LOOKUP, 5)
 
 
 def test_speech_beyond_the_verifiers_message_limit_is_refused(tokenizer: Tokenizer) -> None:

@@ -445,12 +445,12 @@ def first(controller: GammaController, request_: CheckedRequest) -> int:
 
 def test_adaptive_policies_use_the_times_of_requests_with_a_fixed_gamma() -> None:
     controller, step = GammaController(Metrics()), CostLine(0.01, 0.0003)
-    fixed = request(policy=PolicyKind.FIXED, gamma=4)
+    fixed, alone = (request(policy=PolicyKind.FIXED, gamma=gamma) for gamma in (4, 0))
     assert first(controller, request()) == 5
     for _ in range(60):  # a draft of 100 ms
         controller._policy(fixed, lambda: 0).observe(JudgedRound(4, 4, 4, 4, (), 0.1, 0.012, step, 1, 5, 1, 0.112))
     for _ in range(12):
-        controller._policy(replace(fixed, gamma=0), lambda: 0).observe(JudgedRound(0, step=step, seconds=0.0103))
+        controller._policy(alone, lambda: 0).observe(JudgedRound(0, step=step, seconds=0.0103))
     assert first(controller, request(fresh=False)) == 0
     assert first(controller, request()) > 0, "acceptance is not known"
 

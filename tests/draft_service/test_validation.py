@@ -43,7 +43,7 @@ def check(
 
 def test_defaults_of_an_empty_request(tokenizer: Tokenizer) -> None:
     checked = check(tokenizer, draft_service_pb2.GenerateRequest(text="x = 1"))
-    assert (checked.max_new_tokens, checked.samples, checked.gamma) == (256, 1, 5)
+    assert (checked.max_new_tokens, checked.samples, checked.speculation.gamma) == (256, 1, 5)
     assert checked.sampling.params.temperature == 1.0
     assert (checked.top_logprobs, checked.time_limit) == (None, None)
     assert checked.prompt == tokenizer.encode("x = 1")
@@ -52,7 +52,7 @@ def test_defaults_of_an_empty_request(tokenizer: Tokenizer) -> None:
     assert checked.draft_sequence.seed != again.draft_sequence.seed
     assert Sequence(checked).opening().sampling.rule == TOKENWISE, "named, because verifiers may have other defaults"
     assert check(tokenizer, request([1] * 100)).max_new_tokens == 200, "the rest of the context"
-    assert check(tokenizer, request(), gamma=12).gamma == 8, "the verifier's limit"
+    assert check(tokenizer, request(), gamma=12).speculation.gamma == 8, "the verifier's limit"
 
 
 def test_prompt_length_limit_of_the_settings(tokenizer: Tokenizer) -> None:
@@ -111,7 +111,7 @@ def test_gamma_is_fixed_if_it_is_named_or_decides_the_text_of_a_seed(
     tokenizer: Tokenizer, params: sampling_pb2.SamplingParams, speculation: dict[str, Any], policy: PolicyKind
 ) -> None:
     message = request(sampling=params, speculation=draft_service_pb2.SpeculationParams(**speculation))
-    assert check(tokenizer, message, speculation="adaptive").policy is policy
+    assert check(tokenizer, message, speculation="adaptive").speculation.policy is policy
 
 
 def test_stop_ids_that_min_new_tokens_bans(tokenizer: Tokenizer) -> None:
