@@ -17,7 +17,7 @@ FIRM_TEXTS = 3
 # Tokens that each sequence writes with `Decode` after drafting stopped. The first pause only measures `Decode`: the
 # verifier writes several of its tokens in a step, and they may cost far less than the formula says. After a longer one
 # drafting is tried again. A trial like the last one may cost this share of the time: that decides how long the pause
-# is, between the least and the longest.
+# is, between the least and the longest. A trial that has cost as much of the longest pause ends early.
 FIRST_PAUSE, LEAST_PAUSE, LONGEST_PAUSE, TRIAL_SHARE = 32, 64, 4096, 0.0025
 # Weight, in judged tokens, that the old statistics of a position keep when drafting is tried again.
 KEPT_FOR_A_TRIAL = 16.0
@@ -365,7 +365,7 @@ class _Choice:
         drafts: the choice.
         left: rounds of each sequence, or tokens of `Decode`, until the next choice; below 0 they count on.
         pause: `left` when drafting stopped the last time; 0 before that.
-        lost: measured cost of the last trial to each sequence, in tokens of `Decode`.
+        lost: measured cost of the last trial to each sequence so far, in tokens of `Decode`.
     """
 
     drafts: bool = True
@@ -453,7 +453,8 @@ class AcceptanceStatistics:
                 self.accepted.forget(KEPT_FOR_A_TRIAL)
         is_firm = costs.is_firm and self.texts >= FIRM_TEXTS
         is_untried = not costs.has_decoded and not choice.pause  # one pause: it may not have counted as typical
-        if choice.left <= 0 and is_firm and (gain < 1 or is_untried):
+        is_over = choice.left <= 0 or choice.lost > TRIAL_SHARE * LONGEST_PAUSE
+        if choice.drafts and is_over and is_firm and (gain < 1 or is_untried):
             tokens = rates[self.gamma] * costs.cycle(self.drafted_share * self.gamma)
             choice.stop(FIRM_ROUNDS * tokens * (1 / gain - 1))
         self.pause = 0.0 if choice.drafts else choice.left
