@@ -17,7 +17,8 @@ FIRM_TEXTS = 3
 # Tokens that each sequence writes with `Decode` after drafting stopped. The first pause only measures `Decode`: the
 # verifier writes several of its tokens in a step, and they may cost far less than the formula says. After a longer one
 # drafting is tried again. A trial like the last one may cost this share of the time: that decides how long the pause
-# is, between the least and the longest. A trial that has cost as much of the longest pause ends early.
+# is, between the least and the longest. A trial that has cost as much of the longest pause ends early. Where drafting
+# pays, a first pause measures `Decode` again from time to time, for the same share.
 FIRST_PAUSE, LEAST_PAUSE, LONGEST_PAUSE, TRIAL_SHARE = 32, 64, 4096, 0.0025
 # Weight, in judged tokens, that the old statistics of a position keep when drafting is tried again.
 KEPT_FOR_A_TRIAL = 16.0
@@ -288,12 +289,12 @@ class CostModel:
         if active > 2 * self._mean_active:
             self._set_active(active)
 
-    def begin_trial(self) -> None:
-        """Give the old measurements of proposals little weight: drafting is tried again."""
-        drafts = self._now.cycles[True]
-        drafts.step = None
-        drafts.measured *= FORMULA_WEIGHT / REMEMBERED_CYCLES
-        drafts.expected *= FORMULA_WEIGHT / REMEMBERED_CYCLES
+    def begin_trial(self, *, drafts: bool) -> None:
+        """Give the old measurements of proposals, or of `Decode`, little weight: they are tried again."""
+        cycles = self._now.cycles[drafts]
+        cycles.step = None
+        cycles.measured *= FORMULA_WEIGHT / REMEMBERED_CYCLES
+        cycles.expected *= FORMULA_WEIGHT / REMEMBERED_CYCLES
 
     def cycle(self, gamma: float) -> float:
         """Return the seconds from one verdict to the next; at γ = 0 those of one token of a `Decode`."""
@@ -383,6 +384,11 @@ class _Choice:
         self.left = self.pause
         self.drafts = False
 
+    def measure_decode(self) -> None:
+        """Stop drafting, though it pays, for as long as it takes to measure `Decode`."""
+        self.left = self.pause = FIRST_PAUSE
+        self.drafts = False
+
     def resume(self) -> None:
         """Draft again: for a trial, or after the first pause only if it pays."""
         self.left = 0.0 if self.pause == FIRST_PAUSE else FIRM_ROUNDS
@@ -449,13 +455,17 @@ class AcceptanceStatistics:
         if choice.left <= 0 and not choice.drafts:
             choice.resume()
             if choice.left:
-                costs.begin_trial()
+                costs.begin_trial(drafts=True)
                 self.accepted.forget(KEPT_FOR_A_TRIAL)
         is_firm = costs.is_firm and self.texts >= FIRM_TEXTS
         is_untried = not costs.has_decoded and not choice.pause  # one pause: it may not have counted as typical
         is_over = choice.left <= 0 or choice.lost > TRIAL_SHARE * LONGEST_PAUSE
-        if choice.drafts and is_over and is_firm and (gain < 1 or is_untried):
-            tokens = rates[self.gamma] * costs.cycle(self.drafted_share * self.gamma)
-            choice.stop(FIRM_ROUNDS * tokens * (1 / gain - 1))
+        if choice.drafts and is_over and is_firm:
+            tokens = rates[self.gamma] * costs.cycle(self.drafted_share * self.gamma)  # of a round
+            if gain < 1:
+                choice.stop(FIRM_ROUNDS * tokens * (1 / gain - 1))
+            elif is_untried or -choice.left * tokens > max(LONGEST_PAUSE, FIRST_PAUSE * (gain - 1) / TRIAL_SHARE):
+                choice.measure_decode()
+                costs.begin_trial(drafts=False)
         self.pause = 0.0 if choice.drafts else choice.left
         return self.gamma if choice.drafts else 0

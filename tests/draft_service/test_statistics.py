@@ -250,6 +250,27 @@ def test_decode_is_measured_once_though_drafting_pays_by_the_formula(share: floa
     assert decoded == 32 if drafts else decoded > 3000
 
 
+@pytest.mark.parametrize(("share", "decodes"), [(0.2, True), (1.0, False)])
+def test_decode_is_measured_again_while_drafting_pays_by_old_measurements(share: float, decodes: bool) -> None:
+    """Otherwise one slow moment, in which it was measured, would let all draft for good."""
+    statistics, costs, decoded, gamma, rounds = AcceptanceStatistics(), CostModel(), 0, 4, 8000
+    for number in range(rounds):
+        gamma = statistics.choose(costs, 4) if costs.is_measured else 4
+        round_ = judged(gamma, accepted=gamma)
+        if gamma:
+            statistics.texts += 1
+            for position in range(gamma):
+                statistics.accepted.add(position, 1.0)
+        else:
+            slow = 1.0 if number < 1000 else share
+            round_ = replace(round_, seconds=16 * slow * STEP_COST.seconds(1), decoded=16)
+            decoded += 16
+        costs.add(round_)
+        statistics.add(round_, costs)
+    assert not gamma if decodes else gamma
+    assert decodes or 32 < decoded < 0.005 * 5 * rounds
+
+
 def test_tokens_of_a_verdict_are_forgotten_one_by_one() -> None:
     costs = CostModel()
     for _ in range(20):
