@@ -12,6 +12,7 @@ from typing import Any
 import matplotlib
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
+from matplotlib.patheffects import withStroke
 
 BLUE, ORANGE, GREY, LIGHT, GREEN, VIOLET, SAND = (
     "#2f6f9f", "#c98a2b", "#5d6776", "#9aa3b0", "#1b9e8f", "#7a5ea8", "#c9c2b4",
@@ -128,10 +129,10 @@ def stacked(
 
 
 def foot(panel: Axes, x: float, text: str) -> None:
-    """Writes white letters at the foot of a bar."""
+    """Writes white letters at the foot of a bar, with an outline: a low bar does not hold them."""
     panel.annotate(
         text, (x, panel.get_ylim()[0]), (0, 4), textcoords="offset points", ha="center", fontsize=6.5, color="white",
-        rotation=90 if len(text) > 4 else 0,
+        rotation=90 if len(text) > 4 else 0, path_effects=[withStroke(linewidth=1.8, foreground="#333333")],
     )  # fmt: skip
 
 
