@@ -100,7 +100,7 @@ def check_generate(message: draft_service_pb2.GenerateRequest, pair: Pair, setti
         draft_temperature=check_draft_temperature(
             "speculation.draft_temperature", requested, sampling, default=settings.draft_temperature
         ),
-        uses_outcome_cache=(requested.outcome_cache if requested.HasField("outcome_cache") else settings.outcome_cache),
+        uses_outcome_cache=requested.outcome_cache if requested.HasField("outcome_cache") else settings.outcome_cache,
         tokens_per_pass=check_tokens_per_pass(
             "speculation.tokens_per_pass", requested, speculation.drafter, default=settings.tokens_per_pass
         ),
