@@ -82,8 +82,10 @@ class VerifyStream:
         opening.CopyFrom(self._sequence.opening(reopened=reopened, isolated=isolated))
         if opening.HasField("join_ms"):  # a verifier that only waits for more tokens is not silent
             opening.join_ms = int(min(opening.join_ms, 500 * self._timer.seconds))
-        # A request of fixed size must not show whether the first round is a Decode.
-        if round_.draft is None and round_.owed and not self._sequence.request.round_sizes.request:
+        # A request of fixed size must not show whether the first round is a Decode. The round of an isolated sequence
+        # leaves after `Opened`: else the verifier could end in it before this side knows that it ran.
+        may_send = not isolated and not self._sequence.request.round_sizes.request
+        if round_.draft is None and round_.owed and may_send:
             self._describe(opening.decode)
         await self._write(message)
         self._is_isolated, self._may_run = isolated, not isolated

@@ -41,12 +41,12 @@ def running(tmp_path_factory: pytest.TempPathFactory) -> Running:
     return run
 
 
-def results(client: Client, prompts: list[list[int]]) -> list[Result]:
+def results(client: Client, prompts: list[list[int]], gamma: int = 3) -> list[Result]:
     """Return the tokens after each prompt, or the error; all requests run at once."""
 
     def write(prompt: list[int]) -> Result:
         try:
-            return client.complete(prompt, max_new_tokens=TOKENS, temperature=0, ignore_eos=True, gamma=3).token_ids
+            return client.complete(prompt, max_new_tokens=TOKENS, temperature=0, ignore_eos=True, gamma=gamma).token_ids
         except OutriderError as error:
             return error
 
@@ -60,11 +60,15 @@ def right(running: Running) -> list[Result]:
         return results(client, PROMPTS)
 
 
-@pytest.mark.parametrize(("fault", "ended"), [("poisoned_step", 0), ("deadly_step", 2)])
-def test_a_poisoned_request_ends_alone(fault: str, ended: int, running: Running, right: list[Result]) -> None:
+@pytest.mark.parametrize(
+    ("fault", "gamma", "ended"), [("poisoned_step", 3, 0), ("deadly_step", 3, 2), ("deadly_step", 0, 2)]
+)
+def test_a_poisoned_request_ends_alone(
+    fault: str, gamma: int, ended: int, running: Running, right: list[Result]
+) -> None:
     """It is tried at two verifiers, and refused with a reason of its own; the third never gets it."""
     with running(fault, fault, fault) as (client, verifiers):
-        *others, poisoned = results(client, [*PROMPTS, [10, POISON, 12]])
+        *others, poisoned = results(client, [*PROMPTS, [10, POISON, 12]], gamma)
         assert others == right
         assert isinstance(poisoned, OutriderError)
         assert (poisoned.code, poisoned.reason) == (grpc.StatusCode.INTERNAL, "STEP_FAILED")
