@@ -23,7 +23,7 @@ from outrider.runtime.engine import Engine
 from outrider.runtime.model_runner import Chunk, ModelRunner
 from outrider.runtime.prefix_cache import PrefixCache
 from outrider.service.best_effort import Component
-from outrider.service.cost_model import FittedCost
+from outrider.service.fitted_cost import FittedCost
 from outrider.service.wire import round_micros
 from protos.outrider.v1 import model_pb2, speculation_pb2, verifier_service_pb2
 from verifier_service.request import Round
@@ -291,7 +291,7 @@ class VerifierEngine(Engine[Message, TargetWork, StepResult]):
     def schedule(self) -> list[TargetWork]:
         self._begin_turn()
         rounds = [
-            (sequence, _run_for(sequence, sequence.next_round) if sequence.rounds else None)
+            (sequence, _run_for(sequence, sequence.next_round) if sequence.rounds and not sequence.is_paused else None)
             for sequence in self.scheduler.running
         ]
         plan = self.scheduler.plan(rounds)

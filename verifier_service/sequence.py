@@ -137,6 +137,7 @@ class TargetSequence:
     decoded: int = 0  # tokens written by the current `Decode`
     judged_at: float = 0.0  # time.perf_counter() at its last verdict
     prefilled_at: float = 0.0  # time.perf_counter() when its prompt had run without a round
+    replied_at: float = 0.0  # time.perf_counter() at its last reply other than a verdict on tokens
     turnaround: Turnaround = field(default_factory=Turnaround)
     last_round: int = 0
     finished: bool = False
@@ -208,8 +209,8 @@ class TargetSequence:
 
     def idle_seconds(self, now: float) -> float:
         """Seconds for which it has waited for its client, to send a round or to read replies; 0 if it does not wait."""
-        is_busy = self.prefills or (self.rounds and not self.is_paused and not self.finished)
-        return 0.0 if is_busy else now - (self.judged_at or self.prefilled_at)
+        waits = self.is_paused or self.finished or not (self.prefills or self.rounds)
+        return now - max(self.judged_at, self.prefilled_at, self.replied_at) if waits else 0.0
 
     def is_active(self, now: float) -> bool:
         """Whether it has rounds to judge, or had one recently. Silent sequences do not count as active."""
@@ -403,6 +404,7 @@ class TargetSequence:
 
     def _reply(self, **kind: Any) -> None:
         self.num_replies += 1
+        self.replied_at = time.perf_counter()
         self.deliver(verifier_service_pb2.VerifyResponse(sequence_id=self.sequence_id, **kind))
 
 

@@ -11,11 +11,11 @@ from typing import Any
 import pytest
 
 from outrider.runtime.loader import LoadedModel
-from outrider.service.cost_model import FittedCost
+from outrider.service.fitted_cost import FittedCost
 from protos.outrider.v1 import verifier_service_pb2
 from tests.verifier_service.engines import PROMPTS, Client, a_round, break_forward, engine_of, run
-from verifier_service.engine import HalfClose, Remind, VerifierEngine
-from verifier_service.sequence import TargetSequence, seconds_to_linger
+from verifier_service.engine import HalfClose, Remind, Submit, VerifierEngine
+from verifier_service.sequence import MAX_BACKLOG, TargetSequence, seconds_to_linger
 
 
 @pytest.fixture(scope="module")
@@ -252,3 +252,19 @@ def test_a_step_lingers_within_its_bound_and_its_fixed_cost(
     first, _ = client_with_turnaround(engine), client_with_turnaround(engine)
     first.submit(())
     assert engine.linger() == 0
+
+
+def test_overtaken_rounds_of_a_client_that_does_not_read_wait(engine: VerifierEngine) -> None:
+    """Else it could have any number of answers in memory. The stream limits the rounds that wait."""
+    client = Client(engine)
+    client.submit()
+    engine.run_once()
+    sequence = client.sequence
+    sequence.num_replies += MAX_BACKLOG
+    for number in range(2, 6):
+        engine.receive(Submit(sequence, a_round(number, [])))
+    engine.run_once()
+    assert (len(sequence.rounds), len(client.verdicts)) == (4, 1)
+    sequence.num_read = sequence.num_replies
+    engine.run_once()
+    assert (len(sequence.rounds), len(client.verdicts)) == (0, 5)

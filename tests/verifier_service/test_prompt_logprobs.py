@@ -26,6 +26,7 @@ from tests.draft_service.pairs import BREAKING_TOKEN, DEMO, write_awkward_draft
 from tests.verifier_service.engines import Client, run
 from verifier_service.engine import HalfClose, StepSummary, VerifierEngine
 from verifier_service.metrics import SpeculationMetrics
+from verifier_service.scheduler import IDLE_SECONDS
 
 V, LENGTH = 2048, 700
 TOLERANCE = 1e-4
@@ -233,5 +234,7 @@ def test_a_client_that_does_not_read_pauses_its_sequence(loaded: LoadedModel) ->
     for _ in range(200):
         engine.run_once()
     assert 64 <= len(parts_of(client)) <= 65, "of 138 pieces"
+    idle = client.sequence.idle_seconds(client.sequence.replied_at + 2 * IDLE_SECONDS)
+    assert idle == pytest.approx(2 * IDLE_SECONDS), "others may take its blocks"
     run(engine, [client])
     assert_scores(parts_of(client), prompt, 0)
