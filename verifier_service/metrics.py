@@ -113,7 +113,7 @@ class SpeculationMetrics:
 
     @ENGINE_METRICS.quiet
     def planned(self, plan: Plan) -> None:
-        for sequence, cached in plan.begun:
+        for sequence, cached in plan.looked_up:
             self._queried.inc(len(sequence.tokens))
             self._hit.inc(cached)
         self._preemptions.inc(len(plan.preempted))

@@ -58,7 +58,7 @@ class Plan:
     """A planned step, and the sequences started and preempted for it."""
 
     work: list[TargetWork] = field(default_factory=list)
-    begun: list[tuple[TargetSequence, int]] = field(default_factory=list)  # with the tokens found in the prefix cache
+    looked_up: list[tuple[TargetSequence, int]] = field(default_factory=list)  # with the tokens in the prefix cache
     preempted: list[TargetSequence] = field(default_factory=list)
 
 
@@ -271,7 +271,7 @@ class Scheduler:
             return True
         begins = self._pool.is_empty(slot)
         # Tokens of a prompt are scored by the rows before them, so those rows must run.
-        looks_up = begins and not sequence.owes_prompt_logprobs
+        looks_up = begins and self._prefixes.enabled and not sequence.owes_prompt_logprobs
         # A new sequence leaves each other one a block to grow, or it would soon be preempted itself.
         spare = self._pool.holders if begins else 0
         known = self._adopt(sequence, slot) if looks_up else 0
@@ -286,7 +286,7 @@ class Scheduler:
         if given:
             plan.preempted += [each for each in self.running if each.slot in given]
         if looks_up:
-            plan.begun.append((sequence, known))
+            plan.looked_up.append((sequence, known))
         return True
 
     def tokens_in_a_row(self, work: Sequence[TargetWork], most: int) -> list[int] | None:

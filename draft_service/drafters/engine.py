@@ -131,15 +131,15 @@ class DraftEngine(Engine[Propose | Close, DraftWork, Sequence[Drawn]]):
     def _adopt_prefix(self, sequence: ModelSequence) -> None:
         """Fills the empty slot of a sequence with its cached prefix."""
         slot, salt = sequence.slot, sequence.opening.cache_salt
-        if slot is None or salt is None:
+        if slot is None or salt is None or not self._prefixes.enabled:
             return
         found = PREFIX_CACHE.run(lambda: self._prefixes.adopt(slot, sequence.tokens, salt), None)
         if found is None:
             self.model_runner.pool.rollback(slot, 0)
-        if not sequence.is_looked_up:  # while it waits for its prompt or for blocks, it is looked up in each step
+        if found or not sequence.is_looked_up:  # while it waits for its prompt or for blocks, each step looks it up
             sequence.is_looked_up = True
             self.prefix_queries += len(sequence.tokens)
-        self.prefix_hits += found or 0
+            self.prefix_hits += found or 0
 
     def _keep_prefix(self, sequence: ModelSequence) -> None:
         """Caches what the slot of a sequence holds. At any time that is a prefix of its tokens (invariant 5)."""

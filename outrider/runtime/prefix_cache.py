@@ -12,13 +12,13 @@ _DIGEST_BYTES = 32  # collisions cannot be found, even on purpose
 class PrefixCache:
     """The cached prefixes of a pool. `find` may be called from any thread, the other methods from the pool's thread.
 
-    Args:
+    Attributes:
         enabled: if False, nothing is cached; nor if the pool does not keep the content of free blocks.
     """
 
     def __init__(self, pool: KVPool, *, enabled: bool = True) -> None:
         self._pool = pool
-        self._enabled = enabled and pool.keeps_blocks
+        self.enabled = enabled and pool.keeps_blocks
 
     def find(self, tokens: Sequence[int], salt: str = "") -> int:
         """The length of the cached prefix of `tokens`; always below `len(tokens)`, since the last token must run."""
@@ -37,14 +37,14 @@ class PrefixCache:
 
     def keep(self, slot: int, tokens: Sequence[int], salt: str = "") -> None:
         """Caches the full blocks of a slot. `tokens` are those of its positions, or more."""
-        if self._enabled:
+        if self.enabled:
             table = self._pool.block_table(slot)
             for block, key in zip(table, self._keys(tokens, self._pool.length(slot), salt), strict=False):
                 self._pool.blocks.cache(block, key)
 
     def _cached(self, tokens: Sequence[int], salt: str) -> list[int]:
         found: list[int] = []
-        if self._enabled:
+        if self.enabled:
             for key in self._keys(tokens, len(tokens) - 1, salt):
                 block = self._pool.blocks.find(key)
                 if block is None:

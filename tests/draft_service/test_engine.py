@@ -272,8 +272,9 @@ def test_a_cached_prefix_changes_no_draft(loaded: LoadedModel, rule: Rule) -> No
     for prefix_cache in (False, True):
         with running(engine_of(loaded, prefix_cache=prefix_cache)) as engine:
             texts.append([drafted(engine, each, [8] * 6, [9]) for each in (first, first, alike, later)])
-            hits = engine.prefix_hits
+            hits, queries = engine.prefix_hits, engine.prefix_queries
         assert hits == (2 * 32 * 2 + 32 if prefix_cache else 0)
+        assert bool(queries) is prefix_cache
     assert texts[0] == texts[1]
 
 
@@ -303,6 +304,22 @@ def test_a_prompt_that_waits_is_looked_up_once(loaded: LoadedModel) -> None:
     while not all(driver.is_done for driver in drivers):
         engine.run_once()
     assert engine.prefix_queries == 2 * (1 + len(LONG))
+
+
+def test_a_preempted_sequence_is_looked_up_again(loaded: LoadedModel) -> None:
+    """By the metrics: tokens found are never more than those looked up."""
+    engine = engine_of(loaded)
+    driver, committed = Driver(engine, replace(sequence(), prompt=LONG, cache_salt="")), list[int]()
+    for _ in range(3):
+        driver.request(2, committed)
+        while not driver.is_done:
+            engine.run_once()
+        committed = [*driver.result().token_ids, 9]
+        engine._account()  # as before its next step
+        assert driver.sequence.slot is not None
+        engine.model_runner.pool.rollback(driver.sequence.slot, 0)
+    looked_up = [len(LONG) + 3 * rounds for rounds in range(3)]
+    assert (engine.prefix_queries, engine.prefix_hits) == (sum(looked_up), 2 * 64)
 
 
 @pytest.mark.parametrize(

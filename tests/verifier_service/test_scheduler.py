@@ -24,14 +24,19 @@ class Driver:
     """A scheduler. Its passes write each token into the pool; results accept a given number of tokens."""
 
     def __init__(
-        self, *, blocks: int = 64, max_batch_tokens: int = 16, max_sequences: int = 8, max_length: int = 128
+        self,
+        *,
+        blocks: int = 64,
+        max_batch_tokens: int = 16,
+        max_sequences: int = 8,
+        max_length: int = 128,
+        prefix_cache: bool = True,
     ) -> None:
         self.pool = KVPool(
             1, 1, 1, blocks=blocks, max_length=max_length, dtype=torch.float32, device="cpu", block_tokens=BLOCK
         )
-        self.scheduler = Scheduler(
-            self.pool, PrefixCache(self.pool), max_batch_tokens=max_batch_tokens, max_sequences=max_sequences
-        )
+        prefixes = PrefixCache(self.pool, enabled=prefix_cache)
+        self.scheduler = Scheduler(self.pool, prefixes, max_batch_tokens=max_batch_tokens, max_sequences=max_sequences)
         self.plans: list[Plan] = []
         self._prompts = iter(range(1, 10_000))
 
@@ -86,6 +91,18 @@ class Driver:
 
     def preempted(self) -> list[TargetSequence]:
         return [sequence for plan in self.plans for sequence in plan.preempted]
+
+
+@pytest.mark.parametrize("prefix_cache", [True, False])
+def test_prompts_are_looked_up_only_in_a_prefix_cache(prefix_cache: bool) -> None:
+    """The metrics count `Plan.looked_up`."""
+    driver = Driver(prefix_cache=prefix_cache)
+    for found in (0, 2 * BLOCK):
+        sequence = driver.open(2 * BLOCK + 1, token=5)
+        driver.submit(sequence)
+        driver.run()
+        assert driver.plans[-1].looked_up == ([(sequence, found)] if prefix_cache else [])
+        driver.scheduler.remove(sequence)
 
 
 def test_a_long_prompt_delays_no_round_by_more_than_a_step() -> None:
