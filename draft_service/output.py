@@ -210,6 +210,7 @@ class Emitter:
         # Not turned into text yet, with the drafted tokens and the reports of their rounds.
         self._verdicts: list[tuple[speculation_pb2.Verdict, Sequence[int], draft_service_pb2.RoundReport | None]] = []
         self._chunk = GenerateChunk()  # tokens and reports that have not been sent
+        self._sent_at = responses.now
 
     @property
     def completion_tokens(self) -> int:
@@ -245,7 +246,7 @@ class Emitter:
         """
         self._read_verdicts()
         is_over = self._text.stopped_by is not None
-        if is_over or timings.first_token is None or not self._responses.may_wait:
+        if is_over or timings.first_token is None or not self._responses.may_wait_since(self._sent_at):
             self._send(self._text.release(), timings)
         return is_over
 
@@ -311,6 +312,7 @@ class Emitter:
 
     def _send(self, released: Released, timings: Timings) -> None:
         chunk, self._chunk = self._chunk, GenerateChunk()
+        self._sent_at = self._responses.now
         if self._one_by_one:
             for i, (token, origin) in enumerate(zip(chunk.token_ids, chunk.origins, strict=True)):
                 one = GenerateChunk(token_ids=[token], origins=[origin], logprobs=chunk.logprobs[i : i + 1])

@@ -64,6 +64,16 @@ class Responses:
         is_early = self.are_joined and self._loop.time() < self._read_at + SECONDS_JOINED
         return is_early and len(self._queue) < RESUME_BACKLOG
 
+    def may_wait_since(self, sent: float) -> bool:
+        """As `may_wait`, for a writer that sent its last response at `sent` by `now`: the reader takes those of all
+        writers at once, so that one of them alone could always find it early.
+        """
+        return self.may_wait and self.now < sent + SECONDS_JOINED
+
+    @property
+    def now(self) -> float:
+        return self._loop.time()
+
     @property
     def are_over(self) -> bool:
         """Whether the queue is empty and has ended. Reading on raises its error, if any."""

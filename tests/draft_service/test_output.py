@@ -303,3 +303,26 @@ async def test_an_emitter_joins_tokens_until_a_stop_string() -> None:
         assert emitter.send(timings) is (token == 2)
     responses.end()
     assert await reading == [[("a", [0]), ("ba", [1, 0])], [("bb", [1, 1, 2])]]
+
+
+@fake_clock
+async def test_each_of_several_emitters_sends_once_a_second() -> None:
+    """One of them is always a moment later than the other, just after the reader took the responses."""
+    responses, timings = Responses(), [Timings(0.0), Timings(0.0)]
+    responses.are_joined = True
+    emitters = [
+        Emitter(responses, OutputText(Bytes([b"a"]), stop=[]), index=index, prompt_tokens=1) for index in range(2)
+    ]
+
+    async def read() -> list[int]:
+        return [one.chunk.index async for each in responses for one in each.joined or [each]]
+
+    reading = asyncio.create_task(read())
+    for _ in range(100):
+        for emitter, own in zip(emitters, timings, strict=True):
+            emitter.take(speculation_pb2.Verdict(token_ids=[0]), [])
+            emitter.send(own)
+            await asyncio.sleep(0.05 * SECONDS_JOINED)
+    responses.end()
+    indices = await reading
+    assert [indices.count(index) for index in range(2)] == pytest.approx([10, 10], abs=2)
