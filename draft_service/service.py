@@ -67,10 +67,10 @@ class GenerateCall:
 
     async def run(self, message: draft_service_pb2.GenerateRequest) -> None:
         """Serves the call, frees everything it held, and writes one line to the log."""
+        count_sequences("n", max(1, message.n))
         request: CheckedRequest | None = None
         with outcome(lambda status: self._record(message, request, status)):
             request = await self._check(message)
-            count_sequences("n", request.samples)
             with self._limit.claim(request.samples, resumed=bool(request.committed)) as claim:
                 producer = asyncio.create_task(self._produce(request, claim))
                 try:

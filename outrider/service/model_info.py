@@ -141,8 +141,8 @@ def check_features(required: Iterable[str], offered: Iterable[str]) -> None:
     if unknown:
         raise failed_precondition(
             "UNKNOWN_FEATURE",
-            f"required_features has {', '.join(unknown)}; this service offers {', '.join(known) or 'none'}: leave it "
-            "out, or upgrade the service",
+            f"required_features has {', '.join(map(repr, unknown))}; this service offers {', '.join(known) or 'none'}: "
+            "leave it out, or upgrade the service",
             field="required_features",
         )
 

@@ -14,7 +14,7 @@ from outrider.cli.processes import ServiceProcess
 from outrider.rpc.errors import RequestError, from_rpc_error
 from protos.outrider.v1 import draft_service_pb2, sampling_pb2
 from protos.outrider.v1.draft_service_pb2_grpc import DraftServiceStub
-from tests.cluster import wait_until
+from tests.cluster import Service, wait_until
 from tests.draft_service import oracle
 from tests.draft_service.calls import PROMPT, ProposeStream, request, sampling, write
 from tests.draft_service.conftest import CLIENT_SEQUENCES, MAX_SEQUENCES, VERIFIER_MAX_SEQUENCES
@@ -118,9 +118,9 @@ def test_a_bad_field_is_named_with_its_numbers(
 
 
 def test_unknown_features_and_other_weights_are_a_failed_precondition(draft: grpc.Channel) -> None:
-    error = refusal(draft, request(required_features=["chat", "telepathy"]))
+    error = refusal(draft, request(required_features=["chat", "telepathy", ""]))
     assert (error.code, error.reason) == (grpc.StatusCode.FAILED_PRECONDITION, "UNKNOWN_FEATURE")
-    assert "telepathy" in error.message
+    assert error.message.startswith("required_features has '', 'telepathy'; ")
     assert "chat" in error.message
     error = refusal(draft, request(weights_fingerprint="0" * 64))
     assert (error.code, error.reason) == (grpc.StatusCode.FAILED_PRECONDITION, "PAIR_MISMATCH")
@@ -234,7 +234,11 @@ def test_an_idle_stream_ends_for_a_queued_request(draft: grpc.Channel) -> None:
     wait_until_idle(draft)
 
 
-def test_a_clients_limit_counts_sequences_of_all_its_calls(draft: grpc.Channel) -> None:
+def test_a_clients_limit_counts_sequences_of_all_its_calls(draft: grpc.Channel, pair_process: Service) -> None:
+    def refused() -> float:
+        return pair_process.count("outrider_requests_total", status="RESOURCE_EXHAUSTED")
+
+    before = refused()
     with ExitStack() as stack:
         for _ in range(CLIENT_SEQUENCES - MAX_SEQUENCES + 1):  # some of them are queued
             stream = stack.enter_context(ProposeStream(draft))
@@ -244,6 +248,7 @@ def test_a_clients_limit_counts_sequences_of_all_its_calls(draft: grpc.Channel) 
         assert error.code is grpc.StatusCode.RESOURCE_EXHAUSTED
         assert error.metadata["limit"] == "max-client-sequences"
         assert error.metadata["given"] == str(CLIENT_SEQUENCES + 1)
+    assert refused() == before, "an alert of overload counts these"
     wait_until_idle(draft)
 
 
