@@ -8,7 +8,7 @@ probability [L 3.1], roughly true of real texts; a sequence of α by position ne
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from itertools import accumulate, islice
 from operator import mul
 from typing import TypeAlias
@@ -24,59 +24,6 @@ Cost: TypeAlias = float | Callable[[int], float]
 
 A constant ignores that the pass grows with γ, and gives a γ that is too large.
 """
-
-# ------------------------------------------------------------------------------------------------------- acceptance
-
-
-def divergence(p: Sequence[float], q: Sequence[float]) -> float:
-    """Return D_LK(p, q) = Σ |p - q| / 2, in [0, 1] [L Def. 3.2]. It is 1 - Σ min(p, q) [L Lemma 3.3].
-
-    Raises:
-        ValueError: p or q is no distribution, or their lengths differ.
-    """
-    _refuse_no_distributions(p, q)
-    return math.fsum(abs(a - b) for a, b in zip(p, q, strict=True)) / 2
-
-
-def acceptance(p: Sequence[float], q: Sequence[float], lenience: float = 1.0) -> float:
-    """Return β = Σ min(p/l, q), the chance that a token drafted from q is accepted [L Thm 3.5, A.5].
-
-    With `lenience` l = 1 it is 1 - D_LK(p, q). Below 1 no token becomes more than 1/l times as probable.
-
-    Raises:
-        ValueError: p or q is no distribution, their lengths differ, or l is not in (0, 1].
-    """
-    _refuse_no_distributions(p, q)
-    _refuse_lenience(lenience)
-    return min(1.0, math.fsum(min(a / lenience, b) for a, b in zip(p, q, strict=True)))
-
-
-def acceptance_rate(pairs: Iterable[tuple[Sequence[float], Sequence[float]]], lenience: float = 1.0) -> float:
-    """Return α = E(β), the mean of `acceptance` over the pairs (p, q) of text by the target [L Cor. 3.6].
-
-    Raises:
-        ValueError: there is no pair, or as `acceptance`.
-    """
-    betas = [acceptance(p, q, lenience) for p, q in pairs]
-    if not betas:
-        raise ValueError("no pairs of distributions are given; at least 1 is needed")
-    return math.fsum(betas) / len(betas)
-
-
-def accepts_greedily(p: Sequence[float], token: int, lenience: float = 1.0) -> bool:
-    """Say whether a drafted token is accepted at temperature 0: p(x) ≥ l · max p, with p before it is sharpened.
-
-    [L A.5] prints ≤; its text and its figures need ≥.
-
-    Raises:
-        ValueError: p is no distribution, `token` is not one of its tokens, or l is not in (0, 1].
-    """
-    _refuse_no_distributions(p)
-    _refuse_lenience(lenience)
-    if not 0 <= token < len(p):
-        raise ValueError(f"token is {token}; it must lie in [0, {len(p) - 1}]")
-    return p[token] >= lenience * max(p)
-
 
 # ------------------------------------------------------------------------------------------------------- one round
 
@@ -276,24 +223,6 @@ def _gammas(max_gamma: int) -> range:
 
 
 # ----------------------------------------------------------------------------------------------------------- refusals
-
-# Sums of float32 probabilities over a large vocabulary differ from 1 by less.
-_SUM_TOLERANCE = 1e-3
-
-
-def _refuse_no_distributions(*distributions: Sequence[float]) -> None:
-    for name, values in zip("pq", distributions, strict=False):
-        if not all(value >= 0 for value in values):
-            raise ValueError(f"{name} has a negative value or NaN; probabilities must be at least 0")
-        if not abs(math.fsum(values) - 1) <= _SUM_TOLERANCE:
-            raise ValueError(f"{name} sums to {math.fsum(values)}; probabilities must sum to 1")
-    if len(lengths := {len(values) for values in distributions}) > 1:
-        raise ValueError(f"p and q have {' and '.join(map(str, sorted(lengths)))} tokens; they must have equally many")
-
-
-def _refuse_lenience(lenience: float) -> None:
-    if not 0 < lenience <= 1:
-        raise ValueError(f"lenience is {lenience}; it must lie in (0, 1]")
 
 
 def _refuse_alpha(alpha: Alpha) -> None:

@@ -9,13 +9,9 @@ from typing import Any
 import pytest
 
 from outrider.theory import (
-    acceptance,
-    acceptance_rate,
-    accepts_greedily,
     best_gamma,
     break_even_alpha,
     break_even_round_trip,
-    divergence,
     expected_tokens,
     improvement,
     lower_bound,
@@ -145,56 +141,6 @@ def test_figure_4_speed_and_operations() -> None:
     assert begins == [(1.88, 2.13), (1.97, 3.05), (1.99, 4.02), (2.0, 5.5)]
     assert operations(1, 7, 0) == 1  # nothing is rejected
     assert operations(0, 7, 0) == 8  # everything is
-
-
-# ------------------------------------------------------------------------------------------- α from distributions
-
-P, Q = (0.5, 0.3, 0.2, 0.0), (0.1, 0.4, 0.2, 0.3)
-
-
-def _random_pair(source: random.Random, tokens: int) -> tuple[list[float], list[float]]:
-    def distribution() -> list[float]:
-        weights = [source.random() ** 3 for _ in range(tokens)]
-        return [weight / sum(weights) for weight in weights]
-
-    return distribution(), distribution()
-
-
-def test_the_divergence_is_one_minus_the_overlap() -> None:
-    """[L Lemma 3.3, Cor. 3.4, Thm 3.5]: symmetric, 0 for equal, 1 for disjoint distributions."""
-    assert divergence(P, Q) == divergence(Q, P) == pytest.approx(0.4)
-    assert acceptance(P, Q) == pytest.approx(0.6)
-    assert divergence(P, P) == 0
-    assert divergence((1, 0), (0, 1)) == 1
-    for seed in range(20):
-        p, q = _random_pair(random.Random(seed), 50)
-        mean = [(a + b) / 2 for a, b in zip(p, q, strict=True)]
-        assert divergence(p, q) == pytest.approx(sum(abs(a - m) for a, m in zip(p, mean, strict=True)))
-        assert acceptance(p, q) == pytest.approx(1 - divergence(p, q))
-
-
-@pytest.mark.parametrize("lenience", [1.0, 0.5, 0.3, 0.1])
-def test_acceptance_is_that_of_the_algorithm(lenience: float) -> None:
-    """[L A.5]: E of min(1, p/(l·q)) over tokens from q."""
-    for seed in range(20):
-        p, q = _random_pair(random.Random(seed), 50)
-        judged = sum(b * min(1.0, a / (lenience * b)) for a, b in zip(p, q, strict=True))
-        assert acceptance(p, q, lenience) == pytest.approx(judged)
-        assert acceptance(p, q, lenience) >= acceptance(p, q)
-
-
-def test_alpha_is_the_mean_of_beta() -> None:
-    """[L Cor. 3.6]"""
-    assert acceptance_rate([(P, Q), (P, P)]) == pytest.approx(0.8)
-    assert acceptance_rate(iter([(P, Q)]), lenience=0.5) == pytest.approx(0.1 + 0.4 + 0.2)
-    with pytest.raises(ValueError, match="no pairs of distributions are given"):
-        acceptance_rate([])
-
-
-def test_lenient_greedy_accepts_what_is_nearly_as_probable() -> None:
-    assert [accepts_greedily(P, token) for token in range(4)] == [True, False, False, False]
-    assert [accepts_greedily(P, token, 0.5) for token in range(4)] == [True, True, False, False]
-    assert [accepts_greedily(P, token, 0.4) for token in range(4)] == [True, True, True, False]
 
 
 # ------------------------------------------------------------------------------------------------------- one round
@@ -359,27 +305,3 @@ def test_drafts_that_never_pay_have_no_break_even() -> None:
 def test_numbers_out_of_range_are_named(arguments: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         improvement(**arguments)
-
-
-@pytest.mark.parametrize(
-    ("p", "q", "message"),
-    [
-        ((0.5, 0.5), (0.5, 0.5, 0.0), "p and q have 2 and 3 tokens"),
-        ((1.2, -0.2), (0.5, 0.5), "p has a negative value"),
-        ((0.5, 0.5), (0.5, 0.6), "q sums to 1.1"),
-        ((0.5, math.nan), (0.5, 0.5), "p has a negative value or NaN"),
-    ],
-)
-def test_what_is_no_distribution_is_refused(p: Sequence[float], q: Sequence[float], message: str) -> None:
-    for function in (divergence, acceptance):
-        with pytest.raises(ValueError, match=message):
-            function(p, q)
-
-
-def test_a_lenience_or_token_out_of_range_is_refused() -> None:
-    with pytest.raises(ValueError, match=r"lenience is 0; it must lie in \(0, 1\]"):
-        acceptance(P, Q, 0)
-    with pytest.raises(ValueError, match=r"lenience is 1\.5"):
-        accepts_greedily(P, 0, 1.5)
-    with pytest.raises(ValueError, match="token is 4"):
-        accepts_greedily(P, 4)
