@@ -14,14 +14,15 @@ from functools import partial
 
 from prometheus_client import Histogram
 
+from draft_service.cost_model import FIRM_ROUNDS, CostModel, JudgedRound
 from draft_service.drafters.base import Kind
 from draft_service.request import CheckedRequest, PolicyKind
 from draft_service.sequence import Round
-from draft_service.statistics import FIRM_ROUNDS, Acceptance, AcceptanceStatistics, CostModel, JudgedRound
+from draft_service.statistics import Acceptance, AcceptanceStatistics
 from draft_service.tokens_per_pass import PassChoices
 from kernels.verify import Rule
 from outrider.service.best_effort import Component
-from outrider.service.cost_model import CostLine
+from outrider.service.fitted_cost import CostLine
 from outrider.service.metrics import Metrics
 from protos.outrider.v1 import speculation_pb2
 

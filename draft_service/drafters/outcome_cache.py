@@ -21,7 +21,7 @@ from draft_service.drafters.sequence import Candidates, DraftWork, Drawn, ModelS
 from kernels.sampling import UNSURE
 from outrider.runtime.block_pool import PoolExhausted
 from outrider.runtime.kv_cache import KVPool
-from outrider.service.cost_model import FittedCost
+from outrider.service.fitted_cost import FittedCost
 
 MOST_BRANCHES = 12  # of one sequence, when another one begins
 MOST_FORKS = MOST_BRANCHES + 1  # of one sequence

@@ -9,9 +9,9 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import count
 
+from draft_service.cost_model import JudgedRound
 from draft_service.speculation import Policy
-from draft_service.statistics import JudgedRound
-from outrider.service.cost_model import CostLine, FittedCost
+from outrider.service.fitted_cost import CostLine, FittedCost
 from verifier_service.sequence import Turnaround, seconds_to_linger
 
 MAX_LINGER = 0.02

@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 from prometheus_client import CollectorRegistry, Histogram
 
 from draft_service import speculation
+from draft_service.cost_model import FIRM_ROUNDS, CostModel, JudgedRound
 from draft_service.drafters.base import Draft as Proposal
 from draft_service.drafters.base import Kind
 from draft_service.request import CheckedRequest, PolicyKind
@@ -28,9 +29,9 @@ from draft_service.speculation import (
     Policy,
     SequenceGamma,
 )
-from draft_service.statistics import FIRM_ROUNDS, FIRM_TEXTS, AcceptanceStatistics, CostModel, JudgedRound
+from draft_service.statistics import FIRM_TEXTS, AcceptanceStatistics
 from kernels.verify import Rule
-from outrider.service.cost_model import CostLine
+from outrider.service.fitted_cost import CostLine
 from outrider.service.metrics import Metrics
 from protos.outrider.v1 import speculation_pb2
 from tests.draft_service.closed_loop import ClosedLoop, DecodeOnly, Draft

@@ -8,9 +8,10 @@ from functools import cache
 
 import pytest
 
+from draft_service.cost_model import CostModel, JudgedRound
 from draft_service.speculation import LEAST_DECODED
-from draft_service.statistics import LONGEST_PAUSE, AcceptanceStatistics, CostModel, JudgedRound
-from outrider.service.cost_model import CostLine
+from draft_service.statistics import LONGEST_PAUSE, AcceptanceStatistics
+from outrider.service.fitted_cost import CostLine
 
 CEILING = 16
 STEP_COST = CostLine(0.008, 0.0003)

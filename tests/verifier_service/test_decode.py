@@ -17,7 +17,8 @@ from kernels.adjustments import Adjuster, LogitRules
 from kernels.generation_rules import GenerationRules
 from kernels.sampling import SamplingParams
 from kernels.verify import Rule
-from outrider.service.cost_model import FittedCost
+from outrider.runtime.batch import Chunk
+from outrider.service.fitted_cost import FittedCost
 from outrider.service.metrics import Metrics
 from tests.verifier_service.engines import PROMPTS, Client, a_round, break_forward, make
 from verifier_service.engine import DECODE_LOOP, Close, Drain, HalfClose, Open, Read, Submit, VerifierEngine
@@ -251,7 +252,7 @@ def test_a_message_ends_a_row_after_its_current_token(
 ) -> None:
     """Those that cannot wait for its end do. The text is that of single steps."""
     (expected,) = decoded(engine, 20, ALONE[1:2], joined=False)
-    other, passes, steps = Client(engine, PROMPTS[1]), count(2), engine.model_runner.steps
+    other, passes, logits = Client(engine, PROMPTS[1]), count(1), engine.model_runner.logits
     engine.run_once()
     messages: dict[str, Any] = {
         "open": Open(make([], prompt=PROMPTS[2])),
@@ -264,19 +265,12 @@ def test_a_message_ends_a_row_after_its_current_token(
     }
     can_wait = message in ("read", "half-close", "close at the end")
 
-    def interrupted(*given: Any) -> Any:
-        found = steps(*given)
-        run = found.next
+    def interrupted(chunks: Sequence[Chunk]) -> torch.Tensor:
+        if next(passes) == 4:
+            engine.post(messages[message])
+        return logits(chunks)
 
-        def following(*rows: Any) -> torch.Tensor:
-            if next(passes) == 4:
-                engine.post(messages[message])
-            return run(*rows)
-
-        monkeypatch.setattr(found, "next", following)
-        return found
-
-    monkeypatch.setattr(engine.model_runner, "steps", interrupted)
+    monkeypatch.setattr(engine.model_runner, "logits", interrupted)
     engine.cost = FittedCost([(1, 1e-6)])
     client = Client(engine, PROMPTS[0], **PATIENT, max_new_tokens=20, seed=0, **ALONE[1])
     client.submit(decode=20)
@@ -311,17 +305,15 @@ def test_a_decode_loop_that_fails_harms_no_text(
 def test_bad_logits_within_a_row_end_the_sequence_after_its_sound_tokens(
     engine: VerifierEngine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    steps = engine.model_runner.steps
+    passes, logits = count(1), engine.model_runner.logits
 
-    def spoilt(*given: Any) -> Any:
-        found = steps(*given)
-        monkeypatch.setattr(found, "next", lambda *_: torch.full((1, 2048), torch.nan), raising=True)
-        return found
+    def spoilt(chunks: Sequence[Chunk]) -> torch.Tensor:
+        return logits(chunks) if next(passes) == 1 else torch.full((1, 2048), torch.nan)
 
     client = Client(engine, joined_verdicts=True)
     client.submit(decode=4)
     engine.run_once()
-    monkeypatch.setattr(engine.model_runner, "steps", spoilt)
+    monkeypatch.setattr(engine.model_runner, "logits", spoilt)
     engine.run_once()
     assert client.sequence.written == 2
     monkeypatch.setattr(engine.model_runner, "forward", lambda chunks: torch.full((len(chunks), 2048), torch.nan))

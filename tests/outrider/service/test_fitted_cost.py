@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from outrider.service.cost_model import CREDIBLE_DEVIATIONS, FORGETTING, CostLine, FittedCost
+from outrider.service.fitted_cost import CREDIBLE_DEVIATIONS, FORGETTING, CostLine, FittedCost
 
 
 def trials(line: CostLine) -> list[tuple[int, float]]:
