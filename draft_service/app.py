@@ -52,7 +52,7 @@ from outrider.service.loading import (
 )
 from outrider.service.metrics import VllmMetrics
 from outrider.service.model_info import describe, describe_tokenizer
-from outrider.service.sampling import RULES
+from outrider.service.sampling import MAX_STOP_TOKEN_IDS, RULES
 from outrider.service.settings import SettingsError, check_plaintext
 from outrider.service.wire import largest_generate_request, largest_verify_message, server_limit
 from protos.outrider.v1 import model_pb2
@@ -360,10 +360,6 @@ def vllm_engine(settings: DraftSettings, servicer: DraftService) -> Any:
     return VllmEngine(servicer, settings)
 
 
-# The limit of our verifiers: this service needs it before a verifier has answered.
-_STOP_TOKEN_IDS = 64
-
-
 def message_limit(settings: DraftSettings) -> int:
     """The largest message, in bytes: `--max-message-bytes`, or computed from the draft model and the other limits."""
     longest = settings.max_sequence_tokens or DEFAULT_SEQUENCE_TOKENS
@@ -374,7 +370,7 @@ def message_limit(settings: DraftSettings) -> int:
             max_gamma=settings.max_gamma,
             max_support=settings.max_support,
             vocab_size=vocabulary_size(settings.model, settings.revision) if loads_model(settings) else None,
-            max_stop_token_ids=_STOP_TOKEN_IDS,
+            max_stop_token_ids=MAX_STOP_TOKEN_IDS,
         ),
     )
 
@@ -387,7 +383,7 @@ def short_of(settings: DraftSettings, sequence_tokens: int) -> int:
 def _requests(settings: DraftSettings, sequence_tokens: int) -> int:
     return largest_generate_request(
         sequence_tokens=sequence_tokens,
-        max_stop_token_ids=_STOP_TOKEN_IDS,
+        max_stop_token_ids=MAX_STOP_TOKEN_IDS,
         max_stop_strings=settings.max_stop_strings,
         max_stop_chars=settings.max_stop_string_chars,
     )

@@ -23,9 +23,7 @@ from kernels.cpu_decode_loop import SLACK, ParamsStruct, ProposalStruct
 from kernels.cpu_decoder import library
 from kernels.sparse import SparseDistribution
 from kernels.verify import BAD_LOGITS, Proposed, Rule, Status, VerifyResult, adjustments_of
-from kernels.verify_pack import RULE_NUMBERS
-
-_STATUSES = (Status.OK, Status.ZERO_RESIDUAL, Status.BAD_LOGITS)
+from kernels.verify_pack import RULE_NUMBERS, STATUSES
 
 
 def is_available() -> bool:
@@ -121,7 +119,7 @@ def _verify(z: Tensor, starts: Sequence[int], proposals: Sequence[Proposed]) -> 
 
 
 def _result(struct: ProposalStruct, proposal: Proposed, beta: Sequence[float]) -> VerifyResult:
-    status, accepted = _STATUSES[struct.status], struct.accepted
+    status, accepted = STATUSES[struct.status], struct.accepted
     if status is Status.BAD_LOGITS:
         return BAD_LOGITS
     judged = 0 if proposal.rule is Rule.COUPLED else min(accepted + 1, len(beta))

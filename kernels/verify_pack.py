@@ -16,12 +16,15 @@ from kernels.packed_arrays import Field, PackedArrays
 from kernels.sampling import LEAST_TEMPERATURE, Draw, SamplingParams
 from kernels.sigmoid import DraftLogits
 from kernels.sparse import SparseDistribution
-from kernels.verify import Proposed, Rule, adjustments_of
+from kernels.verify import Proposed, Rule, Status, adjustments_of
 
 RULE_NUMBERS = {Rule.TOKENWISE: 0, Rule.BLOCK: 1, Rule.COUPLED: 2, Rule.SIGMOID: 3}
 """The rules by number, in the kernels and in `cpu_verify.c`; temperature 0 is `GREEDY_NUMBER` under every rule."""
 
 GREEDY_NUMBER = 4
+
+STATUSES = (Status.OK, Status.ZERO_RESIDUAL, Status.BAD_LOGITS)
+"""The statuses by the numbers of the kernels and of `cpu_verify.c`."""
 
 INTS, FLOATS, DRAFT_INTS = 6, 7, 4
 """The columns of `Batch.ints`, `Batch.floats` and `Batch.draft_ints`."""

@@ -49,7 +49,7 @@ from kernels.triton_walk import (
     walk_block,
 )
 from kernels.verify import BAD_LOGITS, Proposed, Rule, Status, VerifyResult, adjustments_of
-from kernels.verify_pack import GREEDY_NUMBER, RULE_NUMBERS, Batch, pack
+from kernels.verify_pack import GREEDY_NUMBER, RULE_NUMBERS, STATUSES, Batch, pack
 
 FILTER_OPTIONS = {"num_warps": 1}
 """Compile options: a warp reduces a tile without barriers."""
@@ -71,8 +71,6 @@ def verify_options(*, adjusted: bool) -> dict[str, int]:
 
 
 _STATUS_OK, _STATUS_ZERO_RESIDUAL, _STATUS_BAD_LOGITS = (tl.constexpr(i) for i in range(3))
-STATUSES = (Status.OK, Status.ZERO_RESIDUAL, Status.BAD_LOGITS)
-"""The statuses by the kernels' numbers."""
 _OUTCOME = tl.constexpr(3)  # status, accepted, next token
 
 

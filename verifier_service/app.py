@@ -10,6 +10,7 @@ import grpc
 import structlog
 
 from kernels import verify_path
+from kernels.sparse import MAX_SUPPORT
 from kernels.verify_path import AUTO, PathUnavailable, VerifyPath, choose, try_out
 from outrider.environment import served_name
 from outrider.rpc.errors import RequestError, internal
@@ -32,6 +33,7 @@ from outrider.service.loading import (
 )
 from outrider.service.metrics import VllmMetrics
 from outrider.service.model_info import describe
+from outrider.service.sampling import MAX_STOP_TOKEN_IDS
 from outrider.service.settings import SettingsError
 from outrider.service.wire import PrefixHash, largest_verify_message, server_limit
 from protos.outrider.v1 import model_pb2, sampling_pb2, speculation_pb2, verifier_service_pb2
@@ -47,9 +49,7 @@ from verifier_service.target_runner import MOST_IN_A_ROW, verify_rows
 
 _log = structlog.get_logger()
 
-MAX_SUPPORT = 256
 MAX_OUTSTANDING = 8
-MAX_STOP_TOKEN_IDS = 64
 
 # Tokens of a warm-up step that is longer than a round: it uses another attention kernel.
 SHORT_PROMPT = 64
