@@ -37,6 +37,11 @@ class Chunk:
     logits_from: int
 
 
+def last_rows(chunks: Sequence[Chunk]) -> list[Chunk]:
+    """The chunks, with logits of their last rows alone."""
+    return [Chunk(each.slot, each.tokens, each.start, len(each.tokens) - 1) for each in chunks]
+
+
 @dataclass(slots=True)
 class PackedBatch:
     """The chunks of a forward pass. The model hands it to the attention as a keyword argument.
@@ -72,11 +77,6 @@ class PackedBatch:
         assert self.pool.by_head is not None
         (store,) = self.pool.by_head.stores
         return store
-
-    def next_rows(self, chunks: Sequence[int]) -> "PackedBatch":
-        """The batch of the next row of each of these chunks; their slots have blocks for it."""
-        starts, slots = [self.starts[i] + self.counts[i] for i in chunks], [self.slots[i] for i in chunks]
-        return PackedBatch(starts, [1] * len(chunks), len(chunks), slots, self.masks, self.pool)
 
     def causal_masks(self, group: int, window: int) -> list[Tensor]:
         """The mask of each chunk, for `sdpa.attend_causal`, computed once per batch.
@@ -150,7 +150,7 @@ class PackedBatch:
 def pack(
     spans: Iterable[tuple[int, int, int]], pool: KVPool, masks: CausalMasks, later_rows: Sequence[int] = ()
 ) -> PackedBatch:
-    """Packs (slot, start, count) spans in order; `later_rows` is how many rows each will have in later batches."""
+    """Packs (slot, start, count) spans in order; `later_rows` of each slot get blocks, too."""
     batch = PackedBatch([], [], 0, [], masks, pool)
     for i, (slot, start, count) in enumerate(spans):
         pool.grow_contiguous(slot, start + count + (later_rows[i] if later_rows else 0))

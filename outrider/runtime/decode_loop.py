@@ -17,7 +17,7 @@ from kernels.cpu_decode_loop import LoopArrays
 from kernels.sampling import Draw, Sample, sample
 from kernels.sparse import SparseConfig
 from kernels.verify import Proposed, Rule, Uniforms, implementation_for, verify
-from outrider.runtime.batch import Chunk
+from outrider.runtime.batch import Chunk, last_rows
 from outrider.runtime.captured_steps import CapturedSteps, StepSizes, without_mask
 from outrider.runtime.cuda_graph import Capturer, EagerRunner, GraphRunner
 from outrider.runtime.model_runner import ModelRunner
@@ -121,7 +121,12 @@ class DecodeLoop:
             )  # fmt: skip
             samples = model_runner.run_loop(chunks, [len(own) - 1 for own in draws], loop)
         else:
-            samples = self._step_by_step(chunks, draws, stops, adjusters)
+            try:
+                samples = self._step_by_step(chunks, draws, stops, adjusters)
+            except Exception:
+                for chunk in chunks:
+                    pool.rollback(chunk.slot, chunk.start)
+                raise
         samples = list(map(_to_stop, samples, stops))
         for chunk, own_samples in zip(chunks, samples, strict=True):
             pool.extend(chunk.slot, chunk.start + len(chunk.tokens) + len(own_samples) - 1)
@@ -134,12 +139,15 @@ class DecodeLoop:
         stops: Sequence[Collection[int]],
         adjusters: Sequence[Adjuster | None],
     ) -> list[list[Sample]]:
+        pool = self.model_runner.pool
+        for chunk, own in zip(chunks, draws, strict=True):  # at once, so that its blocks can lie in a row
+            pool.grow(chunk.slot, chunk.start + len(chunk.tokens) + len(own) - 1)
         samples: list[list[Sample]] = [[] for _ in chunks]
         active = list(range(len(chunks)))
         counting = [each and each.copy() for each in adjusters]
-        steps = self.model_runner.steps(chunks, [len(own) - 1 for own in draws])
-        logits = steps.first()
+        batch = last_rows(chunks)
         while True:
+            logits = self.model_runner.logits(batch)
             rows = [None if (each := counting[b]) is None else each.row() for b in active]
             drawn = self._drawn(self.without_mask(logits), [draws[b][len(samples[b])] for b in active], rows)
             for b, one in zip(active, drawn, strict=True):
@@ -155,7 +163,8 @@ class DecodeLoop:
             is_over = len(active) < len(chunks) if self.config is None else not active
             if is_over or self.interrupt.flag[0]:
                 return samples
-            logits = steps.next(going, [drawn[i].token for i in going])
+            slots = [batch[i].slot for i in going]
+            batch = [Chunk(slot, [drawn[i].token], pool.length(slot), 0) for slot, i in zip(slots, going, strict=True)]
 
     def _drawn(self, logits: Tensor, draws: Sequence[Draw], rows: Sequence[RowAdjustment | None]) -> list[Sample]:
         rows = [row and row.within(logits.size(1)) for row in rows]  # a target may know more tokens than its draft

@@ -16,13 +16,13 @@ from torch import Tensor
 from kernels.cpu_decode_loop import LlamaBatchStruct, LlamaStruct, LoopArrays
 from kernels.cpu_decoder import library as decoder_library
 from kernels.sampling import NO_LOGITS, Sample
-from outrider.runtime.batch import Chunk
+from outrider.runtime.batch import Chunk, last_rows
 from outrider.runtime.block_pool import KVMemory, MemoryShape, PoolCorrupted, PoolExhausted
 from outrider.runtime.errors import CheckpointError
 from outrider.runtime.kv_cache import BLOCK_TOKENS, KVPool
 from outrider.runtime.llama_loader import Handle, LlamaModel, errors, library, no_text
 from outrider.runtime.loader import LoadedModel
-from outrider.runtime.model_runner import ModelRunner, Steps
+from outrider.runtime.model_runner import ModelRunner
 
 _MOST_SEQUENCES = 256  # of one context, in llama.cpp
 # llama.cpp reuses the cells of a sequence behind its sliding window, which a rollback would need again, but no cell
@@ -282,8 +282,9 @@ class LlamaRunner(ModelRunner):
         return sequences < _TILE and decoder_library() is not None and self._batch.fits_loop
 
     def run_loop(self, chunks: Sequence[Chunk], later_rows: Sequence[int], loop: LoopArrays) -> list[list[Sample]]:
-        steps = self.steps(chunks, later_rows)
-        logits = steps.first()
+        for chunk, later in zip(chunks, later_rows, strict=True):
+            self.pool.grow(chunk.slot, chunk.start + len(chunk.tokens) + later)
+        logits = self.run_pass(last_rows(chunks)).clone()
         if loop.is_draft:
             logits = torch.cat([logits, logits.new_empty(loop.rows_kept - len(chunks), logits.size(1))])
         ends = [chunk.start + len(chunk.tokens) for chunk in chunks]
@@ -298,11 +299,6 @@ class LlamaRunner(ModelRunner):
             self._pool.wrote(chunk.slot, end + len(own) - (struct.code == 0))  # the last one ran only if a pass failed
         self._check_code(struct.code, chunks, struct.batch.rows)
         return samples
-
-    def steps(self, chunks: Sequence[Chunk], later_rows: Sequence[int]) -> Steps:
-        for chunk, later in zip(chunks, later_rows, strict=True):
-            self.pool.grow(chunk.slot, chunk.start + len(chunk.tokens) + later)
-        return _LlamaSteps(self, chunks)
 
 
 def most_sequences(loaded: LlamaModel) -> int:
@@ -330,25 +326,6 @@ def _calls(chunks: Sequence[Chunk]) -> list[list[int]]:
             rows = len(chunks[i].tokens)
         calls[-1].append(i)
     return calls
-
-
-class _LlamaSteps(Steps):
-    """See `Steps`. Logits are copied: samples keep them, and the next pass overwrites the memory of llama.cpp."""
-
-    def __init__(self, runner: LlamaRunner, chunks: Sequence[Chunk]) -> None:
-        self._runner = runner
-        self._chunks = [Chunk(each.slot, each.tokens, each.start, len(each.tokens) - 1) for each in chunks]
-
-    def first(self) -> Tensor:
-        return self._runner.run_pass(self._chunks).clone()
-
-    def next(self, going: Sequence[int], tokens: Sequence[int]) -> Tensor:
-        chunks = [self._chunks[i] for i in going]
-        self._chunks = [
-            Chunk(each.slot, [token], each.start + len(each.tokens), 0)
-            for each, token in zip(chunks, tokens, strict=True)
-        ]
-        return self._runner.run_pass(self._chunks).clone()
 
 
 def _context(

@@ -18,27 +18,7 @@ from outrider.runtime.layer_ops import LayerOps
 from outrider.runtime.loader import LoadedModel
 from outrider.runtime.paged_attention import ORDINARY, AttentionChoice
 
-__all__ = ["Chunk", "ModelRunner", "Steps"]
-
-
-class Steps(ABC):
-    """The passes of a decode loop: a chunk of each sequence, then one token of each that goes on.
-
-    No pass changes the length of a slot. `first` comes before `next`. Later passes do not overwrite logits.
-    """
-
-    @abstractmethod
-    def first(self) -> Tensor:
-        """Runs the chunks; returns the logits `[B, V]` of their last rows."""
-
-    @abstractmethod
-    def next(self, going: Sequence[int], tokens: Sequence[int]) -> Tensor:
-        """Runs one token of each sequence that goes on; returns their logits `[len(going), V]`.
-
-        Args:
-            going: indices in the pass before.
-            tokens: of these sequences.
-        """
+__all__ = ["Chunk", "ModelRunner"]
 
 
 class ModelRunner(ABC):
@@ -78,18 +58,6 @@ class ModelRunner(ABC):
     @abstractmethod
     def logits(self, chunks: Sequence[Chunk]) -> Tensor:
         """As `forward`, in float32; the next pass does not overwrite the result."""
-
-    @abstractmethod
-    def steps(self, chunks: Sequence[Chunk], later_rows: Sequence[int]) -> Steps:
-        """The passes of a decode loop over a pool that is not paged. Each slot takes blocks for all its rows at once.
-
-        Args:
-            chunks: of different slots.
-            later_rows: rows of each slot after its chunk.
-
-        Raises:
-            PoolExhausted: the pool has too few free blocks.
-        """
 
     @abstractmethod
     def has_loop_in_c(self, sequences: int) -> bool:

@@ -18,27 +18,10 @@ from outrider.runtime.fused_decoder import FusedDecoder, fuse_model
 from outrider.runtime.kv_cache import KVPool
 from outrider.runtime.loader import LoadedModel
 from outrider.runtime.memory import kv_dtype, sequence_blocks
-from outrider.runtime.model_runner import ModelRunner, Steps
+from outrider.runtime.model_runner import ModelRunner
 from outrider.runtime.paged_attention import ORDINARY, AttentionChoice
 from outrider.runtime.sdpa import CausalMasks
 from outrider.runtime.selfcheck import check_program, logits_tolerance, make_pool
-
-
-class _PackedSteps(Steps):
-    """The steps over a pool that is not paged."""
-
-    def __init__(self, model_runner: "TorchRunner", chunks: Sequence[Chunk], later_rows: Sequence[int]) -> None:
-        self._model_runner = model_runner
-        self._tokens = [token for chunk in chunks for token in chunk.tokens]
-        self._batch = model_runner.pack(chunks, later_rows)
-        self._last = torch.tensor(self._batch.counts, device=model_runner.loaded.device).cumsum(0) - 1
-
-    def first(self) -> Tensor:
-        return self._model_runner.run_packed(self._tokens, self._batch, self._last)
-
-    def next(self, going: Sequence[int], tokens: Sequence[int]) -> Tensor:
-        self._batch = self._batch.next_rows(going)
-        return self._model_runner.run_packed(tokens, self._batch, None)
 
 
 class TorchRunner(ModelRunner):
@@ -130,9 +113,6 @@ class TorchRunner(ModelRunner):
     def logits(self, chunks: Sequence[Chunk]) -> Tensor:
         logits = self.forward(chunks)
         return logits.to(torch.float32, copy=isinstance(self.paged_runner, GraphRunner))
-
-    def steps(self, chunks: Sequence[Chunk], later_rows: Sequence[int]) -> Steps:
-        return _PackedSteps(self, chunks, later_rows)
 
     def has_loop_in_c(self, sequences: int) -> bool:
         return self._cpu_decoder is not None

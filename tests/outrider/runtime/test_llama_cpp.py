@@ -276,17 +276,24 @@ def test_files_that_llama_cpp_quantises_stay_near_their_model(kind: str, near: f
     assert small.fingerprint == large.fingerprint  # so it may draft for its own model
 
 
-def test_the_steps_of_a_decode_loop_give_the_logits_of_single_passes(folders: Callable[[str], Path]) -> None:
+def test_steps_of_several_sequences_give_the_logits_of_single_passes(folders: Callable[[str], Path]) -> None:
     runner = build(write_gguf(folders("llama")))
-    texts = {runner.pool.allocate(): [1, 2, 3], runner.pool.allocate(): [4, 5]}
-    steps = runner.steps([Chunk(slot, text, 0, len(text) - 1) for slot, text in texts.items()], [2, 2])
-    found = [steps.first().clone(), steps.next([0, 1], [6, 7]).clone(), steps.next([1], [8]).clone()]
-    assert [runner.pool.length(slot) for slot in texts] == [0, 0]
+    texts = [runner.pool.allocate(), runner.pool.allocate()]
+    first, second = texts
+    found = [
+        runner.logits(chunks)
+        for chunks in (
+            [Chunk(first, [1, 2, 3], 0, 2), Chunk(second, [4, 5], 0, 1)],
+            [Chunk(first, [6], 3, 0), Chunk(second, [7], 2, 0)],
+            [Chunk(second, [8], 3, 0)],
+        )
+    ]
     alone = [runner.logits([Chunk(runner.pool.allocate(), text, 0, 0)]) for text in ([1, 2, 3, 6], [4, 5, 7, 8])]
     assert torch.allclose(found[0], torch.stack([alone[0][2], alone[1][1]]), atol=1e-5)
     assert torch.allclose(found[1], torch.stack([alone[0][3], alone[1][2]]), atol=1e-5)
     assert torch.allclose(found[2][0], alone[1][3], atol=1e-5)
-    for slot in texts:  # what the steps wrote is dropped before the next pass
+    for slot in texts:
+        runner.pool.rollback(slot, 0)
         assert torch.allclose(runner.logits([Chunk(slot, [1, 2, 3, 6], 0, 0)]), alone[0], atol=1e-5)
     runner.pool.check_integrity()
 
