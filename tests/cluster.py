@@ -13,7 +13,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any, Self, TypeVar
 
-from outrider.cli.processes import STOP_TIMEOUT_S, ServiceProcess
+from outrider.cli.processes import ServiceProcess
 from tests.fork_server import ForkServer, fork_server
 from tests.metrics import Samples, scrape
 from tests.project.tree import ROOT
@@ -77,11 +77,11 @@ class Service(ServiceProcess):
             self.send(signal.SIGTERM)
         self.send(signal.SIGCONT)
 
-    def stop(self, timeout: float = STOP_TIMEOUT_S) -> int:
-        """End it, and kill it after `timeout` seconds. Return its exit code."""
+    def stop(self, timeout: float | None = None) -> int:
+        """End it, and kill it after `timeout` or `stop_timeout` seconds. Return its exit code."""
         self.end()
         with suppress(subprocess.TimeoutExpired):
-            self.process.wait(timeout)
+            self.process.wait(self.stop_timeout if timeout is None else timeout)
         self.kill()
         self._reader.join(timeout=5.0)
         return self.process.returncode

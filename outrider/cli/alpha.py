@@ -15,6 +15,7 @@ from outrider.cli.demo import MODELS, demo_model
 from outrider.cli.options import (
     DeviceName,
     FloatRange,
+    Numbers,
     check_speech_options,
     prompts_file_option,
     speech_options,
@@ -38,25 +39,6 @@ _WORK = {
     "searching": "Searching",
 }
 _FILE = click.Path(exists=True, dir_okay=False, path_type=Path)
-
-
-class Leniences(click.ParamType[tuple[float, ...]]):
-    """Numbers above 0 and at most 1, separated by commas."""
-
-    name = "L[,...]"
-
-    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> tuple[float, ...]:
-        if isinstance(value, tuple):
-            return value
-        numbers = []
-        for part in str(value).split(","):
-            try:
-                numbers.append(float(part))
-            except ValueError:
-                self.fail(f"{part!r} is not a number; give one or several, for example 1,0.5,0.1", param, ctx)
-            if not 0 < numbers[-1] <= 1:
-                self.fail(f"{part} is not above 0 and at most 1 (1: exact)", param, ctx)
-        return tuple(dict.fromkeys(numbers))
 
 
 @click.command("alpha", short_help="Measure the chance that a drafted token is accepted.")
@@ -128,7 +110,7 @@ class Leniences(click.ParamType[tuple[float, ...]]):
 @click.option(
     "--lenience",
     "leniences",
-    type=Leniences(),
+    type=Numbers(FloatRange(0, 1, min_open=True), name="L[,...]"),
     default="1",
     help="Lenience of the acceptance rule: 1 is exact; with L no token is sampled more than 1/L times as often.",
 )

@@ -19,6 +19,7 @@ from outrider.cli.options import (
     DRAFTERS,
     POSITIVE,
     RETRY_TIMEOUT_S,
+    FloatRange,
     Numbers,
     calling_options,
     check_speech_options,
@@ -44,15 +45,17 @@ _QUICK: Json = {"gammas": (2, 6), "streams": (1, 4), "texts": 2, "max_new_tokens
 
 @click.command("bench", short_help="Measure a pair of services that run already.")
 @draft_option()
-@click.option("--gammas", type=Numbers(int, least=1), help="Fixed gammas, beside the default policy. Default: 2,4,8.")
+@click.option(
+    "--gammas", type=Numbers(click.IntRange(1)), help="Fixed gammas, beside the default policy. Default: 2,4,8."
+)
 @click.option(
     "--drafters",
     metavar="NAME[,...]",
     help="Drafters; the first one drafts with each gamma, the others with the middle one. Default: all of the service "
     "but random, its default first.",
 )
-@click.option("--temperatures", type=Numbers(float, least=0), help="Temperatures of the texts. Default: 0,1.")
-@click.option("--streams", type=Numbers(int, least=1), help="How many texts at once. Default: 1,4,16.")
+@click.option("--temperatures", type=Numbers(FloatRange(0)), help="Temperatures of the texts. Default: 0,1.")
+@click.option("--streams", type=Numbers(click.IntRange(1)), help="How many texts at once. Default: 1,4,16.")
 @click.option("--texts", type=click.IntRange(min=1), help="Texts of each stream in each repeat. Default: 4.")
 @click.option("--max-new-tokens", type=click.IntRange(min=2), help="Tokens of each text. Default: 64.")
 @click.option("--repeats", type=click.IntRange(min=1), help="How often each figure is measured. Default: 3.")

@@ -88,7 +88,9 @@ class CheckFailure(Failure):
 @click.option("--top-p", type=FloatRange(min=0, max=1, min_open=True), help="Sample with this setting alone.")
 @click.option("--min-p", type=FloatRange(min=0, max=1), help="Sample with this setting alone.")
 @click.option(
-    "--gammas", type=Numbers(int, least=1), help="Fixed gammas, in turn. Default: 1,2,4 and the service's own policy."
+    "--gammas",
+    type=Numbers(click.IntRange(1)),
+    help="Fixed gammas, in turn. Default: 1,2,4 and the service's own policy.",
 )
 @click.option("--drafter", type=click.Choice(DRAFTERS), help="Source of proposed tokens. Default: the service's.")
 @click.option(
@@ -125,6 +127,8 @@ def check_command(draft: str, timeout: float, as_json: bool, **values: Any) -> N
             write_json(document(report))
         else:
             draw(Console(highlight=False), report)
+    except click.UsageError:
+        raise
     except (Failure, OutriderError, EvaluationError, CheckpointError, OSError) as error:
         raise CheckFailure(str(error)) from error
     except KeyboardInterrupt:

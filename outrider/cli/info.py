@@ -20,6 +20,7 @@ from outrider.client import TLS, AcceptanceRule, Drafter
 from outrider.client.endpoints import Endpoints
 from outrider.client.errors import explained
 from outrider.rpc.channel import check_plaintext
+from outrider.rpc.errors import from_rpc_error
 from outrider.rpc.health import PROBES
 from protos.outrider.v1 import draft_service_pb2, input_pb2, model_pb2, sampling_pb2, verifier_service_pb2
 
@@ -37,8 +38,8 @@ def info_command(
 ) -> None:
     """Show model, limits, health and load of the service at HOST:PORT, a draft service or a verifier.
 
-    To learn a verifier's load the command has it generate one token. A draft service reports its load in its metrics
-    only (--metrics-listen).
+    To learn a verifier's load the command has it generate one token. If that is refused, or takes more than half of
+    --timeout, the load is unknown. A draft service reports its load in its metrics only (--metrics-listen).
     """
     security = tls_of(tls)
     try:
@@ -77,7 +78,13 @@ async def _look(address: str, tls: TLS | None, token_file: str | None, timeout: 
                 model = (await begin("verifier", "GetModel", own_request)).model
                 found |= {"service": "verifier", "model": _model(model)}
                 found["health"] = await _health(begin)
-                found["load"] = await _load(begin("verifier", "Verify"), model)
+                try:
+                    async with asyncio.timeout(timeout / 2):
+                        found["load"] = await _load(begin("verifier", "Verify"), model)
+                except TimeoutError:
+                    found |= {"load": None, "load_error": f"no token within {timeout / 2:g} s"}
+                except grpc.RpcError as error:
+                    found |= {"load": None, "load_error": from_rpc_error(error).message}
             else:
                 found |= {"service": "draft service", "model": _model(both.model), "target": _model(both.target)}
                 found["drafters"] = [Drafter.of(number).value for number in both.drafters]
@@ -167,7 +174,9 @@ def _draw(out: Console, found: dict[str, Any]) -> None:
     out.print(rows)
     if "drafters" in found:
         out.print(f"drafters: {', '.join(found['drafters'])}; default {found['default_drafter']}", soft_wrap=True)
-    if "load" in found:
+    if "load_error" in found:
+        out.print(f"load: unknown: {found['load_error']}", soft_wrap=True, markup=False)
+    elif "load" in found:
         load = found["load"]
         out.print(
             f"load: {load['running']} sequences running, {load['waiting']} waiting, {load['kv_usage']:.0%} of the KV "

@@ -116,29 +116,19 @@ class Address(click.ParamType[str]):
             self.fail(str(error), param, ctx)
 
 
-class Numbers(click.ParamType[tuple[float, ...]]):
-    """Numbers separated by commas, of one kind, without duplicates."""
+class Numbers(click.ParamType[tuple[Any, ...]]):
+    """Values of the type `each`, separated by commas. Each counts once, unless places have a meaning (`in_order`)."""
 
-    name = "N[,N...]"
+    def __init__(self, each: click.ParamType[Any], *, name: str = "N[,N...]", in_order: bool = False) -> None:
+        self.name = name
+        self._each = each
+        self._in_order = in_order
 
-    def __init__(self, kind: type[int] | type[float], least: float) -> None:
-        self._kind = kind
-        self._least = least
-
-    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> tuple[float, ...]:
-        kind = "a whole number" if self._kind is int else "a number"
-        numbers = []
-        for part in str(value).split(","):
-            try:
-                number = self._kind(part)
-            except ValueError:
-                number = math.nan
-            if not self._least <= number < math.inf:
-                example = f"{self._least:g},{self._least + 1:g}"
-                text = f"{part.strip()!r} is not {kind} of at least {self._least:g}"
-                self.fail(f"{text}; separate numbers by commas, for example {example}", param, ctx)
-            numbers.append(number)
-        return tuple(dict.fromkeys(numbers))
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> tuple[Any, ...]:
+        if isinstance(value, tuple):  # a default
+            return value
+        found = [self._each.convert(part.strip(), param, ctx) for part in value.split(",")]
+        return tuple(found if self._in_order else dict.fromkeys(found))
 
 
 class DeviceName(click.ParamType[str]):
@@ -420,7 +410,12 @@ def temperature_option(default: str) -> Callable[[Command], Command]:
 
 def request_of(values: dict[str, Any]) -> Options:
     """Converts values of the command line to options of the client, without those not given."""
-    given = {name: value for name, value in values.items() if value is not None and value is not False and value != ()}
+    # Only the outcome cache can be switched off.
+    given = {
+        name: value
+        for name, value in values.items()
+        if value is not None and value != () and (value is not False or name == "outcome_cache")
+    }
     if "logit_bias" in given:
         given["logit_bias"] = dict(given["logit_bias"])
     return cast("Options", given)

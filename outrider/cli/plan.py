@@ -22,6 +22,8 @@ from outrider.cli.options import (
     DRAFTERS,
     RETRY_TIMEOUT_S,
     Address,
+    FloatRange,
+    Numbers,
     calling_options,
     connected,
     prompts_file_option,
@@ -49,21 +51,6 @@ class Finite(click.FloatRange):
         return number
 
 
-class Alphas(click.ParamType[tuple[float, ...]]):
-    """One α, or several by position, separated by commas."""
-
-    name = "A[,A...]"
-
-    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
-        try:
-            alphas = tuple(map(float, str(value).split(",")))
-        except ValueError:
-            self.fail(f"{value!r} is not a number in [0, 1], or several separated by commas", param, ctx)
-        if not all(0 <= alpha <= 1 for alpha in alphas):
-            self.fail(f"{value!r} is outside [0, 1]", param, ctx)
-        return alphas
-
-
 class Steps(click.ParamType[tuple[float, bool]]):
     """A time in target steps (0.1) or in milliseconds (2.5ms): the number, and whether it is of milliseconds."""
 
@@ -83,7 +70,11 @@ class Steps(click.ParamType[tuple[float, bool]]):
 
 
 @click.command("plan", short_help="The best gamma of a pair, and where drafting does not pay.")
-@click.option("--alpha", type=Alphas(), help="Chance that a drafted token is accepted; several: by position.")
+@click.option(
+    "--alpha",
+    type=Numbers(FloatRange(0, 1), name="A[,A...]", in_order=True),
+    help="Chance that a drafted token is accepted; several: by position.",
+)
 @click.option("--c", type=Steps(), help="Time of a draft step, in target steps, or with ms: 2ms.")
 @click.option("--round-trip", type=Steps(), help="Time of a round outside draft and target, as --c. Default: 0.")
 @click.option("--target-step", metavar="MS", type=Finite(min=0, min_open=True), help="Time of a target step, in ms.")

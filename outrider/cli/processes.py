@@ -20,7 +20,7 @@ from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
 from types import FrameType
-from typing import Self
+from typing import Any, Self
 
 from outrider.environment import ENV_PREFIX
 from outrider.rpc.channel import wait_for_health
@@ -125,8 +125,8 @@ def keep_on(process_id: int, cores: Collection[int]) -> None:
 _KEPT_LINES = 1_000
 # Importing torch on a cold disk takes tens of seconds; nothing listens before that.
 START_TIMEOUT_S = 120.0
-# The default --grace of the services is thirty seconds; a process that runs longer hangs.
-STOP_TIMEOUT_S = 35.0
+# A process that runs this much longer than its --grace hangs; and the grace of one that has not logged it.
+_STOP_MARGIN_S, _GRACE_S = 5.0, 30.0
 # Between two checks that processes still run; timeout of one health check.
 _CHECK_S = 0.2
 
@@ -161,6 +161,7 @@ class ServiceProcess:
         self._lines: deque[str] = deque(maxlen=_KEPT_LINES)
         self._address = ""
         self._health_address = ""
+        self._grace = _GRACE_S
         self._settled = threading.Event()  # the address is known, or the process has ended
         self._reader = threading.Thread(target=self._read, name=f"{name}-log", daemon=True)
         self._reader.start()
@@ -215,6 +216,11 @@ class ServiceProcess:
     def returncode(self) -> int | None:
         return self.process.poll()
 
+    @property
+    def stop_timeout(self) -> float:
+        """Seconds from SIGTERM to SIGKILL in `stop`."""
+        return self._grace + _STOP_MARGIN_S
+
     def log_lines(self) -> list[str]:
         """Its last thousand log lines, oldest first."""
         return list(self._lines)
@@ -254,15 +260,16 @@ class ServiceProcess:
         if self.process.poll() is not None:
             raise self._ended()
 
-    def stop(self, timeout: float = STOP_TIMEOUT_S) -> int:
+    def stop(self, timeout: float | None = None) -> int:
         """Sends SIGTERM, waits up to `timeout` seconds, then sends SIGKILL. Returns the exit code; may be called twice.
 
-        An interrupt during the wait kills the process at once, and is raised again.
+        Without `timeout` that is `stop_timeout`. An interrupt during the wait kills the process at once, and is raised
+        again.
         """
         if self.process.poll() is None:
             self.process.send_signal(signal.SIGTERM)
         try:
-            self.process.wait(timeout)
+            self.process.wait(self.stop_timeout if timeout is None else timeout)
         except subprocess.TimeoutExpired:
             pass
         finally:
@@ -278,9 +285,10 @@ class ServiceProcess:
             for raw in lines:
                 line = raw.rstrip("\n")
                 self._lines.append(line)
-                self._health_address = self._health_address or _address_in(line, "health")
-                if not self._address and (address := _address_in(line, "listening")):
-                    self._address = address
+                self._health_address = self._health_address or str(_entry_in(line, "health").get("address", ""))
+                if not self._address and (entry := _entry_in(line, "listening")):
+                    self._grace = float(entry.get("grace", _GRACE_S))
+                    self._address = str(entry.get("address", ""))
                     self._settled.set()
                 if self._on_line is not None:
                     self._on_line(line)
@@ -302,15 +310,15 @@ class ServiceProcess:
         return ServiceError(f"{self.name} {what}", self.log_lines())
 
 
-def _address_in(line: str, event: str) -> str:
-    """The address in a log line of this `event`; else empty."""
+def _entry_in(line: str, event: str) -> dict[str, Any]:
+    """The fields of a log line of this `event`; else none."""
     if not line.startswith("{") or f'"{event}"' not in line:
-        return ""
+        return {}
     try:
-        entry = json.loads(line)
+        entry: dict[str, Any] = json.loads(line)
     except ValueError:
-        return ""
-    return str(entry.get("address", "")) if entry.get("event") == event else ""
+        return {}
+    return entry if entry.get("event") == event else {}
 
 
 def _wait_healthy(services: Sequence[ServiceProcess], timeout: float) -> None:

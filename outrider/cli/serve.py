@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import math
 import os
@@ -164,7 +165,10 @@ def _printer() -> Callable[[str, str], None]:
         if line.startswith(f"{name}: "):  # its reason to end, which the command's last line repeats
             return
         if text is not None:
-            line = _PREFIXES[name] + (text(json.loads(line)) if line.startswith("{") else line)
+            if line.startswith("{"):
+                with contextlib.suppress(ValueError):  # a library may print braces, too
+                    line = text(json.loads(line))
+            line = _PREFIXES[name] + line
         click.echo(line)
 
     return write

@@ -167,7 +167,7 @@ async def _listen(service: Service, settings: ServiceSettings) -> None:
             beside.push_async_callback(probe_server.stop, None)
         await server.start()
         # First the address, for the parent process; health stays NOT_SERVING until the model is loaded.
-        _log.info("listening", address=address, model=settings.model, transport=transport)
+        _log.info("listening", address=address, model=settings.model, transport=transport, grace=settings.grace)
         if probed:
             _log.info("health", address=probed)
         await _serve(service, settings, server, health)

@@ -27,6 +27,7 @@ def test_a_service_waits_for_its_verifier_serves_and_drains(target_process: Serv
     with Proxy(target_process.address, is_open=False) as verifier, Cluster() as cluster:
         service = cluster.draft(verifier.address, flags="--grace 20 --failover-timeout 2 --request-timeout inf")
         service.wait_listening()
+        assert service.stop_timeout == 20 + 5
         channel = grpc.insecure_channel(service.address)
 
         def is_serving() -> bool:

@@ -1,7 +1,7 @@
 """A process that logs as a service does, for tests of how processes are started, watched and stopped.
 
-`python -m tests.outrider.cli.stand_in WORDS`, each word a step: `listen` logs an address, `say=TEXT` a line, `deaf`
-ignores SIGTERM, `wait` sleeps, `exit=N` ends.
+`python -m tests.outrider.cli.stand_in WORDS`, each word a step: `listen` logs an address, `listen=N` also a grace,
+`say=TEXT` a line, `deaf` ignores SIGTERM, `wait` sleeps, `exit=N` ends.
 """
 
 import json
@@ -15,7 +15,8 @@ def main(words: list[str]) -> None:
         name, _, value = word.partition("=")
         match name:
             case "listen":
-                print(json.dumps({"event": "listening", "address": "127.0.0.1:1"}))
+                grace = {"grace": float(value)} if value else {}
+                print(json.dumps({"event": "listening", "address": "127.0.0.1:1", **grace}))
             case "say":
                 print(value, file=sys.stderr)
             case "deaf":

@@ -104,9 +104,9 @@ def test_progress_in_a_log_is_a_line_for_each_kind_of_work(pair: Path) -> None:
 @pytest.mark.parametrize(
     ("arguments", "code", "message"),
     [
-        (["--lenience", "0"], 2, "'--lenience': 0 is not above 0 and at most 1"),
-        (["--lenience", "1,1.5"], 2, "'--lenience': 1.5 is not above 0 and at most 1"),
-        (["--lenience", "half"], 2, "'--lenience': 'half' is not a number"),
+        (["--lenience", "0"], 2, "'--lenience': 0.0 is not in the range 0<x<=1"),
+        (["--lenience", "1,1.5"], 2, "'--lenience': 1.5 is not in the range 0<x<=1"),
+        (["--lenience", "half"], 2, "'--lenience': 'half' is not a valid float range"),
         (
             ["--drafter", "staged"],
             2,

@@ -201,11 +201,11 @@ def test_the_page_opens_without_errors_and_can_be_read(
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["--gammas", "2,x"], "'--gammas': 'x' is not a whole number of at least 1"),
-        (["--gammas", "0"], "'0' is not a whole number of at least 1"),
-        (["--streams", "1,,4"], "'' is not a whole number of at least 1"),
-        (["--temperatures", "0,-1"], "'-1' is not a number of at least 0"),
-        (["--temperatures", "nan"], "'nan' is not a number of at least 0"),
+        (["--gammas", "2,x"], "'--gammas': 'x' is not a valid integer range"),
+        (["--gammas", "0"], "'--gammas': 0 is not in the range x>=1"),
+        (["--streams", "1,,4"], "'--streams': '' is not a valid integer range"),
+        (["--temperatures", "0,-1"], "'--temperatures': -1.0 is not in the range x>=0"),
+        (["--temperatures", "nan"], "'--temperatures': nan is not a number"),
         (["--drafters", "modle"], "--drafters: 'modle' is not one of model, ngram"),
         (["--drafters", "none"], "'none' is not one of"),
         (["--prompts-file", "no/such.jsonl"], "no/such.jsonl"),

@@ -12,6 +12,7 @@ from click.testing import CliRunner, Result
 
 from draft_service.settings import DraftSettings
 from outrider.cli import main, serve
+from outrider.cli.options import request_of
 from outrider.cli.output import completion_document, write_json
 from outrider.cli.serve import split_flags
 from outrider.client import Chunk, Completion, Finished, Options, Started
@@ -47,6 +48,7 @@ def test_every_command_and_option_has_help() -> None:
         (["info", "--timeout", "nan", "127.0.0.1:1"], "'--timeout': nan is not a number"),
         (["gateway", "--http-timeout", "nan"], "'--http-timeout': nan is not a number"),
         (["transcribe", "no/such.wav"], "no/such.wav"),
+        (["check", "--draft", "box:50051"], "not a loopback"),
         ([*SERVE, "--listen", "50051"], "HOST:PORT"),
         ([*SERVE, "--ngram-corpus", "no/such.txt"], "no/such.txt"),
         ([*SERVE, "--draft-device", "gpu"], "'--draft-device': 'gpu' is not auto, cpu"),
@@ -194,6 +196,29 @@ def test_generate_has_every_option_of_the_client() -> None:
     # Those of `transcribe`, and some that it does not need.
     of_speech = {"audio", "sample_rate", "features", "decoder_prompt_token_ids", "language", "task", "timestamps"}
     assert offered == Options.__annotations__.keys() - left_out - of_speech
+
+
+@pytest.mark.parametrize(
+    ("flags", "expected"),
+    [([], {}), (["--outcome-cache"], {"outcome_cache": True}), (["--no-outcome-cache"], {"outcome_cache": False})],
+)
+def test_switches_that_are_not_given_leave_the_choice_to_the_service(
+    flags: list[str], expected: dict[str, bool]
+) -> None:
+    given = main.commands["generate"].make_context("generate", [*flags, "a prompt"]).params
+    assert request_of({name: given[name] for name in ("outcome_cache", "ignore_eos")}) == expected
+
+
+@pytest.mark.parametrize("line", ["{'a': 1}", "{not json", "Loading."])
+def test_serve_prints_lines_that_are_no_log_events_as_they_are(
+    line: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("sys.stdout.isatty", lambda: True)
+    monkeypatch.setattr(serve, "take_over", lambda service: None)
+    write = serve._printer()
+    write("draft_service", line)
+    write("draft_service", json.dumps({"event": "serving", "level": "info"}))
+    assert capsys.readouterr().out.startswith(f"draft    | {line}\ndraft    | ")
 
 
 def test_json_is_one_standard_object(capsys: pytest.CaptureFixture[str]) -> None:

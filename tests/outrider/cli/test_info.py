@@ -1,7 +1,9 @@
 """`outrider info` against a real pair, and the error of a client that calls a verifier."""
 
 import json
+from contextlib import ExitStack
 
+import grpc
 import pytest
 from click.testing import CliRunner, Result
 
@@ -9,6 +11,7 @@ from outrider.cli import main
 from outrider.client import Client, OutriderError
 from tests.cluster import Cluster, wait_healthy
 from tests.project.tree import ROOT
+from tests.verifier_service.streams import Stream
 
 
 def _info(*arguments: str) -> Result:
@@ -38,6 +41,24 @@ def test_a_verifier_of_an_encoder_decoder_model_shows_its_load() -> None:
             shown = _info(verifier.address, "--json")
             assert (shown.exit_code, shown.stderr) == (0, "")
             assert json.loads(shown.stdout)["load"]["one_token_ms"] > 0
+
+
+def test_a_full_verifier_shows_all_but_its_load() -> None:
+    with Cluster() as cluster, ExitStack() as held:
+        verifier = cluster.verifier(flags="--max-sequences 1 --max-waiting 1")
+        wait_healthy(verifier)
+        channel = held.enter_context(grpc.insecure_channel(verifier.address))
+        for error in ("no token within 1 s", "queue"):
+            stream = held.enter_context(Stream(channel))
+            stream.open()
+            stream.take()
+            shown = _info(verifier.address, "--timeout", "2", "--json")
+            assert shown.exit_code == 0, shown.stderr
+            document = json.loads(shown.stdout)
+            assert document["health"]["readiness"] == "SERVING"
+            assert document["load"] is None
+            assert error in document["load_error"]
+        assert "load: unknown: " in _info(verifier.address, "--timeout", "2").stdout
 
 
 def test_a_draft_service_shows_both_models_and_its_drafters(draft_address: str) -> None:

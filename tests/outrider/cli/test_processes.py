@@ -81,6 +81,13 @@ def test_a_service_that_ignores_sigterm_is_killed() -> None:
     assert service.stop(timeout=0.2) == -signal.SIGKILL
 
 
+@pytest.mark.parametrize(("listen", "timeout"), [("listen", 35), ("listen=120", 125), ("listen=0", 5)])
+def test_a_service_gets_its_grace_before_it_is_killed(listen: str, timeout: float) -> None:
+    with ServiceProcess.launch([STAND_IN, listen, "wait"]) as service:
+        service.wait_listening()
+        assert service.stop_timeout == timeout
+
+
 def test_the_end_of_either_service_of_a_pair_is_noticed() -> None:
     with ServiceProcess.launch(NEVER_SERVES) as verifier:
         with ServiceProcess.launch(NEVER_SERVES) as draft:
