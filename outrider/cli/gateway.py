@@ -175,7 +175,8 @@ def gateway_command(draft: str, http: str, retry_timeout: float, vllm_metrics: b
     the extra `http`.
 
     --frame-bytes, --frame-pace and --fixed-size-rounds hold for every text, between the front and the verifier. They
-    switch off the playground, and log-probabilities of prompts. Answers to HTTP clients are not padded.
+    switch off the playground; the first two also transcriptions, and log-probabilities of prompts. Answers to HTTP
+    clients are not padded.
 
     --tls, --tls-ca, --tls-cert, --tls-key, --tls-name, --token-file and --plaintext are about the calls of draft
     services; the options that begin with --http are about HTTP clients. Beyond this machine the front demands TLS and

@@ -160,6 +160,9 @@ def _check(options: Mapping[str, Any]) -> None:
     for name in _SINGLE:
         if options.get(name) is not None:
             raise refused(name, f"{name} is set; leave it out: transcribe writes one text from its beginning")
+    for name in ("frame_bytes", "frame_pace"):
+        if options.get(name) is not None:
+            raise refused(name, f"{name} is set; leave it out: transcribe needs reports on single tokens")
 
 
 def _check_timestamps(encoder: model_pb2.EncoderInfo, samples: Samples) -> None:

@@ -24,9 +24,9 @@ from outrider.client.errors import typed
 from outrider.environment import installed_version
 from outrider.http import playground
 from outrider.http.answers import DONE, ChatForm, CompletionForm, Form, tokens_of, usage_field
-from outrider.http.errors import ApiError, invalid, of_service, unsupported
+from outrider.http.errors import HIDES_SIZES, ApiError, invalid, of_service, unsupported
 from outrider.http.generation import Call, Generation
-from outrider.http.metrics import DIRECT, LEFT, TEXT_TYPE, FrontMetrics, RequestCounter
+from outrider.http.metrics import DIRECT, ENDED, GONE, TEXT_TYPE, FrontMetrics, RequestCounter
 from outrider.http.pair import Pair
 from outrider.http.requests import (
     ChatRequest,
@@ -109,9 +109,8 @@ class Front:
         options = body.options()
         options["max_new_tokens"] = max(1, body.max_tokens)
         if body.echo and body.logprobs is not None:
-            if {"frame_bytes", "frame_pace"} & self._pair.framing.keys():
-                text = "echo with logprobs is off: this server hides the sizes of its messages (--frame-bytes)"
-                raise unsupported("echo", text)
+            if self._pair.hides_sizes:
+                raise unsupported("echo", f"echo with logprobs is off: {HIDES_SIZES}")
             options["prompt_logprobs"] = body.logprobs
         calls = [
             Call(prompt, options | seed, body.echo, not body.max_tokens, is_repeat=i > 0)
@@ -242,7 +241,8 @@ class Front:
         """POST /detokenize, as vLLM has it."""
         body = parse(DetokenizeRequest, read_json(await request.body()))
         await self._check_model(body.model)
-        return _json({"prompt": await self._pair.text_of(body.tokens)})
+        found = await self._pair.client.detokenize(body.tokens, keep_special_tokens=True)
+        return _json({"prompt": found.text})
 
     async def tokenizer_info(self, request: Request) -> Response:
         """GET /tokenizer_info, as vLLM has it: the fields of a tokenizer's configuration."""
@@ -400,10 +400,11 @@ class _Stream(Response):
         try:
             await _unless_gone(receive, self._write(send))
         except ClientDisconnect:
-            scope[LEFT] = True
+            scope[ENDED] = GONE
         except (ApiError, OutriderError) as error:
             # Without [DONE]: the text has not ended.
             failure = error if isinstance(error, ApiError) else self._explain(error)
+            scope[ENDED] = failure.status
             await send({"type": "http.response.body", "body": b"data: " + failure.body() + b"\n\n"})
         finally:
             await self._events.aclose()

@@ -62,6 +62,9 @@ class ApiError(Exception):
         return Response(self.body(), self.status, headers=self.headers, media_type="application/json")
 
 
+HIDES_SIZES = "this server hides the sizes of its messages (--frame-bytes, --frame-pace)"
+
+
 def unsupported(param: str, message: str) -> ApiError:
     """A field or a value that this server does not have."""
     return ApiError(400, message, param=param, code="unsupported_parameter")

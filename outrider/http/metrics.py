@@ -80,8 +80,10 @@ class FrontMetrics:
 
 DIRECT = "outrider.send"
 """Key of a scope: what sends to the connection, past all middleware. Of a stream only the beginning concerns those."""
-LEFT = "outrider.left"
-"""Key of a scope: whether the client closed the connection in the middle of a stream."""
+GONE = 499
+"""Status of a request whose client closed the connection."""
+ENDED = "outrider.ended"
+"""Key of a scope: the status of a stream that failed, or whose client left, after it began with 200."""
 
 
 class RequestCounter:
@@ -94,7 +96,7 @@ class RequestCounter:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
             return await self._app(scope, receive, send)
-        gone = status = 499  # until the answer begins
+        status = GONE  # until the answer begins
 
         async def noting(message: Message) -> None:
             nonlocal status
@@ -107,7 +109,7 @@ class RequestCounter:
         try:
             await self._app(scope, receive, noting)
         finally:
-            self._metrics.request_ended(scope["path"], gone if scope.get(LEFT) else status)
+            self._metrics.request_ended(scope["path"], scope.get(ENDED, status))
 
 
 class TextWatch:

@@ -46,6 +46,11 @@ class Pair:
         self._texts: dict[int, str] = {}
 
     @property
+    def hides_sizes(self) -> bool:
+        """Whether texts come in messages of a fixed size or at a fixed pace, without reports on single tokens."""
+        return not self.framing.keys().isdisjoint(("frame_bytes", "frame_pace"))
+
+    @property
     def known(self) -> pb.DraftServiceGetModelResponse:
         """The description, once `describe` has returned."""
         assert self._found is not None

@@ -18,7 +18,7 @@ from starlette.responses import Response
 
 from outrider.client import AsyncTranscription, DeadlineExceeded, OutriderError, Segment
 from outrider.client.audio import read_samples
-from outrider.http.errors import RETRY_AFTER_S, ApiError, invalid, of_service, unsupported
+from outrider.http.errors import HIDES_SIZES, RETRY_AFTER_S, ApiError, invalid, of_service, unsupported
 from outrider.http.pair import Pair
 from outrider.http.security import AUDIO_BYTES
 from outrider.rpc.errors import UNSPECIFIED
@@ -90,6 +90,8 @@ async def transcribe(
     """
     text_fields = _fields(form)
     await check_model(text_fields.get("model"))
+    if pair.hides_sizes:
+        raise unsupported("file", f"transcriptions are off: {HIDES_SIZES}")
     file = form.get("file")
     if not isinstance(file, UploadFile):
         raise ApiError(400, "file is missing; it is required", param="file", code="missing_required_parameter")

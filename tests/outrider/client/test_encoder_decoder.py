@@ -156,8 +156,10 @@ def test_each_window_has_a_seed_of_its_own(address: str, talk: Path) -> None:
         both = [client.transcribe(talk, temperature=1.0, seed=5, max_new_tokens=8).wait() for _ in range(2)]
         with pytest.raises(InvalidRequest, match=r"audio has 2\.90 s; at most 1 s at once with this model"):
             client.complete(audio=talk)
-        with pytest.raises(InvalidRequest, match="n is set; leave it out"):
-            client.transcribe(talk, n=2).wait()
+        unfit: list[Any] = [{"n": 2}, {"frame_bytes": 512}]
+        for options in unfit:
+            with pytest.raises(InvalidRequest, match=f"{next(iter(options))} is set; leave it out"):
+                client.transcribe(talk, **options).wait()
     assert both[0].segments == both[1].segments
     seeds = [completion.seed for completion in both[0].completions]
     assert seeds == list(range(5, 5 + len(seeds)))

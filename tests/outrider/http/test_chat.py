@@ -97,6 +97,10 @@ def test_tokens_of_a_text_and_back(http: httpx.Client, ours: Client) -> None:
     assert (found["count"], len(found["token_strs"])) == (len(found["tokens"]), len(found["tokens"]))
     assert found["max_model_len"] == ours.get_model().model.limits.max_sequence_tokens
     assert http.post("/detokenize", json={"tokens": found["tokens"]}).json() == {"prompt": text}
+    end = ours.get_model().model.eos_token_ids[0]
+    whole = ours.detokenize([*found["tokens"], end], keep_special_tokens=True).text
+    assert http.post("/detokenize", json={"tokens": [*found["tokens"], end]}).json() == {"prompt": whole}
+    assert len(whole) > len(text)
     chat = http.post("/tokenize", json={"messages": [{"role": "user", "content": QUESTION}]}).json()
     assert chat["tokens"] == list(ours.tokenize(PROMPT).token_ids)
     assert chat["token_strs"] is None

@@ -80,6 +80,8 @@ def test_a_killed_draft_service_is_not_seen(verifier: Service, chat_folder: Path
             assert shown[-1].startswith('data: {"error"'), "a text that cannot continue"
             assert "data: [DONE]" not in shown
             assert left.address not in shown[-1]
+            counted = 'outrider_http_requests_total{path="/v1/completions",status="%s"} 1.0'
+            assert counted % 503 in http.get("/metrics").text
             assert http.get("/health").status_code == 503
             assert http.get("/v1/models").status_code == 200  # known still
 

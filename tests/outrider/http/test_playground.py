@@ -178,6 +178,9 @@ def test_it_is_off_where_token_counts_are_hidden(chat_draft: Service, ours: Clie
         assert choice["text"] == ours.complete(PROMPT, max_new_tokens=24, seed=5).text
         answer = plain.post(url + "/v1/completions", json=body | {"echo": True})
         assert (answer.status_code, answer.json()["error"]["param"]) == (400, "echo")
+        answer = plain.post(url + "/v1/audio/transcriptions", files={"file": b"RIFF"})
+        assert (answer.status_code, answer.json()["error"]["param"]) == (400, "file")
+        assert "transcriptions are off" in answer.json()["error"]["message"]
     with running_front(chat_draft.address, framing={"frame_bytes": 16}) as url:
         refused = plain.post(url + "/v1/completions", json=body)
         assert "emission.frame_bytes is 16" in refused.text, "the service is asked for frames"
