@@ -11,9 +11,9 @@
 
 /* Sums, weights and an input of a walk over a panel fit the registers: 32 of AVX512 and of ARM, 16 of AVX2. */
 #ifdef AVX512
-#define MOST_ROWS 12
-#define MOST_WIDE_ROWS 12 /* with more rows a walk is over half of the outputs */
-#define PREFETCH_ROWS 7   /* with fewer rows memory is the bound, and the processor's own prefetching is better */
+#define MOST_ROWS 14
+#define MOST_WIDE_ROWS 14 /* with more rows a walk is over half of the outputs */
+#define PREFETCH_ROWS 5   /* with fewer rows memory is the bound, and the processor's own prefetching is better */
 #define HEAD_SUMS 4       /* vectors of sums for each of 5 query heads */
 #else
 #define MOST_ROWS 6
@@ -40,7 +40,7 @@ INLINE void multiply(const int rows, const int vectors, const Weight *panel, con
                      const float *bias, float *out, int64_t stride, int columns, int adds, const char *ahead,
                      int64_t share) {
     Floats sum[MOST_ROWS][VECTORS];
-#pragma GCC unroll 12
+#pragma GCC unroll 14
     for (int r = 0; r < rows; r++)
 #pragma GCC unroll 8
         for (int b = 0; b < vectors; b++) sum[r][b] = bias ? load(bias + LANES * b) : all(0.0f);
@@ -55,7 +55,7 @@ INLINE void multiply(const int rows, const int vectors, const Weight *panel, con
             Factors weight[VECTORS];
 #pragma GCC unroll 8
             for (int b = 0; b < vectors; b++) weight[b] = weights_at(panel + LANES * STEP * b, part);
-#pragma GCC unroll 12
+#pragma GCC unroll 14
             for (int r = 0; r < rows; r++) {
                 Factors input = inputs_at(x + r * inputs + i + part);
 #pragma GCC unroll 8
@@ -63,7 +63,7 @@ INLINE void multiply(const int rows, const int vectors, const Weight *panel, con
             }
         }
     }
-#pragma GCC unroll 12
+#pragma GCC unroll 14
     for (int r = 0; r < rows; r++)
 #pragma GCC unroll 8
         for (int b = 0; b < vectors; b++) {
@@ -85,14 +85,14 @@ INLINE void multiply(const int rows, const int vectors, const Weight *panel, con
     }
 WALK(1) WALK(2) WALK(3) WALK(4) WALK(5) WALK(6)
 #if MOST_ROWS > 6
-WALK(7) WALK(8) WALK(9) WALK(10) WALK(11) WALK(12)
+WALK(7) WALK(8) WALK(9) WALK(10) WALK(11) WALK(12) WALK(13) WALK(14)
 #endif
 
 static void (*const walks_by_rows[])(const Weight *, const Input *, int64_t, const float *, float *, int64_t, int, int,
                                      const char *, int64_t) = {
     walk_1, walk_2, walk_3, walk_4, walk_5, walk_6,
 #if MOST_ROWS > 6
-    walk_7, walk_8, walk_9, walk_10, walk_11, walk_12,
+    walk_7, walk_8, walk_9, walk_10, walk_11, walk_12, walk_13, walk_14,
 #endif
 };
 

@@ -173,6 +173,7 @@ def test_a_row_depends_on_its_sequence_alone(name: str, dtype: str, folders: dic
             (1, (90, 70, 33, 5, 2, 1)),
             (1, (6, 7, 8, 2, 1, 1)),
             (2, (1, 13, 4, 1, 1, 1)),
+            (2, (9, 1, 1, 1, 1, 1)),  # passes over 14 to 9 rows, as sequences end
             (3, (90,) * 6),
         ):
             torch.set_num_threads(threads)
