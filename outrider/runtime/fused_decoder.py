@@ -125,7 +125,9 @@ def _equivalent(module: nn.Module, called: set[nn.Module], dtype: torch.dtype) -
 
 
 def _equivalent_norm(module: nn.Module, weight: Tensor) -> nn.Module | None:
-    """An RMS norm with the same result on random input, in float32, with weight w or 1 + w; None if neither agrees."""
+    """An RMS norm with the same result on random input, in float32, with weight w or 1 + w; None if neither agrees, or
+    if 1 + w has no exact value in the dtype of w.
+    """
     eps = getattr(module, "variance_epsilon", getattr(module, "eps", None))
     if weight.dim() != 1 or not isinstance(eps, float) or len(list(module.parameters())) != 1:
         return None
@@ -134,7 +136,8 @@ def _equivalent_norm(module: nn.Module, weight: Tensor) -> nn.Module | None:
     for scale in (weight.detach(), 1.0 + weight.detach().float()):
         found = RMSNormModule(scale.float(), eps)(x)
         if torch.allclose(found, original(x), rtol=_NORM_TOLERANCE, atol=_NORM_TOLERANCE):
-            return RMSNormModule(scale.to(weight.dtype), eps)
+            rounded = scale.to(weight.dtype)
+            return RMSNormModule(rounded, eps) if torch.equal(rounded.float(), scale.float()) else None
     return None
 
 

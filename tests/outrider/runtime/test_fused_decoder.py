@@ -2,10 +2,12 @@
 
 import random
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
+from transformers.models.gemma2.modeling_gemma2 import Gemma2RMSNorm
 from transformers.models.llama.modeling_llama import LlamaRMSNorm
 
 from outrider.runtime import fused_decoder
@@ -89,6 +91,26 @@ def test_only_modules_that_compute_an_rms_norm_are_replaced(kind: type[LlamaRMSN
         fused_decoder._replace_modules(parent, set(parent.modules()), torch.float32)
         assert isinstance(parent[0], RMSNormModule) == is_replaced
         assert close(parent(x), wanted)
+
+
+@pytest.mark.parametrize(
+    ("kind", "dtype", "is_replaced"),
+    [
+        (LlamaRMSNorm, torch.bfloat16, True),
+        (Gemma2RMSNorm, torch.bfloat16, False),
+        (Gemma2RMSNorm, torch.float32, True),
+    ],
+)
+def test_a_norm_whose_weight_would_be_rounded_is_not_replaced(
+    kind: type[nn.Module], dtype: torch.dtype, is_replaced: bool
+) -> None:
+    """Gemma's norms multiply by 1 + w in float32."""
+    module: Any = kind(32, eps=1e-6)
+    with torch.no_grad():
+        module.weight.copy_(0.01 * torch.randn(32, generator=torch.Generator().manual_seed(1)))
+        parent = nn.Sequential(module.to(dtype))
+        fused_decoder._replace_modules(parent, set(parent.modules()), dtype)
+    assert isinstance(parent[0], RMSNormModule) == is_replaced
 
 
 def test_huge_pages_change_no_weight() -> None:
