@@ -8,6 +8,7 @@ import json
 import os
 from collections.abc import Iterable, Iterator
 from dataclasses import asdict
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +21,8 @@ from outrider.runtime.errors import CheckpointError
 
 # The files of tokenizers and configurations; weights and code have patterns of their own.
 _TEXTS = ("*.json", "*.txt", "*.model", "*.jinja", "*.tiktoken")
+# The same weights in the format of other programs.
+_OTHER_FORMATS = ("original/*", "metal/*", "consolidated*")
 # Entries of a configuration that change no logit: where it was saved, and by which release.
 _PROVENANCE = frozenset({"_name_or_path", "transformers_version"})
 _SAMPLES, _SAMPLE_BYTES = 64, 4096  # of each weights file, spread evenly, first and last bytes included
@@ -46,9 +49,10 @@ def resolve_folder(name: str, revision: str | None = None, *, weights: bool = Tr
         raise CheckpointError(f"there is no folder '{name}'; give a folder, or a hub id such as ORG/MODEL")
     patterns = [*_TEXTS, *(["*.safetensors"] if weights else []), *(["*.py"] if code else [])]
     try:
-        folder = Path(snapshot_download(name, revision=revision, allow_patterns=patterns))
+        download = partial(snapshot_download, name, revision=revision, ignore_patterns=_OTHER_FORMATS)
+        folder = Path(download(allow_patterns=patterns))
         if weights and not any(folder.glob("*.safetensors")):
-            folder = Path(snapshot_download(name, revision=revision, allow_patterns=[*patterns, "*.bin"]))
+            folder = Path(download(allow_patterns=[*patterns, "*.bin"]))
     except HFValidationError as error:
         raise CheckpointError(
             f"'{name}' is neither a folder here nor a valid hub id; give a folder, or a hub id such as ORG/MODEL"
@@ -108,6 +112,16 @@ def token_ids(name: str, value: Any) -> tuple[int, ...]:
     return tuple(dict.fromkeys(ids))
 
 
+def weight_files(folder: Path) -> list[Path]:
+    """The safetensors files that transformers reads, which need not be all in the folder."""
+    whole, index = folder / "model.safetensors", folder / "model.safetensors.index.json"
+    if whole.is_file():
+        return [whole]
+    if index.is_file():
+        return [folder / each for each in sorted(set(read_json(index).get("weight_map", {}).values()))]
+    return sorted(folder.glob("*.safetensors"))
+
+
 def weights_fingerprint(folder: str | os.PathLike[str]) -> str:
     """SHA-256, in hex, of the configuration, the safetensors headers and samples of the weight files.
 
@@ -121,9 +135,11 @@ def weights_fingerprint(folder: str | os.PathLike[str]) -> str:
     config = folder / "config.json"
     if not config.is_file():
         raise CheckpointError(f"'{folder}' has no config.json; give the folder or hub id of a model")
-    files = sorted(folder.glob("*.safetensors")) or sorted(folder.glob("pytorch_model*.bin"))
+    files = weight_files(folder) or sorted(folder.glob("pytorch_model*.bin"))
     if not files:
         raise CheckpointError(f"'{folder}' has no weights: no *.safetensors and no pytorch_model*.bin")
+    if missing := [file for file in files if not file.is_file()]:
+        raise CheckpointError(f"cannot read '{missing[0]}': there is no such file")
     kept = {key: value for key, value in read_json(config).items() if key not in _PROVENANCE}
     digest = hashlib.sha256(json.dumps(kept, sort_keys=True, separators=(",", ":")).encode())
     for file in files:

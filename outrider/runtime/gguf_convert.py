@@ -16,7 +16,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 from transformers import AutoConfig
 
-from outrider.runtime.checkpoint import read_json, resolve_folder, token_ids
+from outrider.runtime.checkpoint import read_json, resolve_folder, token_ids, weight_files
 from outrider.runtime.errors import CheckpointError, UnsupportedModel
 from outrider.runtime.gguf import is_gguf
 
@@ -247,12 +247,7 @@ def permuted(weights: Tensor, heads: int) -> Tensor:
 
 
 def _tensors(folder: Path) -> Iterator[tuple[str, Tensor]]:
-    index, whole = folder / "model.safetensors.index.json", folder / "model.safetensors"
-    files = sorted(folder.glob("*.safetensors"))
-    if whole.is_file():
-        files = [whole]
-    elif index.is_file():
-        files = [folder / each for each in sorted(set(read_json(index).get("weight_map", {}).values()))]
+    files = weight_files(folder)
     if not files:
         raise CheckpointError(f"'{folder}' has no *.safetensors; save the model with save_pretrained first")
     for path in files:
@@ -279,8 +274,10 @@ def _write_tokenizer(writer: Any, gguf: Any, folder: Path, config: dict[str, Any
     if isinstance(vocabulary, list):  # of a unigram model: pairs of a token and its score
         vocabulary = {token: index for index, (token, _) in enumerate(vocabulary)}
     ids = {**vocabulary, **{token: each["id"] for token, each in added.items()}}
-    if max(ids.values(), default=-1) >= config["vocab_size"]:
+    if max(vocabulary.values(), default=-1) >= config["vocab_size"]:
         raise CheckpointError(f"the tokenizer of '{folder}' has more tokens than the model's {config['vocab_size']}")
+    # Gemma 3's tokenizer for text has a token for images, which the model lacks.
+    ids = {token: index for token, index in ids.items() if index < config["vocab_size"]}
     if _suits_llama_cpp(found):
         writer.add_tokenizer_model("gpt2")
         writer.add_tokenizer_pre(_pre_tokenizer(found))

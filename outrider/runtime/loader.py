@@ -446,12 +446,15 @@ def _context_length(config: Any) -> int:
         raise CheckpointError(
             f"config.json of this '{config.model_type}' model has no context length; add max_position_embeddings"
         )
-    # Beyond its original length this rotary embedding depends on the longest sequence of the batch.
     rope = getattr(text, "rope_parameters", None) or {}
     kinds = [rope, *(kind for kind in rope.values() if isinstance(kind, dict))]  # one, or one per kind of layer
     for kind in kinds:
-        if kind.get("rope_type") == "longrope":
-            length = min(length, kind.get("original_max_position_embeddings") or length)
+        original = kind.get("original_max_position_embeddings") or 0
+        if original and kind.get("rope_type") == "longrope":
+            # Beyond its original length this rotary embedding depends on the longest sequence of the batch.
+            length = min(length, original)
+        elif original and kind.get("rope_type") == "yarn":  # model cards add it, and leave the length as it was
+            length = max(length, int(original * kind.get("factor", 1.0)))
     return length
 
 

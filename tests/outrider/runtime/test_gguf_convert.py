@@ -97,6 +97,17 @@ def test_an_old_checkpoint_without_a_context_length_and_a_type_of_tokenizer_is_c
     assert read_metadata(write_gguf(folder))["tokenizer.ggml.model"] == "gpt2"
 
 
+def test_an_added_token_that_the_model_lacks_is_left_out(tmp_path: Path) -> None:
+    """As Gemma 3's for images, in its checkpoints for text."""
+    folder = save("llama", tmp_path)
+    count = read_metadata(write_gguf(folder))["tokenizer.ggml.tokens"].length
+    entries = json.loads((folder / "tokenizer.json").read_text())
+    token = {"id": count, "content": "<image>", "special": True, "normalized": False}
+    entries["added_tokens"].append(token | dict.fromkeys(("single_word", "lstrip", "rstrip"), False))
+    (folder / "tokenizer.json").write_text(json.dumps(entries))
+    assert read_metadata(write_gguf(folder))["tokenizer.ggml.tokens"].length == count
+
+
 def test_only_the_checkpoints_own_weights_are_converted(tmp_path: Path) -> None:
     """Some repositories hold the weights a second time, under other names."""
     folder = save("llama", tmp_path)

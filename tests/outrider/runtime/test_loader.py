@@ -229,7 +229,30 @@ def test_the_fingerprint_depends_on_the_content_alone(folder: Path, tmp_path: Pa
     copied = shutil.copytree(folder, tmp_path / "elsewhere")
     edit(folder, transformers_version="9.9", _name_or_path="/somewhere")
     (folder / "README.md").write_text("not a weight")
+    save_file({"layers.0.attention.wq.weight": torch.zeros(32, 32)}, folder / "consolidated.safetensors")
     assert weights_fingerprint(folder) == weights_fingerprint(copied) == before
+
+
+def test_a_missing_part_of_the_weights_is_named(folder: Path) -> None:
+    (folder / "model.safetensors").unlink()
+    index = {"weight_map": {"lm_head.weight": "model-00001-of-00001.safetensors"}}
+    (folder / "model.safetensors.index.json").write_text(json.dumps(index))
+    with pytest.raises(CheckpointError, match=r"model-00001-of-00001\.safetensors': there is no such file"):
+        weights_fingerprint(folder)
+
+
+@pytest.mark.parametrize(
+    ("scaling", "length"),
+    [
+        ({"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32}, 128),
+        ({"rope_type": "yarn", "factor": 2.0, "original_max_position_embeddings": 16}, 64),
+        ({"rope_type": "linear", "factor": 4.0}, 64),
+    ],
+)
+def test_yarn_extends_the_context_length(scaling: dict[str, Any], length: int, folder: Path) -> None:
+    """Model cards of Qwen add it to config.json, and leave max_position_embeddings as it was, here 64."""
+    edit(folder, rope_parameters={"rope_theta": 10_000.0, **scaling})
+    assert load_model(ModelSource(str(folder), dtype="float32", device="cpu")).context_length == length
 
 
 @pytest.mark.parametrize(
