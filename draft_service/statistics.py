@@ -4,7 +4,11 @@ import math
 from copy import deepcopy
 from dataclasses import dataclass
 
+import structlog
+
 from draft_service.cost_model import FIRM_ROUNDS, CostModel, JudgedRound
+
+_logger = structlog.get_logger()
 
 # γ changes only for a gain above this share: the outcome cache has drafted for the previous γ.
 SAME = 0.01
@@ -138,6 +142,8 @@ class AcceptanceStatistics:
         self.drafted_share = 1.0
         self.gamma = 0
         self.pause = 0.0
+        self._pays = True
+        self._is_shared = True
         self._choices: dict[int, _Choice] = {}  # by `CostModel.size`
         self._choice = _Choice()  # the current one
 
@@ -151,6 +157,7 @@ class AcceptanceStatistics:
         own = deepcopy(self)
         own.accepted.forget(SHARED_WEIGHT)
         own.texts = FIRM_TEXTS  # it decides for one text
+        own._is_shared = False
         return own
 
     def add(self, round_: JudgedRound, costs: CostModel) -> None:
@@ -185,6 +192,7 @@ class AcceptanceStatistics:
     def _pause(self, costs: CostModel, gain: float) -> None:
         """Stop drafting if it does not pay, or else if `Decode` is to be measured. `gain` is over `Decode`."""
         choice = self._choice
+        self._log(costs, gain)
         tokens = gain * costs.cycle(self.drafted_share * self.gamma) / costs.cycle(0)  # of a round
         is_untried = not costs.has_decoded and not choice.pause  # one pause: it may not have counted as typical
         if gain < 1:
@@ -192,3 +200,19 @@ class AcceptanceStatistics:
         elif is_untried or -choice.left * tokens > max(LONGEST_PAUSE, FIRST_PAUSE * (gain - 1) / TRIAL_SHARE):
             choice.measure_decode()
             costs.begin_trial(drafts=False)
+
+    def _log(self, costs: CostModel, gain: float) -> None:
+        """Log the times behind the decision whether to draft, when it changes."""
+        if (pays := gain >= 1) is self._pays or not self._is_shared:
+            return
+        self._pays = pays
+        chances = self.accepted.chances(self.gamma)
+        _logger.info(
+            "drafting pays" if pays else "drafting does not pay",
+            gain=round(gain, 2),
+            gamma=self.gamma,
+            alpha=round(sum(chances) / len(chances), 2),
+            active=costs.active,
+            round_ms=round(1e3 * costs.cycle(self.drafted_share * self.gamma), 2),
+            decode_ms=round(1e3 * costs.cycle(0), 2),
+        )

@@ -12,6 +12,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from prometheus_client import CollectorRegistry, Histogram
+from structlog.testing import capture_logs
 
 from draft_service import speculation
 from draft_service.cost_model import FIRM_ROUNDS, CostModel, JudgedRound
@@ -190,18 +191,21 @@ def test_drafting_begins_again_after_a_slow_start() -> None:
 
 @pytest.mark.parametrize(("later", "drafts"), [(5, True), (0, False)])
 def test_a_first_text_with_poor_acceptance_does_not_stop_drafting(later: int, drafts: bool) -> None:
-    """It may be unlike the others. If three texts are like it, drafting does stop."""
+    """It may be unlike the others. If three texts are like it, drafting does stop, and the log says why."""
     statistics, costs, proposals = AcceptanceStatistics(), CostModel(), list[int]()
-    for text in range(8):
-        policy = Adaptive(5, ceiling=5, statistics=statistics, costs=costs)
-        proposals.append(0)
-        for _ in range(30):
-            gamma = policy.next(5)
-            accepted = min(gamma, later if text else 0)
-            policy.observe(judged(gamma, accepted))
-            proposals[-1] += gamma > 0
+    with capture_logs() as logged:
+        for text in range(8):
+            policy = Adaptive(5, ceiling=5, statistics=statistics, costs=costs)
+            proposals.append(0)
+            for _ in range(30):
+                gamma = policy.next(5)
+                accepted = min(gamma, later if text else 0)
+                policy.observe(judged(gamma, accepted))
+                proposals[-1] += gamma > 0
     assert all(proposals[:FIRM_TEXTS])
     assert all(proposals) if drafts else sum(proposals[FIRM_TEXTS + 1 :]) <= FIRM_ROUNDS, proposals  # one trial
+    assert [each["event"] for each in logged] == ([] if drafts else ["drafting does not pay"])
+    assert all(each["gain"] < 1 and each["alpha"] < 0.5 and each["round_ms"] > each["decode_ms"] for each in logged)
 
 
 def judged(gamma: int, accepted: int) -> JudgedRound:
