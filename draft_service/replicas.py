@@ -172,10 +172,15 @@ class Replica:
 
 # Codes that mean a failed connection, if they carry no reason: every refusal by a verifier carries one.
 _GONE = (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.CANCELLED, grpc.StatusCode.INTERNAL, grpc.StatusCode.UNKNOWN)
-_NOT_ADMITTED = (grpc.StatusCode.UNAUTHENTICATED, grpc.StatusCode.PERMISSION_DENIED)
+_NOT_ADMITTED = {
+    grpc.StatusCode.UNAUTHENTICATED: "check --verifier-token-file and --verifier-tls-cert here",
+    grpc.StatusCode.PERMISSION_DENIED: "check --verifier-tls-cert here and --allow-client-san there",
+}
 _TLS_ADVICE: dict[errors.ConnectionFailure | None, str] = {
     errors.ConnectionFailure.NO_TLS: "; give the verifier --tls-cert and --tls-key, or leave out --verifier-tls-ca",
     errors.ConnectionFailure.CLOSED: " (--verifier-tls-ca, --verifier-tls-cert)",
+    errors.ConnectionFailure.UNTRUSTED: "; check --verifier-tls-ca",
+    errors.ConnectionFailure.OTHER_NAME: "; give --verifier-tls-name",
 }
 _OF_A_ROUND = ("proposal", "decode", "sequence_id")
 
@@ -196,7 +201,7 @@ def translate(error: grpc.RpcError, address: str) -> RequestError:
             "verifier refused this service",
             verifier=address,
             reason=refusal.message,
-            action="check --verifier-tls-cert here and --allow-client-san there",
+            action=_NOT_ADMITTED[refusal.code],
         )
         return unavailable(
             "NO_VERIFIER", f"the verifier at {address} refuses this draft service; the draft service's log says why"
@@ -306,6 +311,13 @@ class Replicas:
             await asyncio.sleep(wait)
             wait = min(wait * 1.5, LONGEST_WAIT)
         target = self.target = pairs[0]
+        if target.chat_template_fingerprint not in ("", draft.chat_template_fingerprint):
+            _log.warning(
+                "the target has another chat template",
+                draft=draft.name,
+                target=target.name,
+                action="chats use the draft's: copy the target's chat template and tokenizer files to the draft",
+            )
         for replica, answer in zip(self.all(), answers, strict=True):
             if not isinstance(answer, RequestError):
                 replica.probed(answer, check_target(answer, target))

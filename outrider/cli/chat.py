@@ -46,10 +46,10 @@ def chat_command(draft: str, system: str | None, timeout: float, **values: Any) 
     """
     with connected(draft, timeout, None, values) as client:
         options = request_of(values)
-        target = client.get_model(timeout=min(timeout, 10.0)).target
-        if not target.has_chat_template:
-            raise Failure(f"{target.name} has no chat template; use `outrider generate`, which continues a text")
-        click.echo(f"Chat with {target.name}. {_COMMANDS}", err=True)
+        pair = client.get_model(timeout=min(timeout, 10.0))
+        if not pair.model.has_chat_template:
+            raise Failure(f"{pair.model.name} has no chat template; use `outrider generate`, which continues a text")
+        click.echo(f"Chat with {pair.target.name}. {_COMMANDS}", err=True)
         first = [Message("system", system)] if system is not None else []
         messages = list(first)
         while (text := _read()) is not None:

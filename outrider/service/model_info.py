@@ -1,5 +1,6 @@
 """The description of a service's model (`GetModel`), and checks that two models form a pair."""
 
+import hashlib
 from collections.abc import Iterable
 
 from outrider.environment import installed_version
@@ -79,6 +80,7 @@ def describe_tokenizer(
 ) -> model_pb2.ModelInfo:
     """The `ModelInfo` of a service without a model, by its tokenizer. Fields that need weights are empty."""
     rules = sorted(RULES.values(), key=lambda rule: rule.value)
+    template = tokenizer.chat_template if tokenizer.has_chat_template else ""
     return model_pb2.ModelInfo(
         name=name,
         vocabulary_fingerprint=tokenizer.fingerprint,
@@ -93,6 +95,7 @@ def describe_tokenizer(
         limits=limits,
         server_version=installed_version(),
         has_chat_template=tokenizer.has_chat_template,
+        chat_template_fingerprint=hashlib.sha256(template.encode()).hexdigest() if template else "",
         lossy_rules=[RULE_TO_WIRE[rule] for rule in rules if rule in LOSSY_RULES],
     )
 

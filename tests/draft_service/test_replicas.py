@@ -68,6 +68,16 @@ async def until(holds: Callable[[], bool], seconds: float = 60.0) -> None:
             await asyncio.sleep(0.02)
 
 
+@pytest.mark.parametrize(("template", "is_logged"), [("", False), ("t", True)])
+async def test_a_target_with_another_chat_template_is_logged(template: str, is_logged: bool) -> None:
+    """Chats are rendered by the draft's; here it has none."""
+    async with verifier(other(chat_template_fingerprint=template)) as address:
+        with capture_logs() as logged:
+            async with found(address):
+                pass
+    assert [each["event"] for each in logged].count("the target has another chat template") == is_logged
+
+
 @pytest.mark.skipif(sys.platform != "linux", reason="only Linux has 127.0.0.2 by default")
 async def test_a_name_is_resolved_again_when_a_verifier_is_lost() -> None:
     addresses = ["127.0.0.1"]

@@ -99,7 +99,7 @@ class EncoderInfo(_message.Message):
     def __init__(self, kind: _Optional[_Union[EncoderKind, str]] = ..., max_positions: _Optional[int] = ..., mels: _Optional[int] = ..., frames: _Optional[int] = ..., sample_rate: _Optional[int] = ..., decoder_prompt_token_ids: _Optional[_Iterable[int]] = ..., first_timestamp_token_id: _Optional[int] = ...) -> None: ...
 
 class ModelInfo(_message.Message):
-    __slots__ = ("name", "weights_fingerprint", "vocabulary_fingerprint", "vocab_size", "logits_size", "context_length", "eos_token_ids", "protocol_version", "features", "rules", "default_rule", "noise_version", "limits", "dtype", "device", "server_version", "has_chat_template", "lossy_rules", "encoder")
+    __slots__ = ("name", "weights_fingerprint", "vocabulary_fingerprint", "vocab_size", "logits_size", "context_length", "eos_token_ids", "protocol_version", "features", "rules", "default_rule", "noise_version", "limits", "dtype", "device", "server_version", "has_chat_template", "lossy_rules", "encoder", "chat_template_fingerprint")
     NAME_FIELD_NUMBER: _ClassVar[int]
     WEIGHTS_FINGERPRINT_FIELD_NUMBER: _ClassVar[int]
     VOCABULARY_FINGERPRINT_FIELD_NUMBER: _ClassVar[int]
@@ -119,6 +119,7 @@ class ModelInfo(_message.Message):
     HAS_CHAT_TEMPLATE_FIELD_NUMBER: _ClassVar[int]
     LOSSY_RULES_FIELD_NUMBER: _ClassVar[int]
     ENCODER_FIELD_NUMBER: _ClassVar[int]
+    CHAT_TEMPLATE_FINGERPRINT_FIELD_NUMBER: _ClassVar[int]
     name: str
     weights_fingerprint: str
     vocabulary_fingerprint: str
@@ -138,4 +139,5 @@ class ModelInfo(_message.Message):
     has_chat_template: bool
     lossy_rules: _containers.RepeatedScalarFieldContainer[_sampling_pb2.AcceptanceRule]
     encoder: EncoderInfo
-    def __init__(self, name: _Optional[str] = ..., weights_fingerprint: _Optional[str] = ..., vocabulary_fingerprint: _Optional[str] = ..., vocab_size: _Optional[int] = ..., logits_size: _Optional[int] = ..., context_length: _Optional[int] = ..., eos_token_ids: _Optional[_Iterable[int]] = ..., protocol_version: _Optional[int] = ..., features: _Optional[_Iterable[str]] = ..., rules: _Optional[_Iterable[_Union[_sampling_pb2.AcceptanceRule, str]]] = ..., default_rule: _Optional[_Union[_sampling_pb2.AcceptanceRule, str]] = ..., noise_version: _Optional[int] = ..., limits: _Optional[_Union[Limits, _Mapping]] = ..., dtype: _Optional[str] = ..., device: _Optional[str] = ..., server_version: _Optional[str] = ..., has_chat_template: _Optional[bool] = ..., lossy_rules: _Optional[_Iterable[_Union[_sampling_pb2.AcceptanceRule, str]]] = ..., encoder: _Optional[_Union[EncoderInfo, _Mapping]] = ...) -> None: ...
+    chat_template_fingerprint: str
+    def __init__(self, name: _Optional[str] = ..., weights_fingerprint: _Optional[str] = ..., vocabulary_fingerprint: _Optional[str] = ..., vocab_size: _Optional[int] = ..., logits_size: _Optional[int] = ..., context_length: _Optional[int] = ..., eos_token_ids: _Optional[_Iterable[int]] = ..., protocol_version: _Optional[int] = ..., features: _Optional[_Iterable[str]] = ..., rules: _Optional[_Iterable[_Union[_sampling_pb2.AcceptanceRule, str]]] = ..., default_rule: _Optional[_Union[_sampling_pb2.AcceptanceRule, str]] = ..., noise_version: _Optional[int] = ..., limits: _Optional[_Union[Limits, _Mapping]] = ..., dtype: _Optional[str] = ..., device: _Optional[str] = ..., server_version: _Optional[str] = ..., has_chat_template: _Optional[bool] = ..., lossy_rules: _Optional[_Iterable[_Union[_sampling_pb2.AcceptanceRule, str]]] = ..., encoder: _Optional[_Union[EncoderInfo, _Mapping]] = ..., chat_template_fingerprint: _Optional[str] = ...) -> None: ...

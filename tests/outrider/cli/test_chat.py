@@ -26,7 +26,8 @@ class Echo:
     def __exit__(self, *_: object) -> None: ...
 
     def get_model(self, timeout: float) -> Any:
-        return SimpleNamespace(target=SimpleNamespace(name="a model", has_chat_template=True))
+        model = SimpleNamespace(name="a model", has_chat_template=True)
+        return SimpleNamespace(model=model, target=model)
 
     def generate(self, messages: list[Message], **options: Any) -> Iterator[Chunk | Finished]:
         if messages[-1].content == "long":
