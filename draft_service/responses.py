@@ -65,8 +65,9 @@ class Responses:
         return is_early and len(self._queue) < RESUME_BACKLOG
 
     def may_wait_since(self, sent: float) -> bool:
-        """As `may_wait`, for a writer that sent its last response at `sent` by `now`: the reader takes those of all
-        writers at once, so that one of them alone could always find it early.
+        """As `may_wait`, for one of several writers. `sent` is when it sent last, on the clock of `now`.
+
+        Each read takes the responses of all writers, so by `may_wait` alone one writer might never send.
         """
         return self.may_wait and self.now < sent + SECONDS_JOINED
 

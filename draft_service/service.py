@@ -66,8 +66,12 @@ class GenerateCall:
         self._started = False
 
     async def run(self, message: draft_service_pb2.GenerateRequest) -> None:
-        """Serves the call, frees everything it held, and writes one line to the log."""
-        count_sequences("n", max(1, message.n))
+        """Serves the call, frees everything it held, and writes one line to the log.
+
+        A call above a limit of its client is refused before, and counts nowhere.
+        """
+        if message.n <= self._settings.max_samples:  # else `_check` refuses it
+            count_sequences("n", max(1, message.n))
         request: CheckedRequest | None = None
         with outcome(lambda status: self._record(message, request, status)):
             request = await self._check(message)

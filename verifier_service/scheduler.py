@@ -55,7 +55,7 @@ class TargetWork:
 
 @dataclass(slots=True)
 class Plan:
-    """A planned step, and the sequences started and preempted for it."""
+    """A planned step, and the sequences looked up in the prefix cache and preempted for it."""
 
     work: list[TargetWork] = field(default_factory=list)
     looked_up: list[tuple[TargetSequence, int]] = field(default_factory=list)  # with the tokens in the prefix cache

@@ -54,7 +54,7 @@ _QUICK: Json = {"gammas": (2, 6), "streams": (1, 4), "texts": 2, "max_new_tokens
     help="Drafters; the first one drafts with each gamma, the others with the middle one. Default: all of the service "
     "but random, its default first.",
 )
-@click.option("--temperatures", type=Numbers(FloatRange(0)), help="Temperatures of the texts. Default: 0,1.")
+@click.option("--temperatures", type=Numbers(FloatRange(0, 100)), help="Temperatures of the texts. Default: 0,1.")
 @click.option("--streams", type=Numbers(click.IntRange(1)), help="How many texts at once. Default: 1,4,16.")
 @click.option("--texts", type=click.IntRange(min=1), help="Texts of each stream in each repeat. Default: 4.")
 @click.option("--max-new-tokens", type=click.IntRange(min=2), help="Tokens of each text. Default: 64.")

@@ -6,6 +6,7 @@ import asyncio
 import hashlib
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from typing import Any
 
 import click
@@ -118,6 +119,7 @@ async def _load(call: Any, model: model_pb2.ModelInfo) -> dict[str, Any]:
         max_new_tokens=1,
         ignore_eos=True,
         request_id=_PROBE,
+        decode=verifier_service_pb2.Decode(round=1, base_length=1, prefix_hash=_HASH_OF_TOKEN_0, num_tokens=1),
         sampling=sampling_pb2.SamplingParams(seed=0, rule=sampling_pb2.ACCEPTANCE_RULE_TOKENWISE),
     )
     # The least input: one token, or one sample of silence.
@@ -128,10 +130,9 @@ async def _load(call: Any, model: model_pb2.ModelInfo) -> dict[str, Any]:
             samples=bytes(2), format=input_pb2.AUDIO_FORMAT_S16LE, sample_rate=model.encoder.sample_rate
         )
         opening.encoder_input.audio.CopyFrom(silence)
-    decode = verifier_service_pb2.Decode(round=1, base_length=1, prefix_hash=_HASH_OF_TOKEN_0, num_tokens=1)
     began = time.perf_counter()
-    for kind in ({"open": opening}, {"decode": decode}):
-        await call.write(verifier_service_pb2.VerifyRequest(sequence_id=_PROBE, **kind))
+    with suppress(asyncio.InvalidStateError):  # it was refused before: reading tells why
+        await call.write(verifier_service_pb2.VerifyRequest(sequence_id=_PROBE, open=opening))
     async for answer in call:
         if answer.WhichOneof("kind") == "verdict":
             call.cancel()

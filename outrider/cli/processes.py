@@ -125,7 +125,7 @@ def keep_on(process_id: int, cores: Collection[int]) -> None:
 _KEPT_LINES = 1_000
 # Importing torch on a cold disk takes tens of seconds; nothing listens before that.
 START_TIMEOUT_S = 120.0
-# A process that runs this much longer than its --grace hangs; and the grace of one that has not logged it.
+# A process hangs if it runs longer than its --grace and this margin. The grace of a process that has not logged it.
 _STOP_MARGIN_S, _GRACE_S = 5.0, 30.0
 # Between two checks that processes still run; timeout of one health check.
 _CHECK_S = 0.2

@@ -166,7 +166,7 @@ def _printer() -> Callable[[str, str], None]:
             return
         if text is not None:
             if line.startswith("{"):
-                with contextlib.suppress(ValueError):  # a library may print braces, too
+                with contextlib.suppress(Exception):  # a library may print braces, too
                     line = text(json.loads(line))
             line = _PREFIXES[name] + line
         click.echo(line)

@@ -406,6 +406,9 @@ class _Stream(Response):
             failure = error if isinstance(error, ApiError) else self._explain(error)
             scope[ENDED] = failure.status
             await send({"type": "http.response.body", "body": b"data: " + failure.body() + b"\n\n"})
+        except Exception:
+            scope[ENDED] = 500
+            raise
         finally:
             await self._events.aclose()
 

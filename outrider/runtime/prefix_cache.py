@@ -13,7 +13,7 @@ class PrefixCache:
     """The cached prefixes of a pool. `find` may be called from any thread, the other methods from the pool's thread.
 
     Attributes:
-        enabled: if False, nothing is cached; nor if the pool does not keep the content of free blocks.
+        enabled: whether prefixes are cached: not if the pool does not keep the content of free blocks.
     """
 
     def __init__(self, pool: KVPool, *, enabled: bool = True) -> None:

@@ -48,6 +48,7 @@ BAD_FIELDS: list[tuple[str, dict[str, Any], tuple[str, ...]]] = [
         ("is 2; at most 1, the number of committed_token_ids",),
     ),
     ("n", {"n": MAX_SEQUENCES + 1}, (str(MAX_SEQUENCES + 1), str(MAX_SEQUENCES))),
+    ("n", {"n": 2**32 - 1}, (f"1 to {MAX_SEQUENCES}",)),  # nor does it count for the limits of the client
     ("speculation.gamma", {"speculation": {"gamma": 17}}, ("is 17; at most 16: give less, or raise --max-gamma",)),
     (
         "speculation.gamma",

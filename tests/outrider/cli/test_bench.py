@@ -204,7 +204,7 @@ def test_the_page_opens_without_errors_and_can_be_read(
         (["--gammas", "2,x"], "'--gammas': 'x' is not a valid integer range"),
         (["--gammas", "0"], "'--gammas': 0 is not in the range x>=1"),
         (["--streams", "1,,4"], "'--streams': '' is not a valid integer range"),
-        (["--temperatures", "0,-1"], "'--temperatures': -1.0 is not in the range x>=0"),
+        (["--temperatures", "0,-1"], "'--temperatures': -1.0 is not in the range 0<=x<=100"),
         (["--temperatures", "nan"], "'--temperatures': nan is not a number"),
         (["--drafters", "modle"], "--drafters: 'modle' is not one of model, ngram"),
         (["--drafters", "none"], "'none' is not one of"),

@@ -9,7 +9,7 @@ from click.testing import CliRunner, Result
 
 from outrider.cli import main
 from outrider.client import Client, OutriderError
-from tests.cluster import Cluster, wait_healthy
+from tests.cluster import Cluster, wait_healthy, wait_until
 from tests.project.tree import ROOT
 from tests.verifier_service.streams import Stream
 
@@ -48,17 +48,18 @@ def test_a_full_verifier_shows_all_but_its_load() -> None:
         verifier = cluster.verifier(flags="--max-sequences 1 --max-waiting 1")
         wait_healthy(verifier)
         channel = held.enter_context(grpc.insecure_channel(verifier.address))
-        for error in ("no token within 1 s", "queue"):
+        for error in ("no token within 3 s", "queue"):
+            wait_until(lambda: verifier.count("outrider_num_requests_waiting") == 0)
             stream = held.enter_context(Stream(channel))
             stream.open()
             stream.take()
-            shown = _info(verifier.address, "--timeout", "2", "--json")
+            shown = _info(verifier.address, "--timeout", "6", "--json")
             assert shown.exit_code == 0, shown.stderr
             document = json.loads(shown.stdout)
             assert document["health"]["readiness"] == "SERVING"
             assert document["load"] is None
             assert error in document["load_error"]
-        assert "load: unknown: " in _info(verifier.address, "--timeout", "2").stdout
+        assert "load: unknown: " in _info(verifier.address).stdout
 
 
 def test_a_draft_service_shows_both_models_and_its_drafters(draft_address: str) -> None:

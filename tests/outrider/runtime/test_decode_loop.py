@@ -5,7 +5,7 @@ Without a device a replay calls the captured function again, over the same tenso
 
 import random
 from collections.abc import Callable, Sequence
-from itertools import cycle, product
+from itertools import count, cycle, product
 
 import pytest
 import torch
@@ -266,6 +266,24 @@ def test_decoding_continues_over_scattered_blocks(load: Load) -> None:
     (samples,) = loop.decode([Chunk(slots[1], [7], 40, 0)], [draws])
     assert numbers(samples) == numbers(step_by_step(loop.model_runner, slots[2], [7], draws))
     assert torch.equal(*(loop.model_runner.forward([Chunk(slot, [9], 44, 0)]) for slot in slots[1:]))
+
+
+def test_a_pass_that_fails_changes_no_length(load: Load, monkeypatch: pytest.MonkeyPatch) -> None:
+    loop = eager_loop(load("gpt2"), 3, fuse=False)
+    runner, passes = loop.model_runner, count(1)
+    slots, logits = [filled(runner, range(5)), filled(runner, range(9))], runner.logits
+
+    def failing(chunks: Sequence[Chunk]) -> torch.Tensor:
+        if next(passes) == 3:
+            raise RuntimeError("a pass")
+        return logits(chunks)
+
+    monkeypatch.setattr(runner, "logits", failing)
+    chunks = [Chunk(slot, [7], runner.pool.length(slot), 0) for slot in slots]
+    with pytest.raises(RuntimeError, match="a pass"):
+        loop.decode(chunks, [[Draw(GREEDY)] * 4] * 2)
+    assert [runner.pool.length(slot) for slot in slots] == [5, 9]
+    runner.pool.check_integrity()
 
 
 @pytest.mark.parametrize("make", [eager_loop, captured_loop])
