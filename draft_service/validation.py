@@ -292,7 +292,7 @@ def check_lengths(message: draft_service_pb2.GenerateRequest, prompt: int, commi
         raise invalid_field(
             "prompt",
             f"the prompt has {counted(prompt, 'token')}; at most {longest - 1}, so that prompt and output have at most "
-            f"{longest} (--max-sequence-tokens): shorten the prompt",
+            f"{longest}: shorten the prompt, or raise --max-sequence-tokens of both services",
             given=prompt,
             maximum=longest - 1,
         )

@@ -163,8 +163,10 @@ def choose_verify_path(settings: VerifierSettings) -> VerifyPath:
         with ThreadPoolExecutor(1) as thread:
             thread.submit(try_out, path.name, device).result()
     except PathUnavailable as error:
-        other = "torch" if settings.verify_path == AUTO else AUTO
-        raise SettingsError(f"--verify-path {settings.verify_path}: {error}; use --verify-path {other}") from error
+        advice = f"use --verify-path {AUTO}"
+        if settings.verify_path == AUTO:
+            advice = "install a C compiler and the headers of Python, or, slower, use --verify-path torch"
+        raise SettingsError(f"--verify-path {settings.verify_path}: {error}; {advice}") from error
     return path
 
 

@@ -121,12 +121,16 @@ def refused(field: str, message: str) -> OutriderError:
 
 
 async def explained(error: grpc.RpcError, address: str, timeout: float | None, *, uses_tls: bool) -> OutriderError:
-    """`typed`, and the advice about TLS if one side of the connection speaks TLS and the other plaintext."""
+    """`typed`, and advice if TLS is why the connection failed."""
     found = from_rpc_error(error)
     failure, connection = typed(found, timeout), found.connection
     if uses_tls and connection is ConnectionFailure.NO_TLS:
         failure.is_wrong_transport = True
         failure.message += "; leave out --tls and --tls-ca (in Python, tls=TLS(...))"
+    elif connection is ConnectionFailure.UNTRUSTED:
+        failure.message += "; check --tls-ca (in Python, TLS(ca=...))"
+    elif connection is ConnectionFailure.OTHER_NAME:
+        failure.message += "; give --tls-name (in Python, TLS(name=...))"
     elif not uses_tls and connection is ConnectionFailure.CLOSED and await speaks_tls(address):
         failure.is_wrong_transport = True
         failure.message = f"the service at {address} requires TLS; give --tls-ca or --tls (in Python, tls=TLS(...))"

@@ -60,7 +60,10 @@ def load(settings: ServiceSettings) -> tuple[LoadedModel, Tokenizer]:
         return _load_gguf(source)
     device = find_device(source.device)
     work_on(device)
-    with explain_out_of_memory(memory_of(device), f"the weights of '{settings.model}'"):
+    with explain_out_of_memory(
+        memory_of(device),
+        f"the weights of '{settings.model}' (another --device or --dtype; other processes on the device count, too)",
+    ):
         loaded = load_model(source)
         fuse_model(loaded, paged=settings.attention not in (AUTO, SDPA))
     _log.info(
@@ -376,8 +379,8 @@ def kv_blocks(settings: ServiceSettings, loaded: LoadedModel, *, left: int) -> i
     if blocks < least:
         raise SettingsError(
             f"{flag}: the KV cache of {capacity / MIB:.0f} MiB has {counted(blocks, 'block')}; one sequence of "
-            f"--max-sequence-tokens {tokens} takes {least}, or {least * size / MIB:.1f} MiB: give it more memory, or "
-            "lower --max-sequence-tokens"
+            f"--max-sequence-tokens {tokens} takes {least}, or {least * size / MIB:.1f} MiB: give it more memory "
+            "(another service on the device may hold it: lower its --kv-cache-mb), or lower --max-sequence-tokens"
         )
     return blocks
 

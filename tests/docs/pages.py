@@ -18,6 +18,7 @@ NEEDS = (
     "needs a GPU",
     "needs two GPUs",
     "needs two machines",
+    "needs grpcurl",
     "needs a cluster",
     "needs docker",
     "needs the extra llama",
