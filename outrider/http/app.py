@@ -313,7 +313,7 @@ class Front:
             case ApiError():
                 failure = error
             case ClientDisconnect():
-                return Response(status_code=499)  # for the count; no client is left to read it
+                return Response(status_code=GONE)  # for the count; no client is left to read it
             case OutriderError():
                 names = {"/tokenize": {"text": "prompt"}, "/detokenize": {"token_ids": "tokens"}}
                 failure = self._explained(error, names.get(request.url.path, {}))

@@ -20,9 +20,9 @@ from outrider.runtime import gguf
 from outrider.runtime.errors import CheckpointError
 
 # The files of tokenizers and configurations; weights and code have patterns of their own.
-_TEXTS = ("*.json", "*.txt", "*.model", "*.jinja", "*.tiktoken")
+TEXTS = ("*.json", "*.txt", "*.model", "*.jinja", "*.tiktoken")
 # The same weights in the format of other programs.
-_OTHER_FORMATS = ("original/*", "metal/*", "consolidated*")
+OTHER_FORMATS = ("original/*", "metal/*", "consolidated*")
 # Entries of a configuration that change no logit: where it was saved, and by which release.
 _PROVENANCE = frozenset({"_name_or_path", "transformers_version"})
 _SAMPLES, _SAMPLE_BYTES = 64, 4096  # of each weights file, spread evenly, first and last bytes included
@@ -47,9 +47,9 @@ def resolve_folder(name: str, revision: str | None = None, *, weights: bool = Tr
         raise CheckpointError(f"'{name}' is a file; give the folder of a checkpoint, or a hub id such as ORG/MODEL")
     if path.is_absolute() or name.startswith(("./", "../", "~")) or name.count("/") > 1:
         raise CheckpointError(f"there is no folder '{name}'; give a folder, or a hub id such as ORG/MODEL")
-    patterns = [*_TEXTS, *(["*.safetensors"] if weights else []), *(["*.py"] if code else [])]
+    patterns = [*TEXTS, *(["*.safetensors"] if weights else []), *(["*.py"] if code else [])]
     try:
-        download = partial(snapshot_download, name, revision=revision, ignore_patterns=_OTHER_FORMATS)
+        download = partial(snapshot_download, name, revision=revision, ignore_patterns=OTHER_FORMATS)
         folder = Path(download(allow_patterns=patterns))
         if weights and not any(folder.glob("*.safetensors")):
             folder = Path(download(allow_patterns=[*patterns, "*.bin"]))

@@ -12,6 +12,7 @@ import pytest
 import yaml
 
 from outrider.rpc.health import PROBES
+from outrider.runtime.checkpoint import OTHER_FORMATS, TEXTS
 from tests.deploy.manifests import (
     DEPLOY,
     GROUP,
@@ -131,6 +132,7 @@ def test_a_pod_with_a_gpu_tolerates_its_nodes_and_leaves_before_the_next_comes(d
     assert ("nvidia.com/gpu" in tolerated) == on_gpu
     assert (rolling == {"maxSurge": 0, "maxUnavailable": 1}) == on_gpu
     assert deployed.container["image"].endswith("-cuda" if on_gpu else "-cpu")
+    assert (deployed.settings.device == "cuda") == on_gpu, "else it would run on the CPU in silence"
 
 
 def test_one_node_has_both() -> None:
@@ -242,6 +244,9 @@ def test_weights_come_before_the_service_starts() -> None:
         # An overlay names them in the ConfigMap that the service has as well.
         given = {"$(HUB_MODEL)", "--revision=$(HUB_REVISION)", f"--local-dir={each.settings.model}"}
         assert given <= set(init["command"])
+        # The files that a service downloads itself.
+        assert {f"--include={each}" for each in (*TEXTS, "*.safetensors", "*.py")} <= set(init["command"])
+        assert {f"--exclude={each}" for each in OTHER_FORMATS} <= set(init["command"])
         assert init["envFrom"] == each.container["envFrom"]
 
 

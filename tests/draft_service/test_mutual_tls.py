@@ -91,6 +91,16 @@ def test_clients_need_a_token_and_the_draft_service_a_named_certificate(pair: Pa
             assert error_of_get_model(channel) is code
 
 
+def test_an_unfit_certificate_is_an_error_that_names_the_option(pair: Pair) -> None:
+    for tls, advice in (
+        (TLS(ca=pair.ours.pem, name="other.models.svc"), "give --tls-name (in Python, TLS(name=...))"),
+        (TLS(ca=pair.others.pem, name=FRONT), "check --tls-ca (in Python, TLS(ca=...))"),
+    ):
+        with pair.client(tls=tls, retry=False) as client, pytest.raises(Unavailable) as caught:
+            client.get_model()
+        assert advice in str(caught.value)
+
+
 def test_the_plaintext_port_serves_health_only(pair: Pair) -> None:
     health = str(pair.verifier.logged("health")[0]["address"])
     wait_for_health(health, "outrider.v1.VerifierService", 5)

@@ -11,12 +11,13 @@ from contextlib import AsyncExitStack, asynccontextmanager
 from types import SimpleNamespace
 from typing import Any
 
+import grpc
 import pytest
 from structlog.testing import capture_logs
 
 from draft_service import circuit_breaker
 from draft_service.circuit_breaker import FIRST_PAUSE, LONGEST_PAUSE, TRIAL_SECONDS, Breaker, State
-from draft_service.replicas import Replica, Replicas
+from draft_service.replicas import Replica, Replicas, translate
 from outrider.rpc.channel import Lookup, look_up
 from outrider.service.model_info import check_target
 from protos.outrider.v1 import model_pb2, sampling_pb2, speculation_pb2
@@ -66,6 +67,36 @@ async def until(holds: Callable[[], bool], seconds: float = 60.0) -> None:
     async with asyncio.timeout(seconds):
         while not holds():  # noqa: ASYNC110  # there is no event
             await asyncio.sleep(0.02)
+
+
+def failed_call(code: grpc.StatusCode, details: str) -> grpc.RpcError:
+    return grpc.aio.AioRpcError(code, grpc.aio.Metadata(), grpc.aio.Metadata(), details=details)
+
+
+@pytest.mark.parametrize(
+    ("why", "advice"),
+    [
+        ("Hostname Verification Check failed.", "--verifier-tls-name"),
+        ("CERTIFICATE_VERIFY_FAILED", "--verifier-tls-ca"),
+    ],
+)
+def test_an_unfit_certificate_of_a_verifier_is_an_error_that_names_the_flag(why: str, advice: str) -> None:
+    details = f"failed to connect to all addresses; last error: UNKNOWN: ipv4:10.0.0.1:50052: {why}"
+    assert translate(failed_call(grpc.StatusCode.UNAVAILABLE, details), "a:1").message.endswith(advice)
+
+
+@pytest.mark.parametrize(
+    ("code", "flag"),
+    [
+        (grpc.StatusCode.UNAUTHENTICATED, "--verifier-token-file"),
+        (grpc.StatusCode.PERMISSION_DENIED, "--allow-client-san"),
+    ],
+)
+def test_a_verifier_that_does_not_admit_the_service_is_logged_with_the_flag(code: grpc.StatusCode, flag: str) -> None:
+    with capture_logs() as logged:
+        translate(failed_call(code, "no"), "a:1")
+    (line,) = logged
+    assert flag in line["action"]
 
 
 @pytest.mark.parametrize(("template", "is_logged"), [("", False), ("t", True)])

@@ -97,7 +97,8 @@ def test_on_a_gpu_the_kv_cache_gets_its_fraction_of_the_free_memory(load: Load) 
     with pytest.raises(
         SettingsError,
         match=r"^--kv-memory-fraction 0.5 of 0 MiB: the KV cache of 0 MiB has 0 blocks; one sequence of "
-        r"--max-sequence-tokens 64 takes 2, or 0.0 MiB: give it more memory .*, or lower --max-sequence-tokens$",
+        r"--max-sequence-tokens 64 takes 2, or 0.0 MiB: give it more memory \(another service on the device may hold "
+        r"it: lower its --kv-cache-mb\), or lower --max-sequence-tokens$",
     ):
         kv_blocks(settings("--kv-memory-fraction", "0.5"), loaded, left=-5)
 
