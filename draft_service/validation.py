@@ -288,23 +288,27 @@ def _check_max_entropy(requested: draft_service_pb2.SpeculationParams, *, defaul
 
 def check_lengths(message: draft_service_pb2.GenerateRequest, prompt: int, committed: int, longest: int) -> int:
     """The most output tokens, committed ones included. `longest` is the limit of prompt and output."""
+    # Libraries that shorten a conversation look for these words, which are OpenAI's and vLLM's.
+    context = f"this model's maximum context length is {counted(longest, 'token')}, prompt and output together"
     if prompt >= longest:
         raise invalid_field(
             "prompt",
-            f"the prompt has {counted(prompt, 'token')}; at most {longest - 1}, so that prompt and output have at most "
-            f"{longest}: shorten the prompt, or raise --max-sequence-tokens of both services",
+            f"the prompt has {counted(prompt, 'token')}; at most {longest - 1}: {context}. Shorten the prompt, or "
+            "raise --max-sequence-tokens of both services",
             given=prompt,
             maximum=longest - 1,
+            max_sequence_tokens=longest,
         )
     new = message.max_new_tokens if message.HasField("max_new_tokens") else min(DEFAULT_NEW_TOKENS, longest - prompt)
     if not 1 <= new <= longest - prompt:
         raise invalid_field(
             "max_new_tokens",
-            f"max_new_tokens is {new}; 1 to {longest - prompt}: the prompt has {counted(prompt, 'token')}, and prompt "
-            f"and output together have at most {longest} (--max-sequence-tokens)",
+            f"max_new_tokens is {new}; 1 to {longest - prompt}: the prompt has {counted(prompt, 'token')}, and "
+            f"{context} (--max-sequence-tokens)",
             given=new,
             prompt_tokens=prompt,
             maximum=longest - prompt,
+            max_sequence_tokens=longest,
         )
     if new < committed or (new == committed and not message.held_tokens):
         raise invalid_field(

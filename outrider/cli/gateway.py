@@ -32,6 +32,20 @@ _FILE = click.Path(exists=True, dir_okay=False, path_type=Path)
 # Of calls that generate nothing; a text has --http-timeout.
 _ASK_S = 60.0
 
+
+def _host_names(_context: click.Context, _option: click.Parameter, names: tuple[str, ...]) -> list[str]:
+    """The names as a Host header is compared with them: in lower case, without a port."""
+    for name in names:
+        if ":" in name or "/" in name:
+            raise click.BadParameter(f"{name} has a scheme or a port; give the name alone, such as api.example.org")
+    return [name.lower() for name in names]
+
+
+def _origins(_context: click.Context, _option: click.Parameter, origins: tuple[str, ...]) -> list[str]:
+    """The origins as browsers write them: in lower case, without a slash at the end."""
+    return [origin.lower().rstrip("/") for origin in origins]
+
+
 # Of the front, without `--http` itself; see `make_server`.
 http_options = group(
     click.option("--http-tls-cert", metavar="FILE", type=_FILE, help="Certificate of the front (PEM); turns TLS on."),
@@ -52,6 +66,7 @@ http_options = group(
         "--http-allowed-host",
         metavar="NAME",
         multiple=True,
+        callback=_host_names,
         help="Name that HTTP clients may call the front by, beside localhost and addresses; *.NAME: all names under "
         "it; *: all. Repeatable.",
     ),
@@ -59,6 +74,7 @@ http_options = group(
         "--http-cors-origin",
         metavar="ORIGIN",
         multiple=True,
+        callback=_origins,
         help="Origin of web pages whose scripts may call the front, for example https://example.org. Repeatable. "
         "Default: none.",
     ),

@@ -129,7 +129,7 @@ class Front:
         options = body.options()
         prompt: Sequence[Message] | Sequence[int] = messages
         limit = "max_tokens" if body.max_completion_tokens is None else "max_completion_tokens"
-        names = {"max_new_tokens": limit, "logprobs.top_n": "top_logprobs", "chat": "messages"}
+        names = {"max_new_tokens": limit, "logprobs.top_n": "top_logprobs", "chat": "messages", "prompt": "messages"}
         if body.most_tokens is not None:
             options["max_new_tokens"] = body.most_tokens
         else:

@@ -125,7 +125,8 @@ def of_service(
         _logger.warning("a request failed with 503: %s", error)
         return ApiError(503, "draft and target do not match at the moment; try again later", code=_code(error))
     param = None if error.field is None else _renamed(error.field, table).partition("[")[0]
-    return ApiError(400, message, param=param, code=_code(error))
+    is_too_long = "max_sequence_tokens" in error.metadata  # of prompt and output
+    return ApiError(400, message, param=param, code="context_length_exceeded" if is_too_long else _code(error))
 
 
 _SHOWN = (

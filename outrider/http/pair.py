@@ -156,12 +156,15 @@ class Pair:
         return (await self.client.detokenize(ids)).text
 
     async def texts_of(self, ids: Iterable[int]) -> dict[int, str]:
-        """The text of each token by itself: a table of at least these. Texts are fetched once.
+        """The text of each token by itself: a table of at least these. Texts are fetched once; those of the whole
+        vocabulary if sizes of messages are hidden, since the sizes of these calls depend on the tokens.
 
         Raises:
             OutriderError: the service refuses a token, or does not answer.
         """
-        missing = sorted({token for token in ids if token not in self._texts})
+        missing: Sequence[int] = sorted({token for token in ids if token not in self._texts})
+        if missing and self.hides_sizes:
+            missing = range(self.known.target.vocab_size)
         size = min(_LARGEST_PIECE, self.most_tokens)
         for start in range(0, len(missing), size):
             piece = missing[start : start + size]

@@ -262,7 +262,6 @@ class ChatMessage(Body):
         "annotations": ([],),
         "audio": (),
         "function_call": (),
-        "name": (),
         "reasoning": (),
         "reasoning_content": (),
         "refusal": (),
@@ -272,6 +271,7 @@ class ChatMessage(Body):
 
     role: str = Field(min_length=1)
     content: str | _Parts
+    name: str | None = None
 
     def message(self, number: int) -> Message:
         """The message with its parts as one text.
@@ -280,7 +280,7 @@ class ChatMessage(Body):
             ApiError: a part is not text.
         """
         if isinstance(self.content, str):
-            return Message(self.role, self.content)
+            return Message(self.role, self.content, self.name or "")
         texts = []
         for i, part in enumerate(self.content):
             param = f"messages[{number}].content[{i}]"
@@ -291,7 +291,7 @@ class ChatMessage(Body):
             if more or not isinstance(part.get("text"), str):
                 raise invalid(param, f"{param} must have a text, and nothing beside type and text")
             texts.append(part["text"])
-        return Message(self.role, "\n".join(texts))
+        return Message(self.role, "\n".join(texts), self.name or "")
 
 
 class ChatRequest(_TextRequest):

@@ -62,7 +62,7 @@ class Guard:
         path = scope["path"]
         with ExitStack() as inside:
             try:
-                self._check_host(_header(scope, b"host"))
+                self._check_host(scope)
                 self._check_origin(scope)
                 if path not in _PUBLIC:
                     client = self._client(scope)
@@ -75,8 +75,14 @@ class Guard:
                 return await self._refuse(scope, receive, send, of_service(typed(error)))
             await self._app(scope, receive, send)
 
-    def _check_host(self, header: str) -> None:
-        """A page whose name was pointed at this machine's address cannot change the Host header of its requests."""
+    def _check_host(self, scope: Scope) -> None:
+        """A page whose name was pointed at this machine's address cannot change the Host header of its requests.
+
+        Browsers always send one; probes that speak HTTP/1.0 may leave it out.
+        """
+        header = _header(scope, b"host")
+        if not header and scope["http_version"] == "1.0":
+            return
         host = header.rsplit(":", 1)[0] if header.rpartition("]")[2].count(":") else header
         host = host.strip("[]").lower().rstrip(".")
         if host == "localhost" or ip_address(host) is not None:

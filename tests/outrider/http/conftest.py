@@ -19,7 +19,7 @@ from tests.cluster import MODELS, Cluster, Service, wait_healthy
 TEMPLATE = (
     "{% for message in messages %}"
     "{% if message.role == 'tool' %}{{ raise_exception('tools are not allowed') }}{% endif %}"
-    "# {{ message.role }}: {{ message.content }}\n"
+    "# {{ message.role }}{% if message.name %} {{ message.name }}{% endif %}: {{ message.content }}\n"
     "{% endfor %}{% if add_generation_prompt %}# assistant:{% endif %}"
 )
 

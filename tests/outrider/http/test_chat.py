@@ -25,6 +25,39 @@ def test_a_conversation_goes_through_the_models_template(chat: Post, ours: Clien
     assert chat(parts, max_tokens=1)["usage"]["prompt_tokens"] > 0
 
 
+def test_the_name_of_an_author_reaches_the_template(http: httpx.Client, ours: Client) -> None:
+    message = {"role": "user", "content": QUESTION, "name": "Ada"}
+    found = http.post("/tokenize", json={"messages": [message]}).json()["tokens"]
+    assert ours.detokenize(found).text == f"# user Ada: {QUESTION}\n# assistant:"
+    answer = http.post("/v1/chat/completions", json={"messages": [message], "max_tokens": 1})
+    assert answer.json()["usage"]["prompt_tokens"] == len(found)
+    assert http.post("/tokenize", json={"messages": [message | {"name": None}]}).json()["tokens"] == list(
+        ours.tokenize(PROMPT).token_ids
+    )
+
+
+@pytest.mark.parametrize("limit", [{}, {"max_tokens": 16}], ids=["to the end", "with a limit"])
+@pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/completions"])
+def test_a_prompt_beyond_the_context_is_refused_as_openai_does(
+    http: httpx.Client, ours: Client, path: str, limit: dict[str, int]
+) -> None:
+    """By this code, or by these words, libraries decide to shorten a conversation."""
+    context, text = ours.get_model().model.limits.max_sequence_tokens, " 1 2" * 600
+    field, prompt = ("messages", [{"role": "user", "content": text}]) if "chat" in path else ("prompt", text)
+    answer = http.post(path, json={field: prompt, **limit})
+    error = answer.json()["error"]
+    assert (answer.status_code, error["code"], error["param"]) == (400, "context_length_exceeded", field)
+    assert f"this model's maximum context length is {context} tokens" in error["message"]
+
+
+def test_an_output_beyond_the_context_is_refused_as_openai_does(http: httpx.Client, ours: Client) -> None:
+    context = ours.get_model().model.limits.max_sequence_tokens
+    answer = http.post("/v1/completions", json={"prompt": "x", "max_tokens": context})
+    error = answer.json()["error"]
+    assert (answer.status_code, error["code"], error["param"]) == (400, "context_length_exceeded", "max_tokens")
+    assert f"this model's maximum context length is {context} tokens" in error["message"]
+
+
 def test_without_a_limit_the_text_may_fill_the_context(chat: Post, ours: Client) -> None:
     context = ours.get_model().model.limits.max_sequence_tokens
     answer = chat(QUESTION, temperature=0, stop="\n")
@@ -101,6 +134,8 @@ def test_tokens_of_a_text_and_back(http: httpx.Client, ours: Client) -> None:
     whole = ours.detokenize([*found["tokens"], end], keep_special_tokens=True).text
     assert http.post("/detokenize", json={"tokens": [*found["tokens"], end]}).json() == {"prompt": whole}
     assert len(whole) > len(text)
+    longer = http.post("/tokenize", json={"prompt": " 1 2" * 600}).json()
+    assert longer["count"] == len(longer["tokens"]) == 2400 > longer["max_model_len"]
     chat = http.post("/tokenize", json={"messages": [{"role": "user", "content": QUESTION}]}).json()
     assert chat["tokens"] == list(ours.tokenize(PROMPT).token_ids)
     assert chat["token_strs"] is None

@@ -25,11 +25,14 @@ def test_a_gateway_answers_until_sigterm(draft_address: str, tmp_path: Path) -> 
     keys = tmp_path / "keys"
     keys.write_text("a-key-of-some-length\n")
     flags = ("--draft", draft_address, "--http", "127.0.0.1:0", "--http-key-file", str(keys), "--http-model", "mine")
-    command = Command("outrider.cli", "gateway", *flags, "--frame-bytes", "512", "--vllm-metrics")
+    names = ("--http-allowed-host", "API.Example.org", "--http-cors-origin", "https://Good.example/")
+    command = Command("outrider.cli", "gateway", *flags, *names, "--frame-bytes", "512", "--vllm-metrics")
     url = _url(command, r"at (http://\S+)/v1")
     headers = {"authorization": "Bearer a-key-of-some-length"}
     assert "--frame-bytes" in httpx.get(url).text, "the reason why the playground is off"
     assert 'vllm:num_requests_running{model_name="mine"} 0.0' in httpx.get(f"{url}/metrics").text
+    asked = {"host": "api.example.org", "origin": "https://good.example", "access-control-request-method": "POST"}
+    assert httpx.options(f"{url}/v1/completions", headers=asked).status_code == 200, "names and origins have no case"
     body = {"model": "mine", "prompt": "x", "max_tokens": 100, "ignore_eos": True, "stream": True}
     with httpx.stream("POST", f"{url}/v1/completions", json=body, headers=headers, timeout=60) as response:
         assert response.status_code == 200
@@ -48,6 +51,7 @@ def test_a_gateway_answers_until_sigterm(draft_address: str, tmp_path: Path) -> 
         (("--http", "127.0.0.1:0", "--http-tls-key", __file__), 2, "--http-tls-key needs --http-tls-cert"),
         (("--http", "127.0.0.1:0", "--http-key-file", __file__), 2, "is not a token"),
         (("--http", "nowhere"), 2, "is not HOST:PORT"),
+        (("--http-allowed-host", "b.org:443"), 2, "'--http-allowed-host': b.org:443 has a scheme or a port"),
         (("--http", "unix:/tmp/x"), 2, "--http: 'unix:/tmp/x' is not HOST:PORT"),
         (("--http", "203.0.113.1:1", "--http-plaintext"), 1, "cannot listen at 203.0.113.1:1"),
     ],

@@ -1,14 +1,18 @@
 """/v1/completions over a real socket: equal to our own client, and in OpenAI's form."""
 
 import math
+from collections.abc import Sequence
 from typing import Any
 
 import httpx
 import pytest
 
-from outrider.client import Client
+from outrider.client import AsyncClient, Client, Detokenized
 from outrider.http.generation import Tally
-from tests.cluster import Cluster, wait_healthy
+from outrider.http.metrics import FrontMetrics
+from outrider.http.pair import Pair
+from tests.cluster import Cluster, Service, wait_healthy
+from tests.draft_service.oracle import decode
 from tests.outrider.http.conftest import Post, near, plain, running_front, stream
 
 PROMPT = "def area(radius):\n"
@@ -211,6 +215,23 @@ def test_texts_are_fetched_of_more_tokens_than_one_call_takes() -> None:
     assert answer.status_code == 200, answer.text
     (choice,) = answer.json()["choices"]
     assert len(set().union(*choice["logprobs"]["top_logprobs"])) > 32
+
+
+async def test_calls_for_texts_do_not_tell_tokens_where_sizes_are_hidden(chat_draft: Service) -> None:
+    asked: list[Sequence[int]] = []
+
+    class Recorded(AsyncClient):
+        async def detokenize(self, token_ids: Sequence[int], **options: Any) -> Detokenized:
+            asked.append(token_ids)
+            return await super().detokenize(token_ids, **options)
+
+    async with Recorded(chat_draft.address) as client:
+        pair = Pair(client, FrontMetrics([], shows_vllm=False), name=None, framing={"frame_bytes": 512})
+        await pair.describe()
+        for tokens in ([3], [5, 7], []):
+            texts = await pair.texts_of(tokens)
+            assert texts[5] == decode([5], skip_special=False)
+    assert [token for piece in asked for token in piece] == list(range(pair.known.target.vocab_size))
 
 
 def test_echo_begins_with_null_then_the_prompt_then_one_token(complete: Post, ours: Client) -> None:

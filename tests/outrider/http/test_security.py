@@ -146,6 +146,15 @@ def test_only_names_of_the_front_are_answered(guarded: str, host: str, status: i
         assert answer.status_code == status, answer.text
 
 
+def test_a_probe_of_http_1_0_needs_no_host(guarded: str) -> None:
+    """Load balancers send such probes; browsers always name a host."""
+    url = httpx.URL(guarded)
+    for version, status in (("1.0", b" 200 "), ("1.1", b" 421 ")):
+        with socket.create_connection((url.host, url.port), timeout=10) as probe:
+            probe.sendall(f"GET /health HTTP/{version}\r\nConnection: close\r\n\r\n".encode())
+            assert status in probe.recv(100).partition(b"\r\n")[0]
+
+
 def test_no_page_of_another_origin_is_let_in(chat_draft: Service, guarded: str) -> None:
     preflight = {"origin": "https://evil.example", "access-control-request-method": "POST"}
     answer = plain.options(f"{guarded}/v1/completions", headers=preflight)
