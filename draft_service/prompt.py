@@ -139,7 +139,8 @@ def check_prompt_bytes(
             field, given = "text", len(message.text.encode())
         case "chat":
             turns = message.chat.messages
-            field, given = "chat.messages", sum(len(each.role.encode()) + len(each.content.encode()) for each in turns)
+            texts = (text for each in turns for text in (each.role, each.content, each.name))
+            field, given = "chat.messages", sum(len(text.encode()) for text in texts)
         case _:
             return
     longest = tokenizer.longest_token_bytes
@@ -194,6 +195,11 @@ def apply_template(chat: draft_service_pb2.ChatPrompt, tokenizer: Tokenizer) -> 
             "NO_CHAT_TEMPLATE", "the model has no chat template; send text or token_ids", field="chat"
         )
     try:
-        return tokenizer.encode_chat([(each.role, each.content) for each in chat.messages])
+        return tokenizer.encode_chat(
+            [
+                {"role": each.role, "content": each.content} | ({"name": each.name} if each.name else {})
+                for each in chat.messages
+            ]
+        )
     except ValueError as error:  # from the template, for example for roles that do not alternate
         raise invalid_field("chat.messages", f"the model's chat template rejects chat.messages: {error}") from None

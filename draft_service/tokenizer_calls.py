@@ -6,7 +6,7 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import TypeVar
 
 from draft_service.pair import Pair
-from draft_service.prompt import apply_template, check_prompt_bytes, check_prompt_length, refuse_chat
+from draft_service.prompt import apply_template, check_prompt_bytes, refuse_chat
 from outrider.rpc.errors import above_limit, counted, invalid_field, overloaded
 from outrider.runtime.tokenizer import Tokenizer
 from outrider.service.sampling import check_token_ids
@@ -77,10 +77,6 @@ def tokenize(
     else:
         adds_special = message.add_special_tokens or not message.HasField("add_special_tokens")
         ids = tokenizer.encode(message.text, add_special=adds_special)
-    check_prompt_length(field, len(ids), max_prompt_tokens)
-    if len(ids) > most:
-        limit = "the model's encoder takes no more" if is_text_encoder else "--max-sequence-tokens, less 1"
-        raise above_limit(field, len(ids), most, f" ({limit}): shorten it", noun="token")
     return draft_service_pb2.TokenizeResponse(token_ids=ids, token_texts=_texts(ids, tokenizer))
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from datetime import timedelta
 from difflib import get_close_matches
 from functools import partial
@@ -26,6 +26,7 @@ class Message:
 
     role: str
     content: str
+    name: str = ""  # of the author; empty: none. Only some chat templates show it
 
 
 # Plain text; token ids; or a conversation, oldest message first, as `Message` or {"role": ..., "content": ...}.
@@ -218,8 +219,7 @@ def _set_prompt(request: draft_service_pb2.GenerateRequest, prompt: Prompt) -> N
         request.text = prompt
     elif isinstance(items, Sequence) and items and all(isinstance(item, Message | Mapping) for item in items):
         for message in items:
-            role, content = _role_and_content(message)
-            request.chat.messages.add(role=role, content=content)
+            request.chat.messages.append(_chat_message(message))
     else:
         request.token_ids.SetInParent()
         try:
@@ -229,13 +229,15 @@ def _set_prompt(request: draft_service_pb2.GenerateRequest, prompt: Prompt) -> N
             raise ValueError(f"prompt is {short_repr(prompt)}; it must be {expected}") from error
 
 
-def _role_and_content(message: Any) -> tuple[str, str]:
+def _chat_message(message: Any) -> draft_service_pb2.ChatMessage:
     if isinstance(message, Message):
-        return message.role, message.content
+        message = asdict(message)
     missing = {"role", "content"} - message.keys()
     if missing:
         raise ValueError(f"a message has no {' and no '.join(sorted(missing))}; give each message a role and a content")
-    return message["role"], message["content"]
+    return draft_service_pb2.ChatMessage(
+        role=message["role"], content=message["content"], name=message.get("name") or ""
+    )
 
 
 def _part(message: str, field: str, kind: type[Named] | None = None) -> Setter:

@@ -130,7 +130,7 @@ def _encode(text: PromptText, tokenizer: Tokenizer, number: int) -> list[int]:
     if isinstance(text, str):
         return tokenizer.encode(text)
     try:
-        return tokenizer.encode_chat([(message["role"], message["content"]) for message in text])
+        return tokenizer.encode_chat([{key: each[key] for key in ("role", "content")} for each in text])
     except (KeyError, TypeError) as error:
         raise EvaluationError(f"--prompts-file: a message of prompt {number} has no role or no content") from error
     except ChatTemplateError as error:

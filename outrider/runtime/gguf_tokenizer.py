@@ -2,7 +2,7 @@
 
 import ctypes
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from types import ModuleType
 from typing import Any
 
@@ -90,14 +90,13 @@ class LlamaTokenizer(Tokenizer):
         found = [(role, int(find(self._vocab))) for role, find in roles.items()]
         return [(role, self._texts[token], token) for role, token in found if token >= 0]
 
-    def encode_chat(self, messages: Sequence[tuple[str, str]]) -> list[int]:
+    def encode_chat(self, messages: Sequence[Mapping[str, str]]) -> list[int]:
         if not self.has_chat_template:
             raise ChatTemplateError("the GGUF file has no chat template: give the prompt as text or as token ids")
-        conversation = [{"role": role, "content": content} for role, content in messages]
         tokens = {role: text for role, text, _ in self.special_tokens()}
         try:
             texts, _ = render_jinja_template(
-                [conversation], chat_template=self._template, add_generation_prompt=True, **tokens
+                [[dict(each) for each in messages]], chat_template=self._template, add_generation_prompt=True, **tokens
             )
         except Exception as error:  # of jinja2, or raised by the template
             raise ChatTemplateError(str(error)) from error

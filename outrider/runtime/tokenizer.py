@@ -1,7 +1,7 @@
 """Converts text to tokens and back: encoding, chat templates, and incremental decoding."""
 
 import hashlib
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from functools import cached_property
 from itertools import takewhile
 from typing import Any
@@ -81,21 +81,20 @@ class Tokenizer:
         """Whether the tokenizer has a chat template, which `encode_chat` needs."""
         return bool(self._tokenizer.chat_template)
 
-    def encode_chat(self, messages: Sequence[tuple[str, str]]) -> list[int]:
+    def encode_chat(self, messages: Sequence[Mapping[str, str]]) -> list[int]:
         """Token ids of a conversation by the chat template, up to the beginning of the next answer.
 
         Args:
-            messages: (role, content), oldest first.
+            messages: with `role` and `content`, and what else the template reads, oldest first.
 
         Raises:
             ChatTemplateError: there is no template, or it rejects these messages.
         """
         if not self.has_chat_template:
             raise ChatTemplateError("the tokenizer has no chat template: give the prompt as text or as token ids")
-        conversation = [{"role": role, "content": content} for role, content in messages]
         try:
             ids = self._tokenizer.apply_chat_template(
-                conversation, add_generation_prompt=True, tokenize=True, return_dict=False
+                [dict(each) for each in messages], add_generation_prompt=True, tokenize=True, return_dict=False
             )
         except TemplateError as error:
             raise ChatTemplateError(str(error)) from error

@@ -92,7 +92,6 @@ REFUSED: list[tuple[str, dict[str, Any], str, str]] = [
         "text",
         "text has 32737 bytes; at most 32736, since a prompt has",
     ),
-    ("Tokenize", {"text": " 1 2" * 600}, "text", "text has 2400 tokens; at most 1023 (--max-sequence-tokens, less 1)"),
     ("Tokenize", {"chat": {}}, "chat.messages", "chat.messages is empty"),
     ("Tokenize", {"chat": {"messages": [{"content": "x"}]}}, "chat.messages[0].role", "role is empty"),
     (
@@ -172,7 +171,6 @@ def test_special_tokens_of_a_text_are_left_out_on_request() -> None:
     whole = ids(text="a b")
     assert ids(text="a b", add_special_tokens=True) == whole
     assert ids(text="a b", add_special_tokens=False) == whole[:-1]
-    with pytest.raises(RequestError, match="text has 7 tokens; at most 4"):
-        ids(text="a b a b")
+    assert len(ids(text="a b a b")) == 7, "more than the encoder takes: the answer says how long a text is"
     with pytest.raises(RequestError, match="takes no conversation"):
         ids(chat={"messages": [{"role": "user", "content": "a"}]})

@@ -124,8 +124,8 @@ def test_a_prompt_is_text_or_tokens_or_messages() -> None:
     assert build("", {}).WhichOneof("prompt") == "text"
     assert list(build(range(3), {}).token_ids.ids) == [0, 1, 2]
     assert build([], {}).WhichOneof("prompt") == "token_ids"
-    mixed: list[Message | dict[str, str]] = [{"role": "system", "content": "s"}, Message("user", "u")]
-    chat = [pb.ChatMessage(role="system", content="s"), pb.ChatMessage(role="user", content="u")]
+    mixed: list[Message | dict[str, str]] = [{"role": "system", "content": "s"}, Message("user", "u", name="Ada")]
+    chat = [pb.ChatMessage(role="system", content="s"), pb.ChatMessage(role="user", content="u", name="Ada")]
     assert list(build(mixed, {}).chat.messages) == chat
 
 

@@ -156,7 +156,7 @@ def test_a_converted_tokenizer_is_that_of_the_checkpoint(entry: dict[str, Any], 
     assert ours.special_tokens() == theirs.special_tokens()
     for text in TEXTS:
         assert ours.encode(text) == theirs.encode(text)
-    chat = [("user", "the hat"), ("tool", "an")]
+    chat = [{"role": "user", "content": "the hat"}, {"role": "tool", "content": "an"}]
     assert ours.encode_chat(chat) == theirs.encode_chat(chat)
 
 
@@ -181,4 +181,5 @@ def test_the_default_of_several_chat_templates_is_that_of_the_file(tmp_path: Pat
     theirs = load_tokenizer(ModelSource(str(folder)))
     ours = load_gguf_tokenizer(ModelSource(str(write_gguf(folder))))
     assert ours.chat_template == theirs.chat_template == TEMPLATE
-    assert ours.encode_chat([("user", "the hat")]) == theirs.encode_chat([("user", "the hat")])
+    chat = [{"role": "user", "content": "the hat"}]
+    assert ours.encode_chat(chat) == theirs.encode_chat(chat)

@@ -442,7 +442,7 @@ def test_llama_cpps_vocabulary_is_that_of_the_checkpoint(
         assert ours.encode(text) == ids, text
         for skip in (False, True):
             assert ours.decode(ids, skip) == theirs.decode(ids, skip), text
-    chat = [("user", "the hat"), ("tool", "an")]
+    chat = [{"role": "user", "content": "the hat"}, {"role": "tool", "content": "an"}]
     assert ours.encode_chat(chat) == theirs.encode_chat(chat)
 
 
