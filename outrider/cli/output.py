@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import codecs
 import json
 import math
+import sys
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict
@@ -159,8 +161,12 @@ def _repeats(message: str, line: str) -> bool:
 
 
 def write_json(document: dict[str, Any]) -> None:
-    """Writes one JSON object to stdout. Infinities and NaN become null."""
-    click.echo(json.dumps(_finite(document), ensure_ascii=False))
+    """Writes one JSON object to stdout. Infinities and NaN become null.
+
+    Where stdout is not UTF-8, as JSON must be, all but ASCII is escaped.
+    """
+    is_utf8 = codecs.lookup(sys.stdout.encoding or "ascii").name == "utf-8"
+    click.echo(json.dumps(_finite(document), ensure_ascii=not is_utf8))
 
 
 def _finite(value: Any) -> Any:

@@ -233,3 +233,16 @@ def test_json_is_one_standard_object(capsys: pytest.CaptureFixture[str]) -> None
     assert (document["finish_reason"], document["stop"]) == ("stop_string", "END")
     assert document["logprobs"][0]["token"] == {"token_id": 4, "raw": -0.5, "adjusted": None}
     assert "samples" not in document
+
+
+@pytest.mark.parametrize("charset", ["utf-8", "iso-8859-1", "cp1252"])
+def test_json_is_utf_8_or_ascii(charset: str) -> None:
+    """Of other encodings a reader knows nothing, and escapes of missing characters are no JSON."""
+
+    @click.command()
+    def command() -> None:
+        write_json({"text": "é 😀 ✓"})
+
+    written = CliRunner(charset=charset).invoke(command).stdout_bytes
+    assert json.loads(written) == {"text": "é 😀 ✓"}
+    assert (b"\\u" in written) == (charset != "utf-8")
