@@ -246,7 +246,7 @@ def tokenizer_bundle(settings: DraftSettings) -> bytes:
         raise failed_precondition("UNSPECIFIED", text)
     folder, found = resolve_folder(settings.model, settings.revision, weights=False), io.BytesIO()
     files = [path for name in _TOKENIZER_FILES if (path := folder / name).is_file()]
-    files += sorted(folder.glob("*.tiktoken"))
+    files += sorted(path for pattern in ("*.spm", "*.tiktoken") for path in folder.glob(pattern))
     if not files:
         raise internal("INTERNAL", "the model's folder has no tokenizer files any more")
     with zipfile.ZipFile(found, "w", zipfile.ZIP_DEFLATED) as archive:

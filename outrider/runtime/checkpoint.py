@@ -20,7 +20,7 @@ from outrider.runtime import gguf
 from outrider.runtime.errors import CheckpointError
 
 # The files of tokenizers and configurations; weights and code have patterns of their own.
-TEXTS = ("*.json", "*.txt", "*.model", "*.jinja", "*.tiktoken")
+TEXTS = ("*.json", "*.txt", "*.model", "*.spm", "*.jinja", "*.tiktoken")
 # The same weights in the format of other programs.
 OTHER_FORMATS = ("original/*", "metal/*", "consolidated*")
 # Entries of a configuration that change no logit: where it was saved, and by which release.

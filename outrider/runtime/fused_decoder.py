@@ -102,11 +102,15 @@ def _called_modules(loaded: LoadedModel, program: Program) -> set[nn.Module]:
 
 
 def _replace_modules(model: nn.Module, called: set[nn.Module], dtype: torch.dtype) -> None:
+    replacements: dict[nn.Module, nn.Module] = {}  # a module may have several parents
     for parent in list(model.modules()):
         for name, child in list(parent.named_children()):
-            replacement = _equivalent(child, called, dtype)
+            replacement = replacements.get(child) or _equivalent(child, called, dtype)
             if replacement is not None:
+                replacements[child] = replacement
                 setattr(parent, name, replacement)
+                if isinstance(replacement, PackedModule):  # it has a copy of the weight
+                    child.register_parameter("weight", None)
 
 
 def _equivalent(module: nn.Module, called: set[nn.Module], dtype: torch.dtype) -> nn.Module | None:

@@ -20,6 +20,7 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 from transformers.quantizers.auto import AUTO_QUANTIZER_MAPPING
 from transformers.utils import is_accelerate_available
 from transformers.utils import logging as transformers_logging
+from transformers.utils.quantization_config import FineGrainedFP8Config
 
 from kernels.generation_rules import GenerationRules
 from outrider.runtime import generation_rules
@@ -144,6 +145,8 @@ def load_model(source: ModelSource, before: Callable[[dict[str, str]], object] |
         options = sharding(config, source.name, quantisation, source.ranks)
         if quantisation is not None and device.type == "cuda" and is_accelerate_available():
             options["device_map"] = {"": device}  # some methods choose their kernels while loading
+        if quantisation == "fp8":
+            options["quantization_config"] = _expanded_fp8(config)
         try:
             model = _load_weights(folder, source, config, dtype, options)
         except CheckpointError as error:
@@ -319,6 +322,16 @@ def _load_weights(folder: Path, source: ModelSource, config: Any, dtype: torch.d
     return model
 
 
+def _expanded_fp8(config: Any) -> FineGrainedFP8Config:
+    """Expands the weights at load. The kernels for them are in the hub's package `kernels`, which cannot be installed
+    beside our folder of that name.
+    """
+    found = config.quantization_config
+    found = found if isinstance(found, dict) else found.to_dict()
+    kept = found.get("modules_to_not_convert") or found.get("ignored_layers")
+    return FineGrainedFP8Config(dequantize=True, modules_to_not_convert=kept)
+
+
 def _quantisation(config: Any, name: str) -> str | None:
     """The quantisation method of a checkpoint; None if it is not quantised.
 
@@ -434,7 +447,8 @@ def _mask_token(model: Any, vocab_size: int, name: str) -> int | None:
 
 def _weight_bytes(model: Any) -> int:
     tensors = [*model.parameters(), *model.buffers()]
-    return sum({each.data_ptr(): each.numel() * each.element_size() for each in tensors}.values())  # tied ones once
+    own = [each.to_local() if hasattr(each, "to_local") else each for each in tensors]  # of this rank, of DTensors
+    return sum({each.data_ptr(): each.numel() * each.element_size() for each in own}.values())  # tied ones once
 
 
 def _context_length(config: Any) -> int:

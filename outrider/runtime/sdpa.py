@@ -212,7 +212,7 @@ def attend_all(
         rows = chunk.transpose(0, 1).unsqueeze(1)
         mask: Tensor | None = None
         if len(masks) > 0:
-            mask = masks[i]
+            mask = masks[i].to(rows.dtype)  # on CUDA it must not have another one
         out = F.scaled_dot_product_attention(rows, keys[i], values[i], attn_mask=mask, scale=scaling)
         parts.append(out.squeeze(1).transpose(0, 1))
     return parts[0] if len(parts) == 1 else torch.cat(parts)

@@ -1,10 +1,12 @@
 """Text streamed token by token is the text of all tokens, in whole characters, for every kind of tokenizer."""
 
+import json
 from collections.abc import Callable, Sequence
 from functools import cache
 from pathlib import Path
 
 import pytest
+import sentencepiece
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from tokenizers import AddedToken, decoders, models, normalizers, pre_tokenizers, trainers
@@ -251,12 +253,12 @@ def test_a_conversation_follows_the_chat_template(tmp_path: Path) -> None:
     fast.save_pretrained(tmp_path)
     tokenizer = load_tokenizer(ModelSource(str(tmp_path)))
     assert tokenizer.has_chat_template
-    ids = tokenizer.encode_chat([("system", "be brief"), ("user", "hello")])
+    ids = tokenizer.encode_chat([{"role": "system", "content": "be brief"}, {"role": "user", "content": "hello"}])
     wanted = "<s>system: be brief</s><s>user: hello</s><s>assistant:"
     assert tokenizer.decode(ids, skip_special=False) == wanted
     assert (ids.count(0), ids.count(1)) == (3, 2), "special tokens, not their text"
     with pytest.raises(ChatTemplateError, match="no narrators"):
-        tokenizer.encode_chat([("narrator", "hello")])
+        tokenizer.encode_chat([{"role": "narrator", "content": "hello"}])
 
 
 def test_a_folder_without_tokenizer_is_refused(tmp_path: Path) -> None:
@@ -265,6 +267,30 @@ def test_a_folder_without_tokenizer_is_refused(tmp_path: Path) -> None:
     assert "\n" not in str(caught.value)
     with pytest.raises(CheckpointError, match="no folder"):
         load_tokenizer(ModelSource(str(tmp_path / "nowhere")))
+
+
+def test_marian_has_a_vocabulary_for_each_language(tmp_path: Path) -> None:
+    """Its files are SentencePiece's own: the hub has no tokenizer.json of such models."""
+    sentences = ["the hat is on the table", "where is my hat", "ein Hut liegt auf dem Tisch", "wo ist mein Hut"] * 20
+    pieces: set[str] = set()
+    for name in ("source", "target"):
+        with (tmp_path / f"{name}.spm").open("wb") as written:
+            sentencepiece.SentencePieceTrainer.train(
+                sentence_iterator=iter(sentences), model_writer=written, vocab_size=60, hard_vocab_limit=False,
+                minloglevel=2,
+            )  # fmt: skip
+        processor = sentencepiece.SentencePieceProcessor(model_file=str(tmp_path / f"{name}.spm"))
+        pieces |= {processor.id_to_piece(number) for number in range(processor.get_piece_size())}
+    vocabulary = ["</s>", "<unk>", *sorted(pieces - {"<s>", "</s>", "<unk>"}), "<pad>"]
+    (tmp_path / "vocab.json").write_text(json.dumps({piece: number for number, piece in enumerate(vocabulary)}))
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps({"tokenizer_class": "MarianTokenizer"}))
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "marian", "vocab_size": len(vocabulary)}))
+    tokenizer = load_tokenizer(ModelSource(str(tmp_path)))
+    ids = tokenizer.encode("where is the table")
+    assert ids[-1:] == [0] == list(tokenizer.eos_token_ids)
+    assert tokenizer.decode(ids) == "where is the table"
+    detokenizer = IncrementalDetokenizer(tokenizer)
+    assert "".join([*map(detokenizer.push, ids), detokenizer.flush()]) == "where is the table"
 
 
 def test_special_tokens_are_named_and_may_be_left_out() -> None:
