@@ -32,6 +32,7 @@ from kernels.verify import implementation_for
 from outrider.environment import served_name
 from outrider.rpc.auth import OwnToken
 from outrider.rpc.channel import RenewedChannel
+from outrider.rpc.timeouts import NOTICE_SECONDS
 from outrider.rpc.tls import TLS, ChannelTLS, certificate_and_key, from_files
 from outrider.runtime.checkpoint import vocabulary_size
 from outrider.runtime.loader import LoadedModel
@@ -115,6 +116,13 @@ class DraftApp(Service):
     async def load(self, warm: Warm) -> None:
         settings = self._settings
         check_settings(settings)
+        if settings.verifier_timeout <= NOTICE_SECONDS:
+            _log.warning(
+                "--verifier-timeout is short",
+                seconds=settings.verifier_timeout,
+                effect="sequences that wait at a verifier move to another one before it tells them so",
+                action=f"raise it above {NOTICE_SECONDS:g} s",
+            )
         built: Built | None = None
         if loads_model(settings):
             built, tokenizer = await in_thread(lambda: load_built(settings, self._loader))
@@ -213,7 +221,8 @@ def load_built(settings: DraftSettings, loader: Loader) -> tuple[Built, Tokenize
     length = sequence_tokens(settings, loaded)
     # A step holds pieces of prompts, and of each sequence that drafts the last token and the masks after it.
     tokens = settings.tokens_per_pass if loaded.mask_token is not None else 1
-    largest = settings.prefill_tokens + settings.max_sequences * tokens
+    most = max(tokens, 1 + settings.staged_guesses)  # in staged drafting, the last token and the guesses
+    largest = settings.prefill_tokens + settings.max_sequences * most
     built = build_model_runner(
         settings, loaded, length, max_batch_tokens=largest, most_sequences=settings.max_sequences, forks=MOST_FORKS
     )

@@ -75,8 +75,10 @@ class Sample:
                 self._drafting = drafter.open(replace(request.draft_sequence, seed=sequence.seed))
             await self._run_in_time(target, on_open)
             self._finish()
-        except BaseException:
+        except BaseException as error:
             target.cancel()
+            if isinstance(error, Exception):  # otherwise no one reads any more
+                self.emitter.flush(sequence.timings)
             raise
         finally:
             self._count_verdict()
@@ -198,6 +200,8 @@ class Sample:
         if self._drafting is not None:
             self._drafting.advance(verdict.token_ids)
         # From here on nothing raises.
+        if target.pause:
+            self._gamma.disturbed()
         round_, now = self.sequence.round, time.perf_counter()
         self._count_verdict()  # of the same round, if it is a Decode
         round_.waited = now - max(round_.sent, round_.judged_at) - target.pause

@@ -250,6 +250,11 @@ class Emitter:
             self._send(self._text.release(), timings)
         return is_over
 
+    def flush(self, timings: Timings) -> None:
+        """Sends what waits to be joined, before an error ends the call."""
+        self._read_verdicts()
+        self._send(self._text.release(), timings)
+
     def send_prompt_logprobs(self, part: sampling_pb2.PromptLogprobs) -> None:
         self._responses.send(GenerateResponse(prompt_logprobs=part))
 

@@ -10,6 +10,7 @@ import structlog
 
 from draft_service.concurrency import Claim, ConcurrencyLimit
 from draft_service.drafters.base import Draft, DraftError, Drafting, DraftSequence, Kind
+from draft_service.drafters.guard import FIRST_BACKOFF_S
 from draft_service.metrics import REQUEST_LOG
 from draft_service.pair import Pair
 from draft_service.prompt import check_prompt_length
@@ -138,7 +139,10 @@ async def _propose(drafting: Drafting, advance: draft_service_pb2.Advance) -> Dr
     try:
         return await drafting.propose(advance.gamma)
     except DraftError as error:
-        raise internal(error.reason, f"drafting failed: {error}") from None
+        text = f"drafting failed: {error}"
+        if error.reason == "OVERLOADED":  # late, or in backoff: it may go on soon
+            raise overloaded(f"{text}; open the sequence again later", retry_after=FIRST_BACKOFF_S) from None
+        raise internal(error.reason, text) from None
 
 
 class _Progress:

@@ -24,7 +24,7 @@ from draft_service.settings import DraftSettings
 from draft_service.tokenizer_calls import TokenizerThread, describe, detokenize, tokenize
 from draft_service.validation import check_generate
 from outrider.rpc.auth import count_sequences
-from outrider.rpc.errors import guarded, outcome, overloaded, unavailable, write
+from outrider.rpc.errors import UNSPECIFIED, RequestError, guarded, outcome, overloaded, unavailable, write
 from outrider.runtime.tokenizer import IncrementalDetokenizer
 from outrider.service.metrics import Metrics
 from outrider.service.sampling import RULE_TO_WIRE
@@ -157,6 +157,13 @@ class GenerateCall:
                 timeout=self._time_left(),
                 on_open=partial(self._on_open, request),
             )
+        except RequestError as error:
+            is_late = error.code is grpc.StatusCode.DEADLINE_EXCEEDED and error.reason == UNSPECIFIED
+            if not is_late or self._context.time_remaining() is not None:
+                raise
+            seconds = f"{self._settings.request_timeout:g}"
+            text = f"the request took longer than {seconds} s (--request-timeout); give a deadline, or ask for less"
+            raise RequestError(error.code, UNSPECIFIED, text, {"seconds": seconds}) from None
         finally:
             sample.sequence.is_scored.set()
 

@@ -90,10 +90,12 @@ class DraftSettings(ServiceSettings):
     )
     ngram_order: int = Field(4, ge=1, le=8, description="tokens of the longest n-grams")
     ngram_entries: int = Field(
-        1 << 20, ge=1, description="maximum n-grams to keep of the corpus, and as many again of generated texts"
+        1 << 20, ge=1, description="maximum n-grams to keep of the corpus, and as many again of requests"
     )
     ngram_learn: bool = Field(
-        False, description="also count generated texts; proposals then reveal parts of them to other clients"
+        False,
+        description="also count the tokens of requests, prompts and texts; proposals then reveal parts of them to "
+        "other clients",
     )
     lookup_min_match: int = Field(
         2, ge=1, le=64, description="shortest match, in tokens, after which the drafter lookup copies"
@@ -139,7 +141,8 @@ class DraftSettings(ServiceSettings):
     verifier_timeout: float = Field(
         30.0,
         gt=0,
-        description="seconds that a verifier may be silent while it owes an answer; then the sequence moves to another",
+        description="seconds that a verifier may be silent while it owes an answer; then the sequence moves to "
+        "another; above 5, the pause between notices to sequences that wait at a verifier",
     )
     failover_timeout: float = Field(
         30.0, ge=0, description="seconds that a sequence waits for another verifier after a loss"

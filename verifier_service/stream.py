@@ -11,7 +11,7 @@ import grpc
 import structlog
 
 from outrider.rpc.errors import RequestError, counted, idle, internal, outcome, overloaded, write, yielded
-from outrider.rpc.timeouts import InactivityTimer, first_message, kind_of_next
+from outrider.rpc.timeouts import NOTICE_SECONDS, InactivityTimer, first_message, kind_of_next
 from outrider.service.best_effort import Component
 from outrider.service.encoder_input import EncoderInputs
 from outrider.service.model_info import check_name
@@ -30,8 +30,6 @@ _log = structlog.get_logger()
 
 Context = grpc.aio.ServicerContext[verifier_service_pb2.VerifyRequest, verifier_service_pb2.VerifyResponse]
 STREAM_LOG = Component("stream_log")
-
-NOTICE_INTERVAL = 5.0  # seconds between QUEUED notices; clients use a timeout of several of them
 
 
 class Outbox:
@@ -230,7 +228,7 @@ class VerifyStream:
     async def _watch(self, sequence: TargetSequence) -> None:
         """Repeats QUEUED while the sequence waits, and ends the stream of an idle client."""
         limit = self._settings.idle_timeout
-        pause = interval = min(NOTICE_INTERVAL, limit / 4)
+        pause = interval = min(NOTICE_SECONDS, limit / 4)
         while True:
             await asyncio.sleep(pause)
             runs_prompt = sequence.owes_prompt_logprobs and not sequence.is_isolated  # without a round

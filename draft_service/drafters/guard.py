@@ -263,7 +263,7 @@ class GuardedDrafting(Drafting):
         self, proposal: "asyncio.Future[Draft] | None", gamma: int, requested: float, *, is_ready: bool
     ) -> Draft:
         if not is_ready:
-            raise DraftError("the drafter is in backoff after a failure")
+            raise DraftError("the drafter is in backoff after a failure", reason="OVERLOADED")
         try:
             if proposal is None:
                 assert self._error is not None
@@ -279,7 +279,7 @@ class GuardedDrafting(Drafting):
             self._has_failed = True
             self._guard.failed()
             if isinstance(error, DraftError | TimeoutError):
-                raise error if isinstance(error, DraftError) else DraftError(str(error)) from None
+                raise error if isinstance(error, DraftError) else DraftError(str(error), reason="OVERLOADED") from None
             raise DraftError(f"the drafter failed: {type(error).__name__}: {error}") from None
         self._backoff.proposed()
         self.recoveries += self._has_failed

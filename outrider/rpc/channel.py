@@ -143,7 +143,7 @@ class Resolver:
         before = self._last.get(name, [])
         try:
             self._last[name] = of_one_family(await self._lookup(host.strip("[]"), int(port)), before) or before
-        except OSError as error:
+        except (OSError, UnicodeError) as error:  # UnicodeError: a label of more than 63 characters
             _logger.warning("cannot resolve %s; its last addresses stay in use: %s", name, error)
         return self._last.get(name, [])
 

@@ -22,6 +22,7 @@ from grpc_health.v1 import health
 
 from outrider.rpc import errors
 from outrider.rpc.channel import SOCKET, checked_address
+from outrider.rpc.errors import RequestError
 from outrider.rpc.health import HealthState
 from outrider.rpc.interceptor import Context, Decoder, Handler, Interceptor, wrapped
 
@@ -41,6 +42,7 @@ class DrainGate(Interceptor):
 
     def __init__(self) -> None:
         self._open = True
+        self._error = errors.draining()  # of calls that come too late, or are cut
         self._arrived = 0
         self._running: list[asyncio.Task[Any] | None] = []
         self._idle = asyncio.Event()
@@ -55,8 +57,11 @@ class DrainGate(Interceptor):
         """New calls end with UNAVAILABLE, reason DRAINING, from now on. Calls in progress continue."""
         self._open = False
 
-    async def cut(self, seconds: float) -> None:
-        """Ends the calls in progress with UNAVAILABLE, reason DRAINING. Returns after `seconds` at most."""
+    async def cut(self, seconds: float, error: RequestError | None = None) -> None:
+        """Ends the calls in progress, and later ones, with this error, or with UNAVAILABLE, reason DRAINING. Returns
+        after `seconds` at most.
+        """
+        self._error = error or self._error
         for task in self._running:
             if task is not None:
                 task.cancel(errors.CUT)
@@ -83,7 +88,7 @@ class DrainGate(Interceptor):
     @asynccontextmanager
     async def _gated(self, context: Context) -> AsyncIterator[None]:
         if not self._open:
-            await errors.abort(context, errors.draining())
+            await errors.abort(context, self._error)
         task = asyncio.current_task()
         self._running.append(task)
         self._idle.clear()
@@ -91,7 +96,7 @@ class DrainGate(Interceptor):
             yield
         except asyncio.CancelledError as error:
             if errors.CUT in error.args and not context.done():  # the client is still connected
-                await errors.abort(context, errors.draining())
+                await errors.abort(context, self._error)
             raise
         finally:
             self._running.remove(task)
@@ -260,13 +265,16 @@ async def serve_until_signal(
             loop.remove_signal_handler(number)
 
 
-async def cut_off(server: grpc.aio.Server) -> None:
-    """Ends calls in progress and new calls with UNAVAILABLE, within `CUTTING_SECONDS`, so that clients continue at
-    another server. For a service that can never answer again, or must end at once.
+async def cut_off(server: grpc.aio.Server, error: RequestError | None = None) -> None:
+    """Ends calls in progress and new calls within `CUTTING_SECONDS`, so that clients continue at another server. For a
+    service that can never answer again, or must end at once.
+
+    Args:
+        error: of the calls; None: UNAVAILABLE, reason DRAINING.
     """
     gate = _gates[server]
     gate.close()
-    await gate.cut(CUTTING_SECONDS)
+    await gate.cut(CUTTING_SECONDS, error)
 
 
 async def _drain(

@@ -12,6 +12,8 @@ from outrider.rpc.errors import idle, invalid_field, out_of_order
 Result = TypeVar("Result")
 Message = TypeVar("Message", bound=Any)
 
+# Seconds between two notices to a sequence that waits at a verifier, as the contract has it (`Notice`).
+NOTICE_SECONDS = 5.0
 # Checks of a step within the shorter timeout.
 CHECKS = 4
 

@@ -18,7 +18,7 @@ import grpc
 import structlog
 from prometheus_client import Gauge
 
-from outrider.rpc.errors import RequestError, internal
+from outrider.rpc.errors import RequestError, internal, unavailable
 from outrider.rpc.health import PROBES, STARTUP, HealthState
 from outrider.rpc.server import StartupError, bind, create_server, cut_off, enable_reflection, serve_until_signal
 from outrider.runtime.device import check_environment
@@ -188,7 +188,8 @@ async def _serve(service: Service, settings: ServiceSettings, server: grpc.aio.S
         if breaking.done():  # do not drain: it would wait for steps that never run
             _log.error("cannot serve any more", reason=breaking.result())
             await health.drain()
-            await cut_off(server)
+            # Not DRAINING: one of the calls may be the cause, and clients suspect those that ran.
+            await cut_off(server, unavailable("NO_VERIFIER", "the service has lost its model; call another one"))
             raise ModelLost(breaking.result())
         await serving
     finally:

@@ -22,14 +22,15 @@ import pytest
 from draft_service import failover
 from draft_service.drafters.base import Draft
 from draft_service.failover import PER_ROUND, PER_SECOND, FailoverBudget, FailoverStream, FailureKind, Verifiers
+from draft_service.generation import Sample
 from draft_service.sequence import Sequence
 from kernels.sparse import SparseDistribution
 from kernels.verify import Rule
 from outrider.cli.processes import ServiceProcess
-from outrider.rpc.errors import RequestError, failed_precondition, overloaded, to_status
-from protos.outrider.v1 import model_pb2, sampling_pb2, verifier_service_pb2
+from outrider.rpc.errors import RequestError, failed_precondition, overloaded, to_status, unavailable
+from protos.outrider.v1 import model_pb2, sampling_pb2, speculation_pb2, verifier_service_pb2
 from tests.cluster import Cluster
-from tests.draft_service.records import record
+from tests.draft_service.records import generation, record
 from tests.draft_service.verifiers import NO_VERIFIER, Switches, fake_verifier, matched, model_of, status_of
 from tests.proxy import Proxy, Way
 
@@ -268,13 +269,14 @@ async def faulty(error: RequestError, real: ServiceProcess, *, opens: bool = Tru
 
 
 DIES = RequestError(grpc.StatusCode.UNAVAILABLE, "UNSPECIFIED", "killed")
+LOSES = unavailable("NO_VERIFIER", "the service has lost its model")
 FAILS = RequestError(*STEP_FAILED, "the step failed")
 
 
 @pytest.mark.parametrize(
     ("failure", "opens"),
-    [(DIES, True), (DIES, False), (FAILS, True)],
-    ids=["dies", "dies before Opened has left", "step fails"],
+    [(DIES, True), (DIES, False), (LOSES, True), (FAILS, True)],
+    ids=["dies", "dies before Opened has left", "loses its model", "step fails"],
 )
 async def test_a_round_that_fails_at_two_verifiers_is_sent_to_no_third(
     failure: RequestError, opens: bool, real: ServiceProcess
@@ -306,6 +308,25 @@ async def test_an_error_of_one_verifier_costs_no_text(error: RequestError, real:
     assert all(each == texts[0] for each in texts)
     assert len(peer.openings) == 1, "it is not used again"
     assert switches.reasons == ([FailureKind.STEP_FAILED] if error is FAILS else [])
+
+
+async def test_a_failover_is_no_part_of_a_measured_cycle() -> None:
+    events: list[str] = []
+    gamma: Any = SimpleNamespace(
+        learn=lambda: None, judged=lambda *_: events.append("judged"), disturbed=lambda: events.append("disturbed")
+    )
+    watch: Any = SimpleNamespace(texts=None, judged=lambda *_: None)
+    emitter: Any = None
+    sample = Sample(generation(), 0, emitter, gamma, watch, arrived=0.0)
+    sample.sequence.decode(3)
+    for pause in (0.0, 1.0, 0.0):
+        target: Any = SimpleNamespace(pause=pause, verdict=_one_token)
+        await sample._next_verdict(target)
+    assert events == ["judged", "disturbed", "judged", "judged"]
+
+
+async def _one_token() -> speculation_pb2.Verdict:
+    return speculation_pb2.Verdict(token_ids=[7])
 
 
 @pytest.mark.parametrize(

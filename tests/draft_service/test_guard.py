@@ -169,8 +169,9 @@ async def test_after_a_late_proposal_the_same_sequence_continues() -> None:
     drafting, clock = drafter.guarded(timeout=0.5).open(PLAIN), asyncio.get_running_loop()
     proposal = drafting.propose(4)
     await asyncio.sleep(0.25)  # the timeout began with the request
-    with pytest.raises(DraftError, match=r"no proposal within 0\.5 s"):
+    with pytest.raises(DraftError, match=r"no proposal within 0\.5 s") as late:
         await proposal
+    assert late.value.reason == "OVERLOADED"
     assert clock.time() == 0.5
     drafting.advance([5])
     await asyncio.sleep(19.0)

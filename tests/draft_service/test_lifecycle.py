@@ -6,12 +6,14 @@ import grpc
 import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
-from outrider.rpc.errors import from_rpc_error
+from outrider.rpc.errors import RequestError, from_rpc_error
+from protos.outrider.v1 import draft_service_pb2
 from protos.outrider.v1.draft_service_pb2_grpc import DraftServiceStub
-from tests.cluster import Cluster, Service, wait_until
-from tests.draft_service.calls import generate, request, write
+from tests.cluster import Cluster, Service, wait_healthy, wait_until
+from tests.draft_service.calls import PROMPT, generate, request, write
+from tests.draft_service.oracle import encode
 from tests.draft_service.pairs import write_foreign_draft
-from tests.proxy import Proxy
+from tests.proxy import Proxy, Way
 
 
 @pytest.fixture(scope="module")
@@ -52,6 +54,15 @@ def test_a_service_waits_for_its_verifier_serves_and_drains(target_process: Serv
         (short,) = generate(channel, request(max_new_tokens=8, ignore_eos=True), timeout=None).samples
         assert short.reason == "LENGTH"
 
+        verifier.close_after(5_000, Way.DOWN)
+        losing = request(temperature=1.0, gamma=4, max_new_tokens=900, ignore_eos=True, joined_responses=True)
+        tokens, error = tokens_before_error(DraftServiceStub(channel).Generate(losing, timeout=90))
+        assert error.reason == "NO_VERIFIER"
+        (lost,) = service.logged("verifier lost")
+        assert tokens == lost["tokens"] - len(encode(PROMPT)) > 10, "those that waited to be joined come, too"
+        verifier.heal()
+        wait_until(lambda: service.count("outrider_verifiers", status="failing") == 0)
+
         long = request(temperature=1.0, max_new_tokens=120, ignore_eos=True)
         call = DraftServiceStub(channel).Generate(long, timeout=90)
         next(call)
@@ -64,6 +75,27 @@ def test_a_service_waits_for_its_verifier_serves_and_drains(target_process: Serv
         assert last.finished.usage.completion_tokens == 120
         assert service.process.wait(90) == 0
         channel.close()
+
+
+def tokens_before_error(responses: Iterator[draft_service_pb2.GenerateResponse]) -> tuple[int, RequestError]:
+    tokens = 0
+    try:
+        for response in responses:
+            tokens += sum(len(each.chunk.token_ids) for each in response.joined or [response])
+    except grpc.RpcError as error:
+        return tokens, from_rpc_error(error)
+    raise AssertionError(f"the call ended well, with {tokens} tokens")
+
+
+def test_a_request_without_a_deadline_ends_after_the_services_own(target_process: Service) -> None:
+    with Cluster() as cluster:
+        service = cluster.draft(target_process, flags="--request-timeout 0.2")
+        wait_healthy(service)
+        with grpc.insecure_channel(service.address) as channel, pytest.raises(grpc.RpcError) as caught:
+            generate(channel, request(max_new_tokens=900, ignore_eos=True), timeout=None)
+    error = from_rpc_error(caught.value)
+    assert error.code is grpc.StatusCode.DEADLINE_EXCEEDED
+    assert error.message.startswith("the request took longer than 0.2 s (--request-timeout)")
 
 
 def test_a_mismatched_pair_exits_with_one_line(mismatched: Service, pair_process: Service) -> None:

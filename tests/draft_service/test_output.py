@@ -306,6 +306,22 @@ async def test_an_emitter_joins_tokens_until_a_stop_string() -> None:
 
 
 @fake_clock
+async def test_tokens_that_wait_come_before_an_error() -> None:
+    responses, timings = Responses(), Timings(0.0)
+    responses.are_joined = True
+    emitter = Emitter(responses, OutputText(Bytes([b"a"]), stop=[]), index=0, prompt_tokens=1)
+    for _ in range(3):
+        emitter.take(speculation_pb2.Verdict(token_ids=[0]), [])
+        emitter.send(timings)
+    emitter.flush(timings)
+    responses.end(ValueError("lost"))
+    read = aiter(responses)
+    assert sum(len(one.chunk.token_ids) for one in (await anext(read)).joined) == 3
+    with pytest.raises(ValueError, match="lost"):
+        await anext(read)
+
+
+@fake_clock
 async def test_each_of_several_emitters_sends_once_a_second() -> None:
     """One of them is always a moment later than the other, just after the reader took the responses."""
     responses, timings = Responses(), [Timings(0.0), Timings(0.0)]

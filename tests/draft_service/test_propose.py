@@ -8,10 +8,12 @@ import pytest
 from structlog.testing import capture_logs
 
 from draft_service.concurrency import ConcurrencyLimit
-from draft_service.propose_call import ProposeCall
+from draft_service.drafters.base import DraftError
+from draft_service.propose_call import ProposeCall, _propose
 from draft_service.settings import DraftSettings
 from examples.orchestrator import GAMMA, generate
-from protos.outrider.v1 import model_pb2, sampling_pb2
+from outrider.rpc.errors import RequestError
+from protos.outrider.v1 import draft_service_pb2, model_pb2, sampling_pb2
 from tests.draft_service import oracle
 from tests.draft_service.calls import BLOCK, COUPLED, PROMPT, TOKENWISE, ProposeStream, sampling, write
 
@@ -47,6 +49,21 @@ def test_base_and_seed_determine_the_draws_of_a_round(draft: grpc.Channel) -> No
     first, second = proposals([], [5, 6])
     assert proposals([5, 6]) == [second]
     assert proposals([]) == [first]
+
+
+@pytest.mark.parametrize(
+    ("reason", "code"),
+    [("OVERLOADED", grpc.StatusCode.RESOURCE_EXHAUSTED), ("BAD_LOGITS", grpc.StatusCode.INTERNAL)],
+)
+async def test_a_late_drafter_may_be_asked_again(reason: str, code: grpc.StatusCode) -> None:
+    async def propose(gamma: int) -> None:
+        raise DraftError("no proposal within 10 s", reason=reason)
+
+    drafting: Any = SimpleNamespace(advance=lambda tokens: None, propose=propose)
+    with pytest.raises(RequestError, match="drafting failed: no proposal within 10 s") as caught:
+        await _propose(drafting, draft_service_pb2.Advance(gamma=2))
+    assert (caught.value.code, caught.value.reason) == (code, reason)
+    assert (caught.value.retry_after is not None) == (reason == "OVERLOADED")
 
 
 async def test_the_log_names_an_internal_error() -> None:

@@ -92,6 +92,9 @@ def test_a_killed_rank_ends_the_other(checkpoints: tuple[Path, Path], victim: in
         assert error.code is grpc.StatusCode.UNAVAILABLE
         has_reason = victim == 1  # rank 0 lives to send it
         assert ("call another one" in error.message) == has_reason
+        assert error.reason == ("NO_VERIFIER" if has_reason else "UNSPECIFIED"), (
+            "not DRAINING: a sequence may be the cause"
+        )
 
 
 @pytest.mark.parametrize("victim", [0, 1])
