@@ -53,7 +53,7 @@ from outrider.service.loading import (
 )
 from outrider.service.metrics import VllmMetrics
 from outrider.service.model_info import describe, describe_tokenizer
-from outrider.service.sampling import MAX_STOP_TOKEN_IDS, RULES
+from outrider.service.sampling import RULES
 from outrider.service.settings import SettingsError, check_plaintext
 from outrider.service.wire import largest_generate_request, largest_verify_message, server_limit
 from protos.outrider.v1 import model_pb2
@@ -68,6 +68,7 @@ FEATURES = (
     "emission",
     "encoder",
     "fixed_rounds",
+    "fill_context",
     "held_tokens",
     "logprobs",
     "n",
@@ -379,7 +380,6 @@ def message_limit(settings: DraftSettings) -> int:
             max_gamma=settings.max_gamma,
             max_support=settings.max_support,
             vocab_size=vocabulary_size(settings.model, settings.revision) if loads_model(settings) else None,
-            max_stop_token_ids=MAX_STOP_TOKEN_IDS,
         ),
     )
 
@@ -392,7 +392,6 @@ def short_of(settings: DraftSettings, sequence_tokens: int) -> int:
 def _requests(settings: DraftSettings, sequence_tokens: int) -> int:
     return largest_generate_request(
         sequence_tokens=sequence_tokens,
-        max_stop_token_ids=MAX_STOP_TOKEN_IDS,
         max_stop_strings=settings.max_stop_strings,
         max_stop_chars=settings.max_stop_string_chars,
     )

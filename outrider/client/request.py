@@ -41,6 +41,7 @@ class CommonOptions(TypedDict, total=False):
 
     # How much
     max_new_tokens: int
+    fill_context: bool  # write until the context is full, in place of `max_new_tokens`
     min_new_tokens: int
     n: int  # independent samples
     time_limit: float  # seconds; the text ends after them
@@ -193,7 +194,7 @@ _EXPECTED = {
 }
 
 # Fields that a service needs the feature of the same name for. An older one would ignore them in silence.
-_FEATURES = ("held_tokens", "report_probabilities")
+_FEATURES = ("fill_context", "held_tokens", "report_probabilities")
 
 
 def _set_field(name: str, request: draft_service_pb2.GenerateRequest, value: Any) -> None:

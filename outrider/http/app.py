@@ -127,19 +127,13 @@ class Front:
         await self._check_model(body.model)
         self._check_samples(body.n, 1)
         options = body.options()
-        prompt: Sequence[Message] | Sequence[int] = messages
         limit = "max_tokens" if body.max_completion_tokens is None else "max_completion_tokens"
         names = {"max_new_tokens": limit, "logprobs.top_n": "top_logprobs", "chat": "messages", "prompt": "messages"}
         if body.most_tokens is not None:
             options["max_new_tokens"] = body.most_tokens
         else:
-            # Until the end of the context, as OpenAI has it: that needs the length of the prompt.
-            try:
-                prompt = (await self._pair.client.tokenize(messages)).token_ids
-            except OutriderError as error:
-                raise self._explained(error, names) from error
-            options["max_new_tokens"] = max(1, self._pair.most_tokens - len(prompt))
-        calls = [Call(prompt, options | seed, is_repeat=i > 0) for i, seed in enumerate(body.seeds())]
+            options["fill_context"] = True  # as OpenAI has it
+        calls = [Call(messages, options | seed, is_repeat=i > 0) for i, seed in enumerate(body.seeds())]
         return await self._answer(body, ChatForm, calls, names)
 
     async def _answer(

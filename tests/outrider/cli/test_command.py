@@ -192,7 +192,7 @@ def test_generate_has_every_option_of_the_client() -> None:
     offered = {str(option.name) for option in main.commands["generate"].params} - of_the_command - of_the_channel
     # Features, resuming and reports are for programs.
     left_out = {"required_features", "committed_token_ids", "held_tokens", "weights_fingerprint"}
-    left_out |= {"report_rounds", "report_probabilities", "joined_responses"}
+    left_out |= {"report_rounds", "report_probabilities", "joined_responses", "fill_context"}
     # Those of `transcribe`, and some that it does not need.
     of_speech = {"audio", "sample_rate", "features", "decoder_prompt_token_ids", "language", "task", "timestamps"}
     assert offered == Options.__annotations__.keys() - left_out - of_speech

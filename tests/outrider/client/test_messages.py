@@ -24,6 +24,7 @@ PLAIN: dict[str, Any] = {
     "keep_special_tokens": True,
     "request_id": "me",
     "committed_token_ids": [8, 9],
+    "fill_context": True,
     "held_tokens": 1,
     "weights_fingerprint": "ab",
     "cache_salt": "a tenant",
@@ -98,6 +99,7 @@ def test_every_option_reaches_the_wire() -> None:
         decoder_prompt_token_ids=[50258, 50259],
         transcription=pb.Transcription(language="en", task="translate", timestamps=True),
         required_features=[
+            "fill_context",
             "held_tokens",
             "report_probabilities",
             "encoder",
