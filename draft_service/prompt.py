@@ -90,7 +90,7 @@ def _check_message_size(
 ) -> None:
     """Checks that the message that opens the sequence at a verifier can hold the input."""
     limits, own = pair.target.limits, pair.draft.limits
-    rest = largest_opening(sequence_tokens=own.max_sequence_tokens, max_stop_token_ids=own.max_stop_token_ids)
+    rest = largest_opening(own.max_sequence_tokens)
     given, most = encoder_input.ByteSize(), limits.max_message_bytes - rest
     if limits.max_message_bytes and given > most:
         field = message.WhichOneof("prompt") or "prompt"

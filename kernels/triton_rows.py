@@ -22,8 +22,8 @@ TOKENWISE, BLOCK, COUPLED, SIGMOID = (
 GREEDY = tl.constexpr(GREEDY_NUMBER)
 INT_COLUMNS, FLOAT_COLUMNS = tl.constexpr(INTS), tl.constexpr(FLOATS)
 
-_ACCEPT = tl.constexpr(int(Domain.ACCEPT))
-_RESAMPLE = tl.constexpr(int(Domain.RESAMPLE))
+ACCEPT = tl.constexpr(int(Domain.ACCEPT))
+RESAMPLE = tl.constexpr(int(Domain.RESAMPLE))
 _COUPLED = tl.constexpr(int(Domain.COUPLED))
 _SPREAD = tl.constexpr(SPREAD)
 _FIRST = tl.constexpr(FIRST_MULTIPLIER)
@@ -192,25 +192,13 @@ def load_at(rows, row, ids, wanted, cut, TILE: tl.constexpr, ADJUSTED: tl.conste
 
 
 @triton.jit
-def _uniforms(seed, base_length, index, domain: tl.constexpr):
+def philox_uniforms(seed, base_length, index, domain: tl.constexpr):
     """Return `kernels.rng.uniform` of these, float64, in the shape of `index`."""
     index = index.to(tl.uint32)
     zero = index ^ index
     high, low, _, _ = tl.philox(seed, zero + base_length.to(tl.uint32), index, zero + domain, zero)
     bits = (high.to(tl.int64) << 21) | (low.to(tl.int64) >> 11)
     return bits.to(tl.float64) * (1.0 / 9007199254740992.0)
-
-
-@triton.jit
-def accept_uniforms(seed, base_length, index):
-    """Return the uniforms of the acceptance tests at `index`."""
-    return _uniforms(seed, base_length, index, _ACCEPT)
-
-
-@triton.jit
-def resample_uniforms(seed, base_length, index):
-    """Return the uniforms of the next token at `index` of the round."""
-    return _uniforms(seed, base_length, index, _RESAMPLE)
 
 
 class NoiseKeys(NamedTuple):

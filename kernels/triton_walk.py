@@ -13,7 +13,7 @@ import triton.language as tl
 
 from kernels import sparse
 from kernels.triton_draw import draft_sigmoid, probability, sigmoid
-from kernels.triton_rows import BLOCK, COUPLED, GREEDY, LOG2_E, SIGMOID, TOKENWISE, accept_uniforms, load_at
+from kernels.triton_rows import ACCEPT, BLOCK, COUPLED, GREEDY, LOG2_E, SIGMOID, TOKENWISE, load_at, philox_uniforms
 from kernels.verify_pack import DRAFT_INTS
 
 # Columns of `Drafts.ints`.
@@ -134,7 +134,7 @@ def _tests(drafts, terms, group):
     if terms.given >= 0:
         u = tl.load(drafts.uniforms + terms.given + group.i, mask=group.inside, other=0.0)
     else:
-        u = accept_uniforms(terms.seed, terms.base_length, group.i)
+        u = philox_uniforms(terms.seed, terms.base_length, group.i, ACCEPT)
     return u
 
 

@@ -29,10 +29,11 @@ from kernels.triton_rows import (
     BLOCK,
     COUPLED,
     GREEDY,
+    RESAMPLE,
     Rows,
     TileStats,
     load_terms,
-    resample_uniforms,
+    philox_uniforms,
     store_stats,
     tile_size,
     tile_stats,
@@ -165,7 +166,7 @@ def verify_kernel(
     if bad | ~is_distribution(p.mass):
         status = tl.zeros_like(accepted) + _STATUS_BAD_LOGITS
     elif (RULE != GREEDY) & (RULE != COUPLED):
-        u = tl.max(resample_uniforms(terms.seed, terms.base_length, accepted + tl.arange(0, 1)), 0)
+        u = tl.max(philox_uniforms(terms.seed, terms.base_length, accepted + tl.arange(0, 1), RESAMPLE), 0)
         if terms.given >= 0:
             u = tl.load(uniforms + terms.given + terms.gamma)
         at = draft_ints + (terms.first_draft + accepted) * DRAFT_COLUMNS

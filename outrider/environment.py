@@ -1,8 +1,11 @@
-"""The installed version, names of models for users, and environment variables that look like settings and are none."""
+"""The installed version, the event loop, names of models for users, and environment variables that look like settings
+and are none.
+"""
 
+import asyncio
 import os
 import re
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Mapping
 from difflib import get_close_matches
 from importlib.metadata import PackageNotFoundError, version
 
@@ -53,6 +56,15 @@ def installed_version() -> str:
         return version("outrider")
     except PackageNotFoundError:
         return "unknown"
+
+
+def loop_factory() -> Callable[[], asyncio.AbstractEventLoop] | None:
+    """That of uvloop; None, asyncio's own, where it is not installed."""
+    try:
+        import uvloop
+    except ImportError:  # not on every platform
+        return None
+    return uvloop.new_event_loop
 
 
 def served_name(name: str) -> str:

@@ -143,7 +143,6 @@ def message_limit(settings: VerifierSettings) -> int:
             max_gamma=settings.max_gamma,
             max_support=MAX_SUPPORT,
             vocab_size=vocabulary_size(settings.model, settings.revision),
-            max_stop_token_ids=MAX_STOP_TOKEN_IDS,
         )
     )
 

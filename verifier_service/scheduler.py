@@ -197,9 +197,9 @@ class Scheduler:
                 plan.work.append(work)
         if plan.work:
             plan.work.sort(key=lambda item: item.round is None)
-            served = {id(item.sequence) for item in plan.work}
-            self._prompts_waited = bool(prompts) and all(id(sequence) not in served for sequence, _ in prompts)
-            self.running.sort(key=lambda sequence: id(sequence) in served)
+            served = {item.sequence for item in plan.work}
+            self._prompts_waited = bool(prompts) and all(sequence not in served for sequence, _ in prompts)
+            self.running.sort(key=lambda sequence: sequence in served)
         elif self._was_isolated and any(_may_run(*item) and not item[0].is_isolated for item in rounds):
             return self.plan(rounds)  # the isolated sequence waits for blocks: the turn goes to the others
         return plan
@@ -313,8 +313,8 @@ class Scheduler:
     def _victims(self, sequence: TargetSequence, plan: Plan) -> Iterator[int]:
         """Sequences that may be preempted: those whose client is long silent, then newer ones, the newest first."""
         now = time.perf_counter()
-        served = {id(item.sequence) for item in plan.work}
-        others = [each for each in self.running if each is not sequence and id(each) not in served]
+        served = {item.sequence for item in plan.work}
+        others = [each for each in self.running if each is not sequence and each not in served]
         idle = [each for each in others if each.idle_seconds(now) > IDLE_SECONDS]
         later = [each for each in others if each not in idle and each.arrival > sequence.arrival]
         for each in (*idle, *sorted(later, key=lambda each: -each.arrival)):

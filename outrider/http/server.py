@@ -19,6 +19,7 @@ import uvicorn
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
 from outrider.client import AsyncClient
+from outrider.environment import loop_factory
 from outrider.http.app import create_app
 from outrider.http.settings import ServerSettings
 from outrider.rpc.auth import ClientLimits, Tokens
@@ -66,7 +67,7 @@ class HttpServer:
 
     def run(self) -> None:
         """Serves until a signal, or until `stop`. In the main thread it handles SIGTERM and SIGINT."""
-        with asyncio.Runner(loop_factory=_loop_factory()) as runner:
+        with asyncio.Runner(loop_factory=loop_factory()) as runner:
             runner.run(self.serve())
 
     async def serve(self) -> None:
@@ -324,11 +325,3 @@ def _bind(address: str) -> socket.socket:
     # Connections inherit it. By default the kernel would keep megabytes for each client that does not read.
     listener.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, SEND_BUFFER_BYTES)
     return listener
-
-
-def _loop_factory() -> Callable[[], asyncio.AbstractEventLoop] | None:
-    try:
-        import uvloop
-    except ImportError:  # not on every platform
-        return None
-    return uvloop.new_event_loop

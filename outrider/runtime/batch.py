@@ -349,7 +349,7 @@ class PagedBatch:
     @property
     def max_length(self) -> int:
         """The longest sequence that the block tables can hold, in positions."""
-        return self.block_tables.size(1) * self.memory.keys[0].size(1)
+        return self.block_tables.size(1) * self.memory.block_tokens
 
     def position_ids(self, device: torch.device) -> Tensor:
         """`[T]`: the position of each row in its sequence."""

@@ -12,7 +12,6 @@ Every method of `BlockPool` takes time proportional to the blocks it is given, e
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -213,17 +212,6 @@ class MemoryShape:
         return [[i for i, own in enumerate(shapes) if own == shape] for shape in dict.fromkeys(shapes)]
 
 
-class KVMemory(Protocol):
-    """The interface of `MemoryByHead` and `PagedMemory`."""
-
-    def copy(self, source: Sequence[int], target: Sequence[int]) -> None:
-        """Copies each block of `source` to the block of `target` at the same index."""
-
-    @property
-    def bytes(self) -> int:
-        """Bytes reserved. A CPU commits only those of written positions."""
-
-
 class MemoryByHead:
     """Memory with all positions of a head contiguous, block after block.
 
@@ -246,10 +234,11 @@ class MemoryByHead:
 
     @property
     def bytes(self) -> int:
+        """Bytes reserved. A CPU commits only those of written positions."""
         return _bytes(self.stores)
 
     def copy(self, source: Sequence[int], target: Sequence[int]) -> None:
-        """Copies consecutive blocks at once."""
+        """Copies each block of `source` to that of `target` at the same index; consecutive ones at once."""
         at, size = 0, self._shape.block_tokens
         while at < len(source):
             end = at + 1
@@ -268,12 +257,14 @@ class PagedMemory:
         keys: of each layer, `[blocks + 1, block_tokens, kv_heads, head_dim]`. The last block is the null block: padding
             rows write there.
         values: like `keys`.
+        block_tokens: positions of a block.
         null_position: the first position of the null block, counted over all blocks.
         on_copy: called before each copy of blocks, for tensor-parallel ranks with other heads; or None.
     """
 
     def __init__(self, shape: MemoryShape, dtype: torch.dtype, device: torch.device) -> None:
         self._device = device
+        self.block_tokens = shape.block_tokens
         self.null_position = shape.blocks * shape.block_tokens
         self.on_copy: Callable[[Sequence[int], Sequence[int]], None] | None = None
         layers = len(shape.kv_heads)

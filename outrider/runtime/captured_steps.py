@@ -32,19 +32,13 @@ class StepSizes:
     Attributes:
         sequences: the most sequences of one call.
         tokens: the most tokens of each, γ.
-        max_length: the longest sequence, in positions.
-        block_tokens: positions of a block.
         vocab_size: tokens that may be sampled.
-        logits_size: tokens in the model's logits.
         mask_token: is never sampled; None if the model has none.
     """
 
     sequences: int
     tokens: int
-    max_length: int
-    block_tokens: int
     vocab_size: int
-    logits_size: int
     mask_token: int | None = None
 
 
@@ -69,7 +63,7 @@ class CapturedSteps:
         self._buffers: list[_StepBuffers] = []  # the smallest first
         # [γ, S, V]: the logits of each token of a draft, of the last one of a target; all sizes share this buffer.
         rows = size.sequences * (1 if config is None else size.tokens)
-        self._logits = torch.zeros(rows, size.logits_size, dtype=eager.dtype, device=eager.device)
+        self._logits = torch.zeros(rows, model_runner.loaded.vocab_size, dtype=eager.dtype, device=eager.device)
 
     def obstacle(self, draws: Sequence[Sequence[Draw]]) -> str | None:
         """Why these draws are not supported; None if they are."""
@@ -147,8 +141,8 @@ class _StepBuffers:
         self._eager, self._size, self._config = eager, size, config
         kept = 1 if config is None else size.tokens
         self._logits = logits[: kept * S].view(kept, S, -1)
-        blocks = -(-size.max_length // size.block_tokens)
-        items, partials = work_size(S, size.max_length + size.tokens)
+        blocks = -(-eager.max_length // eager.memory.block_tokens)
+        items, partials = work_size(S, eager.max_length + size.tokens)
         support = 0 if config is None else min(config.max_support, size.vocab_size)
         on_gpu = eager.device.type == "cuda"
         inputs = PackedArrays(
@@ -337,12 +331,12 @@ class _StepBuffers:
 
     def _advance(self) -> None:
         """Runs the sampled tokens; their logits are the input of the next step."""
-        batch, size, kept = self._batch, self._size, len(self._logits)
+        batch, block_tokens, kept = self._batch, self._eager.memory.block_tokens, len(self._logits)
         positions = self._inputs["positions"]
         is_own = positions < self._inputs["limits"]
-        batch.positions.copy_(positions.clamp(max=size.max_length - 1))
-        block = batch.block_tables.gather(1, (batch.positions // size.block_tokens).unsqueeze(1)).squeeze(1)
-        slot = block * size.block_tokens + batch.positions % size.block_tokens
+        batch.positions.copy_(positions.clamp(max=self._eager.max_length - 1))
+        block = batch.block_tables.gather(1, (batch.positions // block_tokens).unsqueeze(1)).squeeze(1)
+        slot = block * block_tokens + batch.positions % block_tokens
         batch.slot_mapping.copy_(torch.where(is_own, slot, self._eager.memory.null_position))
         batch.lengths.copy_(batch.positions + 1)
         logits = self._eager.program(batch.tokens, batch, None)

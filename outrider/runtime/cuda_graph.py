@@ -164,10 +164,10 @@ class GraphRunner:
         max_sequences: of a captured batch.
     """
 
-    def __init__(self, eager: EagerRunner, *, block_tokens: int, vocab_size: int, max_sequences: int) -> None:
+    def __init__(self, eager: EagerRunner, *, vocab_size: int, max_sequences: int) -> None:
         self.eager = eager
         self._max_sequences = max_sequences
-        self._max_blocks = -(-eager.max_length // block_tokens)
+        self._max_blocks = -(-eager.max_length // eager.memory.block_tokens)
         self._vocab_size = vocab_size
         self._captured: list[_Captured] = []  # the smallest first
         self._copied: torch.cuda.Event | None = None  # the last copy to the device

@@ -193,15 +193,7 @@ class DecodeLoop:
             return "none: the KV cache is not paged"
         if not with_kernels:
             return "none: the Triton kernels of verification do not draw the tokens"
-        size = StepSizes(
-            sequences=sequences,
-            tokens=tokens,
-            max_length=model_runner.max_length,
-            block_tokens=model_runner.pool.block_tokens,
-            vocab_size=self.vocab_size,
-            logits_size=model_runner.loaded.vocab_size,
-            mask_token=self._mask_token,
-        )
+        size = StepSizes(sequences=sequences, tokens=tokens, vocab_size=self.vocab_size, mask_token=self._mask_token)
         self._captured = CapturedSteps(model_runner, eager, size, self.config)
         return self._captured.capture(capturer, seconds=seconds, most_bytes=most_bytes)
 

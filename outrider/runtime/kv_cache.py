@@ -17,15 +17,7 @@ from dataclasses import dataclass, field
 
 import torch
 
-from outrider.runtime.block_pool import (
-    BlockPool,
-    KVMemory,
-    MemoryByHead,
-    MemoryShape,
-    PagedMemory,
-    PoolCorrupted,
-    PoolExhausted,
-)
+from outrider.runtime.block_pool import BlockPool, MemoryByHead, MemoryShape, PagedMemory, PoolCorrupted, PoolExhausted
 
 BLOCK_TOKENS = 32
 """Positions of a block."""
@@ -101,9 +93,10 @@ class KVPool:
         shape = MemoryShape(
             _per_layer("kv_heads", kv_heads, layers), _per_layer("head_dim", head_dim, layers), blocks, block_tokens
         )
-        self.paged: PagedMemory | None = None
-        self.by_head: MemoryByHead | None = None
-        self._memory = self._reserve_memory(shape, paged=paged)
+        memory = PagedMemory(shape, dtype, self.device) if paged else MemoryByHead(shape, dtype, self.device)
+        self._memory = memory
+        self.paged = memory if isinstance(memory, PagedMemory) else None
+        self.by_head = memory if isinstance(memory, MemoryByHead) else None
         self.blocks = BlockPool(blocks)
         self._slots: dict[int, _Slot] = {}
         self._next_slot = 0
@@ -321,13 +314,6 @@ class KVPool:
                 raise PoolCorrupted(f"slot {slot} has length {held.length} and {len(held.block_table)} blocks")
             if any(block != held.block_table[0] + i for i, block in enumerate(held.block_table[: held.contiguous])):
                 raise PoolCorrupted(f"slot {slot} is not contiguous: {held.block_table}")
-
-    def _reserve_memory(self, shape: MemoryShape, *, paged: bool) -> KVMemory:
-        if paged:
-            self.paged = PagedMemory(shape, self.dtype, self.device)
-            return self.paged
-        self.by_head = MemoryByHead(shape, self.dtype, self.device)
-        return self.by_head
 
     # --------------------------------------------------------------------------------------------------- one sequence
 

@@ -17,7 +17,7 @@ from kernels.cpu_decode_loop import LlamaBatchStruct, LlamaStruct, LoopArrays
 from kernels.cpu_decoder import library as decoder_library
 from kernels.sampling import NO_LOGITS, Sample
 from outrider.runtime.batch import Chunk, last_rows
-from outrider.runtime.block_pool import KVMemory, MemoryShape, PoolCorrupted, PoolExhausted
+from outrider.runtime.block_pool import PoolCorrupted, PoolExhausted
 from outrider.runtime.errors import CheckpointError
 from outrider.runtime.kv_cache import BLOCK_TOKENS, KVPool
 from outrider.runtime.llama_loader import Handle, LlamaModel, errors, library, no_text
@@ -38,26 +38,16 @@ _NO_SLOT = 1  # of llama_decode: too few cells
 # ----------------------------------------------------------------------------------------------------------------- pool
 
 
-class _Cells:
-    """The memory of llama.cpp, as a `KVMemory`: it shares cells, so that a block is never copied."""
-
-    def __init__(self, size: int) -> None:
-        self.bytes = size
-
-    def copy(self, source: Sequence[int], target: Sequence[int]) -> None:
-        """See `KVMemory`. A sequence that goes on from a shared block writes cells of its own."""
-
-
 class LlamaPool(KVPool):
     """Counts blocks as the pool of torch does, and keeps llama.cpp's sequences at the same lengths.
 
     A sequence never takes more cells than its blocks have positions, so that llama.cpp cannot run out of cells before
-    the pool is exhausted.
+    the pool is exhausted. The memory of its blocks has a size and no content: keys and values are in llama.cpp's cells,
+    and a sequence that goes on from a shared block writes cells of its own.
 
     Args:
         context: of llama.cpp, with a cell for each position of all blocks.
         sequences: the most that hold positions at once.
-        size: bytes of all cells.
         copies: sequences of llama.cpp for each of ours, `sequences` apart.
 
     Attributes:
@@ -72,26 +62,26 @@ class LlamaPool(KVPool):
         self,
         llama_cpp: ModuleType,
         context: Any,
+        loaded: LlamaModel,
         *,
         sequences: int,
         blocks: int,
         max_length: int,
-        layers: int,
-        size: int,
         copies: int = 1,
     ) -> None:
         self._llama_cpp = llama_cpp
         self._copies = range(0, copies * sequences, sequences)
         self._memory_handle = llama_cpp.llama_get_memory(context)
-        self._size = size
         self._most = sequences
         self._sequences: dict[int, int] = {}  # llama.cpp's sequence of each slot that has one
         self._free_sequences = list(range(self._most))
         self._written: dict[int, int] = {}  # positions of each slot in llama.cpp
-        super().__init__(layers, 1, 1, blocks=blocks, max_length=max_length, dtype=torch.float32, device="cpu")
-
-    def _reserve_memory(self, shape: MemoryShape, *, paged: bool) -> KVMemory:
-        return _Cells(self._size)
+        layer = loaded.layers[0]  # all are alike
+        assert loaded.kv_dtype is not None
+        super().__init__(
+            len(loaded.layers), layer.kv_heads, layer.head_dim,
+            blocks=blocks, max_length=max_length, dtype=loaded.kv_dtype, device="meta",
+        )  # fmt: skip
 
     def sequence(self, slot: int) -> int:
         """llama.cpp's sequence of a slot.
@@ -207,13 +197,9 @@ class LlamaRunner(ModelRunner):
         self._context = context
         if llama_cpp.llama_get_memory(context) is None or not llama_cpp.llama_get_causal_attn(context):
             raise no_text(loaded.name)
-        layer = loaded.layers[0]
-        assert loaded.kv_dtype is not None
-        size = 2 * layer.kv_heads * layer.head_dim * loaded.kv_dtype.itemsize * len(loaded.layers)
         self._pool = LlamaPool(
-            llama_cpp, context, sequences=sequences, blocks=blocks, max_length=max_length, layers=len(loaded.layers),
-            size=size * blocks * BLOCK_TOKENS, copies=copies,
-        )  # fmt: skip
+            llama_cpp, context, loaded, sequences=sequences, blocks=blocks, max_length=max_length, copies=copies
+        )
         self.loaded = loaded
         self.pool = self._pool
         self.max_length = min(max_length, loaded.context_length)

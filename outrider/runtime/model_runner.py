@@ -100,12 +100,7 @@ class ModelRunner(ABC):
         """
         if not isinstance(self.paged_runner, EagerRunner):
             return "none: the KV cache is not paged"
-        captured = GraphRunner(
-            self.paged_runner,
-            block_tokens=self.pool.block_tokens,
-            vocab_size=self.loaded.vocab_size,
-            max_sequences=max_sequences,
-        )
+        captured = GraphRunner(self.paged_runner, vocab_size=self.loaded.vocab_size, max_sequences=max_sequences)
         buckets = buckets_for(max_sequences, min(widest, self.pool.max_length), max_batch_tokens=max_batch_tokens)
         summary = captured.capture(capturer, buckets, seconds=seconds, most_bytes=most_bytes)
         self.paged_runner = captured

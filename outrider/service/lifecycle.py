@@ -8,7 +8,7 @@ import sys
 import threading
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Awaitable, Callable, Coroutine
+from collections.abc import Awaitable, Callable
 from concurrent.futures import Future
 from contextlib import AsyncExitStack, ExitStack
 from functools import partial
@@ -18,6 +18,7 @@ import grpc
 import structlog
 from prometheus_client import Gauge
 
+from outrider.environment import loop_factory
 from outrider.rpc.errors import RequestError, internal, unavailable
 from outrider.rpc.health import PROBES, STARTUP, HealthState
 from outrider.rpc.server import StartupError, bind, create_server, cut_off, enable_reflection, serve_until_signal
@@ -274,7 +275,8 @@ def _run_until_end(program: str, settings: ServiceSettings, make: Callable[[], S
     sys.setswitchinterval(SWITCH_INTERVAL)
     try:
         check_environment()
-        _run_loop(live(make(), settings, program))
+        with asyncio.Runner(loop_factory=loop_factory()) as runner:
+            runner.run(live(make(), settings, program))
     except (StartupError, CheckpointError, ModelLost, RequestError, SettingsError) as error:
         message = error.message if isinstance(error, RequestError) else str(error)
         if not is_readable:  # a terminal shows the line below
@@ -282,12 +284,3 @@ def _run_until_end(program: str, settings: ServiceSettings, make: Callable[[], S
         print(f"{program}: {message}", file=sys.stderr)  # noqa: T201  # the one line an operator looks for
         return 2 if isinstance(error, SettingsError) else 1
     return 0
-
-
-def _run_loop(main: Coroutine[Any, Any, None]) -> None:
-    try:
-        import uvloop
-    except ImportError:  # not on every platform
-        asyncio.run(main)
-    else:
-        uvloop.run(main)

@@ -16,7 +16,7 @@ from kernels.sigmoid import EXCLUDED, DraftLogits
 from kernels.sparse import SparseDistribution
 from kernels.verify import TokenLogprobs
 from outrider.rpc.server import LARGEST_OPTION
-from outrider.service.sampling import MAX_TOKEN_LIST, MAX_TOP_LOGPROBS
+from outrider.service.sampling import MAX_STOP_TOKEN_IDS, MAX_TOKEN_LIST, MAX_TOP_LOGPROBS
 from protos.outrider.v1 import draft_service_pb2, sampling_pb2, speculation_pb2, verifier_service_pb2
 
 HASH_BYTES = 8
@@ -271,14 +271,12 @@ def server_limit(*sizes: int) -> int:
     return min(max(LEAST_LIMIT, *(size + _SLACK for size in sizes)), LARGEST_OPTION)
 
 
-def largest_verify_message(
-    *, sequence_tokens: int, max_gamma: int, max_support: int, vocab_size: int | None, max_stop_token_ids: int
-) -> int:
+def largest_verify_message(*, sequence_tokens: int, max_gamma: int, max_support: int, vocab_size: int | None) -> int:
     """The largest message on a `Verify` stream, in bytes: an opening, a proposal (with sparse distributions, or with a
     draft's logits), or a verdict with log-probabilities. `vocab_size` is V; None if proposals never have logits.
     """
     request = {
-        **_opening_counts(sequence_tokens, max_stop_token_ids),
+        **_opening_counts(sequence_tokens),
         "prefix_hash": HASH_BYTES,
         "Proposal.token_ids": max_gamma,
         "distributions": max_gamma,
@@ -301,17 +299,17 @@ def largest_verify_message(
     )
 
 
-def largest_opening(*, sequence_tokens: int, max_stop_token_ids: int) -> int:
+def largest_opening(sequence_tokens: int) -> int:
     """The largest opening of a sequence without the encoder's input, in bytes."""
-    counts = _opening_counts(sequence_tokens, max_stop_token_ids) | {"encoder_input": 0, "proposal": 0}
+    counts = _opening_counts(sequence_tokens) | {"encoder_input": 0, "proposal": 0}
     return largest(verifier_service_pb2.VerifyRequest.DESCRIPTOR, counts=counts, most=_TEXT)
 
 
-def _opening_counts(sequence_tokens: int, max_stop_token_ids: int) -> dict[str, int]:
+def _opening_counts(sequence_tokens: int) -> dict[str, int]:
     return {
         "banned_token_ids": MAX_TOKEN_LIST,
         "logit_bias": MAX_TOKEN_LIST,
-        "stop_token_ids": max_stop_token_ids,
+        "stop_token_ids": MAX_STOP_TOKEN_IDS,
         "prompt_token_ids": sequence_tokens,  # together with the committed tokens
         "committed_token_ids": 0,
         "required_features": 32,
@@ -319,9 +317,7 @@ def _opening_counts(sequence_tokens: int, max_stop_token_ids: int) -> dict[str, 
     }
 
 
-def largest_generate_request(
-    *, sequence_tokens: int, max_stop_token_ids: int, max_stop_strings: int, max_stop_chars: int
-) -> int:
+def largest_generate_request(*, sequence_tokens: int, max_stop_strings: int, max_stop_chars: int) -> int:
     """The largest `GenerateRequest`, in bytes: its prompt is as long as a sequence may be."""
     prompt = BYTES_OF_PROMPT_TOKEN * sequence_tokens
     counts = {
@@ -334,7 +330,7 @@ def largest_generate_request(
         "decoder_prompt_token_ids": 0,
         "banned_token_ids": MAX_TOKEN_LIST,
         "logit_bias": MAX_TOKEN_LIST,
-        "stop_token_ids": max_stop_token_ids,
+        "stop_token_ids": MAX_STOP_TOKEN_IDS,
         "stop": 0,
         "required_features": 32,
     }

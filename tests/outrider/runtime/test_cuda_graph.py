@@ -107,7 +107,7 @@ def test_sizes_are_captured_within_time_and_memory(
 ) -> None:
     model, capturer = build(load), FakeCapturer(fails_at)
     assert isinstance(model.paged_runner, EagerRunner)
-    runner = GraphRunner(model.paged_runner, block_tokens=4, vocab_size=model.loaded.vocab_size, max_sequences=3)
+    runner = GraphRunner(model.paged_runner, vocab_size=model.loaded.vocab_size, max_sequences=3)
     found = runner.capture(capturer, SIZES, clock=lambda: capturer.now, **BOUNDS | bounds)
     assert found == f"{len(kept)} of {len(SIZES)} sizes: {reason}"
     assert [each.rows for each in runner._captured] == kept

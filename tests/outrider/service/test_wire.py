@@ -26,7 +26,6 @@ LIMITS: dict[str, int] = {
     "sequence_tokens": TOKENS,
     "max_gamma": GAMMA,
     "max_support": SUPPORT,
-    "max_stop_token_ids": STOPS,
 }
 
 SAMPLING = sampling_pb2.SamplingParams(
@@ -85,9 +84,7 @@ def test_every_message_of_a_verify_stream_fits_and_the_largest_decides() -> None
 
 
 def test_the_longest_generate_request_fits() -> None:
-    size = largest_generate_request(
-        sequence_tokens=TOKENS, max_stop_token_ids=STOPS, max_stop_strings=16, max_stop_chars=256
-    )
+    size = largest_generate_request(sequence_tokens=TOKENS, max_stop_strings=16, max_stop_chars=256)
     text = "x" * (16 * TOKENS)
     prompts: list[dict[str, Any]] = [
         {"text": text},
