@@ -74,8 +74,11 @@ class GenerateCall:
             count_sequences("n", max(1, message.n))
         request: CheckedRequest | None = None
         with outcome(lambda status: self._record(message, request, status)):
-            request = await self._check(message)
-            with self._limit.claim(request.samples, resumed=bool(request.committed)) as claim:
+            samples = message.n if message.HasField("n") else 1
+            if samples > self._limit.maximum:
+                await self._check(message)  # refuses it
+            with self._limit.claim(samples, resumed=bool(message.committed_token_ids)) as claim:
+                request = await self._check(message)  # here, so that few long prompts wait to be tokenised
                 producer = asyncio.create_task(self._produce(request, claim))
                 try:
                     await self._deliver(request, claim)

@@ -1,14 +1,19 @@
 """The draft service's concurrency limit and queue: order, positions, refusals, retry_after, idle streams."""
 
 import asyncio
+import threading
 from typing import Any
 
 import grpc
 import pytest
 
+from draft_service import service as services
 from draft_service.concurrency import POSITION_INTERVAL, ConcurrencyLimit
-from outrider.rpc.errors import RequestError
+from draft_service.service import GenerateCall
+from draft_service.settings import DraftSettings
+from outrider.rpc.errors import RequestError, invalid_field
 from outrider.rpc.timeouts import FIRST_GUESS
+from protos.outrider.v1 import draft_service_pb2
 from tests.fake_clock import fake_clock
 
 CONTENDED_S, IDLE_S = 5.0, 60.0
@@ -158,3 +163,31 @@ async def test_only_as_many_idle_streams_end_as_queued_calls_need() -> None:
     assert service.begun == ["waits"]
     for stream in streams:
         stream.cancel()
+
+
+async def test_a_long_prompt_holds_a_place_while_it_is_tokenised(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Otherwise any number of them would wait for the threads that tokenise, outside the queue."""
+    gate = threading.Event()
+
+    def check(*_: Any) -> None:
+        gate.wait(60.0)
+        raise invalid_field("text", "text is refused")
+
+    monkeypatch.setattr(services, "check_generate", check)
+    limit = ConcurrencyLimit(1, max_waiting=1, contended_idle_timeout=CONTENDED_S)
+    unused: Any = None
+
+    async def call() -> None:
+        settings = DraftSettings.model_validate({"model": "any"})
+        made = GenerateCall(unused, limit, settings, unused, metrics=unused, trace=unused)
+        await made.run(draft_service_pb2.GenerateRequest(text="x" * 10_000))
+
+    calls = [asyncio.create_task(call()) for _ in range(2)]
+    await asyncio.sleep(0)
+    assert (limit.running, limit.waiting) == (1, 1)
+    with pytest.raises(RequestError, match="the queue is full"):
+        await call()
+    gate.set()
+    ends = await asyncio.gather(*calls, return_exceptions=True)
+    assert [each.message for each in ends if isinstance(each, RequestError)] == ["text is refused"] * 2
+    assert (limit.running, limit.waiting) == (0, 0)

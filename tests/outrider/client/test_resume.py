@@ -304,6 +304,15 @@ def test_a_continued_request_keeps_the_policy_that_its_start_named() -> None:
     assert generation.request().speculation.policy == pb.SPECULATION_POLICY_ADAPTIVE
 
 
+def test_a_continued_request_has_the_length_of_its_start() -> None:
+    """Another service may have another context."""
+    generation = Generation(build("a text", {"fill_context": True}), None, None)
+    assert generation.request().fill_context
+    generation.take(STARTED)
+    request = generation.request()
+    assert (request.fill_context, request.max_new_tokens) == (False, 9)
+
+
 def test_only_what_is_delivered_is_progress() -> None:
     """A service that queues each attempt, or sends what was delivered already, and then fails is left in time."""
     generation = Generation(pb.GenerateRequest(text="a text"), None, None)

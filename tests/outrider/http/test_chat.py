@@ -65,6 +65,8 @@ def test_without_a_limit_the_text_may_fill_the_context(chat: Post, ours: Client)
     per_repeat = len(ours.tokenize("x " * 100).token_ids) / 100
     answer = chat("x " * int((context - 30) / per_repeat), seed=1, ignore_eos=True)
     assert answer["usage"]["total_tokens"] == context
+    answer = chat("x", seed=1, ignore_eos=True)
+    assert answer["usage"]["total_tokens"] == context
 
 
 def test_a_stream_begins_with_the_role_and_ends_with_the_reason(http: httpx.Client, chat: Post) -> None:

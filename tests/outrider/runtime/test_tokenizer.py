@@ -13,6 +13,7 @@ from tokenizers import AddedToken, decoders, models, normalizers, pre_tokenizers
 from tokenizers import Tokenizer as Library
 from transformers import PreTrainedTokenizerFast
 
+from outrider.runtime.checkpoint import TEXTS
 from outrider.runtime.errors import CheckpointError
 from outrider.runtime.loader import ModelSource
 from outrider.runtime.tokenizer import ChatTemplateError, IncrementalDetokenizer, Tokenizer, load_tokenizer
@@ -285,6 +286,7 @@ def test_marian_has_a_vocabulary_for_each_language(tmp_path: Path) -> None:
     (tmp_path / "vocab.json").write_text(json.dumps({piece: number for number, piece in enumerate(vocabulary)}))
     (tmp_path / "tokenizer_config.json").write_text(json.dumps({"tokenizer_class": "MarianTokenizer"}))
     (tmp_path / "config.json").write_text(json.dumps({"model_type": "marian", "vocab_size": len(vocabulary)}))
+    assert all(any(file.match(pattern) for pattern in TEXTS) for file in tmp_path.iterdir()), "each is downloaded"
     tokenizer = load_tokenizer(ModelSource(str(tmp_path)))
     ids = tokenizer.encode("where is the table")
     assert ids[-1:] == [0] == list(tokenizer.eos_token_ids)
