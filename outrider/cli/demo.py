@@ -106,7 +106,7 @@ def demo_command(prompt: str | None, max_new_tokens: int, repeats: int, as_json:
         write_json({"prompt": text, **completion_document(shown), **asdict(comparison)})
     else:
         promised = options.get("temperature") == 0 or shown.rule is AcceptanceRule.COUPLED
-        draw_comparison(out, comparison, promised=promised)
+        draw_comparison(out, comparison, shown, promised=promised)
         warn_of_loss(shown.started)
 
 
@@ -232,7 +232,7 @@ def _cost(runs: list[tuple[Completion, float]]) -> Cost:
     )
 
 
-def draw_comparison(out: Console, comparison: Comparison, *, promised: bool) -> None:
+def draw_comparison(out: Console, comparison: Comparison, shown: Completion, *, promised: bool) -> None:
     """Draws both modes as a table of 76 columns, and whether their texts are equal, if `promised`."""
     modes = table("", "tokens", "rounds", "α", "mean acceptance\nlength", "tokens/s", "ratio")
     for name, cost, ratio in (
@@ -247,6 +247,9 @@ def draw_comparison(out: Console, comparison: Comparison, *, promised: bool) -> 
     out.print()
     if comparison.pair.mean_acceptance_length is None:
         out.print("The last timed run drafted nothing: drafting was slower, or --gamma or --drafter turns it off.")
+        if (drafted := shown.statistics).num_drafts:
+            length = drafted.mean_acceptance_length
+            out.print(f"The text above was drafted: α {drafted.alpha:.2f}, mean acceptance length {length:.2f}.")
     if comparison.first_difference is None:
         out.print("Both wrote the same text, token for token.")
     elif promised:

@@ -75,7 +75,9 @@ def test_the_comparison_finds_equal_and_unequal_texts(draft_address: str) -> Non
     console = Console(file=out, width=40)
     with Client(draft_address, timeout=60) as client:
         complete = partial(client.complete, "import os\n", temperature=0, max_new_tokens=24, ignore_eos=True)
+        drafted = complete(gamma=4)
         equal, unequal = (compare(complete, complete(max_new_tokens=length), repeats=1) for length in (24, 9))
+        alone = compare(partial(complete, gamma=0), drafted, repeats=1)
     assert equal.pair.tokens == equal.target_alone.tokens == 24
     assert 1 < equal.target_alone.rounds <= 24
     for comparison, first_difference, conclusion in (
@@ -83,8 +85,13 @@ def test_the_comparison_finds_equal_and_unequal_texts(draft_address: str) -> Non
         (unequal, 9, "The texts differ from token 10 on"),
     ):
         assert comparison.first_difference == first_difference
-        draw_comparison(console, comparison, promised=True)
+        draw_comparison(console, comparison, drafted, promised=True)
         assert conclusion in out.getvalue()
     rounds = str(equal.target_alone.rounds)
     assert ["target", "alone", "24", rounds, "–", "–"] in [line.split()[:6] for line in out.getvalue().splitlines()]
+    assert "The text above was drafted" not in out.getvalue()
+    draw_comparison(console, alone, drafted, promised=True)
+    known = drafted.statistics
+    figures = f"α {known.alpha:.2f}, mean acceptance length {known.mean_acceptance_length:.2f}"
+    assert f"The text above was drafted: {figures}." in " ".join(out.getvalue().split())
     assert "…" not in out.getvalue(), "a narrow terminal wraps lines and cuts no figure"
