@@ -76,6 +76,7 @@ FEATURES = (
     "prompt_logprobs",
     "propose",
     "report_probabilities",
+    "template_arguments",
     "resume",
     "round_reports",
     "speculation_policies",

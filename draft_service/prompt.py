@@ -4,9 +4,12 @@ For an encoder–decoder model it is the input of the encoder, and the request h
 Each check raises a `RequestError`.
 """
 
+import json
+from typing import Any
+
 from draft_service.pair import Pair
 from outrider.rpc.errors import RequestError, above_limit, counted, failed_precondition, invalid_field
-from outrider.runtime.tokenizer import Tokenizer
+from outrider.runtime.tokenizer import RESERVED_ARGUMENTS, Tokenizer
 from outrider.service.decoder_prompt import DecoderPrompts
 from outrider.service.encoder_input import check_features, check_kind, check_length, check_size, check_values
 from outrider.service.sampling import check_token_ids
@@ -139,7 +142,8 @@ def check_prompt_bytes(
             field, given = "text", len(message.text.encode())
         case "chat":
             turns = message.chat.messages
-            texts = (text for each in turns for text in (each.role, each.content, each.name))
+            texts = [text for each in turns for text in (each.role, each.content, each.name)]
+            texts.append(message.chat.template_arguments)
             field, given = "chat.messages", sum(len(text.encode()) for text in texts)
         case _:
             return
@@ -180,9 +184,10 @@ def apply_template(chat: draft_service_pb2.ChatPrompt, tokenizer: Tokenizer) -> 
     """The tokens of a conversation.
 
     Raises:
-        RequestError: INVALID_ARGUMENT: it is empty, has a message without a role, or the template rejects it;
-            FAILED_PRECONDITION: there is no template.
+        RequestError: INVALID_ARGUMENT: it is empty, has a message without a role or arguments that the template cannot
+            have, or the template rejects it; FAILED_PRECONDITION: there is no template.
     """
+    arguments = _template_arguments(chat.template_arguments)
     if not chat.messages:
         raise invalid_field("chat.messages", "chat.messages is empty; at least 1 message is needed", given=0)
     for i, each in enumerate(chat.messages):
@@ -199,7 +204,21 @@ def apply_template(chat: draft_service_pb2.ChatPrompt, tokenizer: Tokenizer) -> 
             [
                 {"role": each.role, "content": each.content} | ({"name": each.name} if each.name else {})
                 for each in chat.messages
-            ]
+            ],
+            arguments,
         )
     except ValueError as error:  # from the template, for example for roles that do not alternate
         raise invalid_field("chat.messages", f"the model's chat template rejects chat.messages: {error}") from None
+
+
+def _template_arguments(text: str) -> dict[str, Any]:
+    field = "chat.template_arguments"
+    try:
+        found = json.loads(text or "{}")
+    except (ValueError, RecursionError):
+        found = None
+    if not isinstance(found, dict):
+        raise invalid_field(field, f"{field} is no JSON object; give names of variables with their values")
+    if reserved := sorted(found.keys() & RESERVED_ARGUMENTS):
+        raise invalid_field(field, f"{field} has {reserved[0]}, which the service gives itself: leave it out")
+    return found

@@ -7,7 +7,7 @@ from pathlib import Path
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
-TEMPLATE = "{{ bos_token }}{% for m in messages %}[{{ m.role }}]{{ m.content }}{% endfor %}[answer]"
+TEMPLATE = "{{ bos_token }}{% for m in messages %}[{{ m.role }}]{{ m.content }}{% endfor %}[answer{{ mood }}]"
 TEXTS = ("the hat", " then and than ", "a<tool>b<end>", "thethe  the\n\nend", "", "é漢 🙂")
 
 

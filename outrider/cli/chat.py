@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 import sys
 from contextlib import suppress
@@ -31,6 +32,31 @@ from outrider.client import (
 )
 
 
+class TemplateArgument(click.ParamType[tuple[str, Any]]):
+    """`NAME=VALUE`; the value is JSON, or else text."""
+
+    name = "NAME=VALUE"
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> tuple[str, Any]:
+        name, equals, text = str(value).partition("=")
+        if not (name and equals):
+            self.fail(f"'{value}' is not NAME=VALUE", param, ctx)
+        try:
+            return name, json.loads(text)
+        except ValueError:
+            return name, text
+
+
+template_option = click.option(
+    "--template-argument",
+    "template_arguments",
+    metavar="NAME=VALUE",
+    type=TemplateArgument(),
+    multiple=True,
+    help="Variable of the chat template, such as enable_thinking=false. The value is JSON, or else text. Repeatable.",
+)
+
+
 @click.command("chat", short_help="A conversation, in this terminal.")
 @draft_option("a text continues")
 @click.option("--system", metavar="TEXT", help="The system message, before the first message.")
@@ -39,6 +65,7 @@ from outrider.client import (
 @calling_options
 @temperature_option("1")
 @sampling_options
+@template_option
 def chat_command(draft: str, system: str | None, timeout: float, **values: Any) -> None:
     """Talk with a model that has a chat template.
 

@@ -7,6 +7,7 @@ from typing import Any
 
 import click
 
+from outrider.cli.chat import template_option
 from outrider.cli.options import (
     calling_options,
     connected,
@@ -27,6 +28,7 @@ from outrider.client import Client, Message, Options, Prompt
 @click.option("--max-new-tokens", type=int, help="Maximum tokens to generate. Default: 256.")
 @click.option("--chat", is_flag=True, help="PROMPT is a message to a model with a chat template.")
 @click.option("--system", metavar="TEXT", help="With --chat: the system message.")
+@template_option
 @timeout_option("Time after which the call fails.")
 @retry_timeout_option("the request")
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
@@ -55,6 +57,8 @@ def generate_command(
     """  # noqa: D301  # click reads the backspace: no rewrapping of the paragraph
     if system is not None and not chat:
         raise click.UsageError("--system is for a conversation; give --chat too")
+    if values["template_arguments"] and not chat:
+        raise click.UsageError("--template-argument is for a conversation; give --chat too")
     for name in ("logprobs", "prompt_logprobs"):
         if values[name] is not None and not as_json:
             flag = f"--{name.replace('_', '-')}"

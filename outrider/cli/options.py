@@ -416,8 +416,9 @@ def request_of(values: dict[str, Any]) -> Options:
         for name, value in values.items()
         if value is not None and value != () and (value is not False or name == "outcome_cache")
     }
-    if "logit_bias" in given:
-        given["logit_bias"] = dict(given["logit_bias"])
+    for name in ("logit_bias", "template_arguments"):
+        if name in given:
+            given[name] = dict(given[name])
     return cast("Options", given)
 
 

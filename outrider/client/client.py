@@ -16,7 +16,16 @@ from outrider.client.audio import FRAME_S, AudioSource, Samples, read_samples, s
 from outrider.client.endpoints import Endpoints, split
 from outrider.client.errors import explained, refused, typed
 from outrider.client.events import Completion, Detokenized, Event, Tokenized, TokenizerInfo, read
-from outrider.client.request import CommonOptions, Message, Options, Prompt, build, build_detokenize, build_tokenize
+from outrider.client.request import (
+    CommonOptions,
+    Options,
+    Prompt,
+    TextOrMessages,
+    TokenizeOptions,
+    build,
+    build_detokenize,
+    build_tokenize,
+)
 from outrider.client.resume import Call, Generation
 from outrider.client.transcription import AsyncTranscription, Transcription
 from outrider.rpc.channel import check_plaintext
@@ -182,23 +191,19 @@ class AsyncClient:
         return cast("pb.DraftServiceGetModelResponse", response)
 
     async def tokenize(
-        self,
-        prompt: str | Sequence[Message | Mapping[str, str]],
-        *,
-        add_special_tokens: bool | None = None,
-        timeout: float | None = None,
+        self, prompt: TextOrMessages, *, timeout: float | None = None, **options: Unpack[TokenizeOptions]
     ) -> Tokenized:
         """The tokens of a text or of messages, as `generate` makes them.
 
         Args:
             prompt: text, or messages.
-            add_special_tokens: of a text, whether to add those that the tokenizer adds by default; None: yes.
             timeout: seconds for this call; None: the client's.
+            options: see `TokenizeOptions`.
 
         Raises:
             OutriderError: a subclass by status code.
         """
-        return Tokenized.of(await self._ask("Tokenize", build_tokenize(prompt, add_special_tokens), timeout))
+        return Tokenized.of(await self._ask("Tokenize", build_tokenize(prompt, options), timeout))
 
     async def detokenize(
         self, token_ids: Sequence[int], *, keep_special_tokens: bool = False, timeout: float | None = None
@@ -429,14 +434,10 @@ class Client:
         return self._run(self._client.get_model(timeout=timeout))
 
     def tokenize(
-        self,
-        prompt: str | Sequence[Message | Mapping[str, str]],
-        *,
-        add_special_tokens: bool | None = None,
-        timeout: float | None = None,
+        self, prompt: TextOrMessages, *, timeout: float | None = None, **options: Unpack[TokenizeOptions]
     ) -> Tokenized:
         """As `AsyncClient.tokenize`."""
-        return self._run(self._client.tokenize(prompt, add_special_tokens=add_special_tokens, timeout=timeout))
+        return self._run(self._client.tokenize(prompt, timeout=timeout, **options))
 
     def detokenize(
         self, token_ids: Sequence[int], *, keep_special_tokens: bool = False, timeout: float | None = None

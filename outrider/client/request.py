@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from datetime import timedelta
@@ -29,8 +30,9 @@ class Message:
     name: str = ""  # of the author; empty: none. Only some chat templates show it
 
 
-# Plain text; token ids; or a conversation, oldest message first, as `Message` or {"role": ..., "content": ...}.
-Prompt: TypeAlias = str | Sequence[int] | Sequence[Message | Mapping[str, str]]
+# Plain text, or a conversation, oldest message first, as `Message` or {"role": ..., "content": ...}; or token ids.
+TextOrMessages: TypeAlias = str | Sequence[Message | Mapping[str, str]]
+Prompt: TypeAlias = TextOrMessages | Sequence[int]
 
 
 class CommonOptions(TypedDict, total=False):
@@ -79,6 +81,7 @@ class CommonOptions(TypedDict, total=False):
     joined_responses: bool  # events come together, once a second and at the end; `complete` asks for it
     request_id: str
     required_features: Sequence[str]
+    template_arguments: Mapping[str, Any]  # variables of the chat template, for messages
     decoder_prompt_token_ids: Sequence[int]  # of an encoder–decoder model; default: the model's own
     # To continue another call
     committed_token_ids: Sequence[int]
@@ -100,6 +103,13 @@ class Options(CommonOptions, total=False):
     language: str  # of the speech
     task: str  # `transcribe` or `translate`
     timestamps: bool
+
+
+class TokenizeOptions(TypedDict, total=False):
+    """The options of `tokenize`."""
+
+    add_special_tokens: bool | None  # of a text: those that the tokenizer adds by default; default: yes
+    template_arguments: Mapping[str, Any] | None  # see `CommonOptions`
 
 
 Setter: TypeAlias = Callable[[draft_service_pb2.GenerateRequest, Any], None]
@@ -134,23 +144,23 @@ def build(prompt: Prompt | None, options: Mapping[str, Any]) -> draft_service_pb
     return request
 
 
-def build_tokenize(
-    prompt: str | Sequence[Message | Mapping[str, str]], add_special_tokens: bool | None
-) -> draft_service_pb2.TokenizeRequest:
+def build_tokenize(prompt: TextOrMessages, options: TokenizeOptions) -> draft_service_pb2.TokenizeRequest:
     """Builds the request.
 
     Raises:
         InvalidRequest: a value that protobuf cannot hold.
     """
-    options = draft_service_pb2.GenerateRequest()
-    _carry(options, "prompt", prompt)
-    if options.HasField("token_ids"):
+    found = draft_service_pb2.GenerateRequest()
+    _carry(found, "prompt", prompt)
+    if (arguments := options.get("template_arguments")) is not None:
+        _carry(found, "template_arguments", arguments)
+    if found.HasField("token_ids"):
         raise refused("prompt", f"prompt is {short_repr(prompt)}; it must be text or a list of messages")
-    request = draft_service_pb2.TokenizeRequest(add_special_tokens=add_special_tokens)
-    if options.HasField("chat"):
-        request.chat.CopyFrom(options.chat)
+    request = draft_service_pb2.TokenizeRequest(add_special_tokens=options.get("add_special_tokens"))
+    if found.HasField("chat"):
+        request.chat.CopyFrom(found.chat)
     else:
-        request.text = options.text
+        request.text = found.text
     return request
 
 
@@ -263,6 +273,16 @@ def _set_stop(request: draft_service_pb2.GenerateRequest, value: str | Sequence[
     request.stop.extend([value] if isinstance(value, str) else value)
 
 
+def _set_template_arguments(request: draft_service_pb2.GenerateRequest, value: Mapping[str, Any]) -> None:
+    if not request.HasField("chat"):
+        raise ValueError("template_arguments is given; only messages have a chat template")
+    try:
+        request.chat.template_arguments = json.dumps(dict(value), allow_nan=False)
+    except (TypeError, ValueError, RecursionError) as error:
+        text = f"template_arguments is {short_repr(value)}; it must be a mapping of names to values of JSON"
+        raise ValueError(text) from error
+
+
 def _set_logit_bias(request: draft_service_pb2.GenerateRequest, value: Mapping[int, float]) -> None:
     for token_id, bias in value.items():
         request.sampling.logit_bias.add(token_id=token_id, bias=bias)
@@ -287,6 +307,7 @@ def _one_of(kind: type[Named]) -> str:
 _SETTERS: dict[str, tuple[Setter, str, str]] = {
     "prompt": (_set_prompt, "", ""),
     "time_limit": (_seconds("time_limit"), "a number of seconds", ""),
+    "template_arguments": (_set_template_arguments, "", "template_arguments"),
     "logit_bias": (_set_logit_bias, f"a mapping of token ids ({_TOKEN_IDS}) to numbers", ""),
     "rule": (_part("sampling", "rule", AcceptanceRule), _one_of(AcceptanceRule), ""),
     "sigmoid_scales": (_set_sigmoid, "a pair of numbers, alpha and beta", ""),

@@ -90,6 +90,7 @@ _NAMES = {
     r"sampling\.(\w+)": r"\1",
     r"speculation\.(\w+)": r"\1",
     r"chat\.messages": "messages",
+    r"(chat\.)?template_arguments": "chat_template_kwargs",
     r"token_ids\.ids": "prompt",
     r"min_new_tokens": "min_tokens",
 }

@@ -297,9 +297,14 @@ class ChatMessage(Body):
 class ChatRequest(_TextRequest):
     """Body of /v1/chat/completions."""
 
-    neutral: ClassVar[Neutral] = _NEUTRAL | {"add_special_tokens": (False,), "echo": (False,)}
+    neutral: ClassVar[Neutral] = {
+        **{name: neutral for name, neutral in _NEUTRAL.items() if name != "chat_template_kwargs"},
+        "add_special_tokens": (False,),
+        "echo": (False,),
+    }
 
     messages: list[Any] = Field(min_length=1)
+    chat_template_kwargs: dict[str, Any] | None = None
     max_tokens: int | None = Field(None, ge=1)
     max_completion_tokens: int | None = Field(None, ge=1)
     logprobs: bool = False
@@ -332,9 +337,7 @@ def conversation(messages: list[Any]) -> list[Message]:
     return [parse(ChatMessage, each, f"messages[{i}].").message(i) for i, each in enumerate(messages)]
 
 
-_OF_TEMPLATES = (
-    "add_generation_prompt", "chat_template", "chat_template_kwargs", "continue_final_message", "tools",
-)  # fmt: skip
+_OF_TEMPLATES = ("add_generation_prompt", "chat_template", "continue_final_message", "tools")
 
 
 class TokenizeRequest(Body):
@@ -346,6 +349,7 @@ class TokenizeRequest(Body):
     prompt: str | None = None
     messages: list[Any] | None = Field(None, min_length=1)
     add_special_tokens: bool | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
     return_token_strs: bool = False
 
 

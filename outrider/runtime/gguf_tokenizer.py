@@ -90,14 +90,17 @@ class LlamaTokenizer(Tokenizer):
         found = [(role, int(find(self._vocab))) for role, find in roles.items()]
         return [(role, self._texts[token], token) for role, token in found if token >= 0]
 
-    def encode_chat(self, messages: Sequence[Mapping[str, str]]) -> list[int]:
+    def encode_chat(
+        self, messages: Sequence[Mapping[str, str]], arguments: Mapping[str, Any] | None = None
+    ) -> list[int]:
         if not self.has_chat_template:
             raise ChatTemplateError("the GGUF file has no chat template: give the prompt as text or as token ids")
         tokens = {role: text for role, text, _ in self.special_tokens()}
         try:
             texts, _ = render_jinja_template(
-                [[dict(each) for each in messages]], chat_template=self._template, add_generation_prompt=True, **tokens
-            )
+                [[dict(each) for each in messages]], chat_template=self._template, add_generation_prompt=True,
+                **tokens | dict(arguments or {}),
+            )  # fmt: skip
         except Exception as error:  # of jinja2, or raised by the template
             raise ChatTemplateError(str(error)) from error
         return self.encode(texts[0], add_special=False)

@@ -1,19 +1,25 @@
 """Converts text to tokens and back: encoding, chat templates, and incremental decoding."""
 
 import hashlib
+import inspect
 from collections.abc import Mapping, Sequence
 from functools import cached_property
 from itertools import takewhile
 from typing import Any
 
-from jinja2 import TemplateError
-from transformers import AutoTokenizer
+from transformers import AutoTokenizer, PreTrainedTokenizerBase
 from transformers.tokenization_utils_tokenizers import TokenizersBackend
+from transformers.utils.chat_template_utils import render_jinja_template
 
 from outrider.runtime.checkpoint import resolve_folder
 from outrider.runtime.errors import CheckpointError
 from outrider.runtime.loader import ModelSource
 
+# The names that templates get from the service or from transformers, and the parameters of transformers' functions.
+RESERVED_ARGUMENTS = frozenset({"messages"}).union(
+    inspect.signature(PreTrainedTokenizerBase.apply_chat_template).parameters,
+    inspect.signature(render_jinja_template).parameters,
+)
 _BROKEN = "\ufffd"  # decoders write it for invalid bytes, and for an incomplete character
 
 
@@ -81,11 +87,14 @@ class Tokenizer:
         """Whether the tokenizer has a chat template, which `encode_chat` needs."""
         return bool(self._tokenizer.chat_template)
 
-    def encode_chat(self, messages: Sequence[Mapping[str, str]]) -> list[int]:
+    def encode_chat(
+        self, messages: Sequence[Mapping[str, str]], arguments: Mapping[str, Any] | None = None
+    ) -> list[int]:
         """Token ids of a conversation by the chat template, up to the beginning of the next answer.
 
         Args:
             messages: with `role` and `content`, and what else the template reads, oldest first.
+            arguments: variables of the template; none of `RESERVED_ARGUMENTS`.
 
         Raises:
             ChatTemplateError: there is no template, or it rejects these messages.
@@ -94,9 +103,10 @@ class Tokenizer:
             raise ChatTemplateError("the tokenizer has no chat template: give the prompt as text or as token ids")
         try:
             ids = self._tokenizer.apply_chat_template(
-                [dict(each) for each in messages], add_generation_prompt=True, tokenize=True, return_dict=False
-            )
-        except TemplateError as error:
+                [dict(each) for each in messages],
+                add_generation_prompt=True, tokenize=True, return_dict=False, **arguments or {},
+            )  # fmt: skip
+        except Exception as error:  # of jinja2, or of an operation in the template
             raise ChatTemplateError(str(error)) from error
         return list(ids)
 

@@ -198,6 +198,15 @@ def test_generate_has_every_option_of_the_client() -> None:
     assert offered == Options.__annotations__.keys() - left_out - of_speech
 
 
+def test_arguments_of_a_template_are_json_or_text() -> None:
+    flags = [f"--template-argument={each}" for each in ("enable_thinking=false", "n=3", 'l=["a"]', "mood=brief")]
+    given = main.commands["chat"].make_context("chat", flags).params
+    arguments = request_of({"template_arguments": given["template_arguments"]})["template_arguments"]
+    assert arguments == {"enable_thinking": False, "n": 3, "l": ["a"], "mood": "brief"}
+    assert "'brief' is not NAME=VALUE" in _run("chat", "--template-argument", "brief").stderr
+    assert "give --chat too" in _run("generate", "--template-argument", "a=1", "x").stderr
+
+
 @pytest.mark.parametrize(
     ("flags", "expected"),
     [([], {}), (["--outcome-cache"], {"outcome_cache": True}), (["--no-outcome-cache"], {"outcome_cache": False})],

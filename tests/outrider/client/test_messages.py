@@ -1,5 +1,6 @@
 """The requests that the client library builds are those of the contract."""
 
+import json
 import math
 from typing import Any
 
@@ -76,7 +77,7 @@ OTHERS: dict[str, Any] = {
 
 def test_every_option_reaches_the_wire() -> None:
     options = {**PLAIN, **SAMPLING, **SPECULATION, **DECODER, **OTHERS}
-    assert options.keys() == Options.__annotations__.keys() - INPUTS
+    assert options.keys() == Options.__annotations__.keys() - INPUTS - {"template_arguments"}
     request = build("x", options)
     assert request == pb.GenerateRequest(
         text="x",
@@ -129,6 +130,18 @@ def test_a_prompt_is_text_or_tokens_or_messages() -> None:
     mixed: list[Message | dict[str, str]] = [{"role": "system", "content": "s"}, Message("user", "u", name="Ada")]
     chat = [pb.ChatMessage(role="system", content="s"), pb.ChatMessage(role="user", content="u", name="Ada")]
     assert list(build(mixed, {}).chat.messages) == chat
+
+
+def test_template_arguments_are_json_of_a_conversation() -> None:
+    messages, arguments = [Message("user", "u")], {"enable_thinking": False, "n": 3}
+    request = build(messages, {"template_arguments": arguments})
+    assert json.loads(request.chat.template_arguments) == arguments
+    assert list(request.required_features) == ["template_arguments"]
+    for value in ([1, 2], {"a": b"x"}, {"a": math.nan}):
+        with pytest.raises(InvalidRequest, match="it must be a mapping of names to values of JSON"):
+            build(messages, {"template_arguments": value})
+    with pytest.raises(InvalidRequest, match="only messages have a chat template"):
+        build("a text", {"template_arguments": arguments})
 
 
 def test_speech_takes_the_place_of_a_prompt() -> None:

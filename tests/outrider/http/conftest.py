@@ -20,7 +20,7 @@ TEMPLATE = (
     "{% for message in messages %}"
     "{% if message.role == 'tool' %}{{ raise_exception('tools are not allowed') }}{% endif %}"
     "# {{ message.role }}{% if message.name %} {{ message.name }}{% endif %}: {{ message.content }}\n"
-    "{% endfor %}{% if add_generation_prompt %}# assistant:{% endif %}"
+    "{% endfor %}{% if add_generation_prompt %}# assistant{% if mood %} ({{ mood + 'ly' }}){% endif %}:{% endif %}"
 )
 
 

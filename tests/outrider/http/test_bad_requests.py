@@ -91,7 +91,7 @@ BASE: dict[str, dict[str, Any]] = {COMPLETION: {"prompt": "x"}, CHAT: {"messages
         (CHAT, {"tools": [{"type": "function"}]}, "tools", "calls no tools"),
         (CHAT, {"tool_choice": "required"}, "tool_choice", "calls no tools"),
         (CHAT, {"chat_template": "{{ 1 }}"}, "chat_template", "the model's own"),
-        (CHAT, {"chat_template_kwargs": {"a": 1}}, "chat_template_kwargs", "leave it out"),
+        (CHAT, {"chat_template_kwargs": {"documents": [1]}}, "chat_template_kwargs", "leave it out"),
         (CHAT, {"top_logprobs": 3}, "top_logprobs", "logprobs: true"),
         (CHAT, {"logprobs": True, "top_logprobs": 21}, "top_logprobs", "21"),
         (CHAT, {"max_completion_tokens": 10**6}, "max_completion_tokens", "1000000"),

@@ -1,9 +1,11 @@
 """/v1/chat/completions, the routes about tokens, and those about the front, over a real socket."""
 
+from typing import Any
+
 import httpx
 import pytest
 
-from outrider.client import Client
+from outrider.client import Client, InvalidRequest
 from tests.outrider.http.conftest import TEMPLATE, Post, near, plain, stream
 
 QUESTION = "write a function"
@@ -34,6 +36,39 @@ def test_the_name_of_an_author_reaches_the_template(http: httpx.Client, ours: Cl
     assert http.post("/tokenize", json={"messages": [message | {"name": None}]}).json()["tokens"] == list(
         ours.tokenize(PROMPT).token_ids
     )
+
+
+def test_arguments_reach_the_template(http: httpx.Client, chat: Post, ours: Client) -> None:
+    messages, arguments = [{"role": "user", "content": QUESTION}], {"mood": "brief"}
+    body = {"messages": messages, "chat_template_kwargs": arguments}
+    found = http.post("/tokenize", json=body).json()["tokens"]
+    assert ours.detokenize(found).text == f"# user: {QUESTION}\n# assistant (briefly):"
+    assert list(ours.tokenize(messages, template_arguments=arguments).token_ids) == found
+    wanted = ours.complete(messages, template_arguments=arguments, temperature=0, max_new_tokens=8)
+    assert list(wanted.started.prompt_token_ids) == found
+    answer = chat(QUESTION, chat_template_kwargs=arguments, temperature=0, max_tokens=8)
+    assert answer["choices"][0]["message"]["content"] == wanted.text
+    with pytest.raises(InvalidRequest, match="template_arguments is given; only messages have a chat template"):
+        ours.complete("a text", template_arguments=arguments)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        ({"tools": []}, "chat_template_kwargs has tools, which the service gives itself"),
+        ({"messages": []}, "chat_template_kwargs has messages"),
+        ({"add_generation_prompt": False}, "chat_template_kwargs has add_generation_prompt"),
+        ({"mood": 3}, "the model's chat template rejects messages: unsupported operand"),
+        ([1], "chat_template_kwargs is [1]; it must be a valid dictionary"),
+    ],
+    ids=["tools", "messages", "the beginning of an answer", "a wrong type", "a list"],
+)
+def test_a_wrong_argument_of_the_template_is_refused(http: httpx.Client, arguments: Any, words: str) -> None:
+    body = {"messages": [{"role": "user", "content": "x"}], "chat_template_kwargs": arguments, "max_tokens": 1}
+    answer = http.post("/v1/chat/completions", json=body)
+    assert answer.status_code == 400
+    assert words in answer.json()["error"]["message"]
+    assert answer.json()["error"]["param"] in ("chat_template_kwargs", "messages")
 
 
 @pytest.mark.parametrize("limit", [{}, {"max_tokens": 16}], ids=["to the end", "with a limit"])

@@ -158,6 +158,8 @@ def test_a_converted_tokenizer_is_that_of_the_checkpoint(entry: dict[str, Any], 
         assert ours.encode(text) == theirs.encode(text)
     chat = [{"role": "user", "content": "the hat"}, {"role": "tool", "content": "an"}]
     assert ours.encode_chat(chat) == theirs.encode_chat(chat)
+    moody = {"mood": "an"}
+    assert ours.encode_chat(chat, moody) == theirs.encode_chat(chat, moody) != ours.encode_chat(chat)
 
 
 @pytest.mark.parametrize("role", [None, "eos_token"])

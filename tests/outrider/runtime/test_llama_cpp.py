@@ -444,6 +444,8 @@ def test_llama_cpps_vocabulary_is_that_of_the_checkpoint(
             assert ours.decode(ids, skip) == theirs.decode(ids, skip), text
     chat = [{"role": "user", "content": "the hat"}, {"role": "tool", "content": "an"}]
     assert ours.encode_chat(chat) == theirs.encode_chat(chat)
+    moody = {"mood": "an"}
+    assert ours.encode_chat(chat, moody) == theirs.encode_chat(chat, moody) != ours.encode_chat(chat)
 
 
 # --------------------------------------------------------------------------------------------------------------- errors
