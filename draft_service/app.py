@@ -70,6 +70,7 @@ FEATURES = (
     "fixed_rounds",
     "fill_context",
     "held_tokens",
+    "message_names",
     "logprobs",
     "n",
     "penalties",

@@ -31,6 +31,7 @@ class Claim:
         self.count = count
         self.arrived = arrived
         self.started: float | None = None
+        self.ran = False  # whether it had its turn; without it, a refused call counts in no statistics
         self.is_preempted = False
         self.changed = asyncio.Event()
         self._limit = limit
@@ -51,6 +52,8 @@ class Claim:
             with suppress(TimeoutError):
                 async with asyncio.timeout(POSITION_INTERVAL):
                     await self.changed.wait()
+        self.ran = True
+        self._limit.on_start(self.started - self.arrived)
 
     def inactivity_timer(self, seconds: float) -> InactivityTimer:
         """Bounds each wait for the client to `seconds`, or to `contended_idle_timeout` while calls are queued."""
@@ -90,7 +93,7 @@ class ConcurrencyLimit:
         self.contended_idle_timeout = contended_idle_timeout
         self.is_draining = False
         self._max_waiting = max_waiting
-        self._on_start = _observer.quiet(on_start)
+        self.on_start = _observer.quiet(on_start)
         self._queue: deque[Claim] = deque()
         self._running: set[Claim] = set()
         self._pace = Pace()
@@ -153,7 +156,8 @@ class ConcurrencyLimit:
                 self._queue.remove(claim)
             else:
                 self._running.remove(claim)
-                self._pace.end(loop.time() - claim.started)
+                if claim.ran:
+                    self._pace.end(loop.time() - claim.started)
             self._start_next()
 
     def drain(self) -> None:
@@ -168,4 +172,3 @@ class ConcurrencyLimit:
             self._running.add(claim)
             claim.started = asyncio.get_running_loop().time()
             claim.changed.set()
-            self._on_start(claim.started - claim.arrived)

@@ -3,6 +3,7 @@
 import asyncio
 import time
 from collections.abc import Awaitable, Callable
+from contextlib import suppress
 from dataclasses import replace
 
 import structlog
@@ -77,8 +78,10 @@ class Sample:
             self._finish()
         except BaseException as error:
             target.cancel()
-            if isinstance(error, Exception):  # otherwise no one reads any more
-                self.emitter.flush(sequence.timings)
+            # A cancelled call sends nothing more. Text before `started` would come again with the next attempt.
+            if isinstance(error, Exception) and target.was_opened:
+                with suppress(Exception):  # the client gets the first error
+                    self.emitter.flush(sequence.timings)
             raise
         finally:
             self._count_verdict()

@@ -140,7 +140,7 @@ async def _propose(drafting: Drafting, advance: draft_service_pb2.Advance) -> Dr
         return await drafting.propose(advance.gamma)
     except DraftError as error:
         text = f"drafting failed: {error}"
-        if error.reason == "OVERLOADED":  # late, or in backoff: it may go on soon
+        if error.reason == "OVERLOADED":  # late
             raise overloaded(f"{text}; open the sequence again later", retry_after=FIRST_BACKOFF_S) from None
         raise internal(error.reason, text) from None
 

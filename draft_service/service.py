@@ -39,6 +39,8 @@ Context = grpc.aio.ServicerContext[draft_service_pb2.GenerateRequest, draft_serv
 # millisecond; some megabytes take seconds, and a hundred megabytes of memory.
 SHORT_PROMPT_CHARS = 4096
 TOKENISING = ThreadPoolExecutor(2, thread_name_prefix="tokenise")
+# The call of a verifier ends so long before `--request-timeout` at most, by the clock of gRPC.
+LATE_SECONDS = 1.0
 
 
 class GenerateCall:
@@ -99,7 +101,8 @@ class GenerateCall:
 
     async def _check(self, message: draft_service_pb2.GenerateRequest) -> CheckedRequest:
         check = partial(check_generate, message, self._pair, self._settings)
-        chars = len(message.text) + sum(len(each.content) for each in message.chat.messages)
+        chars = len(message.text) + len(message.chat.template_arguments)
+        chars += sum(len(each.role) + len(each.content) + len(each.name) for each in message.chat.messages)
         if chars + len(message.audio.samples) + len(message.features.values) <= SHORT_PROMPT_CHARS:
             return check()
         return await asyncio.get_running_loop().run_in_executor(TOKENISING, check)
@@ -162,7 +165,7 @@ class GenerateCall:
             )
         except RequestError as error:
             is_late = error.code is grpc.StatusCode.DEADLINE_EXCEEDED and error.reason == UNSPECIFIED
-            if not is_late or self._context.time_remaining() is not None:
+            if not is_late or self._context.time_remaining() is not None or self._time_left() > LATE_SECONDS:
                 raise
             seconds = f"{self._settings.request_timeout:g}"
             text = f"the request took longer than {seconds} s (--request-timeout); give a deadline, or ask for less"

@@ -94,8 +94,7 @@ class DraftSettings(ServiceSettings):
     )
     ngram_learn: bool = Field(
         False,
-        description="also count the tokens of requests, prompts and texts; proposals then reveal parts of them to "
-        "other clients",
+        description="also count prompts and texts of requests; proposals then reveal parts of them to other clients",
     )
     lookup_min_match: int = Field(
         2, ge=1, le=64, description="shortest match, in tokens, after which the drafter lookup copies"
@@ -141,8 +140,8 @@ class DraftSettings(ServiceSettings):
     verifier_timeout: float = Field(
         30.0,
         gt=0,
-        description="seconds that a verifier may be silent while it owes an answer; then the sequence moves to "
-        "another; above 5, the pause between notices to sequences that wait at a verifier",
+        description="seconds without a message after which a sequence leaves a verifier that owes it an answer; give "
+        "more than 5: sequences that wait there get a notice every 5 s",
     )
     failover_timeout: float = Field(
         30.0, ge=0, description="seconds that a sequence waits for another verifier after a loss"

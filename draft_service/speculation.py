@@ -206,8 +206,11 @@ class GammaController:
         )
 
     def with_tokens_per_pass(self, request: CheckedRequest) -> CheckedRequest:
-        """Return the request with its tokens of a pass chosen, if it leaves that to the service."""
-        if not request.speculation.chooses_tokens_per_pass:
+        """Return the request with its tokens of a pass chosen, if it leaves that to the service.
+
+        A request whose draws another one may have does not: rates depend on acceptance.
+        """
+        if not request.speculation.chooses_tokens_per_pass or not request.draft_sequence.owns_draws:
             return request
         given = request.draft_sequence.tokens_per_pass
         chosen = GAMMA.run(lambda: self._pass_choices.choose(_kind_of(request), given), given)
@@ -232,16 +235,17 @@ class GammaController:
                 return Adaptive(first, ceiling=ceiling, statistics=self._statistics_of(request), costs=costs)
 
     def _statistics_of(self, request: CheckedRequest) -> AcceptanceStatistics:
-        """Return the shared statistics of requests of this kind, or a copy that is not shared.
+        """Return the shared statistics of requests of this kind, or some of its own.
 
         If draws decide the text, γ must not depend on future draws. Statistics of another request with the same seed
-        do: its later acceptances come from the draws that this request is about to make. So only requests whose draws
-        do not decide the text, and requests with a fresh seed, add to shared statistics. Others start from a copy.
-        Times depend on lengths only; all requests share them.
+        do: its later acceptances come from the draws that this request is about to make. A fresh seed may come again,
+        too: a client that lost its connection continues with it. So only requests whose draws do not decide the text,
+        and requests with a fresh seed, share statistics. Times depend on lengths only; all requests share them.
         """
+        if not request.draft_sequence.owns_draws:
+            return AcceptanceStatistics.of_one()
         kind = _kind_of(request), request.draft_sequence.tokens_per_pass
-        shared = self._statistics.setdefault(kind, AcceptanceStatistics())
-        return shared if request.draft_sequence.owns_draws else shared.copy()
+        return self._statistics.setdefault(kind, AcceptanceStatistics())
 
 
 class SequenceGamma:

@@ -1,7 +1,6 @@
 """Acceptance statistics, and whether drafting pays."""
 
 import math
-from copy import deepcopy
 from dataclasses import dataclass
 
 import structlog
@@ -152,10 +151,10 @@ class AcceptanceStatistics:
         """Whether drafting is being tried again, by all sequences."""
         return self._choice.drafts and self._choice.left > 0
 
-    def copy(self) -> "AcceptanceStatistics":
-        """Return statistics that start from these, for one request."""
-        own = deepcopy(self)
-        own.accepted.forget(SHARED_WEIGHT)
+    @classmethod
+    def of_one(cls) -> "AcceptanceStatistics":
+        """Return statistics for one request."""
+        own = cls()
         own.texts = FIRM_TEXTS  # it decides for one text
         own._is_shared = False
         return own

@@ -1,4 +1,4 @@
-"""`Tokenize`, `Detokenize` and `GetTokenizer`: what the pair's tokenizer does, with the limits of `Generate`."""
+"""`Tokenize`, `Detokenize` and `GetTokenizer`: what the pair's tokenizer does."""
 
 import asyncio
 from collections.abc import Callable
@@ -77,7 +77,11 @@ def tokenize(
     else:
         adds_special = message.add_special_tokens or not message.HasField("add_special_tokens")
         ids = tokenizer.encode(message.text, add_special=adds_special)
-    return draft_service_pb2.TokenizeResponse(token_ids=ids, token_texts=_texts(ids, tokenizer))
+    found = draft_service_pb2.TokenizeResponse(token_ids=ids, token_texts=_texts(ids, tokenizer))
+    if (size := found.ByteSize()) > (most_bytes := pair.draft.limits.max_message_bytes):
+        text = f"{field} has {counted(len(ids), 'token')}, and the answer {size} bytes; at most {most_bytes}"
+        raise invalid_field(field, f"{text} (--max-message-bytes): send less at once", given=size, maximum=most_bytes)
+    return found
 
 
 def detokenize(message: draft_service_pb2.DetokenizeRequest, pair: Pair) -> draft_service_pb2.DetokenizeResponse:

@@ -302,8 +302,7 @@ class DraftEngine(Engine[Propose | Close, DraftWork, Sequence[Drawn]]):
                 break
             if token < 0:
                 text = f"the draft's logits after {len(sequence.tokens)} tokens are NaN or infinite"
-                self._end(sequence, DraftError(text, reason="BAD_LOGITS"))
-                return
+                return self._end(sequence, DraftError(text, reason="BAD_LOGITS"))
             sequence.add(token, distribution, scores)
         self._finish_if_done(sequence)
 
@@ -333,7 +332,15 @@ class DraftEngine(Engine[Propose | Close, DraftWork, Sequence[Drawn]]):
             self._end(work.sequence, error)
 
     def _end(self, sequence: ModelSequence, error: Exception) -> None:
+        """Ends a round that fails: with the tokens sampled so far, or with the error if there are none.
+
+        A sampled token is sent (invariant 4): whether the pass after it fails may depend on it. The next round then
+        fails before its first token.
+        """
         if sequence in self._busy:
             self._busy.remove(sequence)
         sequence.failed = True
-        sequence.finish(error if isinstance(error, DraftError) else DraftError(f"{type(error).__name__}: {error}"))
+        if sequence.gamma and sequence.drafted:
+            sequence.finish()
+        else:
+            sequence.finish(error if isinstance(error, DraftError) else DraftError(f"{type(error).__name__}: {error}"))

@@ -263,7 +263,7 @@ class GuardedDrafting(Drafting):
         self, proposal: "asyncio.Future[Draft] | None", gamma: int, requested: float, *, is_ready: bool
     ) -> Draft:
         if not is_ready:
-            raise DraftError("the drafter is in backoff after a failure", reason="OVERLOADED")
+            raise DraftError("the drafter is in backoff after a failure")
         try:
             if proposal is None:
                 assert self._error is not None

@@ -6,6 +6,7 @@ import logging
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
+from urllib.parse import urlsplit
 
 import click
 
@@ -23,6 +24,7 @@ from outrider.cli.options import (
 from outrider.cli.output import Failure, needs_extra
 from outrider.cli.processes import terminated_as_interrupted
 from outrider.client import AsyncClient
+from outrider.rpc.channel import ip_address
 
 if TYPE_CHECKING:
     from outrider.http.server import HttpServer
@@ -36,15 +38,23 @@ _ASK_S = 60.0
 def _host_names(_context: click.Context, _option: click.Parameter, names: tuple[str, ...]) -> list[str]:
     """The names as a Host header is compared with them: in lower case, without a port."""
     for name in names:
-        if ":" in name or "/" in name:
+        if (":" in name or "/" in name) and ip_address(name.strip("[]")) is None:
             raise click.BadParameter(f"{name} has a scheme or a port; give the name alone, such as api.example.org")
-    return [name.lower() for name in names]
+    return [name.lower().rstrip(".") for name in names]
 
 
 def _origins(_context: click.Context, _option: click.Parameter, origins: tuple[str, ...]) -> list[str]:
-    """The origins as browsers write them: in lower case, without a slash at the end."""
-    return [origin.lower().rstrip("/") for origin in origins]
+    """The origins as browsers write them: in lower case, without the scheme's own port."""
+    found = []
+    for origin in origins:
+        parts = urlsplit(origin.lower().rstrip("/"))
+        if origin != "*" and (parts.scheme not in _PORTS or not parts.netloc or parts.path or parts.query):
+            raise click.BadParameter(f"{origin} is not an origin, such as https://example.org")
+        found.append(origin if origin == "*" else f"{parts.scheme}://{parts.netloc.removesuffix(_PORTS[parts.scheme])}")
+    return found
 
+
+_PORTS = {"http": ":80", "https": ":443"}
 
 # Of the front, without `--http` itself; see `make_server`.
 http_options = group(

@@ -231,6 +231,8 @@ def _set_prompt(request: draft_service_pb2.GenerateRequest, prompt: Prompt) -> N
     elif isinstance(items, Sequence) and items and all(isinstance(item, Message | Mapping) for item in items):
         for message in items:
             request.chat.messages.append(_chat_message(message))
+        if any(each.name for each in request.chat.messages):
+            require(request, "message_names")
     else:
         request.token_ids.SetInParent()
         try:

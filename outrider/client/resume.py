@@ -258,7 +258,9 @@ class Generation(Call):
         request.sampling.rule = cast("sampling_pb2.AcceptanceRule", started.rule.number)
         request.weights_fingerprint = started.weights_fingerprint
         request.max_new_tokens = started.max_new_tokens
-        request.ClearField("fill_context")
+        if request.fill_context:
+            request.ClearField("fill_context")
+            request.required_features.remove("fill_context")
         if started.policy is not SpeculationPolicy.UNSPECIFIED:  # with a seed the default is another
             request.speculation.policy = cast("pb.SpeculationPolicy", started.policy.number)
         if started.tokens_per_pass:  # a seed's text depends on it, and services may have other defaults

@@ -94,6 +94,9 @@ _NAMES = {
     r"token_ids\.ids": "prompt",
     r"min_new_tokens": "min_tokens",
 }
+# Fields of prompts: with a maximum, the error is about their length.
+_PROMPTS = frozenset({"prompt", "text", "chat", "chat.messages", "token_ids.ids"})
+_TOO_LONG = "maximum context length"
 
 
 def of_service(
@@ -126,8 +129,11 @@ def of_service(
         _logger.warning("a request failed with 503: %s", error)
         return ApiError(503, "draft and target do not match at the moment; try again later", code=_code(error))
     param = None if error.field is None else _renamed(error.field, table).partition("[")[0]
-    is_too_long = "max_sequence_tokens" in error.metadata  # of prompt and output
-    return ApiError(400, message, param=param, code="context_length_exceeded" if is_too_long else _code(error))
+    if "max_sequence_tokens" in error.metadata or (error.field in _PROMPTS and "maximum" in error.metadata):
+        if _TOO_LONG not in message:  # libraries look for these words, or for this code
+            message = f"{message} ({_TOO_LONG} is exceeded)"
+        return ApiError(400, message, param=param, code="context_length_exceeded")
+    return ApiError(400, message, param=param, code=_code(error))
 
 
 _SHOWN = (

@@ -43,6 +43,7 @@ class Pair:
         self._found: pb.DraftServiceGetModelResponse | None = None
         self._when = -KNOWN_FOR_S  # a service described itself
         self._asking: asyncio.Task[None] | None = None
+        self._fetching: asyncio.Task[None] | None = None  # of the texts of all tokens
         self._texts: dict[int, str] = {}
 
     @property
@@ -162,12 +163,25 @@ class Pair:
         Raises:
             OutriderError: the service refuses a token, or does not answer.
         """
-        missing: Sequence[int] = sorted({token for token in ids if token not in self._texts})
+        missing = sorted({token for token in ids if token not in self._texts})
         if missing and self.hides_sizes:
-            missing = range(self.known.target.vocab_size)
+            if self._fetching is None:
+                self._fetching = asyncio.create_task(self._fetch_all())
+            await asyncio.shield(self._fetching)
+        else:
+            await self._fetch(missing)
+        return self._texts
+
+    async def _fetch_all(self) -> None:
+        """Once for all that wait; what an earlier try fetched is kept."""
+        try:
+            await self._fetch([token for token in range(self.known.target.vocab_size) if token not in self._texts])
+        finally:
+            self._fetching = None
+
+    async def _fetch(self, tokens: Sequence[int]) -> None:
         size = min(_LARGEST_PIECE, self.most_tokens)
-        for start in range(0, len(missing), size):
-            piece = missing[start : start + size]
+        for start in range(0, len(tokens), size):
+            piece = tokens[start : start + size]
             found = await self.client.detokenize(piece)
             self._texts.update(zip(piece, found.token_texts, strict=True))
-        return self._texts

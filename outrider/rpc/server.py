@@ -54,12 +54,12 @@ class DrainGate(Interceptor):
         return len(self._running)
 
     def close(self) -> None:
-        """New calls end with UNAVAILABLE, reason DRAINING, from now on. Calls in progress continue."""
+        """New calls end with UNAVAILABLE, reason DRAINING or as `cut` says. Calls in progress continue."""
         self._open = False
 
     async def cut(self, seconds: float, error: RequestError | None = None) -> None:
-        """Ends the calls in progress, and later ones, with this error, or with UNAVAILABLE, reason DRAINING. Returns
-        after `seconds` at most.
+        """Ends the calls in progress with `error`; None: UNAVAILABLE, reason DRAINING. A closed gate then refuses later
+        calls with the same error. Returns after `seconds` at most.
         """
         self._error = error or self._error
         for task in self._running:

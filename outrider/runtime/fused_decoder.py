@@ -102,9 +102,11 @@ def _called_modules(loaded: LoadedModel, program: Program) -> set[nn.Module]:
 
 
 def _replace_modules(model: nn.Module, called: set[nn.Module], dtype: torch.dtype) -> None:
-    replacements: dict[nn.Module, nn.Module] = {}  # a module may have several parents
+    replacements: dict[nn.Module, nn.Module] = {}  # a module may have several parents, or several names in one
     for parent in list(model.modules()):
-        for name, child in list(parent.named_children()):
+        for name, child in list(parent._modules.items()):
+            if child is None:
+                continue
             replacement = replacements.get(child) or _equivalent(child, called, dtype)
             if replacement is not None:
                 replacements[child] = replacement

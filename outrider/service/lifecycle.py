@@ -189,7 +189,7 @@ async def _serve(service: Service, settings: ServiceSettings, server: grpc.aio.S
         if breaking.done():  # do not drain: it would wait for steps that never run
             _log.error("cannot serve any more", reason=breaking.result())
             await health.drain()
-            # Not DRAINING: one of the calls may be the cause, and clients suspect those that ran.
+            # Not DRAINING: a sequence may be the cause, and draft services then suspect those that ran.
             await cut_off(server, unavailable("NO_VERIFIER", "the service has lost its model; call another one"))
             raise ModelLost(breaking.result())
         await serving

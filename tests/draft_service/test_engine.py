@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -13,7 +14,7 @@ from draft_service.drafters.model import ModelDrafter
 from draft_service.drafters.sequence import DraftWork
 from kernels.adjustments import LogitRules
 from kernels.rng import Domain, uniform
-from kernels.sampling import SamplingParams, probabilities
+from kernels.sampling import NO_LOGITS, Sample, SamplingParams, probabilities
 from kernels.sigmoid import EXCLUDED, DraftLogits
 from kernels.sparse import SparseDistribution
 from kernels.verify import Rule
@@ -219,6 +220,51 @@ def test_nan_logits_end_one_sequence(engine: DraftEngine) -> None:
         bad.result()
     assert caught.value.reason == "BAD_LOGITS"
     assert len(good.result().token_ids) == 2
+
+
+@pytest.mark.parametrize("raises", [False, True], ids=["NaN", "an error"])
+def test_sampled_tokens_are_sent_also_if_the_next_pass_fails(
+    loaded: LoadedModel, monkeypatch: pytest.MonkeyPatch, *, raises: bool
+) -> None:
+    """Invariant 4: with q = p, a target's token in place of those that fail would come from them too seldom."""
+    failing = {token for token in range(VOCABULARY) if token % 3 == 0 and token not in PROMPT}
+    rule = Rule.SIGMOID if raises else Rule.TOKENWISE  # token by token, or in one call
+    openings = [replace(sequence(1.0, rule=rule), seed=seed) for seed in range(48)]
+    with running(engine_of(loaded, max_sequences=64)) as healthy:
+        wanted = [Driver(healthy, opening).propose(4).token_ids for opening in openings]
+    engine = engine_of(loaded, max_sequences=64)
+    logits, decode, poisoned = engine.model_runner.logits, engine.decode_loop.decode, set[int]()
+
+    def fails(chunks: Sequence[Chunk]) -> torch.Tensor:
+        if any(failing & set(chunk.tokens) for chunk in chunks):
+            raise RuntimeError("a pass")
+        found: torch.Tensor = logits(chunks)
+        return found
+
+    def ends(chunks: Sequence[Chunk], *arguments: Any, **options: Any) -> list[list[Sample]]:
+        """The decode loop, whose passes over some tokens have NaN logits."""
+        drawn: list[list[Sample]] = decode(chunks, *arguments, **options)
+        for chunk, own in zip(chunks, drawn, strict=True):
+            first = next((i + 1 for i, each in enumerate(own[:-1]) if each.token in failing), None)
+            if chunk.slot in poisoned or first is not None:
+                own[0 if chunk.slot in poisoned else first :] = [Sample(NO_LOGITS)]
+                poisoned.add(chunk.slot)  # keys and values of the token are NaN, too
+                engine.model_runner.pool.rollback(chunk.slot, chunk.start + len(chunk.tokens) + len(own) - 1)
+        return drawn
+
+    monkeypatch.setattr(engine.model_runner, "logits", fails)
+    monkeypatch.setattr(engine.decode_loop, "decode", ends)
+    with running(engine):
+        for opening, tokens in zip(openings, wanted, strict=True):
+            driver = Driver(engine, opening)
+            end = next((i + 1 for i, token in enumerate(tokens) if token in failing), 4)
+            assert driver.propose(4).token_ids == tokens[:end]
+            if end < 4:
+                with pytest.raises(DraftError, match="a pass" if raises else "NaN or infinite"):
+                    driver.propose(4, [*tokens[:end], 1])
+            driver.close()
+    cut = sum(bool(failing & set(tokens[:3])) for tokens in wanted)
+    assert 10 < cut < 48
 
 
 # -------------------------------------------------------------------------------------------------------- prefix cache

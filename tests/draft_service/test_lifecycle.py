@@ -88,14 +88,15 @@ def tokens_before_error(responses: Iterator[draft_service_pb2.GenerateResponse])
 
 
 def test_a_request_without_a_deadline_ends_after_the_services_own(target_process: Service) -> None:
-    with Cluster() as cluster:
-        service = cluster.draft(target_process, flags="--request-timeout 0.2")
+    with Proxy(target_process.address) as verifier, Cluster() as cluster:
+        service = cluster.draft(verifier.address, flags="--request-timeout 2")
         wait_healthy(service)
+        verifier.stall()
         with grpc.insecure_channel(service.address) as channel, pytest.raises(grpc.RpcError) as caught:
-            generate(channel, request(max_new_tokens=900, ignore_eos=True), timeout=None)
+            generate(channel, request(max_new_tokens=9), timeout=None)
     error = from_rpc_error(caught.value)
     assert error.code is grpc.StatusCode.DEADLINE_EXCEEDED
-    assert error.message.startswith("the request took longer than 0.2 s (--request-timeout)")
+    assert error.message.startswith("the request took longer than 2 s (--request-timeout)")
 
 
 def test_a_mismatched_pair_exits_with_one_line(mismatched: Service, pair_process: Service) -> None:

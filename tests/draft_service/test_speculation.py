@@ -155,7 +155,7 @@ def test_without_shared_acceptance_a_text_is_written_alone_where_drafts_do_not_p
     """A request with a seed shares no acceptance under a rule that draws; its text may be short."""
     drafts, policies = [Draft(0.8)] * 32, adaptive(32)
     ClosedLoop(drafts, policies, DEAR_TOKENS).run(4)
-    own = AcceptanceStatistics().copy()
+    own = AcceptanceStatistics.of_one()
     assert Adaptive(5, ceiling=CEILING, statistics=own, costs=policies[0]._costs).next(CEILING) == 0
 
 
@@ -461,7 +461,7 @@ def test_adaptive_policies_use_the_times_of_requests_with_a_fixed_gamma() -> Non
 
 
 @pytest.mark.parametrize(
-    ("seeded", "adds"),
+    ("seeded", "shares"),
     [
         (request(fresh=False), False),
         (request(Rule.TOKENWISE, fresh=False), False),
@@ -469,14 +469,16 @@ def test_adaptive_policies_use_the_times_of_requests_with_a_fixed_gamma() -> Non
         (request(temperature=0.0, fresh=False), True),
     ],
 )
-def test_a_request_with_a_seed_adds_no_acceptance_where_draws_decide(seeded: CheckedRequest, adds: bool) -> None:
-    """Acceptance of a request depends on draws that another one with its seed makes later."""
+def test_a_request_with_a_seed_shares_no_acceptance_where_draws_decide(seeded: CheckedRequest, shares: bool) -> None:
+    """Acceptance of a request depends on draws that another one with its seed makes later. A seed that was fresh is
+    given when the client continues.
+    """
     controller = GammaController(Metrics())
     assert first(controller, seeded) == 5
     learn(controller, seeded)
-    assert (first(controller, seeded) == 0) is adds
+    assert (first(controller, seeded) == 0) is shares
     learn(controller, replace(seeded, draft_sequence=replace(seeded.draft_sequence, seed_is_fresh=True)))
-    assert first(controller, seeded) == 0, "it starts from the acceptance of requests with fresh seeds"
+    assert (first(controller, seeded) == 0) is shares
 
 
 @pytest.mark.parametrize(

@@ -161,7 +161,7 @@ def test_special_tokens_of_a_text_are_left_out_on_request() -> None:
     target = model_pb2.ModelInfo(
         vocab_size=2000, encoder=model_pb2.EncoderInfo(kind=model_pb2.ENCODER_KIND_TEXT, max_positions=4)
     )
-    draft = model_pb2.ModelInfo(limits=model_pb2.Limits(max_sequence_tokens=1024))
+    draft = model_pb2.ModelInfo(limits=model_pb2.Limits(max_sequence_tokens=1024, max_message_bytes=50))
     pair = unserved_pair(tokenizer, draft, target)
 
     def ids(**fields: Any) -> list[int]:
@@ -172,5 +172,7 @@ def test_special_tokens_of_a_text_are_left_out_on_request() -> None:
     assert ids(text="a b", add_special_tokens=True) == whole
     assert ids(text="a b", add_special_tokens=False) == whole[:-1]
     assert len(ids(text="a b a b")) == 7, "more than the encoder takes: the answer says how long a text is"
+    with pytest.raises(RequestError, match="text has 10 tokens, and the answer 54 bytes; at most 50 "):
+        ids(text="a b a b a b")
     with pytest.raises(RequestError, match="takes no conversation"):
         ids(chat={"messages": [{"role": "user", "content": "a"}]})

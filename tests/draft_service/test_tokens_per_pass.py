@@ -76,12 +76,12 @@ def request(**fields: Any) -> CheckedRequest:
     return generation(Rule.TOKENWISE, **(how | fields))
 
 
-def write(controller: GammaController, asked: CheckedRequest, texts: int) -> None:
-    """Texts of which each round accepts all tokens with s = 4, and none with s = 1."""
+def write(controller: GammaController, asked: CheckedRequest, texts: int, *, better: int = 4) -> None:
+    """Texts of which each round accepts all tokens with s = `better`, and none with the other s, of 1 and 4."""
     for _ in range(texts):
         settled = controller.with_tokens_per_pass(asked)
         gamma = controller.of(settled, lambda: 0)
-        accepted = 4 if settled.draft_sequence.tokens_per_pass > 1 else 0
+        accepted = 4 if settled.draft_sequence.tokens_per_pass == better else 0
         for _ in range(ROUNDS + 1):  # the first one reads the prompt
             gamma.next(4)
             gamma.judged(Round(1), speculation_pb2.Verdict(token_ids=[1] * (accepted + 1)))
@@ -93,7 +93,9 @@ def chosen(controller: GammaController, asked: CheckedRequest) -> int:
     ).most_common(1)[0][0]
 
 
-def test_a_request_that_names_it_or_shares_its_draws_teaches_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_request_that_names_it_or_shares_its_draws_neither_teaches_nor_learns(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     """Texts of one seed share draws, and acceptance depends on them. Each reading of the clock is 1 ms later."""
     milliseconds = count()
     clock = SimpleNamespace(perf_counter=lambda: next(milliseconds) / 1000)
@@ -106,4 +108,6 @@ def test_a_request_that_names_it_or_shares_its_draws_teaches_nothing(monkeypatch
         assert chosen(controller, request()) == 1, "as without measurements"
     write(controller, request(), 200)
     assert chosen(controller, request()) == 4
-    assert chosen(controller, seeded) == 4, "it follows rounds of others"
+    write(controller, request(temperature=0.5), 200, better=1)
+    assert chosen(controller, request(temperature=0.5)) == 1
+    assert chosen(controller, request(temperature=0.5, seed_is_fresh=False)) == 4, "as the service was told"

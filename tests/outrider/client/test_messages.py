@@ -130,6 +130,8 @@ def test_a_prompt_is_text_or_tokens_or_messages() -> None:
     mixed: list[Message | dict[str, str]] = [{"role": "system", "content": "s"}, Message("user", "u", name="Ada")]
     chat = [pb.ChatMessage(role="system", content="s"), pb.ChatMessage(role="user", content="u", name="Ada")]
     assert list(build(mixed, {}).chat.messages) == chat
+    assert list(build(mixed, {}).required_features) == ["message_names"], "an older service would drop the name"
+    assert not build(mixed[:1], {}).required_features
 
 
 def test_template_arguments_are_json_of_a_conversation() -> None:

@@ -310,7 +310,7 @@ def test_a_continued_request_has_the_length_of_its_start() -> None:
     assert generation.request().fill_context
     generation.take(STARTED)
     request = generation.request()
-    assert (request.fill_context, request.max_new_tokens) == (False, 9)
+    assert (request.fill_context, request.max_new_tokens, list(request.required_features)) == (False, 9, [])
 
 
 def test_only_what_is_delivered_is_progress() -> None:

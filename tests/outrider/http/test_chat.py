@@ -83,6 +83,13 @@ def test_a_prompt_beyond_the_context_is_refused_as_openai_does(
     error = answer.json()["error"]
     assert (answer.status_code, error["code"], error["param"]) == (400, "context_length_exceeded", field)
     assert f"this model's maximum context length is {context} tokens" in error["message"]
+    answer = http.post(
+        path, json={field: [{"role": "user", "content": "x" * 10**5}] if "chat" in path else "x" * 10**5}
+    )
+    error = answer.json()["error"]
+    assert (answer.status_code, error["code"], error["param"]) == (400, "context_length_exceeded", field)
+    assert "has 100000 bytes" in error["message"] or "has 100004 bytes" in error["message"]
+    assert error["message"].endswith("(maximum context length is exceeded)")
 
 
 def test_an_output_beyond_the_context_is_refused_as_openai_does(http: httpx.Client, ours: Client) -> None:

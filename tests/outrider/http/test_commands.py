@@ -25,7 +25,7 @@ def test_a_gateway_answers_until_sigterm(draft_address: str, tmp_path: Path) -> 
     keys = tmp_path / "keys"
     keys.write_text("a-key-of-some-length\n")
     flags = ("--draft", draft_address, "--http", "127.0.0.1:0", "--http-key-file", str(keys), "--http-model", "mine")
-    names = ("--http-allowed-host", "API.Example.org", "--http-cors-origin", "https://Good.example/")
+    names = ("--http-allowed-host", "API.Example.org.", "--http-cors-origin", "https://Good.example:443/")
     command = Command("outrider.cli", "gateway", *flags, *names, "--frame-bytes", "512", "--vllm-metrics")
     url = _url(command, r"at (http://\S+)/v1")
     headers = {"authorization": "Bearer a-key-of-some-length"}
@@ -53,6 +53,8 @@ def test_a_gateway_answers_until_sigterm(draft_address: str, tmp_path: Path) -> 
         (("--http", "127.0.0.1:0", "--http-key-file", __file__), 2, "is not a token"),
         (("--http", "nowhere"), 2, "is not HOST:PORT"),
         (("--http-allowed-host", "b.org:443"), 2, "'--http-allowed-host': b.org:443 has a scheme or a port"),
+        (("--http-cors-origin", "b.org"), 2, "'--http-cors-origin': b.org is not an origin"),
+        (("--http-cors-origin", "https://b.org/app"), 2, "'--http-cors-origin': https://b.org/app is not an origin"),
         (("--http", "unix:/tmp/x"), 2, "--http: 'unix:/tmp/x' is not HOST:PORT"),
         (("--http", "203.0.113.1:1", "--http-plaintext"), 1, "cannot listen at 203.0.113.1:1"),
     ],

@@ -1,5 +1,6 @@
 """/v1/completions over a real socket: equal to our own client, and in OpenAI's form."""
 
+import asyncio
 import math
 from collections.abc import Sequence
 from typing import Any
@@ -228,9 +229,12 @@ async def test_calls_for_texts_do_not_tell_tokens_where_sizes_are_hidden(chat_dr
     async with Recorded(chat_draft.address) as client:
         pair = Pair(client, FrontMetrics([], shows_vllm=False), name=None, framing={"frame_bytes": 512})
         await pair.describe()
-        for tokens in ([3], [5, 7], []):
-            texts = await pair.texts_of(tokens)
-            assert texts[5] == decode([5], skip_special=False)
+        cancelled = asyncio.create_task(pair.texts_of([9]))
+        await asyncio.sleep(0)
+        cancelled.cancel()
+        for texts in await asyncio.gather(*(pair.texts_of(tokens) for tokens in ([3], [5, 7], []))):
+            assert texts is pair._texts
+        assert (await pair.texts_of([5]))[5] == decode([5], skip_special=False)
     assert [token for piece in asked for token in piece] == list(range(pair.known.target.vocab_size))
 
 
