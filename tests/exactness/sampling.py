@@ -56,12 +56,13 @@ def sample(
     prompt: Sequence[int],
     *,
     length: int,
-    seed: int,
+    seed: int | None,
     samples: int = SAMPLES,
     params: SamplingParams = PARAMS,
     **options: Any,
 ) -> Run:
-    """Write `samples` texts of `length` tokens, rounded up to whole requests; equal arguments give equal texts.
+    """Write `samples` texts of `length` tokens, rounded up to whole requests; equal arguments give equal texts, unless
+    `seed` is None: then the services draw all seeds.
 
     `options` are other `Options`; the rule is `tokenwise` if they name none.
     """
@@ -75,7 +76,8 @@ def sample(
         n=SAMPLES,
     )
     every.update(options)  # type: ignore[typeddict-item]
-    seeds = [seed * 1_000_003 + number for number in range(-(-samples // SAMPLES))]
+    count = -(-samples // SAMPLES)
+    seeds = [None] * count if seed is None else [seed * 1_000_003 + number for number in range(count)]
     texts = [text for done in asyncio.run(_complete(service.address, prompt, every, seeds)) for text in done.samples]
     run = Run(
         tokens=np.array([text.token_ids for text in texts]),
@@ -96,12 +98,15 @@ def gammas_of(statistics: Statistics) -> Counter[int]:
     return Counter({gamma: most - more for gamma, (most, more) in enumerate(pairwise(longer))})
 
 
-async def _complete(address: str, prompt: Sequence[int], options: Options, seeds: Sequence[int]) -> list[Completion]:
+async def _complete(
+    address: str, prompt: Sequence[int], options: Options, seeds: Sequence[int | None]
+) -> list[Completion]:
     gate = asyncio.Semaphore(CALLS)
     async with AsyncClient(address, timeout=TIMEOUT_S, retry=False) as client:
 
-        async def complete(seed: int) -> Completion:
+        async def complete(seed: int | None) -> Completion:
+            given = Options() if seed is None else Options(seed=seed)
             async with gate:
-                return await client.complete(prompt, **(options | Options(seed=seed)))
+                return await client.complete(prompt, **(options | given))
 
         return await asyncio.gather(*map(complete, seeds))
