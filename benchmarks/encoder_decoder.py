@@ -92,7 +92,10 @@ def measure(bench: Bench) -> None:
 def speed(bench: Bench, models: Models, inputs: Sequence[Input]) -> None:
     given = bench.given
     tasks = [
-        ({"temperature": f"{at:g}", "repetition": repetition, "prompt": nth}, Task(nth, (), LONGEST, at, 1 + nth))
+        (
+            {"temperature": f"{at:g}", "repetition": repetition, "prompt": nth},
+            Task(nth, (), LONGEST, at, 1 + nth + 1000 * repetition),
+        )
         for repetition in range(given.repetitions)
         for nth in range(len(inputs))
         for at in (0.0, 1.0)

@@ -261,7 +261,7 @@ def draw(document: Json, path: Path) -> None:
         document,
         measured,
         label="speed-up over the faster target alone",
-        note=". Each way with its fastest γ. Marks: Theorem 3.8 from measured α and times.",
+        note=". Each way with its fastest setting of those tried. Marks: Theorem 3.8 from measured α and times.",
         text=lambda arm: f"{arm['ratio']:.2f}",
         predicted=lambda arm: arm["predicted_ratio"],
     )
