@@ -128,6 +128,13 @@ http_options = group(
         help="Time after which an HTTP request fails.",
     ),
     click.option(
+        "--http-grace",
+        metavar="SECONDS",
+        type=FloatRange(min=0),
+        default=30.0,
+        help="Time for answers in progress to end after a signal.",
+    ),
+    click.option(
         "--http-playground/--no-http-playground",
         default=True,
         help="Serve the playground at /. Without keys, everyone who reaches the front can use it.",
@@ -197,8 +204,8 @@ def gateway_command(draft: str, http: str, retry_timeout: float, vllm_metrics: b
     """Serve OpenAI's HTTP API in front of the draft services at --draft, until a signal.
 
     /v1/models, /v1/completions, /v1/chat/completions, /v1/audio/transcriptions, /tokenize, /detokenize,
-    /tokenizer_info, /health, /version and /metrics. On Ctrl-C or SIGTERM answers in progress may end within 30 s. Needs
-    the extra `http`.
+    /tokenizer_info, /health, /version and /metrics. On Ctrl-C or SIGTERM answers in progress may end within
+    --http-grace. Needs the extra `http`.
 
     --frame-bytes, --frame-pace and --fixed-size-rounds hold for every text, between the front and the verifier. They
     switch off the playground; the first two also transcriptions, and log-probabilities of prompts. Answers to HTTP

@@ -104,7 +104,9 @@ def test_service_budget_and_scaler_find_the_pods(gateway: Deployed) -> None:
 @every
 def test_a_pod_has_time_for_answers_in_progress(gateway: Deployed) -> None:
     _, seconds = gateway.container["lifecycle"]["preStop"]["exec"]["command"]
-    assert gateway.spec["terminationGracePeriodSeconds"] > int(seconds) + 30
+    grace = int(gateway.environment["OUTRIDER_GATEWAY_HTTP_GRACE"])
+    assert grace > 30
+    assert gateway.spec["terminationGracePeriodSeconds"] > int(seconds) + grace
     assert gateway.container["readinessProbe"]["httpGet"] == {"path": "/health", "port": "http"}
 
 

@@ -75,7 +75,7 @@ def query(expression: str) -> tuple[list[tuple[str, list[tuple[str, str]]]], set
     results are grouped or joined by. Raises if it is no PromQL.
     """
     promql_parser.parse(expression)
-    metrics = re.findall(r"\b((?:outrider|process)_\w+)(?:\{([^}]*)\})?", expression)
+    metrics = re.findall(r"\b((?:outrider|process)_\w+|up\b)(?:\{([^}]*)\})?", expression)
     matchers = [(name, list(_matchers(inside))) for name, inside in metrics]
     grouped = re.findall(r"\b(?:by|on|group_left) \(([^)]*)\)", expression)
     return matchers, {label for each in grouped for label in re.findall(r"\w+", each)}

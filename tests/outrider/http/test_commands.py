@@ -52,6 +52,7 @@ def test_a_gateway_answers_until_sigterm(draft_address: str, tmp_path: Path) -> 
         (("--http", "127.0.0.1:0", "--http-tls-key", __file__), 2, "--http-tls-key needs --http-tls-cert"),
         (("--http", "127.0.0.1:0", "--http-key-file", __file__), 2, "is not a token"),
         (("--http", "nowhere"), 2, "is not HOST:PORT"),
+        (("--http-grace", "-1"), 2, "-1.0 is not in the range"),
         (("--http-allowed-host", "b.org:443"), 2, "'--http-allowed-host': b.org:443 has a scheme or a port"),
         (("--http-cors-origin", "b.org"), 2, "'--http-cors-origin': b.org is not an origin"),
         (("--http-cors-origin", "https://b.org/app"), 2, "'--http-cors-origin': https://b.org/app is not an origin"),
