@@ -246,16 +246,14 @@ def take_turns(
     texts: Iterable[tuple[Json, Task]],
     writers: Mapping[str, Write],
     *,
-    turn: int = 0,
     skips: Callable[[str, Json], bool] = lambda name, keys: False,
 ) -> None:
     """Adds a run for each text and writer: in turns, so that other work on the machine affects all writers alike.
 
     `where` has keys of all runs, `texts` the keys of each text. A run that is there already is not measured again. A
-    writer's name is the key `arm`; `turn` numbers the texts, each of which has an order of its own.
+    writer's name is the key `arm`. Each text has an order of its own.
     """
-    for keys, task in texts:
-        turn += 1
+    for turn, (keys, task) in enumerate(texts, 1):
         if runs.has(**where, **keys):
             continue
         order = [name for name in shuffled(writers, turn) if not skips(name, keys)]

@@ -1,17 +1,20 @@
 """The cost of distance between draft and verifier: tokens per second by added round-trip time.
 
 A proxy between the two services delays every byte by half of the added round trip. All arms write the same texts (rule
-`coupled`, one seed a prompt), in turns, at each delay in turn. Ratios are to the target alone (drafter `none`).
+`coupled`, one seed a prompt), in turns, at each delay, the shortest first: after a long one `adaptive` would try drafts
+again only some thousand tokens later. Ratios are to the target alone (drafter `none`).
 """
 
 import sys
 from collections.abc import Sequence
 from pathlib import Path
 
+from matplotlib.axes import Axes
+
 from benchmarks import harness, plots
 from benchmarks.contenders import outrider_writer, take_turns, texts, tokenised, warm_up
 from benchmarks.harness import Bench, Json, arms_table, compared, number, predicted_ratio
-from benchmarks.services import Services
+from benchmarks.services import Services, models_of
 from outrider.evaluation import pictures
 
 ALONE = "none"
@@ -19,14 +22,15 @@ RULE = "coupled"
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    parser = harness.parser("network", __doc__, quick="two delays, one prompt, one turn")
+    parser = harness.parser("network", __doc__, quick="two delays, one prompt, one turn, the demo pair only")
+    harness.target_options(parser, factor=12)
     parser.add_argument("--delays", type=float, nargs="+", default=[0, 1, 5, 20, 50], help="added round trips, in ms")
     parser.add_argument("--gamma", type=int, default=4)
     harness.text_options(parser, prompts=3, new_tokens=96)
     parser.add_argument("--dtype", default="bfloat16")
-    few = {"delays": [0.0, 20.0], "prompts": 1, "repetitions": 1, "new_tokens": 24}
+    few = {"only": "demo", "delays": [0.0, 20.0], "prompts": 1, "repetitions": 1, "new_tokens": 24}
     given = harness.parse(parser, arguments, few)
-    summarise = harness.summary_of(("added_ms",), figures)
+    summarise = harness.summary_of(("pair", "added_ms"), figures)
     return harness.run("network", given, measure, summarise, table, draw)
 
 
@@ -41,16 +45,15 @@ def arms(gamma: int) -> dict[str, Json]:
 
 def measure(bench: Bench) -> None:
     given = bench.given
-    prompts = tokenised(given.target, bench.prompts[: given.prompts])
-    with Services(given.target, given.draft, dtype=given.dtype, distant=True) as services:
-        writers = {name: outrider_writer(services, rule=RULE, **how) for name, how in arms(given.gamma).items()}
-        warm_up(writers, [task for _, task in texts(prompts, given.new_tokens, 1, [1.0])])
-        every = list(texts(prompts, given.new_tokens, given.repetitions, [1.0]))
-        for repetition in range(given.repetitions):
-            some = [(keys, task) for keys, task in every if keys["repetition"] == repetition]
-            for delay in given.delays:
+    for models in models_of(bench):
+        prompts = tokenised(models.target, bench.prompts[: given.prompts])
+        with Services(models.target, models.draft, dtype=given.dtype, distant=True) as services:
+            writers = {name: outrider_writer(services, rule=RULE, **how) for name, how in arms(given.gamma).items()}
+            warm_up(writers, [task for _, task in texts(prompts, given.new_tokens, 1, [1.0])])
+            every = list(texts(prompts, given.new_tokens, given.repetitions, [1.0]))
+            for delay in sorted(given.delays):
                 services.proxy.delay(delay / 2e3)
-                take_turns(bench, {"added_ms": f"{delay:g}"}, some, writers, turn=repetition)
+                take_turns(bench, {"pair": models.name, "added_ms": f"{delay:g}"}, every, writers)
 
 
 def figures(runs: Sequence[Json]) -> Json:
@@ -65,27 +68,33 @@ def table(document: Json) -> str:
         "Thm 3.8": lambda arm: number(arm["predicted_ratio"]),
         "wire, ms": lambda arm: number(arm["round_us"]["wire"] / 1e3),
     }
-    return arms_table(document["summary"], ["added, ms"], **more)
+    return arms_table(document["summary"], ["pair", "added, ms"], **more)
 
 
 def draw(document: Json, path: Path) -> None:
-    delays = list(document["summary"])
-    with pictures.picture(
-        path, 1, 1, size=(6.6, 4.0), note=f"{plots.caption(document)}. Dashed: Theorem 3.8."
-    ) as panels:
-        panel = panels[0][0]
-        for name, colour in zip(arms(0), (pictures.GREY, pictures.BLUE, pictures.ORANGE, pictures.VIOLET), strict=True):
-            found = [document["summary"][delay][name] for delay in delays]
-            errors = [[abs(arm["ratio"] - arm["ratio_range"][end]) for arm in found] for end in (0, 1)]
-            ratios = [arm["ratio"] for arm in found]
-            panel.errorbar(
-                range(len(delays)), ratios, yerr=errors, marker="o", markersize=4, capsize=2, color=colour, label=name
-            )
-            predicted = [(x, arm["predicted_ratio"]) for x, arm in enumerate(found)]
-            pictures.line(panel, predicted, linestyle="--", linewidth=1, color=colour)
-        panel.set_xticks(range(len(delays)), delays)
-        panel.set_xlabel("added round trip between draft and verifier, ms")
-        panel.set_ylabel("tokens/s, to the target alone")
+    pairs = document["summary"]
+    note = f"{plots.caption(document)}. Dashed: Theorem 3.8."
+    with pictures.picture(path, 1, len(pairs), size=(5.6 * len(pairs), 4.0), note=note) as panels:
+        for panel, (pair, by_delay) in zip(panels[0], pairs.items(), strict=True):
+            _draw_pair(panel, by_delay)
+            panel.set_title(f"{pair} pair")
+            panel.set_xticks(range(len(by_delay)), by_delay)
+            panel.set_xlabel("added round trip between draft and verifier, ms")
+            panel.set_ylabel("tokens/s, to the target alone")
+            panel.set_ylim(bottom=0)
+
+
+def _draw_pair(panel: Axes, by_delay: Json) -> None:
+    colours = (pictures.GREY, pictures.BLUE, pictures.ORANGE, pictures.VIOLET)
+    for name, colour in zip(arms(0), colours, strict=True):
+        found = [each[name] for each in by_delay.values()]
+        errors = [[abs(arm["ratio"] - arm["ratio_range"][end]) for arm in found] for end in (0, 1)]
+        panel.errorbar(
+            range(len(found)), [arm["ratio"] for arm in found], yerr=errors,
+            marker="o", markersize=4, capsize=2, color=colour, label=name,
+        )  # fmt: skip
+        predicted = [(x, arm["predicted_ratio"]) for x, arm in enumerate(found)]
+        pictures.line(panel, predicted, linestyle="--", linewidth=1, color=colour)
 
 
 if __name__ == "__main__":

@@ -84,7 +84,7 @@ def check_outcome_cache(summary: Json, runs: list[Json]) -> None:
 
 
 def check_network(summary: Json, runs: list[Json]) -> None:
-    near, far = (summary[delay]["sequential"] for delay in ("0", "20"))
+    near, far = (summary["demo"][delay]["sequential"] for delay in ("0", "20"))
     assert far["round_us"]["wire"] >= 20e3, "each round pays the way"
     assert far["tokens_per_round"] == near["tokens_per_round"] > 1.5, "the same texts by the same drafts"
 
