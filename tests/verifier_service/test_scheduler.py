@@ -209,9 +209,10 @@ def test_a_silent_sequence_is_preempted_first(reads: bool) -> None:
         silent.num_replies += MAX_BACKLOG
     late = driver.open(16, output=8)
     driver.submit(late)
+    silent.judged_at += 1000  # however slow this machine is
     assert driver.run() == [], "not at once: drafting takes time"
     assert driver.scheduler.is_short
-    silent.judged_at -= 2 * IDLE_SECONDS
+    silent.judged_at -= 1000 + 2 * IDLE_SECONDS
     assert driver.run() == [late]
     assert driver.preempted() == [silent]
     while not late.finished:
@@ -231,6 +232,7 @@ def test_a_sequence_that_never_sent_a_round_is_preempted_and_prefills_again_with
     assert driver.pool.length(silent.slot or 0) == 19
     late = driver.open(20, output=8)
     driver.submit(late)
+    monkeypatch.setattr(scheduler, "IDLE_SECONDS", 1000.0)
     assert driver.run() == [], "not at once: drafting takes time"
     monkeypatch.setattr(scheduler, "IDLE_SECONDS", 0.0)
     assert driver.run() == [late]
