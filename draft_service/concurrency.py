@@ -31,7 +31,7 @@ class Claim:
         self.count = count
         self.arrived = arrived
         self.started: float | None = None
-        self.ran = False  # whether it had its turn; without it, a refused call counts in no statistics
+        self.ran = False  # whether `turn` has ended; a call that is refused before counts in no statistics
         self.is_preempted = False
         self.changed = asyncio.Event()
         self._limit = limit

@@ -208,7 +208,7 @@ class Emitter:
         self._show_token = show_token
         self._one_by_one = one_by_one
         # Not turned into text yet, with the drafted tokens and the reports of their rounds.
-        self._verdicts = deque[tuple[speculation_pb2.Verdict, Sequence[int], draft_service_pb2.RoundReport | None]]()
+        self._verdicts: list[tuple[speculation_pb2.Verdict, Sequence[int], draft_service_pb2.RoundReport | None]] = []
         self._chunk = GenerateChunk()  # tokens and reports that have not been sent
         self._sent_at = responses.now
 
@@ -288,10 +288,11 @@ class Emitter:
         return reason
 
     def _read_verdicts(self) -> None:
-        while self._verdicts:
-            taken = self._verdicts.popleft()
+        taken = list(self._verdicts)
+        self._verdicts.clear()  # first: after an error nothing may follow the gap
+        for verdict, drafted, report in taken:
             if self._text.stopped_by is None:
-                self._read(*taken)
+                self._read(verdict, drafted, report)
 
     def _read(
         self, verdict: speculation_pb2.Verdict, drafted: Sequence[int], report: draft_service_pb2.RoundReport | None

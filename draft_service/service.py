@@ -39,7 +39,7 @@ Context = grpc.aio.ServicerContext[draft_service_pb2.GenerateRequest, draft_serv
 # millisecond; some megabytes take seconds, and a hundred megabytes of memory.
 SHORT_PROMPT_CHARS = 4096
 TOKENISING = ThreadPoolExecutor(2, thread_name_prefix="tokenise")
-# The call of a verifier ends so long before `--request-timeout` at most, by the clock of gRPC.
+# gRPC may end the call to a verifier this many seconds before `--request-timeout`, by its own clock.
 LATE_SECONDS = 1.0
 
 

@@ -208,7 +208,7 @@ class GammaController:
     def with_tokens_per_pass(self, request: CheckedRequest) -> CheckedRequest:
         """Return the request with its tokens of a pass chosen, if it leaves that to the service.
 
-        A request whose draws another one may have does not: rates depend on acceptance.
+        If another request may have the same draws, the service's default stays, since rates depend on acceptance.
         """
         if not request.speculation.chooses_tokens_per_pass or not request.draft_sequence.owns_draws:
             return request

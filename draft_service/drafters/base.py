@@ -165,12 +165,14 @@ class Draft:
             under `coupled`, and logits under `sigmoid` above temperature 0.
         seconds: from the request to the proposal, with waits for other sequences.
         cache_use: the use of the outcome cache; None if it drafted nothing.
+        error: of the pass after the last token, if that failed. The tokens before it are sent (invariant 4).
     """
 
     token_ids: list[int]
     distributions: list[SparseDistribution | DraftLogits | None]
     seconds: float
     cache_use: CacheUse | None = None
+    error: DraftError | None = None
 
 
 class Drafting(ABC):

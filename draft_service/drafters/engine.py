@@ -332,15 +332,11 @@ class DraftEngine(Engine[Propose | Close, DraftWork, Sequence[Drawn]]):
             self._end(work.sequence, error)
 
     def _end(self, sequence: ModelSequence, error: Exception) -> None:
-        """Ends a round that fails: with the tokens sampled so far, or with the error if there are none.
-
-        A sampled token is sent (invariant 4): whether the pass after it fails may depend on it. The next round then
-        fails before its first token.
+        """Ends a round that fails. Tokens that it has sampled are sent: whether the pass after them fails may depend on
+        them (invariant 4).
         """
         if sequence in self._busy:
             self._busy.remove(sequence)
         sequence.failed = True
-        if sequence.gamma and sequence.drafted:
-            sequence.finish()
-        else:
-            sequence.finish(error if isinstance(error, DraftError) else DraftError(f"{type(error).__name__}: {error}"))
+        sequence.judged = 0  # this round is compared with none
+        sequence.finish(error if isinstance(error, DraftError) else DraftError(f"{type(error).__name__}: {error}"))

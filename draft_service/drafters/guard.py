@@ -189,7 +189,9 @@ class GuardedDrafter(Drafter):
         try:
             requested = asyncio.get_running_loop().time()
             drafting = self.drafter.open(self._probe_sequence)
-            await self.checked(begun(drafting.propose(PROBE_GAMMA)), PROBE_GAMMA, self._probe_sequence, requested)
+            proposal = begun(drafting.propose(PROBE_GAMMA))
+            if error := (await self.checked(proposal, PROBE_GAMMA, self._probe_sequence, requested)).error:
+                raise error
         except Exception as error:
             self._backoff.begin()
             self._turn(is_up=False, reason=f"{type(error).__name__}: {error}")
@@ -275,17 +277,25 @@ class GuardedDrafting(Drafting):
                 self._late = proposal  # its KV cache stays useful
             else:
                 self.close()
-            self._backoff.begin()
-            self._has_failed = True
-            self._guard.failed()
+            self._fail()
             if isinstance(error, DraftError | TimeoutError):
                 raise error if isinstance(error, DraftError) else DraftError(str(error), reason="OVERLOADED") from None
             raise DraftError(f"the drafter failed: {type(error).__name__}: {error}") from None
+        if draft.error is not None:
+            _log.warning("drafting failed", reason=str(draft.error), effect="the proposal ends before that token")
+            self.close()
+            self._fail()
+            return draft
         self._backoff.proposed()
         self.recoveries += self._has_failed
         self._has_failed = False
         self._guard.proposed(draft)
         return draft
+
+    def _fail(self) -> None:
+        self._backoff.begin()
+        self._has_failed = True
+        self._guard.failed()
 
     def _open(self) -> Drafting:
         if self._inner is None:

@@ -171,13 +171,15 @@ class ModelSequence:
         return [Candidates(*each) for each in zip(tokens.tolist(), scores.tolist(), strict=True)]
 
     def finish(self, error: DraftError | None = None) -> None:
-        """Ends the round and hands its result to `done`."""
+        """Ends the round and hands its result to `done`: also after an error the tokens sampled so far, if any."""
+        is_proposal = error is None or (self.gamma > 0 and self.drafted > 0)
         done, self.done, self.gamma = self.done, None, 0
         cache_use, self.cache_use = self.cache_use, None
         if done is not None:
             distributions = [] if self.opening.rule is Rule.COUPLED else self.distributions
             seconds = time.perf_counter() - self.requested
-            done(error or Draft(self.tokens[self.base :], distributions, seconds, cache_use))
+            draft = Draft(self.tokens[self.base :], distributions, seconds, cache_use, error)
+            done(draft if is_proposal or error is None else error)
 
     # ------------------------------------------------------------------------------------------------------- branches
 

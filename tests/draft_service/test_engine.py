@@ -258,7 +258,9 @@ def test_sampled_tokens_are_sent_also_if_the_next_pass_fails(
         for opening, tokens in zip(openings, wanted, strict=True):
             driver = Driver(engine, opening)
             end = next((i + 1 for i, token in enumerate(tokens) if token in failing), 4)
-            assert driver.propose(4).token_ids == tokens[:end]
+            draft = driver.propose(4)
+            assert draft.token_ids == tokens[:end]
+            assert (draft.error is None) == (end == 4)
             if end < 4:
                 with pytest.raises(DraftError, match="a pass" if raises else "NaN or infinite"):
                     driver.propose(4, [*tokens[:end], 1])

@@ -164,6 +164,23 @@ async def test_after_the_backoff_a_sequence_reopens_with_all_committed_tokens() 
 
 
 @fake_clock
+async def test_a_proposal_that_ends_with_an_error_is_sent_and_counts_as_a_failure() -> None:
+    """Its tokens are sampled (invariant 4); the sequence in the drafter may be spoiled."""
+    cut = replace(FINE, error=DraftError("NaN", reason="BAD_LOGITS"))
+    drafter = FaultyDrafter(lambda n: FINE if n else cut)
+    guard = drafter.guarded()
+    drafting = guard.open(PLAIN)
+    assert await drafting.propose(4) is cut
+    assert (guard.cost.failures, guard.cost.proposals, drafter.opened[0].closed) == (1, 0, 1)
+    drafting.advance([1, 2, 6])
+    await failure(drafting, "backoff")
+    await asyncio.sleep(FIRST_BACKOFF_S)
+    assert await drafting.propose(4) is FINE
+    assert [*drafter.opened[-1].sequence.committed, *drafter.opened[-1].advanced] == [4, 1, 2, 6]
+    assert (len(drafter.opened), drafting.recoveries) == (2, 1)
+
+
+@fake_clock
 async def test_after_a_late_proposal_the_same_sequence_continues() -> None:
     drafter = FaultyDrafter(lambda n: FINE if n else after(20.0, Draft([9], [None], 0.0)))
     drafting, clock = drafter.guarded(timeout=0.5).open(PLAIN), asyncio.get_running_loop()
@@ -183,14 +200,22 @@ async def test_after_a_late_proposal_the_same_sequence_continues() -> None:
     assert (len(drafter.opened), drafter.opened[0].advanced, drafting.recoveries) == (1, [5], 1)
 
 
-@pytest.mark.parametrize("hangs", [False, True])
+@pytest.mark.parametrize("failing", ["it raises", "it hangs", "it ends early"])
 @fake_clock
-async def test_a_failed_probe_takes_the_drafter_down_until_a_probe_succeeds(hangs: bool) -> None:
-    drafter = FaultyDrafter(lambda n: after(600.0) if hangs else RuntimeError("out of order"))
+async def test_a_failed_probe_takes_the_drafter_down_until_a_probe_succeeds(failing: str) -> None:
+    results: dict[str, Callable[[], Any]] = {
+        "it raises": lambda: RuntimeError("out of order"),
+        "it hangs": lambda: after(600.0),
+        "it ends early": lambda: replace(FINE, error=DraftError("NaN")),
+    }
+    drafter = FaultyDrafter(lambda n: results[failing]())
     guard = drafter.guarded(timeout=0.05)
     for _ in range(FAILURES_IN_A_ROW):
         drafting = guard.open(PLAIN)
-        await failure(drafting)
+        if failing == "it ends early":
+            await drafting.propose(4)
+        else:
+            await failure(drafting)
         drafting.close()
     await asyncio.sleep(0.1)  # a probe has run
     assert not guard.is_up
