@@ -16,6 +16,8 @@ from outrider.service.sampling import check_token_ids
 from outrider.service.wire import largest_opening
 from protos.outrider.v1 import draft_service_pb2, input_pb2, model_pb2
 
+MOST_ARGUMENT_CHARS = 16_384
+
 
 def check_prompt(
     message: draft_service_pb2.GenerateRequest, pair: Pair, max_prompt_tokens: int | None
@@ -142,8 +144,7 @@ def check_prompt_bytes(
             field, given = "text", len(message.text.encode())
         case "chat":
             turns = message.chat.messages
-            texts = [text for each in turns for text in (each.role, each.content, each.name)]
-            texts.append(message.chat.template_arguments)
+            texts = (text for each in turns for text in (each.role, each.content, each.name))
             field, given = "chat.messages", sum(len(text.encode()) for text in texts)
         case _:
             return
@@ -187,7 +188,7 @@ def apply_template(chat: draft_service_pb2.ChatPrompt, tokenizer: Tokenizer) -> 
         RequestError: INVALID_ARGUMENT: it is empty, has a message without a role or arguments that the template cannot
             have, or the template rejects it; FAILED_PRECONDITION: there is no template.
     """
-    arguments = _template_arguments(chat.template_arguments)
+    arguments = _template_arguments(chat.template_arguments, tokenizer)
     if not chat.messages:
         raise invalid_field("chat.messages", "chat.messages is empty; at least 1 message is needed", given=0)
     for i, each in enumerate(chat.messages):
@@ -211,14 +212,21 @@ def apply_template(chat: draft_service_pb2.ChatPrompt, tokenizer: Tokenizer) -> 
         raise invalid_field("chat.messages", f"the model's chat template rejects chat.messages: {error}") from None
 
 
-def _template_arguments(text: str) -> dict[str, Any]:
+def _template_arguments(text: str, tokenizer: Tokenizer) -> dict[str, Any]:
     field = "chat.template_arguments"
+    if len(text) > MOST_ARGUMENT_CHARS:
+        raise above_limit(field, len(text), MOST_ARGUMENT_CHARS, noun="character")
     try:
-        found = json.loads(text or "{}")
+        found = json.loads(text or "{}", parse_constant=_refuse_constant)
     except (ValueError, RecursionError):
         found = None
     if not isinstance(found, dict):
         raise invalid_field(field, f"{field} is no JSON object; give names of variables with their values")
-    if reserved := sorted(found.keys() & RESERVED_ARGUMENTS):
+    own = RESERVED_ARGUMENTS.union(role for role, _, _ in tokenizer.special_tokens())
+    if reserved := sorted(found.keys() & own):
         raise invalid_field(field, f"{field} has {reserved[0]}, which the service gives itself: leave it out")
     return found
+
+
+def _refuse_constant(name: str) -> None:
+    raise ValueError(f"{name} is not a number of JSON")

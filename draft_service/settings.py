@@ -140,8 +140,8 @@ class DraftSettings(ServiceSettings):
     verifier_timeout: float = Field(
         30.0,
         gt=0,
-        description="seconds without a message after which a sequence leaves a verifier that owes it an answer; give "
-        "more than 5: sequences that wait there get a notice every 5 s",
+        description="a sequence moves to another verifier if the one that owes it an answer sends nothing for so many "
+        "seconds; more than 5, since waiting sequences get a notice every 5 s",
     )
     failover_timeout: float = Field(
         30.0, ge=0, description="seconds that a sequence waits for another verifier after a loss"

@@ -80,7 +80,8 @@ def tokenize(
     found = draft_service_pb2.TokenizeResponse(token_ids=ids, token_texts=_texts(ids, tokenizer))
     if (size := found.ByteSize()) > (most_bytes := pair.draft.limits.max_message_bytes):
         text = f"{field} has {counted(len(ids), 'token')}, and the answer {size} bytes; at most {most_bytes}"
-        raise invalid_field(field, f"{text} (--max-message-bytes): send less at once", given=size, maximum=most_bytes)
+        text = f"{text} (--max-message-bytes): send less at once"
+        raise invalid_field(field, text, given=size, max_message_bytes=most_bytes)
     return found
 
 

@@ -6,7 +6,6 @@ import logging
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
-from urllib.parse import urlsplit
 
 import click
 
@@ -38,8 +37,9 @@ _ASK_S = 60.0
 def _host_names(_context: click.Context, _option: click.Parameter, names: tuple[str, ...]) -> list[str]:
     """The names as a Host header is compared with them: in lower case, without a port."""
     for name in names:
-        if (":" in name or "/" in name) and ip_address(name.strip("[]")) is None:
-            raise click.BadParameter(f"{name} has a scheme or a port; give the name alone, such as api.example.org")
+        is_name = name.strip("*.") or name == "*"
+        if not is_name or ((":" in name or "/" in name) and ip_address(name.strip("[]")) is None):
+            raise click.BadParameter(f"{name} is no name alone, such as api.example.org or *.example.org")
     return [name.lower().rstrip(".") for name in names]
 
 
@@ -47,10 +47,10 @@ def _origins(_context: click.Context, _option: click.Parameter, origins: tuple[s
     """The origins as browsers write them: in lower case, without the scheme's own port."""
     found = []
     for origin in origins:
-        parts = urlsplit(origin.lower().rstrip("/"))
-        if origin != "*" and (parts.scheme not in _PORTS or not parts.netloc or parts.path or parts.query):
+        scheme, _, host = origin.lower().rstrip("/").partition("://")
+        if origin not in ("*", "null") and (not host or set(host) & set("/?#@")):
             raise click.BadParameter(f"{origin} is not an origin, such as https://example.org")
-        found.append(origin if origin == "*" else f"{parts.scheme}://{parts.netloc.removesuffix(_PORTS[parts.scheme])}")
+        found.append(f"{scheme}://{host.removesuffix(_PORTS.get(scheme, ''))}" if host else origin)
     return found
 
 
@@ -130,7 +130,7 @@ http_options = group(
     click.option(
         "--http-grace",
         metavar="SECONDS",
-        type=FloatRange(min=0),
+        type=FloatRange(min=1),
         default=30.0,
         help="Time for answers in progress to end after a signal.",
     ),

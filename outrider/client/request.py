@@ -149,7 +149,10 @@ def build_tokenize(prompt: TextOrMessages, options: TokenizeOptions) -> draft_se
 
     Raises:
         InvalidRequest: a value that protobuf cannot hold.
+        TypeError: an unknown option.
     """
+    if unknown := options.keys() - TokenizeOptions.__annotations__.keys():
+        raise TypeError(f"there is no option {min(unknown)}; outrider.client.request.TokenizeOptions has all")
     found = draft_service_pb2.GenerateRequest()
     _carry(found, "prompt", prompt)
     if (arguments := options.get("template_arguments")) is not None:

@@ -233,6 +233,10 @@ class Generation(Call):
 
     # ------------------------------------------------------------------------------------------------- going on
 
+    @staticmethod
+    def _needs_no(request: pb.GenerateRequest, *features: str) -> None:
+        request.required_features[:] = [each for each in request.required_features if each not in features]
+
     def request(self) -> pb.GenerateRequest:
         """The request for the rest: the original one if nothing was delivered."""
         self._parts.clear()
@@ -248,6 +252,7 @@ class Generation(Call):
             require(request, "encoder")
         elif self._has_encoder is False:
             request.token_ids.ids[:] = started.prompt_token_ids  # in place of text or messages
+            self._needs_no(request, "message_names", "template_arguments")
         if self._is_scored:
             request.ClearField("prompt_logprobs")
         request.committed_token_ids[:] = self._tokens
@@ -258,9 +263,8 @@ class Generation(Call):
         request.sampling.rule = cast("sampling_pb2.AcceptanceRule", started.rule.number)
         request.weights_fingerprint = started.weights_fingerprint
         request.max_new_tokens = started.max_new_tokens
-        if request.fill_context:
-            request.ClearField("fill_context")
-            request.required_features.remove("fill_context")
+        request.ClearField("fill_context")
+        self._needs_no(request, "fill_context")
         if started.policy is not SpeculationPolicy.UNSPECIFIED:  # with a seed the default is another
             request.speculation.policy = cast("pb.SpeculationPolicy", started.policy.number)
         if started.tokens_per_pass:  # a seed's text depends on it, and services may have other defaults

@@ -126,7 +126,7 @@ class Front:
         messages = conversation(body.messages)
         await self._check_model(body.model)
         self._check_samples(body.n, 1)
-        options = body.options() | {"template_arguments": body.chat_template_kwargs}
+        options = body.options() | {"template_arguments": body.chat_template_kwargs or None}
         limit = "max_tokens" if body.max_completion_tokens is None else "max_completion_tokens"
         names = {"max_new_tokens": limit, "logprobs.top_n": "top_logprobs", "chat": "messages", "prompt": "messages"}
         if body.most_tokens is not None:
@@ -222,7 +222,7 @@ class Front:
             raise invalid("prompt", "give exactly one of prompt and messages")
         prompt: str | Sequence[Message] = body.prompt if body.prompt is not None else conversation(body.messages or [])
         found = await self._pair.client.tokenize(
-            prompt, add_special_tokens=body.add_special_tokens, template_arguments=body.chat_template_kwargs
+            prompt, add_special_tokens=body.add_special_tokens, template_arguments=body.chat_template_kwargs or None
         )
         return _json(
             {

@@ -43,7 +43,7 @@ class Pair:
         self._found: pb.DraftServiceGetModelResponse | None = None
         self._when = -KNOWN_FOR_S  # a service described itself
         self._asking: asyncio.Task[None] | None = None
-        self._fetching: asyncio.Task[None] | None = None  # of the texts of all tokens
+        self._fetching: asyncio.Task[dict[int, str]] | None = None  # of the texts of all tokens
         self._texts: dict[int, str] = {}
 
     @property
@@ -163,25 +163,27 @@ class Pair:
         Raises:
             OutriderError: the service refuses a token, or does not answer.
         """
-        missing = sorted({token for token in ids if token not in self._texts})
+        texts = self._texts
+        missing = sorted({token for token in ids if token not in texts})
         if missing and self.hides_sizes:
             if self._fetching is None:
                 self._fetching = asyncio.create_task(self._fetch_all())
-            await asyncio.shield(self._fetching)
-        else:
-            await self._fetch(missing)
-        return self._texts
+            return await asyncio.shield(self._fetching)
+        await self._fetch(missing, texts)
+        return texts
 
-    async def _fetch_all(self) -> None:
+    async def _fetch_all(self) -> dict[int, str]:
         """Once for all that wait; what an earlier try fetched is kept."""
+        texts = self._texts
         try:
-            await self._fetch([token for token in range(self.known.target.vocab_size) if token not in self._texts])
+            await self._fetch([token for token in range(self.known.target.vocab_size) if token not in texts], texts)
         finally:
             self._fetching = None
+        return texts
 
-    async def _fetch(self, tokens: Sequence[int]) -> None:
+    async def _fetch(self, tokens: Sequence[int], texts: dict[int, str]) -> None:
         size = min(_LARGEST_PIECE, self.most_tokens)
         for start in range(0, len(tokens), size):
             piece = tokens[start : start + size]
             found = await self.client.detokenize(piece)
-            self._texts.update(zip(piece, found.token_texts, strict=True))
+            texts.update(zip(piece, found.token_texts, strict=True))

@@ -7,6 +7,7 @@ from functools import cached_property
 from itertools import takewhile
 from typing import Any
 
+from jinja2 import TemplateError
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 from transformers.tokenization_utils_tokenizers import TokenizersBackend
 from transformers.utils.chat_template_utils import render_jinja_template
@@ -20,6 +21,8 @@ RESERVED_ARGUMENTS = frozenset({"messages"}).union(
     inspect.signature(PreTrainedTokenizerBase.apply_chat_template).parameters,
     inspect.signature(render_jinja_template).parameters,
 )
+# A template rejects its messages, or one of its operations fails.
+_OF_TEMPLATES = (TemplateError, TypeError, ValueError, LookupError, AttributeError, ArithmeticError, RecursionError)
 _BROKEN = "\ufffd"  # decoders write it for invalid bytes, and for an incomplete character
 
 
@@ -102,13 +105,12 @@ class Tokenizer:
         if not self.has_chat_template:
             raise ChatTemplateError("the tokenizer has no chat template: give the prompt as text or as token ids")
         try:
-            ids = self._tokenizer.apply_chat_template(
-                [dict(each) for each in messages],
-                add_generation_prompt=True, tokenize=True, return_dict=False, **arguments or {},
-            )  # fmt: skip
-        except Exception as error:  # of jinja2, or of an operation in the template
+            text = self._tokenizer.apply_chat_template(
+                [dict(each) for each in messages], add_generation_prompt=True, tokenize=False, **arguments or {}
+            )
+        except _OF_TEMPLATES as error:
             raise ChatTemplateError(str(error)) from error
-        return list(ids)
+        return self.encode(text, add_special=False)
 
     def decode(self, ids: Sequence[int], skip_special: bool = True) -> str:
         """The text of tokens, without cleaning up spaces. Ids without a token have no text."""

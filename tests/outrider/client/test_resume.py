@@ -313,6 +313,16 @@ def test_a_continued_request_has_the_length_of_its_start() -> None:
     assert (request.fill_context, request.max_new_tokens, list(request.required_features)) == (False, 9, [])
 
 
+def test_a_continued_conversation_needs_no_feature_of_its_template() -> None:
+    """Its tokens take its place: a service without the feature may continue it."""
+    messages = [{"role": "user", "content": "x", "name": "Ada"}]
+    generation = Generation(build(messages, {"template_arguments": {"a": 1}}), None, None)
+    assert set(generation.request().required_features) == {"message_names", "template_arguments"}
+    generation.take(replace(STARTED, prompt_token_ids=(7, 8)))
+    request = generation.request()
+    assert (list(request.token_ids.ids), list(request.required_features)) == ([7, 8], [])
+
+
 def test_only_what_is_delivered_is_progress() -> None:
     """A service that queues each attempt, or sends what was delivered already, and then fails is left in time."""
     generation = Generation(pb.GenerateRequest(text="a text"), None, None)

@@ -48,8 +48,12 @@ def test_arguments_reach_the_template(http: httpx.Client, chat: Post, ours: Clie
     assert list(wanted.started.prompt_token_ids) == found
     answer = chat(QUESTION, chat_template_kwargs=arguments, temperature=0, max_tokens=8)
     assert answer["choices"][0]["message"]["content"] == wanted.text
+    without = http.post("/tokenize", json={"messages": messages, "chat_template_kwargs": {}})
+    assert without.json()["tokens"] == list(ours.tokenize(messages).token_ids)
     with pytest.raises(InvalidRequest, match="template_arguments is given; only messages have a chat template"):
         ours.complete("a text", template_arguments=arguments)
+    with pytest.raises(TypeError, match="there is no option template_argument;"):
+        ours.tokenize(messages, template_argument=arguments)  # type: ignore[call-arg]
 
 
 @pytest.mark.parametrize(
@@ -58,10 +62,12 @@ def test_arguments_reach_the_template(http: httpx.Client, chat: Post, ours: Clie
         ({"tools": []}, "chat_template_kwargs has tools, which the service gives itself"),
         ({"messages": []}, "chat_template_kwargs has messages"),
         ({"add_generation_prompt": False}, "chat_template_kwargs has add_generation_prompt"),
+        ({"bos_token": "x"}, "chat_template_kwargs has bos_token"),
+        ({"mood": "m" * 16_384}, "chat_template_kwargs has 16396 characters; at most 16384"),
         ({"mood": 3}, "the model's chat template rejects messages: unsupported operand"),
         ([1], "chat_template_kwargs is [1]; it must be a valid dictionary"),
     ],
-    ids=["tools", "messages", "the beginning of an answer", "a wrong type", "a list"],
+    ids=["tools", "messages", "the beginning of an answer", "a special token", "too long", "a wrong type", "a list"],
 )
 def test_a_wrong_argument_of_the_template_is_refused(http: httpx.Client, arguments: Any, words: str) -> None:
     body = {"messages": [{"role": "user", "content": "x"}], "chat_template_kwargs": arguments, "max_tokens": 1}

@@ -25,15 +25,17 @@ def test_a_gateway_answers_until_sigterm(draft_address: str, tmp_path: Path) -> 
     keys = tmp_path / "keys"
     keys.write_text("a-key-of-some-length\n")
     flags = ("--draft", draft_address, "--http", "127.0.0.1:0", "--http-key-file", str(keys), "--http-model", "mine")
-    names = ("--http-allowed-host", "API.Example.org.", "--http-cors-origin", "https://Good.example:443/")
+    names = ("--http-allowed-host", "API.Example.org.", "--http-cors-origin", "https://Good.example:443/",
+             "--http-cors-origin", "tauri://localhost", "--http-cors-origin", "null")  # fmt: skip
     command = Command("outrider.cli", "gateway", *flags, *names, "--frame-bytes", "512", "--vllm-metrics")
     url = _url(command, r"at (http://\S+)/v1")
     headers = {"authorization": "Bearer a-key-of-some-length"}
     assert "--frame-bytes" in httpx.get(url).text, "the reason why the playground is off"
     assert 'vllm:num_requests_running{model_name="mine"} 0.0' in httpx.get(f"{url}/metrics").text
     assert httpx.get(f"{url}/health", headers={"host": "api.example.org"}).status_code == 200, "names have no case"
-    asked = {"origin": "https://good.example", "access-control-request-method": "POST"}
-    assert httpx.options(f"{url}/v1/completions", headers=asked).status_code == 200, "nor have origins"
+    for origin in ("https://good.example", "tauri://localhost", "null"):
+        asked = {"origin": origin, "access-control-request-method": "POST"}
+        assert httpx.options(f"{url}/v1/completions", headers=asked).status_code == 200, origin
     body = {"model": "mine", "prompt": "x", "max_tokens": 100, "ignore_eos": True, "stream": True}
     with httpx.stream("POST", f"{url}/v1/completions", json=body, headers=headers, timeout=60) as response:
         assert response.status_code == 200
@@ -52,9 +54,11 @@ def test_a_gateway_answers_until_sigterm(draft_address: str, tmp_path: Path) -> 
         (("--http", "127.0.0.1:0", "--http-tls-key", __file__), 2, "--http-tls-key needs --http-tls-cert"),
         (("--http", "127.0.0.1:0", "--http-key-file", __file__), 2, "is not a token"),
         (("--http", "nowhere"), 2, "is not HOST:PORT"),
-        (("--http-grace", "-1"), 2, "-1.0 is not in the range"),
-        (("--http-allowed-host", "b.org:443"), 2, "'--http-allowed-host': b.org:443 has a scheme or a port"),
+        (("--http-grace", "0.5"), 2, "0.5 is not in the range x>=1"),
+        (("--http-allowed-host", "b.org:443"), 2, "'--http-allowed-host': b.org:443 is no name alone"),
+        (("--http-allowed-host", "*."), 2, "'--http-allowed-host': *. is no name alone"),
         (("--http-cors-origin", "b.org"), 2, "'--http-cors-origin': b.org is not an origin"),
+        (("--http-cors-origin", "https://"), 2, "'--http-cors-origin': https:// is not an origin"),
         (("--http-cors-origin", "https://b.org/app"), 2, "'--http-cors-origin': https://b.org/app is not an origin"),
         (("--http", "unix:/tmp/x"), 2, "--http: 'unix:/tmp/x' is not HOST:PORT"),
         (("--http", "203.0.113.1:1", "--http-plaintext"), 1, "cannot listen at 203.0.113.1:1"),
