@@ -407,7 +407,8 @@ async def warm_up(drafter: Drafter, engine: DraftEngine, probe: DraftSequence) -
     """
     drafting = drafter.open(probe)
     try:
-        await first_result(engine, drafting.propose(PROBE_GAMMA))
+        if error := (await first_result(engine, drafting.propose(PROBE_GAMMA))).error:
+            raise error
     except DraftError as error:
         _log.warning("drafting failed", at="warm-up", reason=str(error), effect="the target writes without a draft")
     finally:

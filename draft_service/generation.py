@@ -183,19 +183,23 @@ class Sample:
             sequence.propose(draft, gamma=self._gamma.gamma, start=self._draft_start)
 
     async def _finish_draft(self, pending: Awaitable[Draft]) -> Draft | None:
-        """The proposal; None if drafting failed."""
+        """The proposal; None if drafting failed before its first token."""
         try:
-            return await pending
+            draft = await pending
+            failed = draft.error
         except DraftError as error:
+            draft, failed = None, error
+        if failed is not None:
             self.sequence.counts.message.num_draft_failures += 1
             _log.warning(
                 "drafting failed",
                 request_id=self._request.request_id,
                 sample=self.sequence.index,
-                reason=str(error),
-                effect="the target writes without a draft",
+                reason=str(failed),
+                drafted=0 if draft is None else len(draft.token_ids),
+                effect="the target writes on without a draft",
             )
-            return None
+        return draft
 
     async def _next_verdict(self, target: FailoverStream) -> speculation_pb2.Verdict:
         verdict = await target.verdict()

@@ -204,7 +204,7 @@ def show_drafters(metrics: Metrics, drafters: Mapping[Kind, GuardedDrafter], eng
 
 
 def _of_drafters(drafters: Mapping[Kind, GuardedDrafter]) -> Iterator[Metric]:
-    failures = "Proposals that the drafter failed to give: it raised an error, was late, or gave an invalid one."
+    failures = "Proposals that were missing, late or invalid, or that an error ended."
     for name, text, field in (
         ("draft_proposals", "Proposals that the drafter gave.", "proposals"),
         ("spec_decode_num_draft_tokens", "Drafted tokens.", "tokens"),

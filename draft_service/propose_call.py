@@ -24,7 +24,16 @@ from draft_service.validation import (
     check_target_sampling,
     check_tokens_per_pass,
 )
-from outrider.rpc.errors import internal, invalid_field, out_of_order, outcome, overloaded, write, wrong_base
+from outrider.rpc.errors import (
+    RequestError,
+    internal,
+    invalid_field,
+    out_of_order,
+    outcome,
+    overloaded,
+    write,
+    wrong_base,
+)
 from outrider.rpc.timeouts import first_message, kind_of_next
 from outrider.service.encoder_input import check_opening_input
 from outrider.service.model_info import check_features, check_name
@@ -125,6 +134,8 @@ class ProposeCall:
                     await writing.wait_for(self._write(proposal=progress.proposal(draft)))
                 except TimeoutError:
                     raise claim.idle("the client read no proposals", "--slow-client-timeout", writing) from None
+                if draft.error is not None:
+                    raise _failed(draft.error)
 
     async def _next(self) -> draft_service_pb2.ProposeRequest | None:
         message = cast("Any", await self._context.read())
@@ -139,10 +150,14 @@ async def _propose(drafting: Drafting, advance: draft_service_pb2.Advance) -> Dr
     try:
         return await drafting.propose(advance.gamma)
     except DraftError as error:
-        text = f"drafting failed: {error}"
-        if error.reason == "OVERLOADED":  # late
-            raise overloaded(f"{text}; open the sequence again later", retry_after=FIRST_BACKOFF_S) from None
-        raise internal(error.reason, text) from None
+        raise _failed(error) from None
+
+
+def _failed(error: DraftError) -> RequestError:
+    text = f"drafting failed: {error}"
+    if error.reason == "OVERLOADED":  # late
+        return overloaded(f"{text}; open the sequence again later", retry_after=FIRST_BACKOFF_S)
+    return internal(error.reason, text)
 
 
 class _Progress:

@@ -200,8 +200,8 @@ class Drafting(ABC):
     def propose(self, gamma: int) -> Awaitable[Draft]:
         """Begins to draft at once; await the result. One proposal at a time.
 
-        The proposal has min(`gamma`, `capacity()`) tokens, or fewer if the drafter finds no more or `max_entropy`
-        ends it.
+        The proposal has min(`gamma`, `capacity()`) tokens, or fewer if the drafter finds no more, or if `max_entropy`
+        or an error ends it.
 
         Raises:
             DraftError: when awaited.

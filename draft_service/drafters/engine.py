@@ -338,5 +338,4 @@ class DraftEngine(Engine[Propose | Close, DraftWork, Sequence[Drawn]]):
         if sequence in self._busy:
             self._busy.remove(sequence)
         sequence.failed = True
-        sequence.judged = 0  # this round is compared with none
         sequence.finish(error if isinstance(error, DraftError) else DraftError(f"{type(error).__name__}: {error}"))

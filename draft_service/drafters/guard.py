@@ -1,9 +1,10 @@
 """The guard around every drafter: timeout, validation and backoff. A request gets a valid proposal or a `DraftError`.
 
-A proposal fails if the drafter raises, is late, or returns a proposal that the verifier would refuse. The sequence then
-waits, and opens the drafter again with all committed tokens. After several failures in a row, over all sequences, the
-guard sends a probe: a proposal of its own. If the probe fails too, the drafter is down for all sequences until a later
-probe succeeds. Failures of requests alone never take it down: a client's prompt or parameters may cause them.
+A proposal fails if the drafter raises, is late, or returns a proposal that the verifier would refuse. One that an error
+ends after its first token counts as failed, too, but is sent. After a failure the sequence waits, and opens the drafter
+again with all committed tokens. After several failures in a row, over all sequences, the guard sends a probe: a
+proposal of its own. If the probe fails too, the drafter is down for all sequences until a later probe succeeds.
+Failures of requests alone never take it down: a client's prompt or parameters may cause them.
 """
 
 import asyncio
@@ -74,10 +75,10 @@ class Cost:
     """Totals of a drafter over all its sequences.
 
     Attributes:
-        proposals: valid proposals.
+        proposals: those that did not fail.
         tokens: drafted tokens in them.
         seconds: from request to proposal, summed, with waits for other sequences.
-        failures: failed, late or invalid proposals.
+        failures: missing, late and invalid proposals, and those that an error ended.
         cache_queries: proposals whose last verdict the outcome cache had drafted for.
         cache_hits, cache_drafted, cache_used, cache_saved_seconds: sums of `CacheUse`.
     """
@@ -282,7 +283,6 @@ class GuardedDrafting(Drafting):
                 raise error if isinstance(error, DraftError) else DraftError(str(error), reason="OVERLOADED") from None
             raise DraftError(f"the drafter failed: {type(error).__name__}: {error}") from None
         if draft.error is not None:
-            _log.warning("drafting failed", reason=str(draft.error), effect="the proposal ends before that token")
             self.close()
             self._fail()
             return draft

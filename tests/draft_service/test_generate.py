@@ -375,6 +375,16 @@ def test_the_target_continues_alone_if_the_drafter_fails(draft: grpc.Channel, pa
     assert any("drafting failed" in line and "breaks" in line for line in pair_process.log_lines())
 
 
+def test_tokens_before_a_failure_of_the_drafter_are_sent(draft: grpc.Channel, pair_process: ServiceProcess) -> None:
+    params = sampling(0.0, seed=1, logit_bias=[{"token_id": BREAKING_TOKEN, "bias": 100.0}])
+    sample = write(draft, IDS, request_id="breaks late", sampling=params, gamma=5, max_new_tokens=12, ignore_eos=True)
+    assert sample.ids == [BREAKING_TOKEN] * 12
+    counts = sample.end.statistics
+    assert (counts.num_drafts, counts.num_draft_tokens, counts.num_draft_recoveries) == (1, 1, 0)
+    assert counts.num_draft_failures >= 1
+    assert any("drafting failed" in line and "breaks late" in line for line in pair_process.log_lines())
+
+
 SIGMOID = sampling_pb2.ACCEPTANCE_RULE_SIGMOID
 
 

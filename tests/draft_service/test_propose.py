@@ -16,6 +16,7 @@ from outrider.rpc.errors import RequestError
 from protos.outrider.v1 import draft_service_pb2, model_pb2, sampling_pb2
 from tests.draft_service import oracle
 from tests.draft_service.calls import BLOCK, COUPLED, PROMPT, TOKENWISE, ProposeStream, sampling, write
+from tests.draft_service.pairs import BREAKING_TOKEN
 
 IDS = oracle.encode(PROMPT)
 TOKENS = 30
@@ -64,6 +65,18 @@ async def test_a_late_drafter_may_be_asked_again(reason: str, code: grpc.StatusC
         await _propose(drafting, draft_service_pb2.Advance(gamma=2))
     assert (caught.value.code, caught.value.reason) == (code, reason)
     assert (caught.value.retry_after is not None) == (reason == "OVERLOADED")
+
+
+def test_a_proposal_that_an_error_ends_is_sent_before_the_error(draft: grpc.Channel) -> None:
+    params = sampling(0.0, seed=1, logit_bias=[{"token_id": BREAKING_TOKEN, "bias": 100.0}])
+    with ProposeStream(draft) as drafts:
+        drafts.open(IDS, sampling=params)
+        drafts.take()
+        drafts.advance(1, len(IDS), [], 4)
+        assert list(drafts.take().proposal.token_ids) == [BREAKING_TOKEN]
+        with pytest.raises(grpc.RpcError, match=r"drafting failed: .*NaN or infinite") as caught:
+            drafts.take()
+    assert caught.value.code() is grpc.StatusCode.INTERNAL
 
 
 async def test_the_log_names_an_internal_error() -> None:
