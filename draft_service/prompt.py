@@ -188,7 +188,7 @@ def apply_template(chat: draft_service_pb2.ChatPrompt, tokenizer: Tokenizer) -> 
         RequestError: INVALID_ARGUMENT: it is empty, has a message without a role or arguments that the template cannot
             have, or the template rejects it; FAILED_PRECONDITION: there is no template.
     """
-    arguments = _template_arguments(chat.template_arguments, tokenizer)
+    arguments = _template_arguments(chat.template_arguments)
     if not chat.messages:
         raise invalid_field("chat.messages", "chat.messages is empty; at least 1 message is needed", given=0)
     for i, each in enumerate(chat.messages):
@@ -212,18 +212,18 @@ def apply_template(chat: draft_service_pb2.ChatPrompt, tokenizer: Tokenizer) -> 
         raise invalid_field("chat.messages", f"the model's chat template rejects chat.messages: {error}") from None
 
 
-def _template_arguments(text: str, tokenizer: Tokenizer) -> dict[str, Any]:
+def _template_arguments(text: str) -> dict[str, Any]:
     field = "chat.template_arguments"
     if len(text) > MOST_ARGUMENT_CHARS:
         raise above_limit(field, len(text), MOST_ARGUMENT_CHARS, noun="character")
     try:
         found = json.loads(text or "{}", parse_constant=_refuse_constant)
+        json.dumps(found, ensure_ascii=False).encode()  # a lone surrogate fails here, not in the tokenizer
     except (ValueError, RecursionError):
         found = None
     if not isinstance(found, dict):
         raise invalid_field(field, f"{field} is no JSON object; give names of variables with their values")
-    own = RESERVED_ARGUMENTS.union(role for role, _, _ in tokenizer.special_tokens())
-    if reserved := sorted(found.keys() & own):
+    if reserved := sorted(found.keys() & RESERVED_ARGUMENTS):
         raise invalid_field(field, f"{field} has {reserved[0]}, which the service gives itself: leave it out")
     return found
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import re
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -37,8 +38,9 @@ _ASK_S = 60.0
 def _host_names(_context: click.Context, _option: click.Parameter, names: tuple[str, ...]) -> list[str]:
     """The names as a Host header is compared with them: in lower case, without a port."""
     for name in names:
-        is_name = name.strip("*.") or name == "*"
-        if not is_name or ((":" in name or "/" in name) and ip_address(name.strip("[]")) is None):
+        bare = name.removeprefix("*.").strip(".")
+        is_name = bare and not set(bare) & set("*/:")
+        if name != "*" and not is_name and ip_address(name.strip("[]")) is None:
             raise click.BadParameter(f"{name} is no name alone, such as api.example.org or *.example.org")
     return [name.lower().rstrip(".") for name in names]
 
@@ -48,7 +50,8 @@ def _origins(_context: click.Context, _option: click.Parameter, origins: tuple[s
     found = []
     for origin in origins:
         scheme, _, host = origin.lower().rstrip("/").partition("://")
-        if origin not in ("*", "null") and (not host or set(host) & set("/?#@")):
+        is_origin = re.fullmatch(r"[a-z][a-z0-9+.-]*", scheme) and host and not set(host) & set("/?#@")
+        if origin not in ("*", "null") and not is_origin:
             raise click.BadParameter(f"{origin} is not an origin, such as https://example.org")
         found.append(f"{scheme}://{host.removesuffix(_PORTS.get(scheme, ''))}" if host else origin)
     return found

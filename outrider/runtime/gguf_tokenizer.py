@@ -11,7 +11,7 @@ from transformers import PreTrainedTokenizerFast
 from transformers.utils.chat_template_utils import render_jinja_template
 
 from outrider.runtime.errors import CheckpointError
-from outrider.runtime.tokenizer import ChatTemplateError, Tokenizer
+from outrider.runtime.tokenizer import TEMPLATE_ERRORS, ChatTemplateError, Tokenizer
 
 _ROLES = (
     *("bos_token", "eos_token", "pad_token", "unk_token", "sep_token", "cls_token", "mask_token"),
@@ -101,7 +101,7 @@ class LlamaTokenizer(Tokenizer):
                 [[dict(each) for each in messages]], chat_template=self._template, add_generation_prompt=True,
                 **tokens | dict(arguments or {}),
             )  # fmt: skip
-        except Exception as error:  # of jinja2, or raised by the template
+        except TEMPLATE_ERRORS as error:
             raise ChatTemplateError(str(error)) from error
         return self.encode(texts[0], add_special=False)
 

@@ -18,11 +18,12 @@ from outrider.runtime.loader import ModelSource
 
 # The names that templates get from the service or from transformers, and the parameters of transformers' functions.
 RESERVED_ARGUMENTS = frozenset({"messages"}).union(
+    PreTrainedTokenizerBase.SPECIAL_TOKENS_ATTRIBUTES,
     inspect.signature(PreTrainedTokenizerBase.apply_chat_template).parameters,
     inspect.signature(render_jinja_template).parameters,
 )
 # A template rejects its messages, or one of its operations fails.
-_OF_TEMPLATES = (TemplateError, TypeError, ValueError, LookupError, AttributeError, ArithmeticError, RecursionError)
+TEMPLATE_ERRORS = (TemplateError, TypeError, ValueError, LookupError, AttributeError, ArithmeticError, RecursionError)
 _BROKEN = "\ufffd"  # decoders write it for invalid bytes, and for an incomplete character
 
 
@@ -108,7 +109,7 @@ class Tokenizer:
             text = self._tokenizer.apply_chat_template(
                 [dict(each) for each in messages], add_generation_prompt=True, tokenize=False, **arguments or {}
             )
-        except _OF_TEMPLATES as error:
+        except TEMPLATE_ERRORS as error:
             raise ChatTemplateError(str(error)) from error
         return self.encode(text, add_special=False)
 

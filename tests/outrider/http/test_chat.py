@@ -52,6 +52,8 @@ def test_arguments_reach_the_template(http: httpx.Client, chat: Post, ours: Clie
     assert without.json()["tokens"] == list(ours.tokenize(messages).token_ids)
     with pytest.raises(InvalidRequest, match="template_arguments is given; only messages have a chat template"):
         ours.complete("a text", template_arguments=arguments)
+    with pytest.raises(InvalidRequest, match="template_arguments is no JSON object"):
+        ours.tokenize(messages, template_arguments={"mood": "\ud800"})  # half a character
     with pytest.raises(TypeError, match="there is no option template_argument;"):
         ours.tokenize(messages, template_argument=arguments)  # type: ignore[call-arg]
 
@@ -67,7 +69,6 @@ def test_arguments_reach_the_template(http: httpx.Client, chat: Post, ours: Clie
         ({"mood": 3}, "the model's chat template rejects messages: unsupported operand"),
         ([1], "chat_template_kwargs is [1]; it must be a valid dictionary"),
     ],
-    ids=["tools", "messages", "the beginning of an answer", "a special token", "too long", "a wrong type", "a list"],
 )
 def test_a_wrong_argument_of_the_template_is_refused(http: httpx.Client, arguments: Any, words: str) -> None:
     body = {"messages": [{"role": "user", "content": "x"}], "chat_template_kwargs": arguments, "max_tokens": 1}
