@@ -249,7 +249,9 @@ class GuardedDrafting(Drafting):
         requested, proposal = asyncio.get_running_loop().time(), None
         is_ready = self.is_ready()
         if is_ready and self._error is None:
-            self._late = None
+            late, self._late = self._late, None
+            if late is not None and (late.cancelled() or late.exception() or late.result().error):
+                self.close()  # its KV cache may be spoiled
             proposal = self._attempt(lambda: begun(self._open().propose(gamma)), None)
         return _Answer(lambda: self._answer(proposal, gamma, requested, is_ready=is_ready))
 
@@ -266,7 +268,7 @@ class GuardedDrafting(Drafting):
         self, proposal: "asyncio.Future[Draft] | None", gamma: int, requested: float, *, is_ready: bool
     ) -> Draft:
         if not is_ready:
-            raise DraftError("the drafter is in backoff after a failure")
+            raise DraftError("the drafter is in backoff after a failure", reason="OVERLOADED")
         try:
             if proposal is None:
                 assert self._error is not None

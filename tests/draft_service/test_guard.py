@@ -200,6 +200,26 @@ async def test_after_a_late_proposal_the_same_sequence_continues() -> None:
     assert (len(drafter.opened), drafter.opened[0].advanced, drafting.recoveries) == (1, [5], 1)
 
 
+@pytest.mark.parametrize("raises", [False, True])
+@fake_clock
+async def test_after_a_late_proposal_that_fails_the_sequence_reopens(raises: bool) -> None:
+    async def fails() -> Draft:
+        await asyncio.sleep(1.0)
+        if raises:
+            raise DraftError("NaN")
+        return replace(FINE, error=DraftError("NaN"))
+
+    drafter = FaultyDrafter(lambda n: FINE if n else fails())
+    drafting = drafter.guarded(timeout=0.5).open(PLAIN)
+    assert (await failure(drafting, "no proposal")).reason == "OVERLOADED"
+    drafting.advance([5])
+    assert (await failure(drafting, "backoff")).reason == "OVERLOADED", "a client of Propose may try again"
+    await asyncio.sleep(FIRST_BACKOFF_S)
+    assert await drafting.propose(4) is FINE
+    assert [each.closed for each in drafter.opened] == [1, 0]
+    assert [*drafter.opened[1].sequence.committed, *drafter.opened[1].advanced] == [4, 5]
+
+
 @pytest.mark.parametrize("failing", ["it raises", "it hangs", "it ends early"])
 @fake_clock
 async def test_a_failed_probe_takes_the_drafter_down_until_a_probe_succeeds(failing: str) -> None:
