@@ -288,8 +288,7 @@ class Emitter:
         return reason
 
     def _read_verdicts(self) -> None:
-        taken = list(self._verdicts)
-        self._verdicts.clear()  # first: after an error nothing may follow the gap
+        taken, self._verdicts = self._verdicts, []  # first: after an error nothing may follow the gap
         for verdict, drafted, report in taken:
             if self._text.stopped_by is None:
                 self._read(verdict, drafted, report)

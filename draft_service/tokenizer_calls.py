@@ -79,9 +79,13 @@ def tokenize(
         ids = tokenizer.encode(message.text, add_special=adds_special)
     found = draft_service_pb2.TokenizeResponse(token_ids=ids, token_texts=_texts(ids, tokenizer))
     if (size := found.ByteSize()) > (most_bytes := pair.draft.limits.max_message_bytes):
-        text = f"{field} has {counted(len(ids), 'token')}, and the answer {size} bytes; at most {most_bytes}"
-        text = f"{text} (--max-message-bytes): send less at once"
-        raise invalid_field(field, text, given=size, max_message_bytes=most_bytes)
+        raise invalid_field(
+            field,
+            f"{field} has {counted(len(ids), 'token')}, and the answer {size} bytes; at most {most_bytes} "
+            "(--max-message-bytes): send less at once",
+            given=size,
+            max_message_bytes=most_bytes,
+        )
     return found
 
 

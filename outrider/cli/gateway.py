@@ -33,6 +33,7 @@ _FILE = click.Path(exists=True, dir_okay=False, path_type=Path)
 
 # Of calls that generate nothing; a text has --http-timeout.
 _ASK_S = 60.0
+_PORTS = {"http": ":80", "https": ":443"}
 
 
 def _host_names(_context: click.Context, _option: click.Parameter, names: tuple[str, ...]) -> list[str]:
@@ -56,8 +57,6 @@ def _origins(_context: click.Context, _option: click.Parameter, origins: tuple[s
         found.append(f"{scheme}://{host.removesuffix(_PORTS.get(scheme, ''))}" if host else origin)
     return found
 
-
-_PORTS = {"http": ":80", "https": ":443"}
 
 # Of the front, without `--http` itself; see `make_server`.
 http_options = group(

@@ -96,7 +96,8 @@ class PackedBatch:
         """The mask of each chunk with a bias by distance (`sdpa.biased_mask`), computed once per batch."""
         found = self._biased.get(id(bias))
         if found is None:
-            found = [biased_mask(bias, *span) for span in zip(self.starts, self.counts, strict=True)]
+            own = bias.to(self.pool.dtype)  # on CUDA, masks must have the dtype of the queries
+            found = [biased_mask(own, *span) for span in zip(self.starts, self.counts, strict=True)]
             self._biased[id(bias)] = found
         return found
 

@@ -202,7 +202,7 @@ def attend_all(
         counts: rows of each chunk.
         keys: of each chunk, `[heads, 1, end, head_dim]`.
         values: like `keys`.
-        masks: of each chunk, `[heads, 1, n, end]` (`biased_mask`); none: each row sees all keys.
+        masks: of each chunk, `[heads, 1, n, end]` (`biased_mask`), in the same dtype; none: each row sees all keys.
 
     Returns:
         `[T, heads, head_dim]`, of any strides.
@@ -212,7 +212,7 @@ def attend_all(
         rows = chunk.transpose(0, 1).unsqueeze(1)
         mask: Tensor | None = None
         if len(masks) > 0:
-            mask = masks[i].to(rows.dtype)  # on CUDA it must not have another one
+            mask = masks[i]
         out = F.scaled_dot_product_attention(rows, keys[i], values[i], attn_mask=mask, scale=scaling)
         parts.append(out.squeeze(1).transpose(0, 1))
     return parts[0] if len(parts) == 1 else torch.cat(parts)

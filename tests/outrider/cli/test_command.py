@@ -246,7 +246,7 @@ def test_json_is_one_standard_object(capsys: pytest.CaptureFixture[str]) -> None
 
 @pytest.mark.parametrize("charset", ["utf-8", "iso-8859-1", "cp1252"])
 def test_json_is_utf_8_or_ascii(charset: str) -> None:
-    """Of other encodings a reader knows nothing, and escapes of missing characters are no JSON."""
+    """JSON readers expect UTF-8. Python's escapes of characters that an encoding lacks are not valid JSON."""
 
     @click.command()
     def command() -> None:

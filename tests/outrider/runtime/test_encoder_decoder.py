@@ -2,11 +2,14 @@
 
 import copy
 import random
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
 
 from outrider.runtime import fused_encoder_decoder
+from outrider.runtime.batch import PackedBatch
 from outrider.runtime.fused_encoder_decoder import FusedCrossDecoder
 from outrider.runtime.loader import adopt
 from outrider.runtime.model_runner import Chunk
@@ -80,6 +83,14 @@ def test_each_norm_and_bias_is_used_at_its_own_place(name: str) -> None:
         runner.encode(slot, own_input)
         found.append(runner.forward([Chunk(slot, tokens, 0, 0)]))
     torch.testing.assert_close(found[1], found[0], rtol=1e-4, atol=1e-3)
+
+
+def test_masks_with_a_bias_have_the_dtype_of_the_queries() -> None:
+    """CUDA refuses any other; a CPU takes all."""
+    unused: Any = None
+    pool: Any = SimpleNamespace(dtype=torch.bfloat16)
+    (mask,) = PackedBatch([3], [2], 2, [0], unused, pool).biased_masks(torch.zeros(4, 8))
+    assert (mask.dtype, mask.shape) == (torch.bfloat16, (4, 1, 2, 5))
 
 
 def test_a_sequence_whose_encoder_has_not_run_is_refused() -> None:
