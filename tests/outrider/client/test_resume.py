@@ -164,10 +164,10 @@ def _within_a_token(texts: Sequence[str]) -> str:
 
 async def test_a_text_resumes_when_its_only_service_is_back(draft_address: str) -> None:
     """Twice in one text; by bytes: a slow client may find all chunks sent, and no message may hold most of them."""
-    options: Options = SAMPLED | {"max_new_tokens": 200, "joined_responses": False}
+    options: Options = SAMPLED | {"max_new_tokens": 600, "joined_responses": False}
     with Proxy(draft_address) as proxy:
         whole, total = await measured(proxy, options)
-        count = 9 * total // 20
+        count = total // 6  # on a busy machine chunks join, and the text has fewer bytes
         async with AsyncClient(proxy.address, timeout=90) as client:
             proxy.close_after(count, Way.DOWN)
             text = asyncio.create_task(client.complete(PROMPT, **options))
