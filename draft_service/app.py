@@ -367,7 +367,7 @@ def vllm_engine(settings: DraftSettings, servicer: DraftService) -> Any:
         from draft_service.vllm_service import VllmEngine
     except Exception as error:  # besides ImportError: of generated code, about versions
         raise SettingsError(
-            f"--vllm-grpc needs the package smg-grpc-proto (pip install '.[vllm]' in a clone of Outrider): {error}"
+            f"--vllm-grpc needs the package smg-grpc-proto (pip install -e '.[vllm]' in a clone of Outrider): {error}"
         ) from error
     return VllmEngine(servicer, settings)
 

@@ -74,7 +74,8 @@ def needs_extra(extra: str) -> Iterator[None]:
         yield
     except ModuleNotFoundError as error:
         raise Failure(
-            f"this command needs {error.name}, which is not installed: pip install '.[{extra}]' in a clone of Outrider"
+            f"this command needs {error.name}, which is not installed: pip install -e '.[{extra}]' in a clone of "
+            "Outrider"
         ) from error
 
 
@@ -104,7 +105,7 @@ def check_picture(path: Path) -> None:
 def check_matplotlib(what: str) -> None:
     """Raises `Failure` if matplotlib, which `what` needs, is missing."""
     if find_spec("matplotlib") is None:
-        raise Failure(f"matplotlib is not installed, and {what} needs it: pip install '.[bench]'")
+        raise Failure(f"matplotlib is not installed, and {what} needs it: pip install -e '.[bench]'")
 
 
 @contextmanager

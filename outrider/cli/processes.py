@@ -394,7 +394,7 @@ def running_pair(
     """
     if find_spec("torch") is None:
         raise ServiceError(
-            "torch is not installed, and services need it: pip install '.[service]' in a clone of Outrider"
+            "torch is not installed, and services need it: pip install -e '.[service]' in a clone of Outrider"
         )
     verifier_address = fixed(verifier_listen)
     of_target, of_draft = threads_of_pair(threads)

@@ -19,7 +19,7 @@ from outrider.client.errors import refused, typed
 from outrider.rpc.errors import failed_precondition
 from protos.outrider.v1 import input_pb2, model_pb2
 
-MISSING = "speech needs the packages numpy, soundfile and soxr: pip install '.[audio]'"
+MISSING = "speech needs the packages numpy, soundfile and soxr: pip install -e '.[audio]'"
 
 FRAME_S = 0.01
 """Seconds of one frame of a model's features."""

@@ -83,7 +83,7 @@ def convert(name: str, output: Path, kind: str, *, revision: str | None = None) 
         import gguf
     except ImportError as error:
         raise CheckpointError(
-            "outrider convert needs the package gguf: pip install '.[llama]' in a clone of Outrider"
+            "outrider convert needs the package gguf: pip install -e '.[llama]' in a clone of Outrider"
         ) from error
     if not is_gguf(output.name):
         raise CheckpointError(f"the name '{output}' does not end in .gguf, by which the services know such a file")

@@ -70,7 +70,7 @@ def library() -> ModuleType:
         import llama_cpp
     except ImportError as error:
         raise CheckpointError(
-            f"a GGUF file needs llama.cpp, which is not installed ({error}): pip install '.[llama]' in a clone of "
+            f"a GGUF file needs llama.cpp, which is not installed ({error}): pip install -e '.[llama]' in a clone of "
             "Outrider"
         ) from error
     except (OSError, RuntimeError) as error:  # of its shared library

@@ -120,7 +120,7 @@ def read_ranks(size: int, program: str) -> Ranks | None:
     if importlib.util.find_spec("accelerate") is None:
         raise SettingsError(
             f"{FLAG} is {size}; tensor parallelism in transformers needs the package accelerate, which is not "
-            "installed (pip install '.[parallel]' in a clone of Outrider)"
+            "installed (pip install -e '.[parallel]' in a clone of Outrider)"
         )
     # Without LOCAL_WORLD_SIZE the other ranks may be on other machines.
     local_size = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))

@@ -129,7 +129,7 @@ class Tracing:
             from opentelemetry.sdk.trace.sampling import ParentBasedTraceIdRatio
         except ImportError as error:
             raise SettingsError(
-                f"--otlp-endpoint: {error.name} is not installed: pip install '.[service]' in a clone of Outrider"
+                f"--otlp-endpoint: {error.name} is not installed: pip install -e '.[service]' in a clone of Outrider"
             ) from error
         exporter = OTLPSpanExporter(
             endpoint=endpoint, insecure=urlsplit(endpoint).scheme == "http", timeout=EXPORT_SECONDS

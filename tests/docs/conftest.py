@@ -12,7 +12,7 @@ from tests.project.tree import ROOT
 
 @pytest.fixture(scope="session")
 def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    pytest.importorskip("material", reason="MkDocs Material is not installed: pip install '.[docs]'")
+    pytest.importorskip("material", reason="MkDocs Material is not installed: pip install -e '.[docs]'")
     folder = tmp_path_factory.mktemp("site")
     done = subprocess.run(
         [sys.executable, "-m", "mkdocs", "build", "--strict", "--quiet", "--site-dir", str(folder)],

@@ -285,7 +285,8 @@ def _check(block: Block, words: list[str]) -> None:
         with (ROOT / "pyproject.toml").open("rb") as file:
             extras = tomllib.load(file)["project"]["optional-dependencies"]
         asked = {extra for word in words[2:] for extra in re.findall(r"[\w-]+", word.partition("[")[2])}
-        assert words[2].partition("[")[0] == ".", f"{block}: {words}"
+        # A copy in place of the clone would not find the models of the demo.
+        assert (words[2], words[3].partition("[")[0]) == ("-e", "."), f"{block}: {words}"
         assert asked <= set(extras), f"{block}: {words}"
     elif words[0] == "outrider" and words[1:2] and not words[1].startswith("-"):
         assert words[1] in outrider_command.commands, f"{block}: outrider {words[1]}"

@@ -78,4 +78,4 @@ def test_a_command_names_the_extras_that_it_needs(arguments: tuple[str, ...], ex
     assert done.returncode != 0
     (line,) = done.stderr.splitlines()
     assert line.startswith("outrider: this command needs ")
-    assert line.endswith(f"which is not installed: pip install '.[{extras}]' in a clone of Outrider")
+    assert line.endswith(f"which is not installed: pip install -e '.[{extras}]' in a clone of Outrider")

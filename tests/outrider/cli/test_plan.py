@@ -74,7 +74,7 @@ def test_without_matplotlib_only_the_picture_fails(tmp_path: Path, monkeypatch: 
     monkeypatch.setitem(sys.modules, "matplotlib", None)
     done = _plan(*GIVEN, "--picture", str(tmp_path / "plan.png"))
     assert (done.exit_code, done.stdout) == (1, "")
-    assert done.stderr == "outrider: matplotlib is not installed, and --picture needs it: pip install '.[bench]'\n"
+    assert done.stderr == "outrider: matplotlib is not installed, and --picture needs it: pip install -e '.[bench]'\n"
     assert _plan(*GIVEN).exit_code == 0
 
 

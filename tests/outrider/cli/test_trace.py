@@ -105,5 +105,5 @@ def test_without_matplotlib_only_the_picture_fails(
     short = ["--draft", draft_address, "--max-new-tokens", "2", "--output", str(tmp_path / "a.json"), PROMPT]
     done = _trace("--picture", str(tmp_path / "a.svg"), *short)
     assert (done.exit_code, done.stdout) == (1, "")
-    assert done.stderr == "outrider: matplotlib is not installed, and --picture needs it: pip install '.[bench]'\n"
+    assert done.stderr == "outrider: matplotlib is not installed, and --picture needs it: pip install -e '.[bench]'\n"
     assert _trace(*short).exit_code == 0

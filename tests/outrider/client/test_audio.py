@@ -225,7 +225,7 @@ def test_a_missing_package_names_the_extra() -> None:
         f"print(len(read_samples({file(np.zeros(99), 8_000)!r}, None, 16000).values))"
     )
     done = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, check=False)
-    error = "speech needs the packages numpy, soundfile and soxr: pip install '.[audio]'\n"
+    error = "speech needs the packages numpy, soundfile and soxr: pip install -e '.[audio]'\n"
     assert (done.stdout, done.stderr) == (3 * error + "198\n", "")
 
 

@@ -85,4 +85,4 @@ def test_the_front_needs_its_extra(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "uvicorn", None)
     done = CliRunner().invoke(main, ["gateway", "--http", "127.0.0.1:0"])
     assert done.exit_code == 1
-    assert "pip install '.[http]'" in done.stderr
+    assert "pip install -e '.[http]'" in done.stderr

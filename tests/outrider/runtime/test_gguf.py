@@ -143,6 +143,6 @@ def test_a_missing_extra_is_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyP
     library.cache_clear()
     with pytest.raises(CheckpointError, match=r"needs llama\.cpp, which is not installed .*'\.\[llama\]'"):
         load_gguf(ModelSource(str(write(tmp_path, WHOLE))))
-    with pytest.raises(CheckpointError, match=r"needs the package gguf: pip install '\.\[llama\]'"):
+    with pytest.raises(CheckpointError, match=r"needs the package gguf: pip install -e '\.\[llama\]'"):
         convert(str(MODELS / "draft"), tmp_path / "out.gguf", "f32")
     library.cache_clear()
