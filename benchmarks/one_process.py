@@ -103,7 +103,7 @@ class OneProcess(DraftApp):
 
     def _connect(self, address: str, name: str) -> RenewedChannel[Any]:
         stub = _Stub(self._target._servicer)
-        return RenewedChannel(address, lambda channel: stub, max_message_bytes=self.max_message_bytes())
+        return RenewedChannel(address, lambda channel: stub, max_message_bytes=self._settings.max_message_bytes)
 
     def stop(self) -> None:
         super().stop()

@@ -34,14 +34,12 @@ from outrider.rpc.auth import OwnToken
 from outrider.rpc.channel import RenewedChannel
 from outrider.rpc.timeouts import NOTICE_SECONDS
 from outrider.rpc.tls import TLS, ChannelTLS, certificate_and_key, from_files
-from outrider.runtime.checkpoint import vocabulary_size
 from outrider.runtime.loader import LoadedModel
 from outrider.runtime.tokenizer import Tokenizer
 from outrider.service.decoder_prompt import DecoderPrompts
 from outrider.service.encoder_input import EncoderInputs, smallest_input
 from outrider.service.lifecycle import Service, Warm, first_result, in_thread
 from outrider.service.loading import (
-    DEFAULT_SEQUENCE_TOKENS,
     Built,
     Loader,
     build_model_runner,
@@ -55,7 +53,6 @@ from outrider.service.metrics import VllmMetrics
 from outrider.service.model_info import describe, describe_tokenizer
 from outrider.service.sampling import RULES
 from outrider.service.settings import SettingsError, check_plaintext
-from outrider.service.wire import largest_generate_request, largest_verify_message, server_limit
 from protos.outrider.v1 import model_pb2
 from protos.outrider.v1.draft_service_pb2_grpc import add_DraftServiceServicer_to_server
 from protos.outrider.v1.verifier_service_pb2_grpc import VerifierServiceStub
@@ -108,9 +105,6 @@ class DraftApp(Service):
         self._replicas: Replicas | None = None
         self.engine: DraftEngine | None = None
 
-    def max_message_bytes(self) -> int:
-        return message_limit(self._settings)
-
     def register(self, server: grpc.aio.Server) -> None:
         add_DraftServiceServicer_to_server(self._servicer, server)
         if self._vllm is not None:
@@ -140,7 +134,6 @@ class DraftApp(Service):
         target = await verifiers.replicas.match(draft)
         limit_by(draft, target, has_logits=built is not None)
         compare_encoders(draft.encoder, target.encoder)
-        compare_messages(settings, target.limits.max_sequence_tokens)
         sparse = SparseConfig(keep_mass=settings.keep_mass, max_support=draft.limits.max_support)
         inputs, prompts = await in_thread(lambda: load_inputs(settings, loaded, target))
         probe = PROBE if inputs is None else replace(PROBE, encoder_input=inputs.tensor(smallest_input(draft.encoder)))
@@ -196,7 +189,7 @@ class DraftApp(Service):
         return RenewedChannel(
             address,
             VerifierServiceStub,
-            max_message_bytes=message_limit(self._settings),
+            max_message_bytes=self._settings.max_message_bytes,
             tls=self._tls,
             token=self._token,
             name=name,  # proxies and certificates know the verifier by it
@@ -281,7 +274,7 @@ def model_info(loaded: LoadedModel | None, tokenizer: Tokenizer, settings: Draft
         "limits": model_pb2.Limits(
             max_gamma=settings.max_gamma,
             max_support=settings.max_support,
-            max_message_bytes=message_limit(settings),
+            max_message_bytes=settings.max_message_bytes,
             max_sequences=settings.max_sequences,
             max_outstanding=1,
             max_samples=min(settings.max_samples, settings.max_sequences),
@@ -324,17 +317,6 @@ def compare_encoders(draft: model_pb2.EncoderInfo, target: model_pb2.EncoderInfo
         )
 
 
-def compare_messages(settings: DraftSettings, sequence_tokens: int) -> None:
-    """Logs a warning if messages may be too small for requests of a target with so many tokens."""
-    if (short := short_of(settings, sequence_tokens)) > 0:
-        _log.warning(
-            "--max-message-bytes is too small",
-            bytes_short=short,
-            effect="the longest prompts that the target takes are refused",
-            action="raise --max-message-bytes",
-        )
-
-
 def verifier_tls(settings: DraftSettings) -> ChannelTLS | None:
     """TLS to verifiers; None is plaintext.
 
@@ -370,33 +352,6 @@ def vllm_engine(settings: DraftSettings, servicer: DraftService) -> Any:
             f"--vllm-grpc needs the package smg-grpc-proto (pip install -e '.[vllm]' in a clone of Outrider): {error}"
         ) from error
     return VllmEngine(servicer, settings)
-
-
-def message_limit(settings: DraftSettings) -> int:
-    """The largest message, in bytes: `--max-message-bytes`, or computed from the draft model and the other limits."""
-    longest = settings.max_sequence_tokens or DEFAULT_SEQUENCE_TOKENS
-    return settings.max_message_bytes or server_limit(
-        _requests(settings, longest),
-        largest_verify_message(
-            sequence_tokens=longest,
-            max_gamma=settings.max_gamma,
-            max_support=settings.max_support,
-            vocab_size=vocabulary_size(settings.model, settings.revision) if loads_model(settings) else None,
-        ),
-    )
-
-
-def short_of(settings: DraftSettings, sequence_tokens: int) -> int:
-    """Bytes by which the longest request for a target with so many tokens exceeds the limit; 0 if it fits."""
-    return max(0, _requests(settings, sequence_tokens) - message_limit(settings))
-
-
-def _requests(settings: DraftSettings, sequence_tokens: int) -> int:
-    return largest_generate_request(
-        sequence_tokens=sequence_tokens,
-        max_stop_strings=settings.max_stop_strings,
-        max_stop_chars=settings.max_stop_string_chars,
-    )
 
 
 async def warm_up(drafter: Drafter, engine: DraftEngine, probe: DraftSequence) -> None:

@@ -13,10 +13,11 @@ from outrider.runtime.tokenizer import RESERVED_ARGUMENTS, Tokenizer
 from outrider.service.decoder_prompt import DecoderPrompts
 from outrider.service.encoder_input import check_features, check_kind, check_length, check_size, check_values
 from outrider.service.sampling import check_token_ids
-from outrider.service.wire import largest_opening
 from protos.outrider.v1 import draft_service_pb2, input_pb2, model_pb2
 
 MOST_ARGUMENT_CHARS = 16_384
+OPENING_BYTES, TOKEN_BYTES = 1 << 15, 5
+"""The most bytes of an `OpenSequence` without its tokens and the encoder's input, and of a token."""
 
 
 def check_prompt(
@@ -95,15 +96,15 @@ def _check_message_size(
 ) -> None:
     """Checks that the message that opens the sequence at a verifier can hold the input."""
     limits, own = pair.target.limits, pair.draft.limits
-    rest = largest_opening(own.max_sequence_tokens)
+    rest = OPENING_BYTES + TOKEN_BYTES * own.max_sequence_tokens
     given, most = encoder_input.ByteSize(), limits.max_message_bytes - rest
     if limits.max_message_bytes and given > most:
         field = message.WhichOneof("prompt") or "prompt"
         raise invalid_field(
             field,
             f"{field} has {given} bytes; at most {most}: a message to the verifier has at most "
-            f"{limits.max_message_bytes} bytes, and the rest of the request needs {rest} of them; shorten it, or raise "
-            "--max-message-bytes of both services",
+            f"{limits.max_message_bytes} bytes, and the rest of the request may need {rest} of them; shorten it, or "
+            "raise --max-message-bytes of both services",
             given=given,
             maximum=most,
             max_message_bytes=limits.max_message_bytes,

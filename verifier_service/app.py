@@ -14,14 +14,12 @@ from kernels.sparse import MAX_SUPPORT
 from kernels.verify_path import AUTO, PathUnavailable, VerifyPath, choose, try_out
 from outrider.environment import served_name
 from outrider.rpc.errors import RequestError, internal
-from outrider.runtime.checkpoint import vocabulary_size
 from outrider.runtime.device import find_device
 from outrider.runtime.kv_cache import BLOCK_TOKENS, KVPool
 from outrider.runtime.tensor_parallel import TensorParallel, read_ranks
 from outrider.service.encoder_input import EncoderInputs, smallest_input
 from outrider.service.lifecycle import Service, Warm, first_result, in_thread
 from outrider.service.loading import (
-    DEFAULT_SEQUENCE_TOKENS,
     Loader,
     build_model_runner,
     load,
@@ -35,7 +33,7 @@ from outrider.service.metrics import VllmMetrics
 from outrider.service.model_info import describe
 from outrider.service.sampling import MAX_STOP_TOKEN_IDS
 from outrider.service.settings import SettingsError
-from outrider.service.wire import PrefixHash, largest_verify_message, server_limit
+from outrider.service.wire import PrefixHash
 from protos.outrider.v1 import model_pb2, sampling_pb2, speculation_pb2, verifier_service_pb2
 from protos.outrider.v1.verifier_service_pb2_grpc import add_VerifierServiceServicer_to_server
 from verifier_service.engine import Close, Drain, Open, Submit, VerifierEngine
@@ -74,9 +72,6 @@ class VerifierApp(Service):
         self._path = choose_verify_path(settings)
         self._servicer = VerifierService(settings, SequenceMetrics(self.metrics), self.tracing)
         self.engine: VerifierEngine | None = None
-
-    def max_message_bytes(self) -> int:
-        return message_limit(self._settings)
 
     def register(self, server: grpc.aio.Server) -> None:
         add_VerifierServiceServicer_to_server(self._servicer, server)
@@ -133,18 +128,6 @@ class VerifierApp(Service):
             if self._parallel is not None:
                 self._parallel.end(str(error))
             raise
-
-
-def message_limit(settings: VerifierSettings) -> int:
-    """The largest message, in bytes: `--max-message-bytes`, or computed from the model and the other limits."""
-    return settings.max_message_bytes or server_limit(
-        largest_verify_message(
-            sequence_tokens=settings.max_sequence_tokens or DEFAULT_SEQUENCE_TOKENS,
-            max_gamma=settings.max_gamma,
-            max_support=MAX_SUPPORT,
-            vocab_size=vocabulary_size(settings.model, settings.revision),
-        )
-    )
 
 
 def choose_verify_path(settings: VerifierSettings) -> VerifyPath:
@@ -227,7 +210,7 @@ def _limits(settings: VerifierSettings, sequence_tokens: int, pool: KVPool) -> m
     return model_pb2.Limits(
         max_gamma=settings.max_gamma,
         max_support=MAX_SUPPORT,
-        max_message_bytes=message_limit(settings),
+        max_message_bytes=settings.max_message_bytes,
         max_sequences=settings.max_sequences,
         max_sequence_tokens=sequence_tokens,
         max_outstanding=MAX_OUTSTANDING,

@@ -68,23 +68,6 @@ def resolve_folder(name: str, revision: str | None = None, *, weights: bool = Tr
     return folder
 
 
-def vocabulary_size(name: str, revision: str | None = None) -> int | None:
-    """The vocabulary size in the configuration of a folder or hub id; None if it has none or cannot be read."""
-    path = Path(name).expanduser() / "config.json"
-    try:
-        if gguf.is_gguf(name):
-            return gguf.vocabulary_size(gguf.read_metadata(gguf.resolve_file(name, revision)))
-        if not path.parent.is_dir():
-            # Not hf_hub_download: if the hub cannot be reached, that retries for 24 s, and this fails at once.
-            path = Path(snapshot_download(name, revision=revision, allow_patterns=["config.json"])) / "config.json"
-        config = json.loads(path.read_bytes())
-    except Exception:  # of many types, from the hub's client; `load_model` will report the reason
-        return None
-    texts = [config, config.get("text_config")] if isinstance(config, dict) else []
-    sizes = (text.get("vocab_size") for text in texts if isinstance(text, dict))
-    return next((size for size in sizes if isinstance(size, int) and size > 0), None)
-
-
 def read_json(path: Path) -> dict[str, Any]:
     """The object in a JSON file.
 

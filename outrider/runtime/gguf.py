@@ -117,15 +117,6 @@ def read(path: Path) -> tuple[dict[str, Any], list[str]]:
     return found, names
 
 
-def vocabulary_size(metadata: dict[str, Any]) -> int | None:
-    """The number of tokens; None if the metadata has no vocabulary."""
-    tokens = metadata.get("tokenizer.ggml.tokens")
-    if isinstance(tokens, Texts):
-        return tokens.length
-    size = metadata.get(f"{metadata.get('general.architecture')}.vocab_size")
-    return size if isinstance(size, int) else None
-
-
 def _value(file: BinaryIO, kind: int) -> Any:
     if kind == _STRING:
         return _text(file)

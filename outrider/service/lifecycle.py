@@ -96,10 +96,6 @@ class Service(ABC):
         self.engine = None
 
     @abstractmethod
-    def max_message_bytes(self) -> int:
-        """The largest message that is accepted. Called before `load`."""
-
-    @abstractmethod
     def register(self, server: grpc.aio.Server) -> None:
         """Adds the servicer to a server that has not started. Calls may arrive before `load` has ended."""
 
@@ -148,7 +144,7 @@ async def _listen(service: Service, settings: ServiceSettings) -> None:
     tls, first = listening(settings)
     transport = "plaintext" if tls is None else "mutual TLS" if tls.requires_client_certificate else "TLS"
     server = create_server(
-        max_message_bytes=service.max_message_bytes(),
+        max_message_bytes=settings.max_message_bytes,
         max_concurrent_streams=settings.max_concurrent_streams,
         max_connection_age_s=settings.max_connection_age,
         first=first,

@@ -178,12 +178,7 @@ class ServiceSettings(SecuritySettings):
         description="HOST:PORT of a second listener, for health only and always plaintext; port 0: a free one; "
         "default: health at --listen only",
     )
-    max_message_bytes: int | None = Field(
-        None,
-        ge=1 << 16,
-        description="largest message accepted, in bytes; default: the largest possible with this vocabulary and "
-        "these settings, at least 4 MiB",
-    )
+    max_message_bytes: int = Field(16 << 20, ge=1 << 16, description="largest message accepted, in bytes")
     grace: float = Field(
         30.0,
         ge=0,

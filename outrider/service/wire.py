@@ -15,9 +15,7 @@ from google.protobuf.descriptor import FieldDescriptor
 from kernels.sigmoid import EXCLUDED, DraftLogits
 from kernels.sparse import SparseDistribution
 from kernels.verify import TokenLogprobs
-from outrider.rpc.server import LARGEST_OPTION
-from outrider.service.sampling import MAX_STOP_TOKEN_IDS, MAX_TOKEN_LIST, MAX_TOP_LOGPROBS
-from protos.outrider.v1 import draft_service_pb2, sampling_pb2, speculation_pb2, verifier_service_pb2
+from protos.outrider.v1 import sampling_pb2, speculation_pb2
 
 HASH_BYTES = 8
 _IDS = np.dtype("<u4")
@@ -254,85 +252,3 @@ def _pieces(missing: int, tag: int) -> list[bytes]:
 
 def _varint_bytes(value: int) -> int:
     return max(1, (value.bit_length() + 6) // 7)
-
-
-LEAST_LIMIT = 4 << 20
-"""Bytes; gRPC's own default limit."""
-
-# Of a prompt as text. Tokens of four bytes are common, and few texts have a mean above 16.
-BYTES_OF_PROMPT_TOKEN = 16
-# For names, texts of notices, and fields of newer contracts.
-_TEXT = 512
-_SLACK = 4096
-
-
-def server_limit(*sizes: int) -> int:
-    """The message limit of a server that must accept messages of these sizes, in bytes; at most gRPC's largest."""
-    return min(max(LEAST_LIMIT, *(size + _SLACK for size in sizes)), LARGEST_OPTION)
-
-
-def largest_verify_message(*, sequence_tokens: int, max_gamma: int, max_support: int, vocab_size: int | None) -> int:
-    """The largest message on a `Verify` stream, in bytes: an opening, a proposal (with sparse distributions, or with a
-    draft's logits), or a verdict with log-probabilities. `vocab_size` is V; None if proposals never have logits.
-    """
-    request = {
-        **_opening_counts(sequence_tokens),
-        "prefix_hash": HASH_BYTES,
-        "Proposal.token_ids": max_gamma,
-        "distributions": max_gamma,
-        "SparseDistribution.token_ids": 4 * max_support,
-        "weights": 2 * max_support,
-        "values": 0,
-    }
-    reply = {
-        "Verdict.token_ids": max_gamma + 1,
-        "beta": max_gamma,
-        "target_probabilities": max_gamma,
-        "logprobs": max_gamma + 1,
-        "PromptLogprobs.logprobs": PROMPT_POSITIONS,
-        "top": MAX_TOP_LOGPROBS,
-    }
-    return max(
-        largest(verifier_service_pb2.VerifyRequest.DESCRIPTOR, counts=request, most=_TEXT),
-        largest(verifier_service_pb2.VerifyResponse.DESCRIPTOR, counts=reply, most=_TEXT),
-        0 if vocab_size is None else bytes_with_logits(max_gamma, vocab_size),
-    )
-
-
-def largest_opening(sequence_tokens: int) -> int:
-    """The largest opening of a sequence without the encoder's input, in bytes."""
-    counts = _opening_counts(sequence_tokens) | {"encoder_input": 0, "proposal": 0}
-    return largest(verifier_service_pb2.VerifyRequest.DESCRIPTOR, counts=counts, most=_TEXT)
-
-
-def _opening_counts(sequence_tokens: int) -> dict[str, int]:
-    return {
-        "banned_token_ids": MAX_TOKEN_LIST,
-        "logit_bias": MAX_TOKEN_LIST,
-        "stop_token_ids": MAX_STOP_TOKEN_IDS,
-        "prompt_token_ids": sequence_tokens,  # together with the committed tokens
-        "committed_token_ids": 0,
-        "required_features": 32,
-        "EncoderTokens.ids": sequence_tokens,  # of an encoder's input
-    }
-
-
-def largest_generate_request(*, sequence_tokens: int, max_stop_strings: int, max_stop_chars: int) -> int:
-    """The largest `GenerateRequest`, in bytes: its prompt is as long as a sequence may be."""
-    prompt = BYTES_OF_PROMPT_TOKEN * sequence_tokens
-    counts = {
-        "GenerateRequest.text": prompt,
-        "ids": sequence_tokens,
-        "messages": 1,
-        "role": _TEXT,
-        "content": prompt,
-        "committed_token_ids": sequence_tokens,
-        "decoder_prompt_token_ids": 0,
-        "banned_token_ids": MAX_TOKEN_LIST,
-        "logit_bias": MAX_TOKEN_LIST,
-        "stop_token_ids": MAX_STOP_TOKEN_IDS,
-        "stop": 0,
-        "required_features": 32,
-    }
-    request = largest(draft_service_pb2.GenerateRequest.DESCRIPTOR, counts=counts, most=_TEXT)
-    return request + max_stop_strings * (4 * max_stop_chars + 4)
