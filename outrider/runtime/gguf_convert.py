@@ -19,6 +19,8 @@ from transformers import AutoConfig
 from outrider.runtime.checkpoint import read_json, resolve_folder, token_ids, weight_files
 from outrider.runtime.errors import CheckpointError, UnsupportedModel
 from outrider.runtime.gguf import is_gguf
+from outrider.runtime.loader import ModelSource
+from outrider.runtime.tokenizer import load_tokenizer
 
 _WORDS = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|"
 _REST = r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
@@ -266,8 +268,10 @@ def _write_tokenizer(writer: Any, gguf: Any, folder: Path, config: dict[str, Any
     path = folder / "tokenizer.json"
     if not path.is_file():
         raise CheckpointError(f"'{folder}' has no tokenizer.json; save its tokenizer with save_pretrained first")
-    whole = path.read_text(encoding="utf-8")
-    found = read_json(path)
+    read_json(path)  # which says why it cannot be read
+    # As transformers builds it: for some families it takes only the vocabulary and the merges of the file.
+    whole = load_tokenizer(ModelSource(str(folder))).to_json() or path.read_text(encoding="utf-8")
+    found = json.loads(whole)
     options = read_json(folder / "tokenizer_config.json") if (folder / "tokenizer_config.json").is_file() else {}
     added = {each["content"]: each for each in found.get("added_tokens", ())}
     vocabulary = found["model"].get("vocab", {})

@@ -65,6 +65,11 @@ class Tokenizer:
         """Token ids of a text; `add_special`: with the special tokens that the tokenizer adds by default."""
         return list(self._tokenizer.encode(text, add_special_tokens=add_special, verbose=False))
 
+    def to_json(self) -> str | None:
+        """The content of its `tokenizer.json`; None for a tokenizer in Python."""
+        backend = getattr(self._tokenizer, "backend_tokenizer", None)
+        return None if backend is None else str(backend.to_str())
+
     @property
     def class_name(self) -> str:
         """Its class in transformers."""

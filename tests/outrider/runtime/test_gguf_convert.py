@@ -11,6 +11,7 @@ import pytest
 import torch
 import transformers
 from safetensors.torch import save_file
+from tokenizers import Tokenizer, models, normalizers
 
 from outrider.runtime.errors import CheckpointError, UnsupportedModel
 from outrider.runtime.gguf import read_metadata
@@ -159,6 +160,29 @@ def test_a_converted_tokenizer_is_that_of_the_checkpoint(entry: dict[str, Any], 
     assert ours.encode_chat(chat) == theirs.encode_chat(chat)
     moody = {"mood": "an"}
     assert ours.encode_chat(chat, moody) == theirs.encode_chat(chat, moody) != ours.encode_chat(chat)
+
+
+def test_the_tokenizer_of_a_family_that_transformers_rebuilds_is_the_rebuilt_one(tmp_path: Path) -> None:
+    """Of a Llama tokenizer transformers takes vocabulary and merges, and decides itself where spaces are added."""
+    tiny.save(tiny.FAMILIES["llama"](), tmp_path)
+    letters = ["<unk>", "<s>", "</s>", "▁", *"catehdnr"]
+    merges = [("c", "a"), ("ca", "t"), ("▁", "cat"), ("▁", "▁")]
+    words = [*letters, *map("".join, merges)]
+    found = Tokenizer(models.BPE(vocab={word: number for number, word in enumerate(words)}, merges=merges))
+    found.normalizer = normalizers.Sequence([normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")])
+    found.add_special_tokens(["<s>", "</s>"])
+    found.save(str(tmp_path / "tokenizer.json"))
+    roles = {"tokenizer_class": "LlamaTokenizer", "bos_token": "<s>", "eos_token": "</s>", "unk_token": "<unk>"}
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(roles))
+    (tmp_path / "chat_template.jinja").write_text(TEMPLATE)
+    theirs = load_tokenizer(ModelSource(str(tmp_path)))
+    ours = load_gguf_tokenizer(ModelSource(str(write_gguf(tmp_path))))
+    for text in ("cat", " cat", "  the cat", "cat</s>cat", "cat</s> cat"):
+        assert ours.encode(text) == theirs.encode(text)
+    assert theirs.encode("cat</s>cat", add_special=False) != found.encode("cat</s>cat", add_special_tokens=False).ids
+    chat = [{"role": "cat", "content": "a cat"}, {"role": "the", "content": "</s>cat"}]
+    assert ours.encode_chat(chat) == theirs.encode_chat(chat)
+    assert ours.fingerprint == theirs.fingerprint
 
 
 @pytest.mark.parametrize("role", [None, "eos_token"])
