@@ -281,7 +281,8 @@ class VerifierEngine(Engine[Message, TargetWork, StepResult]):
 
     def _linger(self) -> float:
         running = self.scheduler.running
-        arrived = [sequence.owed_since(sequence.rounds[0]) for sequence in running if sequence.rounds]
+        waiting = [sequence for sequence in running if sequence.rounds and not sequence.is_paused]
+        arrived = [sequence.owed_since(sequence.rounds[0]) for sequence in waiting]
         if not arrived:
             return 0.0
         due = [at for sequence in running if (at := sequence.due()) is not None]

@@ -213,10 +213,10 @@ class TargetSequence:
         return now - max(self.judged_at, self.prefilled_at, self.replied_at) if waits else 0.0
 
     def is_active(self, now: float) -> bool:
-        """Whether it has rounds to judge, or had one recently. Silent sequences do not count as active."""
+        """Whether it has rounds to judge, or had one recently. Silent and paused sequences are not active."""
         latest = self.turnaround.latest() or 0.0
         recent = self.judged_at > 0 and now - self.judged_at <= latest + SILENT
-        return not self.finished and (bool(self.rounds) or recent)
+        return not (self.finished or self.is_paused) and (bool(self.rounds) or recent)
 
     def half_close(self) -> None:
         """The client sends no more rounds: ends in order after all that it waits for is sent."""

@@ -164,12 +164,15 @@ class AttentionLayer:
     sinks: bool = False
 
 
-def probe_attention(model: Any, encoder: EncoderDecoder | None = None) -> tuple[AttentionLayer, ...]:
+def probe_attention(
+    model: Any, context_length: int, encoder: EncoderDecoder | None = None
+) -> tuple[AttentionLayer, ...]:
     """Runs a few tokens through a model and returns the shapes of its attention layers.
 
     Args:
         model: a causal language model of transformers, its attention `outrider.runtime.attention.NAME`; or a model with
             encoder and decoder, of which the decoder's layers are returned.
+        context_length: the most positions of a sequence; masks of windows that are as long change nothing.
 
     Raises:
         CheckpointError: it needs a feature that our attention does not support; the message names it.
@@ -200,7 +203,7 @@ def probe_attention(model: Any, encoder: EncoderDecoder | None = None) -> tuple[
         raise UnsupportedModel(f"{kind} fails with Outrider's attention: {type(error).__name__}: {error}") from error
     finally:
         model.set_attn_implementation(NAME)
-    return observer.layers(model)
+    return observer.layers(model, context_length)
 
 
 class _Observer:
@@ -269,7 +272,7 @@ class _Observer:
         if local:  # Qwen2-MoE sends 0 for no window
             self._local.add(local)
 
-    def layers(self, model: Any) -> tuple[AttentionLayer, ...]:
+    def layers(self, model: Any, context_length: int) -> tuple[AttentionLayer, ...]:
         kind = type(model).__name__
         if not self._layers:
             raise UnsupportedModel(f"the attention of {kind} {ELSEWHERE}")
@@ -284,8 +287,9 @@ class _Observer:
         windows = {layer.window for layer in self._layers.values()}
         # Gemma and others make the mask of a window also where no layer uses it.
         are_full = set(getattr(config, "layer_types", None) or ()) == {"full_attention"}
-        if not are_full and not self._local <= windows:
-            sizes = ", ".join(str(size) for size in sorted(self._local - windows))
+        strange = {size for size in self._local - windows if size < context_length}
+        if strange and not are_full:
+            sizes = ", ".join(map(str, sorted(strange)))
             raise UnsupportedModel(f"{kind} attends to chunks of {sizes} positions, which Outrider's attention cannot")
         return tuple(self._layers[layer] for layer in range(count))
 

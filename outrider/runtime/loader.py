@@ -198,7 +198,7 @@ def _ready(
     if model.config.is_encoder_decoder:
         expected = reference(model, vocab_size, context_length)  # first: `patch_model` breaks the model's own forward
         encoder = patch_model(model, context_length)
-    layers = probe_attention(model, encoder)
+    layers = probe_attention(model, context_length, encoder)
     if encoder is None:
         expected = reference(model, vocab_size, context_length)
     allowed = logits_tolerance(dtype, quantised=quantisation is not None)

@@ -115,6 +115,18 @@ def test_a_silent_sequence_holds_nobody_to_one_token(engine: VerifierEngine) -> 
         assert client.sequence.written == expected
 
 
+def test_a_sequence_whose_client_does_not_read_holds_nobody_to_one_token(engine: VerifierEngine) -> None:
+    engine.cost = FittedCost([(1, 1e-6)])
+    stuck = Client(engine, PROMPTS[1], **PATIENT, max_new_tokens=40)
+    client = Client(engine, **PATIENT, max_new_tokens=40)
+    for each in (stuck, client):
+        each.submit(decode=40)
+    engine.run_once()
+    stuck.sequence.num_replies += MAX_BACKLOG
+    engine.run_once()
+    assert (stuck.sequence.written, client.sequence.written) == (1, 40)
+
+
 def test_the_cost_of_several_tokens_in_a_row_is_that_of_their_passes(
     engine: VerifierEngine, monkeypatch: pytest.MonkeyPatch
 ) -> None:

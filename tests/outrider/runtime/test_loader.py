@@ -157,6 +157,17 @@ def test_unknown_dtypes_and_devices_are_named(source: dict[str, str], message: s
     assert message in refusal(checkpoint("llama"), **source)
 
 
+def test_masks_of_a_window_as_long_as_the_context_are_none(tmp_path: Path) -> None:
+    """Phi-MoE makes them, and hands its attention no window."""
+
+    def config(window: int) -> transformers.PhimoeConfig:
+        return transformers.PhimoeConfig(**SMALL, num_key_value_heads=2, num_local_experts=2, sliding_window=window)
+
+    loaded = load_model(ModelSource(str(tiny.save(config(64), tmp_path / "long")), device="cpu"))
+    assert {layer.window for layer in loaded.layers} == {None}
+    assert "attends to chunks of 63 positions" in refusal(tiny.save(config(63), tmp_path / "short"))
+
+
 UNSUPPORTED: dict[str, tuple[Callable[[], PreTrainedConfig], str]] = {
     "chunks": (
         lambda: transformers.Llama4TextConfig(
