@@ -86,19 +86,21 @@ static void count_token(Changes *changes, int token) {
 }
 
 /* q̂ of unnormalised probabilities e. */
-static void truncate(const Loop *loop, const Draw *draw, const float *e, float total, Tokens *tokens, uint32_t *ids,
+static void truncate(const Loop *loop, const Draw *draw, const float *e, double total, Tokens *tokens, uint32_t *ids,
                      uint16_t *weights, Sample *sample) {
     int size = loop->vocab_size, most = loop->max_support;
     float least = filter(&draw->params, e, size, LEAST, &total, tokens);
     least = least > 0.0f ? nextafterf(least, 0.0f) : 0.0f; /* `collect` takes what is above */
     if (least < LEAST) least = LEAST;
-    float kept_mass = loop->keep_mass * total, first = total * (1.0f - loop->keep_mass) / FIRST_SHARE;
+    double kept_mass = loop->keep_mass * total;
+    float first = (float)(total * (1.0f - loop->keep_mass) / FIRST_SHARE);
     collect(e, size, first > least ? first : least, tokens);
     if (first > least && tokens->size < most && tokens->mass < kept_mass) collect(e, size, least, tokens);
     /* All tokens above the bound are kept, and as many of those at it as are needed: the lower ids. */
-    float bound = of_bits(bound_of(tokens, most, kept_mass)), mass;
+    float bound = of_bits(bound_of(tokens, most, kept_mass));
+    double mass;
     int count = count_from(tokens, nextafterf(bound, 2.0f), &mass), at_bound = 0;
-    while (count + at_bound < most && (at_bound == 0 || mass + (float)at_bound * bound < kept_mass)) at_bound++;
+    while (count + at_bound < most && (at_bound == 0 || mass + (double)at_bound * bound < kept_mass)) at_bound++;
     sample->support = sample->total = 0;
     for (int i = 0; i < tokens->size; i++) {
         if (tokens->e[i] < bound || (tokens->e[i] == bound && at_bound-- <= 0)) continue;
@@ -130,7 +132,7 @@ static void draw_token(const Loop *loop, int sequence, int t, float *z) {
     if (draw->changes) change(draw->changes, z);
     float ignored = loop->max_support ? LEAST : 0.0f;
     float *e = loop->scratch, most = largest(z, size), entropy = 0.0f, max_entropy = draw->max_entropy[t];
-    Tokens tokens = {e + size + 32, (int32_t *)(e + 2 * (size + 32)), 0, 0.0f};
+    Tokens tokens = {e + size + 32, (int32_t *)(e + 2 * (size + 32)), 0, 0.0};
     if (!isfinite(most)) {
         sample->token = NO_LOGITS;
     } else if (draw->params.temperature == 0.0f) {
@@ -140,7 +142,7 @@ static void draw_token(const Loop *loop, int sequence, int t, float *z) {
         }
         sample->token = first_with(z, size, most);
     } else {
-        float total = exponentials(z, e, size, most, draw->params.temperature);
+        double total = exponentials(z, e, size, most, draw->params.temperature);
         if (loop->max_support && !draw->noise) {
             uint32_t *ids = loop->ids + first;
             uint16_t *weights = loop->weights + first;

@@ -12,7 +12,6 @@ enum { TOKENWISE, BLOCK, COUPLED };     /* rules */
 enum { OK, ZERO_RESIDUAL, BAD_LOGITS }; /* statuses */
 
 #define MAX_SUPPORT 256 /* `kernels.sparse.MAX_SUPPORT` */
-#define ROUNDING 1e-6 /* a residual with less than this share of the mass is rounding of p = q̂ */
 
 typedef struct {
     int32_t rule, gamma;
@@ -72,7 +71,7 @@ static int load_row(const Proposal *proposal, int row, Row *p) {
     const float *z = logits_of(proposal, row);
     float most = largest(z, p->size);
     if (!isfinite(most)) return 0;
-    float total = exponentials(z, p->e, p->size, most, proposal->params.temperature);
+    double total = exponentials(z, p->e, p->size, most, proposal->params.temperature);
     float least = filter(&proposal->params, p->e, p->size, 0.0f, &total, &p->tokens);
     p->total = keep_from(least, p->e, p->size);
     return 1;
@@ -135,7 +134,7 @@ static void resample(Proposal *proposal, int accepted, double P, Row *p) {
     if (accepted < proposal->gamma) {
         Draft q = draft_of(proposal, accepted);
         double mass = subtract(p, &q, P);
-        if (mass > ROUNDING * p->total) {
+        if (mass > 0.0) {
             finish(proposal, accepted, inverse_cdf(p->e, p->size, u * mass));
             return;
         }
@@ -225,7 +224,7 @@ static void greedy(Proposal *proposal, int size) {
 
 /* Verifies proposals. `scratch` has 3 * (size + 32) values. */
 void verify_proposals(Proposal *proposals, int32_t count, int32_t size, float *scratch) {
-    Row p = {scratch, 0.0, {scratch + size + 32, (int32_t *)(scratch + 2 * (size + 32)), 0, 0.0f}, size};
+    Row p = {scratch, 0.0, {scratch + size + 32, (int32_t *)(scratch + 2 * (size + 32)), 0, 0.0}, size};
     for (Proposal *proposal = proposals; proposal < proposals + count; proposal++) {
         if (proposal->params.temperature == 0.0f) greedy(proposal, size);
         else if (proposal->rule == COUPLED) coupled(proposal, &p);

@@ -73,7 +73,7 @@ def probabilities(logits: Tensor, params: SamplingParams, dtype: torch.dtype = t
     z = logits.to(dtype)
     if params.is_greedy:
         return _point_mass(z)
-    return torch.softmax(_filtered(z, params), dim=-1)
+    return _softmax(_filtered(z, params))
 
 
 def log_probabilities(logits: Tensor, params: SamplingParams) -> Tensor:
@@ -99,10 +99,16 @@ def _filtered(z: Tensor, params: SamplingParams) -> Tensor:
     if 0 < params.top_k < z.size(-1):
         s = s.masked_fill(z < torch.topk(z, params.top_k)[0][:, -1:], -math.inf)
     if params.top_p < 1:
-        s = s.masked_fill(z < _nucleus_cuts(z, torch.softmax(s, dim=-1), params.top_p), -math.inf)
+        s = s.masked_fill(z < _nucleus_cuts(z, _softmax(s), params.top_p), -math.inf)
     if params.min_p > 0:
         s = s.masked_fill(s < s.amax(dim=-1, keepdim=True) + math.log(params.min_p), -math.inf)
     return s
+
+
+def _softmax(s: Tensor) -> Tensor:
+    # torch sums in float32, which loses improbable tokens: among 150,000 they may have one percent of the mass.
+    p = torch.softmax(s, dim=-1)
+    return p.div_(p.sum(dim=-1, keepdim=True, dtype=torch.float64).to(p.dtype))
 
 
 def bad_rows(logits: Tensor) -> Tensor:

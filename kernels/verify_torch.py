@@ -22,9 +22,6 @@ from kernels.sigmoid import DraftLogits, Scores
 from kernels.sparse import SparseDistribution
 from kernels.verify import BAD_LOGITS, DraftDistribution, Proposed, Rule, Status, VerifyResult, adjustments_of
 
-_ROUNDING = 1e-6
-"""A residual with less than this share of the mass is float32 rounding of p = q̂."""
-
 
 def verify(logits: Tensor, proposals: Sequence[Proposed]) -> list[VerifyResult]:
     """See `kernels.verify.verify`."""
@@ -154,7 +151,7 @@ def _resampled(rows: np.ndarray, accepted: int, P: float, proposal: Proposed) ->
         return VerifyResult(Status.OK, accepted, inverse_cdf(row, u), beta)
     ids, q, _ = supports[accepted]
     rest = residual(row if P == 1 else P * row, ids, q)
-    if rest.sum() > _ROUNDING * P:
+    if rest.any():
         return VerifyResult(Status.OK, accepted, inverse_cdf(rest, u), beta)
     return VerifyResult(Status.ZERO_RESIDUAL, accepted, inverse_cdf(row, u), beta)
 

@@ -19,12 +19,14 @@ from kernels.logprobs import SCORED_ROWS, prompt_logprobs
 from kernels.rng import Domain, uniform
 from kernels.sampling import SamplingParams, probabilities
 from kernels.sigmoid import DraftLogits, SigmoidScales
-from kernels.verify import Rule, Uniforms, implementation_for
+from kernels.verify import Rule, Status, Uniforms, implementation_for
 from kernels.verify_c import is_available
 from kernels.verify_path import PathUnavailable, choose, try_out, warm_up
 from tests.kernels import reference
 from tests.kernels.cases import gaussian, n_differing, propose, random_batch, sparse
 from tests.kernels.paths import DEVICE, PATHS, TRITON, C, verify
+
+LIBRARIES = [name for name in cpu_decoder._LIBRARIES if cpu_decoder._loaded(name)]
 
 
 @pytest.mark.parametrize(
@@ -40,7 +42,7 @@ def test_the_host_agrees_with_the_reference(path: str, V: int, size: int, dtype:
     assert n_differing(partial(verify, path=path), reference.verify, logits, proposals) <= 1
 
 
-@pytest.mark.parametrize("library", [name for name in cpu_decoder._LIBRARIES if cpu_decoder._loaded(name)][1:])
+@pytest.mark.parametrize("library", LIBRARIES[1:])
 def test_the_libraries_for_other_processors_agree_with_the_reference(
     library: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -48,6 +50,45 @@ def test_the_libraries_for_other_processors_agree_with_the_reference(
     for V in (6, 7, 5001):  # the last vector is not full
         logits, proposals = random_batch(V, V, 40, torch.float32)
         assert n_differing(partial(verify, path="c"), reference.verify, logits, proposals) <= 1
+
+
+@pytest.fixture(params=["torch", *(f"c: {name}" for name in LIBRARIES), TRITON])
+def large(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
+    """The path of a test with a large vocabulary; each library in C is one."""
+    path, _, library = request.param.partition(": ")
+    if library:
+        monkeypatch.setattr("kernels.verify_c.library", lambda: cpu_decoder._loaded(library))
+    return str(path)
+
+
+def confident(mean: float, deviation: float) -> torch.Tensor:
+    """Logits [2, V] with nearly all mass on token 7, and the rest on a tail of 150,000 tokens."""
+    z = torch.zeros(2, 151_936)
+    z[0] = gaussian(0, z.shape[1]) * deviation + mean
+    z[0, 7] = 0.0
+    return z
+
+
+@pytest.mark.parametrize(("mean", "deviation"), [(-16.8, 0.0), (-17.5, 0.5), (-18.0, 1.0)])
+@pytest.mark.parametrize("top_p", [1.0, 0.9975])
+def test_a_flat_tail_of_many_tokens_keeps_its_mass(large: str, mean: float, deviation: float, top_p: float) -> None:
+    """Each has less than half of a step of float32 at 1, and together they have up to one percent."""
+    z, params = confident(mean, deviation), SamplingParams(top_p=top_p)
+    weights = z[0].double().exp().numpy()
+    weights[~reference.filtered(z[0].double().numpy(), params)] = 0
+    (result,) = verify(z, [propose((7,), params=params)], large)
+    assert 1 - result.beta[0] == pytest.approx(1 - weights[7] / weights.sum(), rel=2e-3)
+
+
+@pytest.mark.parametrize("path", ["torch", C])
+@pytest.mark.parametrize("rule", [Rule.TOKENWISE, Rule.BLOCK])
+def test_a_small_residual_is_no_rounding(path: str, rule: Rule) -> None:
+    """With a chance of 7.5e-7 the drafted token is rejected, and then another one follows."""
+    z = torch.tensor([[0.0, -14.1], [0.0, 0.0]])
+    just_above = 1 - 0.5 * math.exp(-14.1)
+    for q in (None, sparse({0: 65535})):
+        (result,) = verify(z, [propose((0,), (q,), (just_above,), rule=rule)], path)
+        assert (result.status, result.accepted, result.next_token) == (Status.OK, 0, 1)
 
 
 BATCHES = pytest.mark.parametrize(
