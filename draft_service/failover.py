@@ -344,6 +344,8 @@ class FailoverStream:
 
     async def _move(self, old: VerifyStream) -> None:
         """Moves from a draining verifier to another one, if there is one now. Otherwise the old one continues."""
+        if self._failures.suspected:  # the old one runs the round alone
+            return
         replica = self._verifiers.replicas.choose(self._avoided, proven=True)
         if replica is None or not await self._verifiers.budget.take():
             return

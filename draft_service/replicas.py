@@ -193,7 +193,7 @@ def translate(error: grpc.RpcError, address: str) -> RequestError:
     refusal = errors.from_rpc_error(error)
     if refusal.reason == errors.UNSPECIFIED and refusal.code is grpc.StatusCode.UNIMPLEMENTED:
         return unavailable("NO_VERIFIER", f"the service at {address} is not a verifier; correct --verifier")
-    if refusal.reason == errors.UNSPECIFIED and refusal.code in _GONE:
+    if _is_gone(refusal):
         advice = _TLS_ADVICE.get(refusal.connection, "")
         return unavailable("NO_VERIFIER", f"the verifier at {address} is unreachable: {refusal.message}{advice}")
     if refusal.code in _NOT_ADMITTED:
@@ -212,6 +212,15 @@ def translate(error: grpc.RpcError, address: str) -> RequestError:
         _log.error("verifier refused a round", verifier=address, reason=refusal.reason, text=refusal.message)
         return internal("INTERNAL", "internal error; the service's log has the cause")
     return refusal
+
+
+def is_refusal(error: grpc.RpcError) -> bool:
+    """Whether a verifier, or what stands before it, ended the call itself; else the connection failed."""
+    return not _is_gone(errors.from_rpc_error(error))
+
+
+def _is_gone(error: RequestError) -> bool:
+    return error.reason == errors.UNSPECIFIED and error.code in _GONE
 
 
 def unreadable(address: str) -> RequestError:

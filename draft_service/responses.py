@@ -38,7 +38,7 @@ class Responses:
 
     def send(self, response: GenerateResponse) -> None:
         self._queue.append(response)
-        if not self.may_wait:
+        if len(self._queue) == 1 or not self.may_wait:
             self._more.set()
 
     def end(self, error: BaseException | None = None) -> None:
@@ -92,8 +92,13 @@ class Responses:
                     return
                 self._more.clear()
                 try:
-                    await timer.wait_for(self._more.wait())
+                    if self._queue:
+                        async with asyncio.timeout_at(self._read_at + SECONDS_JOINED):
+                            await self._more.wait()
+                    else:
+                        await timer.wait_for(self._more.wait())
                 except TimeoutError:
+                    timer.close()
                     timer = InactivityTimer(HEARTBEAT_SECONDS)
                     if not self._queue:
                         yield GenerateResponse()

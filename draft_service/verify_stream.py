@@ -6,7 +6,7 @@ from typing import Any
 
 import grpc
 
-from draft_service.replicas import Replica, translate, unreadable
+from draft_service.replicas import Replica, is_refusal, translate, unreadable
 from draft_service.sequence import Round, Sequence
 from outrider.rpc.errors import Ending, RequestError, counted, failed_precondition, internal, unavailable
 from outrider.rpc.timeouts import InactivityTimer
@@ -253,4 +253,6 @@ class VerifyStream:
             return internal(
                 "INTERNAL", f"the verifier at {self._address} ended the stream before the sequence; see its log"
             )
+        if not self.is_open and is_refusal(status):
+            self._may_run = False  # it still loads, for example
         return translate(status, self._address)

@@ -47,7 +47,7 @@ class NGramDrafter(CheapDrafter):
 
     def guesser(self, sequence: DraftSequence, domain: Domain = Domain.DRAFT) -> Guesser:
         own, others = self._counts(), self._learned if sequence.owns_draws else []
-        return _Counter(self, sequence, domain, [self._corpus, own, *others], [own, *self._learned])
+        return _Counter(self, sequence, domain, [self._corpus, own, *others], [own, *others])
 
 
 @dataclass

@@ -292,6 +292,35 @@ async def test_a_round_that_fails_at_two_verifiers_is_sent_to_no_third(
     assert sorted(one.openings + two.openings) == [False, True]
 
 
+@pytest.mark.parametrize("code", [grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.UNAUTHENTICATED])
+async def test_a_verifier_that_refuses_a_sequence_has_not_run_it(code: grpc.StatusCode, real: ServiceProcess) -> None:
+    """One that still loads, or does not admit the draft service. So the next one does not run it alone."""
+    refusal = RequestError(code, "NO_VERIFIER", "the model is loading")
+    async with faulty(refusal, real, opens=False) as refusing, matched(refusing) as verifiers:
+        stream = FailoverStream(verifiers, text(), timeout=2.0)
+        await error_of(stream.open())
+        assert not stream._failures.suspected
+    assert refusing.openings
+    assert not any(refusing.openings)
+
+
+async def test_a_suspected_round_stays_at_a_draining_verifier(real: ServiceProcess, proxies: list[Proxy]) -> None:
+    """It runs alone there; the next verifier would run it with others."""
+    async with matched(*proxies) as verifiers:
+        stream = FailoverStream(verifiers, sequence := text(tokens=2), timeout=TIMEOUT_S)
+        await stream.open()
+        assert stream._stream is not None
+        stream._failures.suspected.append(stream._stream.replica)
+        for moves in (0, 1):  # a verdict clears the suspicion
+            stream._stream.draining = True
+            stream._failures.last = unavailable("NO_VERIFIER", "died")
+            sequence.decode(1)
+            await stream.send()
+            sequence.commit(await stream.verdict())
+            assert sequence.counts.message.num_drain_moves == moves
+        stream.cancel()
+
+
 OTHER_WEIGHTS = failed_precondition("PAIR_MISMATCH", "other weights")
 
 

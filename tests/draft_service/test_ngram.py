@@ -131,10 +131,11 @@ def test_drafts_equal_the_reference_over_many_rounds(opening: DraftSequence) -> 
 
 
 def test_served_texts_are_used_only_where_no_draw_depends_on_them() -> None:
-    """Under `tokenwise`, a request whose seed may be reused does not use served texts."""
+    """Under `tokenwise`, a request whose seed may be reused neither uses served texts nor is one."""
     taught, fresh = drafter(learns=True), drafter()
+    served = sequence(prompt=[*PROMPT, 11, 10, 9] * 4, seed_is_fresh=True)
     for _ in range(30):
-        rounds(taught, sequence(prompt=[*PROMPT, 11, 10, 9] * 4), [[11, 10, 9]])
+        rounds(taught, served, [[11, 10, 9]])
     opening = sequence(prompt=[2, 11])
     for rule, temperature in ((Rule.TOKENWISE, None), (Rule.BLOCK, None), (Rule.TOKENWISE, 0.0)):
         drawn = replace(opening, rule=rule, draft_temperature=temperature)
@@ -142,6 +143,10 @@ def test_served_texts_are_used_only_where_no_draw_depends_on_them() -> None:
     greedy = replace(opening, params=SamplingParams(temperature=0.0))
     assert rounds(taught, greedy, [])[0].token_ids[:2] == [10, 9]
     assert rounds(fresh, greedy, [])[0].token_ids[:2] != [10, 9]
+    other = drafter(learns=True)
+    for _ in range(30):  # another text may have its seed, and be behind it
+        rounds(other, replace(served, seed_is_fresh=False), [[11, 10, 9]])
+    assert rounds(other, greedy, [])[0].token_ids == rounds(fresh, greedy, [])[0].token_ids
     first = [rounds(taught, replace(opening, seed=seed, seed_is_fresh=True), [])[0].token_ids[0] for seed in range(20)]
     assert first.count(10) > 10
 
