@@ -242,7 +242,10 @@ class Frames:
         return response
 
     def _fill(self, frame: GenerateResponse) -> None:
-        """Joins chunks of one sample, as many as fit. If the first one does not fit, takes a part of its text."""
+        """Joins waiting chunks of one sample, as many as fit. If the first one does not fit, takes a part of its text.
+
+        Chunks of other samples stay in their order: samples that write by turns have no frame for each token.
+        """
         first = self._pop()
         if not self._fits(first):
             part, first = self._split(first)
@@ -251,14 +254,21 @@ class Frames:
             frame.CopyFrom(part)
             return
         frame.CopyFrom(first)
-        while self._waiting and self._may_join(frame, self._waiting[0]):
+        others = list[GenerateResponse]()
+        while self._waiting:
+            if _sample_of(self._waiting[0]) != frame.chunk.index:
+                others.append(self._waiting.popleft())
+                continue
+            if not self._may_join(frame, self._waiting[0]):
+                break
             joined = GenerateResponse()
             joined.CopyFrom(frame)
             _join(joined.chunk, self._waiting[0].chunk)
             if not self._fits(joined):
-                return
+                break
             frame.CopyFrom(joined)
             self._pop()
+        self._waiting.extendleft(reversed(others))
 
     def _split(self, response: GenerateResponse) -> tuple[GenerateResponse, GenerateResponse]:
         """Splits a text: the part that fits, whose token stays held, and the rest."""
@@ -280,7 +290,7 @@ class Frames:
         A part of a token's text has a frame of its own, so that a resumed request repeats nothing else.
         """
         chunk, more = frame.chunk, response.chunk
-        if response.WhichOneof("event") != "chunk" or more.index != chunk.index:
+        if response.WhichOneof("event") != "chunk":
             return False
         if more.token_ids:
             return not self._size or frame.ByteSize() + self._token_bytes <= self._size
@@ -288,6 +298,12 @@ class Frames:
 
     def _fits(self, response: GenerateResponse) -> bool:
         return not self._size or can_pad(response, self._size)
+
+
+def _sample_of(response: GenerateResponse) -> int | None:
+    """The index of the sample that a response belongs to; None if it is of all."""
+    event = response.WhichOneof("event")
+    return getattr(response, event).index if event in ("chunk", "finished") else None
 
 
 def _join(chunk: GenerateChunk, more: GenerateChunk) -> None:

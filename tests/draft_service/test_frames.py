@@ -1,6 +1,7 @@
 """Frames have one size and leave at one pace; cut and joined responses lose nothing."""
 
 import asyncio
+from itertools import zip_longest
 
 import pytest
 from hypothesis import given, settings
@@ -35,8 +36,8 @@ ROUNDS = st.lists(st.integers(1, 5), min_size=1, max_size=20)
 
 
 def in_rounds(pieces: list[tuple[str, int, int]], rounds: list[int]) -> list[list[GenerateResponse]]:
-    """Each round's responses: its tokens, then the text of each. Two samples, one after the other."""
-    responses = []
+    """Each round's responses: its tokens, then the text of each. Two samples, by turns."""
+    responses: list[list[list[GenerateResponse]]] = [[], []]
     for index in (0, 1):
         own = [(words, number) for words, number, i in pieces if i == index]
         turn = 0
@@ -45,8 +46,8 @@ def in_rounds(pieces: list[tuple[str, int, int]], rounds: list[int]) -> list[lis
             turn += 1
             tokens = [token(number, held=i + 1, index=index) for i, (_, number) in enumerate(now)]
             texts = [text(words, held=len(now) - i - 1, index=index) for i, (words, _) in enumerate(now)]
-            responses.append([*tokens, *texts])
-    return responses
+            responses[index].append([*tokens, *texts])
+    return [each for both in zip_longest(*responses) for each in both if each]
 
 
 @given(PIECES, ROUNDS)
@@ -92,6 +93,19 @@ def test_the_frame_of_a_token_does_not_depend_on_its_value(numbers: list[int]) -
     for end in range(1, len(numbers)):
         before = numbers[:end]
         assert frame_of_the_last([*before, 0]) == frame_of_the_last([*before, 2**32 - 1])
+
+
+@pytest.mark.parametrize("size", [0, 1000])
+def test_samples_that_write_by_turns_have_no_frame_for_each_token(size: int) -> None:
+    frames, found = frames_of(size), dict[int, list[int]]()
+    for number in range(20):
+        for index in range(4):
+            frames.put(token(number, held=0, index=index))
+    for _ in range(4):
+        chunk = frames.take().chunk
+        found[chunk.index] = list(chunk.token_ids)
+    assert found == {index: list(range(20)) for index in range(4)}
+    assert frames.are_empty
 
 
 def test_part_of_a_tokens_text_does_not_join_the_tokens_before_it() -> None:
