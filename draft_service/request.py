@@ -34,6 +34,9 @@ class Speculation:
     drafter: Kind
     chooses_tokens_per_pass: bool = False
 
+    def without_drafts(self) -> "Speculation":
+        return Speculation(self.policy, gamma=0, first_gamma=0, drafter=Kind.NONE)
+
 
 @dataclass(frozen=True, slots=True)
 class CheckedRequest:

@@ -26,6 +26,7 @@ from draft_service.validation import check_generate
 from outrider.rpc.auth import count_sequences
 from outrider.rpc.errors import UNSPECIFIED, RequestError, guarded, outcome, overloaded, unavailable, write
 from outrider.runtime.tokenizer import IncrementalDetokenizer
+from outrider.service.best_effort import Component
 from outrider.service.metrics import Metrics
 from outrider.service.sampling import RULE_TO_WIRE
 from outrider.service.tracing import CallTrace, Tracing
@@ -41,6 +42,7 @@ SHORT_PROMPT_CHARS = 4096
 TOKENISING = ThreadPoolExecutor(2, thread_name_prefix="tokenise")
 # gRPC may end the call to a verifier this many seconds before `--request-timeout`, by its own clock.
 LATE_SECONDS = 1.0
+DRAFT_INPUT = Component("draft_input")
 
 
 class GenerateCall:
@@ -141,11 +143,15 @@ class GenerateCall:
                 ) from None
 
     async def _with_draft_input(self, request: CheckedRequest) -> CheckedRequest:
-        """Computes the input of the draft's encoder, if the draft model runs."""
+        """Computes the input of the draft's encoder, if its model runs. If that fails, the target writes alone."""
         inputs, message = self._pair.encoder_inputs, request.encoder_input
         if inputs is None or message is None or request.speculation.drafter not in RUN_A_MODEL:
             return request
-        tensor = await inputs.checked_tensor(message)
+        try:
+            tensor = await inputs.checked_tensor(message)
+        except Exception as error:
+            DRAFT_INPUT.note(error)
+            return replace(request, speculation=request.speculation.without_drafts())
         return replace(request, draft_sequence=replace(request.draft_sequence, encoder_input=tensor))
 
     async def _run_sample(self, request: CheckedRequest, index: int) -> None:

@@ -76,7 +76,7 @@ def check_generate(message: draft_service_pb2.GenerateRequest, pair: Pair, setti
             reason=why,
             effect="the target writes without a draft",
         )
-        speculation = Speculation(speculation.policy, gamma=0, first_gamma=0, drafter=Kind.NONE)
+        speculation = speculation.without_drafts()
     stops = stop_token_ids if message.ignore_eos else [*stop_token_ids, *target.eos_token_ids]
     sampling = replace(
         sampling,

@@ -53,7 +53,7 @@ class Component:
         try:
             return call()
         except Exception as error:
-            self._note(error)
+            self.note(error)
             return default
 
     def bounded(self, call: Callable[[], float], default: float, *, low: float, high: float) -> float:
@@ -74,7 +74,8 @@ class Component:
 
         return call
 
-    def _note(self, error: Exception) -> None:
+    def note(self, error: Exception) -> None:
+        """Counts and logs an error of an asynchronous call."""
         now = time.monotonic()
         with self._lock:
             self.errors += 1

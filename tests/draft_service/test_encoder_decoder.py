@@ -287,6 +287,21 @@ def test_the_target_alone_writes_inputs_that_are_too_long_for_the_draft(
         assert alone["reason"] == "token_ids.ids has 17 tokens; the model's encoder takes 1 to 16"
 
 
+def test_the_target_alone_writes_if_the_drafts_input_fails(pairs: Callable[[str], Pair], tmp_path: Path) -> None:
+    tokens = inputs("t5", 4)[3][:16]
+    with Cluster() as cluster:
+        service = cluster.draft(pairs("t5").verifier, model=save("t5", tmp_path, NOISE), fault="encoder_input_raises")
+        wait_healthy(service)
+        message = draft_service_pb2.GenerateRequest(
+            **ids(*tokens.tolist()), sampling=sampling(0.0, seed=1), max_new_tokens=12
+        )
+        with grpc.insecure_channel(service.address) as channel:
+            result = generate(channel, message)
+        assert result.samples[0].ids == generated("t5", tokens, 12)
+        assert result.started.drafter == draft_service_pb2.DRAFTER_NONE
+        assert service.count("outrider_internal_errors_total", component="draft_input") == 1
+
+
 def test_a_causal_model_refuses_an_encoders_input(draft: grpc.Channel) -> None:
     with ProposeStream(draft) as stream:
         stream.open([1], encoder_input=input_pb2.EncoderInput(token_ids={"ids": [1]}))

@@ -233,6 +233,16 @@ def ngram_stalls() -> None:
     _fail_every_second("ngram", "_Counter", late)
 
 
+def encoder_input_raises() -> None:
+    """The input of the draft's encoder cannot be computed."""
+    from outrider.service.encoder_input import EncoderInputs
+
+    async def raising(self: EncoderInputs, *_: Any, **__: Any) -> Any:
+        raise MemoryError("no features")
+
+    EncoderInputs.checked_tensor = raising  # type: ignore[method-assign]
+
+
 # ---------------------------------------------------------------------------------------------------- shared noise
 
 
