@@ -288,9 +288,9 @@ class AsyncClient:
 
     async def _begin(self, call: Call, method: str, request: Any) -> tuple[Any, float | None]:
         """Begins an attempt. Returns it with its silence timeout: None without another endpoint."""
-        others = self._retry and len(await self._endpoints.addresses()) > 1
+        others = self._retry and len(await self._endpoints.addresses(call.time_left)) > 1
         # Else the texts of clients that ask for the model before each one would all go to every second address.
-        call.address = await self._endpoints.choose(takes_turn=method == "Generate")
+        call.address = await self._endpoints.choose(takes_turn=method == "Generate", within=call.time_left)
         begun = self._endpoints.begin(call.address, method, request, timeout=call.time_left)
         return begun, self._silence if others else None
 

@@ -7,7 +7,6 @@ import os
 import random
 import time
 from collections.abc import Sequence
-from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +25,8 @@ MAX_MESSAGE_BYTES = 16 * 1024 * 1024
 RESOLVED_FOR_S = 30.0
 # An address that failed is avoided for this long, unless all have failed.
 AVOIDED_FOR_S = 10.0
+# Calls wait for so long for a new resolution if there are addresses already.
+RESOLVING_S = 0.25
 
 _process = 0  # that began the first call
 
@@ -66,36 +67,59 @@ class Endpoints:
 
     def __init__(self, names: Sequence[str], tls: TLS | None = None, token_file: str | Path | None = None) -> None:
         self._names = names
-        self._resolver = Resolver(names, _look_up)
+        self._resolver = Resolver(names, self._look_up)
         self._tls = None if tls is None else ChannelTLS(tls)
         self._token = None if token_file is None else OwnToken(token_file)
         self._channels: dict[str, RenewedChannel[Stubs]] = {}
         self._named: dict[str, str] = {}  # the name that resolved to each address
         self._failed: dict[str, float] = {}  # when
         self._addresses: list[str] = []
-        self._resolved = -RESOLVED_FOR_S
+        self._resolved = self._resolving_since = -RESOLVED_FOR_S
+        self._resolving: asyncio.Task[None] | None = None
         self._is_closed = False
         self._turn = random.randrange(1 << 16)  # clients that start together do not all begin at the same address
 
-    async def choose(self, *, takes_turn: bool = True) -> str:
+    async def choose(self, *, takes_turn: bool = True, within: float | None = None) -> str:
         """The address for the next call: in turn, recently failed ones last. A call that takes no turn goes to the
-        address of the next one that does.
+        address of the next one that does. Waits for DNS as `addresses`.
         """
-        addresses = await self.addresses()
+        addresses = await self.addresses(within)
         start = (self._turn + 1) % len(addresses)
         self._turn += takes_turn
         return min(addresses[start:] + addresses[:start], key=self._avoided)
 
-    async def addresses(self) -> list[str]:
-        """All current addresses, at least one."""
+    async def addresses(self, within: float | None = None) -> list[str]:
+        """All current addresses, at least one. The first call waits for DNS, for `within` seconds at most; later ones
+        hardly wait, since they have addresses.
+        """
         if time.monotonic() - self._resolved >= RESOLVED_FOR_S:
+            if self._resolving is None:
+                self._resolving = asyncio.create_task(self._resolve())
+                self._resolving_since = time.monotonic()
+            if self._addresses:
+                within = max(0.0, self._resolving_since + RESOLVING_S - time.monotonic())
+            await asyncio.wait([self._resolving], timeout=within)
+        return self._addresses or list(self._names)
+
+    async def _resolve(self) -> None:
+        try:
             found = await self._resolver.resolve()
             # A single address is left as its name: gRPC resolves it again and again by itself.
             self._addresses = list(found) if len(found) > 1 else list(self._names[:1])
             self._resolved = time.monotonic()
             self._named |= found
             await self._forget_vanished()
-        return self._addresses
+        finally:
+            self._resolving = None
+
+    async def _look_up(self, host: str, port: int) -> list[str]:
+        name = f"{host}:{port}"
+        try:
+            return [name] if host == "localhost" else await look_up(host, port)
+        except OSError:
+            if any(known == name != address for address, known in self._named.items()):
+                raise  # the resolver keeps the last addresses
+            return [name]  # unresolved: gRPC fails with the reason
 
     async def _forget_vanished(self) -> None:
         """Forgets addresses that are none any more, and closes their channels; a channel in use stays until it is
@@ -149,16 +173,11 @@ class Endpoints:
 
     async def close(self) -> None:
         self._is_closed = True
+        if self._resolving is not None:
+            self._resolving.cancel()
         await asyncio.gather(*(channel.close() for channel in self._channels.values()))
 
     def _avoided(self, address: str) -> float:
         """0 for an address without a recent failure, else the time of the failure."""
         failed = self._failed.get(address, 0.0)
         return failed if failed and time.monotonic() - failed < AVOIDED_FOR_S else 0.0
-
-
-async def _look_up(host: str, port: int) -> list[str]:
-    with suppress(OSError):
-        if host != "localhost":
-            return await look_up(host, port)
-    return [f"{host}:{port}"]  # unresolved: gRPC fails with the reason

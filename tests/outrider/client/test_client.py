@@ -14,7 +14,6 @@ from collections.abc import AsyncIterator
 from concurrent.futures import CancelledError
 from contextlib import AsyncExitStack, asynccontextmanager
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import grpc
@@ -41,7 +40,6 @@ from outrider.client import (
     resume,
 )
 from outrider.client import client as client_module
-from outrider.client.endpoints import Endpoints, split
 from outrider.rpc import errors
 from outrider.rpc.errors import RequestError
 from outrider.rpc.server import bind, create_server
@@ -422,70 +420,3 @@ async def test_a_deadline_is_an_error_with_its_length(draft_address: str) -> Non
     async with AsyncClient(draft_address) as client:
         with pytest.raises(DeadlineExceeded, match=r"timeout of 0\.05 s"):
             await client.complete(PROMPT, timeout=0.05, max_new_tokens=400, ignore_eos=True)
-
-
-# ------------------------------------------------------------------------------------------------------- endpoints
-
-
-@pytest.fixture
-def resolver(monkeypatch: pytest.MonkeyPatch) -> Any:
-    """Resolves every name to `ips`; `names` are those resolved."""
-    found = SimpleNamespace(ips=["10.0.0.1", "10.0.0.2"], names=[])
-
-    async def getaddrinfo(_: Any, host: str, port: int, **__: Any) -> list[Any]:
-        found.names.append(host)
-        return [(socket.AF_INET, socket.SOCK_STREAM, 6, "", (ip, port)) for ip in found.ips]
-
-    monkeypatch.setattr(asyncio.BaseEventLoop, "getaddrinfo", getaddrinfo)
-    return found
-
-
-async def test_a_name_is_all_its_addresses_and_resolved_again_when_one_fails(resolver: Any) -> None:
-    endpoints = Endpoints(["drafts:50051", "127.0.0.1:7"])
-    first = [await endpoints.choose() for _ in range(6)]
-    assert sorted(set(first)) == ["10.0.0.1:50051", "10.0.0.2:50051", "127.0.0.1:7"]
-    assert resolver.names == ["drafts"]
-    resolver.ips[1] = "10.0.0.3"
-    endpoints.failed("10.0.0.1:50051")
-    later = {await endpoints.choose() for _ in range(6)}
-    assert resolver.names == ["drafts", "drafts"]
-    assert later == {"10.0.0.3:50051", "127.0.0.1:7"}, "a failed address is avoided while there are others"
-    endpoints.failed("10.0.0.3:50051")
-    endpoints.failed("127.0.0.1:7")
-    assert await endpoints.choose() == "10.0.0.1:50051", "the first that failed"
-    assert not endpoints.has_fresh()
-
-
-async def test_a_vanished_address_is_forgotten_once_its_channel_is_idle(resolver: Any) -> None:
-    with socket.create_server(("", 0)) as silent:
-        resolver.ips = ["127.0.0.1", "127.0.0.2", "127.0.0.3"]
-        endpoints = Endpoints([f"drafts:{silent.getsockname()[1]}"])
-        request = pb.DraftServiceGetModelRequest()
-        used = await endpoints.addresses()
-        calls = [endpoints.begin(address, "GetModel", request, timeout=60) for address in used]
-        for address, call in zip(used[:2], calls, strict=False):
-            call.cancel()
-            await asyncio.wait([asyncio.ensure_future(call.wait_for_connection())])
-            endpoints.failed(address)
-        resolver.ips = ["127.0.0.1", "127.0.0.4"]
-        await endpoints.addresses()
-        assert set(endpoints._channels) == {used[0], used[2]}
-        assert set(endpoints._failed) == {used[0]}
-        assert not calls[2].done(), "a call in progress keeps its channel"
-        calls[2].cancel()
-        await endpoints.close()
-
-
-async def test_a_call_that_takes_no_turn_goes_where_the_next_one_goes() -> None:
-    endpoints = Endpoints(["127.0.0.1:7", "127.0.0.1:8"])
-    chosen = [await endpoints.choose(takes_turn=takes_turn) for takes_turn in (False, False, True) * 4]
-    assert [len(set(chosen[i : i + 3])) for i in range(0, 12, 3)] == [1] * 4
-    assert chosen[2] != chosen[5] != chosen[8]
-
-
-def test_addresses_are_a_list_or_text_with_commas() -> None:
-    assert split("a:1, b:2,a:1") == split(["a:1", "b:2"]) == ["a:1", "b:2"]
-    with pytest.raises(ValueError, match="'box:99999' is 99999; it must be 1 to 65535"):
-        split("box:99999")
-    with pytest.raises(ValueError, match="address is empty"):
-        split(" , ")
