@@ -57,8 +57,9 @@ def threads_of_pair(threads: int | None = None) -> tuple[int, int]:
     as many threads as there are processors. Measured on two processors, with 1 to 16 streams: 1.0 to 1.5 times as fast
     as one thread and one processor each.
     """
-    given = threads or int(os.environ.get("OMP_NUM_THREADS") or 0)
-    if given:
+    # The variable may be a list: the first number is that of threads that are not nested.
+    set_threads = os.environ.get("OMP_NUM_THREADS", "").partition(",")[0].strip()
+    if given := threads or (int(set_threads) if set_threads.isdecimal() else 0):
         return given, given
     count = len(processors())
     half = max(1, count // 2)
@@ -132,11 +133,12 @@ _CHECK_S = 0.2
 
 
 # Variables of a service that is deployed alone, which both services of a pair would read. Here only flags say how a
-# service listens, and how it calls the other one.
+# service listens, which clients it admits, and how it calls the other one.
 _BY_FLAGS_ONLY = frozenset(
     f"{ENV_PREFIX}{name}"
     for name in (
         *("ALLOW_CLIENT_SAN", "AUTH_TOKEN_FILE", "HEALTH_LISTEN", "METRICS_LISTEN"),
+        *("CLIENT_BURST", "CLIENT_RATE", "MAX_CLIENT_SEQUENCES"),
         *("TLS_CERT", "TLS_CLIENT_CA", "TLS_KEY"),
         *("VERIFIER_TLS_CA", "VERIFIER_TLS_CERT", "VERIFIER_TLS_KEY", "VERIFIER_TLS_NAME", "VERIFIER_TOKEN_FILE"),
     )

@@ -27,8 +27,9 @@ if TYPE_CHECKING:
     from outrider.http.server import HttpServer
 
 _PREFIXES = {"verifier_service": "verifier | ", "draft_service": "draft    | "}
-# Two services cannot share an address. Without a prefix these flags belong to the draft service.
-_ADDRESSES = ("metrics-listen", "health-listen")
+# Without a prefix these flags belong to the draft service: two services cannot share an address, and all clients of the
+# verifier are one, the draft service.
+_OF_DRAFT = ("metrics-listen", "health-listen", "client-rate", "client-burst", "max-client-sequences")
 # Hosts to listen at, and where this machine then answers itself.
 _LOOPBACK = {"0.0.0.0": "127.0.0.1", "[::]": "[::1]"}
 
@@ -105,14 +106,14 @@ def serve_command(
     calls the draft service in plaintext, so a draft service with TLS needs `outrider gateway`. Needs the extra `http`.
 
     Any other flag goes to each service that has it: --max-sequences, --log-level. A prefix names one service:
-    --verifier-kv-cache-mb, --draft-revision. --metrics-listen and --health-listen are the draft service's without a
-    prefix, and so are their variables, and those of TLS and tokens. `python -m draft_service --help` and `python -m
-    verifier_service --help` list all flags.
+    --verifier-kv-cache-mb, --draft-revision. --metrics-listen, --health-listen, --client-rate, --client-burst and
+    --max-client-sequences are the draft service's without a prefix, and so are their variables, and those of TLS and
+    tokens. `python -m draft_service --help` and `python -m verifier_service --help` list all flags.
 
     \b
     outrider serve --target DIR_OR_ID --draft DIR_OR_ID --max-sequences 16 --metrics-listen 127.0.0.1:9100
     """  # noqa: D301  # click reads the backspace: no rewrapping of the paragraph
-    given = {name: os.environ.get(f"{ENV_PREFIX}{name.replace('-', '_').upper()}") for name in _ADDRESSES}
+    given = {name: os.environ.get(f"{ENV_PREFIX}{name.replace('-', '_').upper()}") for name in _OF_DRAFT}
     flags = (*(f"--{name}={value}" for name, value in given.items() if value is not None), *flags)
     with needs_extra("service"):
         more_verifier, more_draft = split_flags(flags)
@@ -257,7 +258,7 @@ def split_flags(arguments: Sequence[str]) -> tuple[list[str], list[str]]:
 
 def _owners(name: str, kinds: dict[str, dict[str, bool]]) -> dict[str, str]:
     """The services that have this flag, each with the name of the flag there."""
-    if name in _ADDRESSES:
+    if name in _OF_DRAFT:
         return {"draft": name}
     if services := [service for service, flags in kinds.items() if name in flags]:
         return dict.fromkeys(services, name)

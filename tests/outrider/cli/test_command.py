@@ -149,14 +149,16 @@ def test_serve_passes_each_flag_to_the_services_that_have_it() -> None:
         [
             *("--max-sequences", "8", "--log-level=debug", "--trust-remote-code", "--gamma", "3", "--no-prefix-cache"),
             *("--metrics-listen", "127.0.0.1:1", "--verifier-metrics-listen", "127.0.0.1:2"),
+            *("--client-rate", "3", "--max-client-sequences=2", "--verifier-client-burst", "7"),
             *("--verifier-timeout", "9", "--draft-revision=main", "--draft-draft-timeout", "5"),
         ]
     )
     both = ["--max-sequences", "8", "--log-level=debug", "--trust-remote-code"]
-    assert verifier == [*both, "--no-prefix-cache", "--metrics-listen", "127.0.0.1:2"]
+    assert verifier == [*both, "--no-prefix-cache", "--metrics-listen", "127.0.0.1:2", "--client-burst", "7"]
     assert draft == [
         *both,
-        *("--gamma", "3", "--no-prefix-cache", "--metrics-listen", "127.0.0.1:1", "--verifier-timeout", "9"),
+        *("--gamma", "3", "--no-prefix-cache", "--metrics-listen", "127.0.0.1:1"),
+        *("--client-rate", "3", "--max-client-sequences=2", "--verifier-timeout", "9"),
         *("--revision=main", "--draft-timeout", "5"),
     ]
 

@@ -41,8 +41,9 @@ def test_threads_of_a_pair_follow_the_processors(
 ) -> None:
     monkeypatch.setattr(processes, "processors", lambda: frozenset(range(count)))
     assert threads_of_pair(5) == (5, 5)
-    monkeypatch.setenv("OMP_NUM_THREADS", "3")
-    assert threads_of_pair() == (3, 3)
+    for value in ("3", "3,2"):  # a number for each level of nesting
+        monkeypatch.setenv("OMP_NUM_THREADS", value)
+        assert threads_of_pair() == (3, 3)
     monkeypatch.delenv("OMP_NUM_THREADS")
     assert threads_of_pair() == expected
 
