@@ -25,6 +25,7 @@ from outrider.cli.output import Failure, needs_extra
 from outrider.cli.processes import terminated_as_interrupted
 from outrider.client import AsyncClient
 from outrider.rpc.channel import ip_address
+from outrider.service.logs import take_over
 
 if TYPE_CHECKING:
     from outrider.http.server import HttpServer
@@ -225,6 +226,7 @@ def gateway_command(draft: str, http: str, retry_timeout: float, vllm_metrics: b
         return connected(draft, _ASK_S, retry_timeout, dict(values), AsyncClient)
 
     framing = request_of({name: values.pop(name) for name in ("frame_bytes", "frame_pace", "fixed_size_rounds")})
+    take_over("outrider")  # a pipe that nobody reads must not block the event loop
     server = make_server(http, values, connect, framing=framing, vllm_metrics=vllm_metrics)
     try:
         with terminated_as_interrupted():

@@ -196,8 +196,8 @@ def _give_back() -> None:
 
 
 def _move_handlers(original: object, queue: LineQueue) -> None:
-    """Moves the handlers of libraries, imported before, from the original stream to the queue."""
-    for logger in list(logging.Logger.manager.loggerDict.values()):
+    """Moves the handlers that exist already, also those of libraries, from the original stream to the queue."""
+    for logger in (logging.root, *logging.Logger.manager.loggerDict.values()):
         for handler in getattr(logger, "handlers", ()):
             if isinstance(handler, logging.StreamHandler) and handler.stream is original:
                 handler.setStream(queue)

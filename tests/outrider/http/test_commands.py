@@ -1,5 +1,6 @@
 """`outrider gateway` as a user runs it. docs/how-to/openai.md runs `outrider serve --http`."""
 
+import fcntl
 import re
 import signal
 import sys
@@ -10,6 +11,7 @@ import pytest
 from click.testing import CliRunner
 
 from outrider.cli import main
+from tests.cluster import free_address
 from tests.commands import Command
 
 
@@ -45,6 +47,25 @@ def test_a_gateway_answers_until_sigterm(draft_address: str, tmp_path: Path) -> 
         assert "data: [DONE]" in list(lines), "the answer in progress ends"
     code, out, err = command.ended()
     assert (code, out, err) == (0, "", "Stopped.\n")
+
+
+def test_a_log_that_nobody_reads_blocks_no_answer() -> None:
+    flags = ("--draft", free_address(), "--http", "127.0.0.1:0", "--retry-timeout", "0")
+    command = Command("outrider.cli", "gateway", *flags)
+    url = _url(command, r"at (http://\S+)/v1")
+    assert command.process.stderr is not None
+    size = fcntl.fcntl(command.process.stderr, fcntl.F_SETPIPE_SZ, 4096)
+    with httpx.Client(timeout=20) as client:
+        written = 0
+        while written < 4 * size:
+            response = client.post(f"{url}/v1/completions", json={"prompt": "x"})
+            assert response.status_code == 503
+            written += len("a request failed with 503")  # at least
+        assert client.get(f"{url}/health").status_code == 503
+    command.process.send_signal(signal.SIGTERM)
+    code, _, err = command.ended()
+    assert code == 0
+    assert "a request failed with 503" in err
 
 
 @pytest.mark.parametrize(
