@@ -311,12 +311,14 @@ class AsyncClient:
                 "it"
             )
         call.failed(failure)
-        if failure.is_transient:
+        is_mismatch = failure.reason == "PAIR_MISMATCH"  # perhaps of this address alone
+        if failure.is_transient or is_mismatch:
             self._endpoints.failed(call.address)
         addresses = await self._endpoints.addresses()
         untried = self._endpoints.has_fresh() or call.has_untried(addresses)
         elsewhere = call.failures < len(addresses) and untried
-        may = self._retry and failure.is_transient and call.can_go_on and not call.is_hopeless(addresses)
+        may_help = failure.is_transient or (is_mismatch and elsewhere)
+        may = self._retry and may_help and call.can_go_on and not call.is_hopeless(addresses)
         if not (may and await call.pause(failure, elsewhere=elsewhere)):
             raise call.described(failure, addresses) from cause
 

@@ -219,6 +219,24 @@ async def test_a_call_tries_an_address_that_another_call_found_failing() -> None
     assert (works.calls, fails.calls) == (1, 1)
 
 
+@pytest.mark.parametrize("after", [0, 1])
+async def test_a_pair_that_does_not_match_is_left_for_another_address(after: int) -> None:
+    """Each has its one try."""
+    mismatch = errors.failed_precondition("PAIR_MISMATCH", "other weights")
+    works, others = Refusing(mismatch, times=0), [Refusing(mismatch, after=after) for _ in range(2)]
+    async with AsyncExitStack() as stack:
+        addresses = [await stack.enter_async_context(serving(servicer)) for servicer in (works, *others)]
+        client = await stack.enter_async_context(AsyncClient(addresses))
+        for _ in range(3):
+            await client.complete("x")
+        client = await stack.enter_async_context(AsyncClient(addresses[1:]))
+        calls = sum(each.calls for each in others)
+        with pytest.raises(PairMismatch):
+            await client.complete("x")
+    assert works.calls == 3
+    assert sum(each.calls for each in others) == calls + 2
+
+
 async def test_closing_the_client_ends_a_call_that_waits_to_try_again() -> None:
     servicer = Refusing(errors.overloaded("full", retry_after=600.0))
     async with serving(servicer) as address:
