@@ -8,7 +8,15 @@ from dataclasses import dataclass
 from typing import Any, Self
 
 from kernels.sampling import SamplingParams
-from outrider.client import AcceptanceRule, AsyncClient, Chunk, Options, PositionLogprobs, Started
+from outrider.client import (
+    AcceptanceRule,
+    AsyncClient,
+    Chunk,
+    Options,
+    PositionLogprobs,
+    SpeculationPolicy,
+    Started,
+)
 from outrider.evaluation import deployment
 from outrider.evaluation.check_report import ALONE, COUPLED, GREEDY, LOAD, NO_DRAFT, RESUMED
 from outrider.evaluation.clips import Source, request_of
@@ -227,6 +235,10 @@ class Requester:
                         options = options | Options(
                             seed=event.seed, rule=event.rule, weights_fingerprint=event.weights_fingerprint
                         )
+                        if event.policy is not SpeculationPolicy.UNSPECIFIED:
+                            options = options | Options(speculation=event.policy)
+                        if event.tokens_per_pass:
+                            options = options | Options(tokens_per_pass=event.tokens_per_pass)
                     case Chunk():
                         kept += event.token_ids[:1] if ask.name == NO_DRAFT else event.token_ids
                         options = options | Options(committed_token_ids=tuple(kept), held_tokens=event.held_tokens)

@@ -96,6 +96,16 @@ def test_an_exact_deployment_passes(pair: PairServices) -> None:
     assert report.verdict[0] == "No bias found."
 
 
+def test_a_resumed_text_keeps_its_policy(pair: PairServices) -> None:
+    """As with the client: with a seed alone the service would choose another one."""
+    service = pair.draft()
+    before = len(service.logged("generate"))
+    report = checked(pair, service.address, replace(ONE_PLACE, resumed=4, gammas=(None, 4)))
+    assert report.num_resumed
+    continued = [each for each in service.logged("generate")[before:] if each["committed_tokens"]]
+    assert {each["speculation"] for each in continued} == {"adaptive", "fixed"}
+
+
 @pytest.mark.parametrize(
     ("fault", "in_verifier", "plan", "test"),
     [
