@@ -12,6 +12,7 @@ from __future__ import annotations
 import asyncio
 import json
 import sys
+from collections import Counter
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -102,8 +103,11 @@ def test_a_resumed_text_keeps_its_policy(pair: PairServices) -> None:
     before = len(service.logged("generate"))
     report = checked(pair, service.address, replace(ONE_PLACE, resumed=4, gammas=(None, 4)))
     assert report.num_resumed
-    continued = [each for each in service.logged("generate")[before:] if each["committed_tokens"]]
-    assert {each["speculation"] for each in continued} == {"adaptive", "fixed"}
+    lines = [
+        each for each in service.logged("generate")[before:] if each["committed_tokens"] and each["drafter"] != "none"
+    ]
+    policies = Counter(each["speculation"] for each in lines)
+    assert policies["adaptive"] == policies["fixed"] > 0, "half of the texts name a gamma"
 
 
 @pytest.mark.parametrize(
