@@ -30,15 +30,16 @@ class Pair:
 
     Attributes:
         alpha: α [L 3.1].
-        c: time of a draft step [L Def. 3.7].
+        c: time of a draft step [L Def. 3.7]; of a measured pair the mean over all rounds, also those without a draft.
         round_trip: R, time of a round outside draft and target.
-        token_cost: growth of the target's forward pass with each further token in it; 0 in the paper.
+        token_cost: growth of the target's forward pass with each further token in it, a mean as c; 0 in the paper.
         c_hat: ĉ, operations of the draft per token [L Def. 3.10]; None: c.
         hit_rate: share of drafting that the outcome cache saves.
         parallel: one draft step drafts all γ tokens.
         max_gamma: the largest γ considered.
         step_ms: a target step in milliseconds; None: unknown.
-        by_position: α of each position, given that all positions before it are accepted; empty: α at all of them.
+        by_position: α of each position, given that all positions before it are accepted; empty: α at all of them. A
+            round without a draft counts as a rejection at the first one.
     """
 
     alpha: float
@@ -252,9 +253,16 @@ def measure(
 
 @dataclass(slots=True)
 class _Sums:
-    """Sums over the texts of one γ, without the first round of each, which reads the prompt; times in seconds."""
+    """Sums over the texts of one γ, without the first round of each, which reads the prompt; times in seconds.
+
+    Attributes:
+        proposals: drafted rounds, first ones included.
+        chances: rounds that could have had a draft, first ones included; the last token of a text has none.
+    """
 
     rounds: int = 0
+    proposals: int = 0
+    chances: int = 0
     tokens: float = 0.0
     drafted: float = 0.0
     judged: int = 0
@@ -277,8 +285,11 @@ class _Sums:
         self.rounds += rounds
         self.tokens += share * completion.usage.completion_tokens
         self.drafted += share * statistics.num_draft_tokens
-        accepted_whole = sum(statistics.num_accepted_tokens_per_pos[-1:])  # proposals without a rejected token
-        judged = statistics.num_drafts + statistics.num_accepted_tokens - accepted_whole
+        self.proposals += statistics.num_drafts
+        self.chances += max(statistics.num_drafts, statistics.num_rounds - 1)
+        # At each position at most those are judged that are accepted before it.
+        before = (statistics.num_drafts, *statistics.num_accepted_tokens_per_pos)
+        judged = sum(map(min, statistics.num_draft_tokens_per_pos, before))
         self.judged += judged
         self.drafted_at.update(dict(enumerate(statistics.num_draft_tokens_per_pos)))
         self.accepted_at.update(dict(enumerate(statistics.num_accepted_tokens_per_pos)))
@@ -311,6 +322,10 @@ def _measurement(alone: _Sums, by_gamma: Mapping[int, _Sums], max_gamma: int) ->
         sums.rounds + pair.token_cost * sums.drafted + (1 - pair.hit_rate) * pair.c * sums.drafted for sums in all_sums
     )
     rest = sum(sums.time for sums in all_sums) / step - known
+    # A drafter such as `lookup` drafts in some rounds only.
+    share = sum(sums.proposals for sums in all_sums) / sum(sums.chances for sums in all_sums)
+    first, *others = pair.by_position
+    pair = replace(pair, c=share * pair.c, token_cost=share * pair.token_cost, by_position=(share * first, *others))
     return Measurement(
         pair=replace(pair, round_trip=max(0.0, rest / sum(sums.rounds for sums in all_sums))),
         judged=judged,

@@ -128,18 +128,21 @@ class Rounds:
         tokens: int = 65,
         accepted: Sequence[int] = (32,),
         joined: int = 1,
+        undrafted: int = 0,
     ) -> None:
-        """`joined` tokens of a `Decode` come in one verdict."""
+        """`joined` tokens of a `Decode` come in one verdict. So many rounds of 32 have no draft."""
         self.step, self.draft, self.rest, self.token, self.hit_rate = step, draft, rest, token, hit_rate
         self.tokens, self.accepted, self.asked = tokens, accepted, list[tuple[str, int]]()
-        self.joined = joined
+        self.joined, self.undrafted = joined, undrafted
 
     def __call__(self, prompt: str, *, gamma: int) -> Completion:
         """Of the 32 proposals of a text `accepted` have an accepted token at each position."""
         self.asked.append((prompt, gamma))
         rounds = self.tokens if gamma == 0 else self.tokens // 2
-        full = rounds * gamma * self.draft
-        verify = self.step + gamma * self.token
+        drafts = rounds - self.undrafted if gamma else 0
+        drafted = drafts * gamma / rounds  # tokens of a round
+        full = rounds * drafted * self.draft
+        verify = self.step + drafted * self.token
         spent = [full * (1 - self.hit_rate) / rounds, verify, self.rest if gamma else 0]
         first = _blank(RoundTimings, draft_us=7000, queue_us=100, forward_us=5000, verify_us=11)
         timings = _blank(
@@ -148,20 +151,20 @@ class Rounds:
             total_us=99_999 + round((rounds - 1) * sum(spent)),
             draft_us=7000 + round((rounds - 1) * spent[0]),
             queue_us=100 + (rounds - 1) * 10,
-            forward_us=5000 + (rounds - 1) * (verify - 30 - 50 * gamma),
+            forward_us=5000 + round((rounds - 1) * (verify - 30 - 50 * gamma)),
             verify_us=11 + (rounds - 1) * (20 + 50 * gamma),
-            saved_us=round((rounds - 1) * gamma * self.draft * self.hit_rate),
+            saved_us=round((rounds - 1) * drafted * self.draft * self.hit_rate),
             first_round=first,
         )
         accepted = [*self.accepted, *[0] * gamma][:gamma]
         statistics = _blank(
             Statistics,
             num_rounds=rounds if gamma else 1 + (rounds - 1) // self.joined,
-            num_drafts=rounds if gamma else 0,
-            num_draft_tokens=rounds * gamma,
+            num_drafts=drafts,
+            num_draft_tokens=drafts * gamma,
             num_accepted_tokens=sum(accepted),
             num_accepted_tokens_per_pos=tuple(accepted),
-            num_draft_tokens_per_pos=(rounds,) * gamma,
+            num_draft_tokens_per_pos=(drafts,) * gamma,
             alpha=0.5 if gamma else 0.0,
         )
         usage = _blank(Usage, completion_tokens=self.tokens)
@@ -189,6 +192,16 @@ def test_the_costs_of_rounds_are_found_again(hit_rate: float, joined: int) -> No
         assert speed_up == pytest.approx(
             65 / 32 / theory.round_time(gamma, pair.c, pair.round_trip, **pair.ways), rel=1e-3
         )
+
+
+@pytest.mark.parametrize("gamma", [2, 8])
+def test_rounds_without_a_draft_count(gamma: int) -> None:
+    """A drafter such as `lookup` drafts in 10 of 32 rounds; then 8 tokens are accepted at each position."""
+    rounds = Rounds(undrafted=22, accepted=(8,) * 8)
+    pair = measure(rounds, ["one"]).pair
+    tokens, drafted = 1 + gamma * 8 / 32, gamma * 10 / 32
+    seconds = rounds.step + rounds.rest + drafted * (rounds.draft + rounds.token)
+    assert pair.improvement(gamma) == pytest.approx(tokens * rounds.step / seconds, rel=0.03)
 
 
 def test_alpha_by_position_is_found_again() -> None:
