@@ -299,12 +299,10 @@ def check_lengths(message: draft_service_pb2.GenerateRequest, prompt: int, commi
             maximum=longest - 1,
             max_sequence_tokens=longest,
         )
-    if message.fill_context and message.HasField("max_new_tokens"):
-        raise invalid_field(
-            "fill_context", f"fill_context is true and max_new_tokens is {message.max_new_tokens}; unset one of them"
-        )
     default = longest - prompt if message.fill_context else min(DEFAULT_NEW_TOKENS, longest - prompt)
     new = message.max_new_tokens if message.HasField("max_new_tokens") else default
+    if message.fill_context:
+        new = min(new, longest - prompt)
     if not 1 <= new <= longest - prompt:
         raise invalid_field(
             "max_new_tokens",

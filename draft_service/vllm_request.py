@@ -3,16 +3,12 @@
 A field that we cannot carry is refused by name.
 """
 
-import asyncio
 import re
 from typing import Any
 
 from google.protobuf.message import Message
 from google.protobuf.unknown_fields import UnknownFieldSet
 
-from draft_service.pair import Pair
-from draft_service.prompt import check_prompt_bytes
-from draft_service.service import TOKENISING
 from outrider.rpc.errors import RequestError, invalid_field, outside
 from outrider.service.sampling import MAX_TOP_LOGPROBS
 from protos.outrider.v1 import draft_service_pb2, sampling_pb2
@@ -48,7 +44,7 @@ _OUR_NAME = re.compile(
 )
 
 
-async def translated(request: Any, pair: Pair) -> draft_service_pb2.GenerateRequest:
+def translated(request: Any) -> draft_service_pb2.GenerateRequest:
     """Our request for a `vllm.GenerateRequest`. It may still be out of our limits.
 
     Raises:
@@ -58,10 +54,9 @@ async def translated(request: Any, pair: Pair) -> draft_service_pb2.GenerateRequ
     _check_fields(request.tokenized, "tokenized.", _OF_TOKENIZED)
     params = request.sampling_params
     _check_fields(params, "sampling_params.", _OF_SAMPLING)
-    ids = await _prompt(request, pair)
     ours = draft_service_pb2.GenerateRequest(
         request_id=request.request_id,
-        token_ids=draft_service_pb2.TokenIds(ids=ids),
+        fill_context=True,  # without a maximum, or with a larger one, vLLM writes until the context ends
         sampling=_sampling(params),
         min_new_tokens=params.min_tokens,
         stop=params.stop,
@@ -69,11 +64,15 @@ async def translated(request: Any, pair: Pair) -> draft_service_pb2.GenerateRequ
         ignore_eos=params.ignore_eos,
         keep_special_tokens=not params.skip_special_tokens,
     )
-    # Without a maximum, or with a larger one, vLLM writes until the context ends.
-    target = pair.target
-    used = len(target.encoder.decoder_prompt_token_ids) if target.HasField("encoder") else len(ids)
-    left = max(1, pair.draft.limits.max_sequence_tokens - used)
-    ours.max_new_tokens = min(params.max_tokens, left) if params.HasField("max_tokens") else left
+    match request.WhichOneof("input"):
+        case "tokenized":
+            ours.token_ids.ids.extend(request.tokenized.input_ids)
+        case "text":
+            ours.text = request.text
+        case _:
+            raise invalid_field("tokenized", "tokenized is not set, nor is text; set one of them")
+    if params.HasField("max_tokens"):
+        ours.max_new_tokens = params.max_tokens
     if params.n:  # 0 is unset
         ours.n = params.n
     if params.HasField("logprobs"):
@@ -98,17 +97,6 @@ def _check_fields(message: Message, path: str, carried: frozenset[str]) -> None:
             f"field number {number} of {kind} is set, and this service does not know it: unset it",
             number=number,
         )
-
-
-async def _prompt(request: Any, pair: Pair) -> list[int]:
-    match request.WhichOneof("input"):
-        case "tokenized":
-            return list(request.tokenized.input_ids)
-        case "text":
-            as_ours = draft_service_pb2.GenerateRequest(text=request.text)
-            check_prompt_bytes(as_ours, pair.tokenizer, pair.draft.limits.max_sequence_tokens - 1)
-            return await asyncio.get_running_loop().run_in_executor(TOKENISING, pair.tokenizer.encode, request.text)
-    raise invalid_field("tokenized", "tokenized is not set, nor is text; set one of them")
 
 
 def _sampling(params: Any) -> sampling_pb2.SamplingParams:

@@ -284,7 +284,7 @@ class VllmEngine(vllm_engine_pb2_grpc.VllmEngineServicer):
         call = Call(request, context, pair.draft.limits)
         try:
             with self._abortable(caller(context), request.request_id, call):
-                ours = await translated(request, pair)
+                ours = translated(request)
                 await call.run(lambda: self._drafts.generate(ours, call))
         except RequestError as error:
             raise renamed(error) from error

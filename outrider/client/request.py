@@ -43,7 +43,7 @@ class CommonOptions(TypedDict, total=False):
 
     # How much
     max_new_tokens: int
-    fill_context: bool  # write until the context is full, in place of `max_new_tokens`
+    fill_context: bool  # write until the context is full, or `max_new_tokens` if given
     min_new_tokens: int
     n: int  # independent samples
     time_limit: float  # seconds; the text ends after them

@@ -38,7 +38,7 @@ BAD_FIELDS: list[tuple[str, dict[str, Any], tuple[str, ...]]] = [
     ("prompt", {"prompt": [1] * 2000}, ("2000", "1024")),
     ("max_new_tokens", {"prompt": [1] * 1000, "max_new_tokens": 25}, ("25", "1000", "24")),
     ("max_new_tokens", {"max_new_tokens": 0}, ("0",)),
-    ("fill_context", {"max_new_tokens": 3, "fill_context": True}, ("max_new_tokens is 3; unset one of them",)),
+    ("max_new_tokens", {"max_new_tokens": 0, "fill_context": True}, ("0",)),
     ("max_new_tokens", {"max_new_tokens": 3, "committed_token_ids": [1, 2, 3]}, ("3",)),
     ("min_new_tokens", {"max_new_tokens": 3, "min_new_tokens": 4}, ("3", "4")),
     ("committed_token_ids", {"committed_token_ids": [1, 4000]}, ("4000", "2048")),
