@@ -208,7 +208,7 @@ class Frames:
         self._token_bytes = token_bytes
         self._held: defaultdict[int, int] = defaultdict(lambda: held)  # by sample, as of the last frame
         self._waiting: deque[GenerateResponse] = deque()
-        self._bytes = 0
+        self._bytes: defaultdict[int | None, int] = defaultdict(int)  # that wait, by sample
 
     @property
     def are_empty(self) -> bool:
@@ -216,13 +216,13 @@ class Frames:
 
     @property
     def are_full(self) -> bool:
-        """Whether the waiting responses certainly fill the next frame."""
-        return bool(self._size) and self._bytes >= _FULL * self._size
+        """Whether the waiting responses certainly fill the next frame, which is of one sample."""
+        return bool(self._size and self._waiting) and self._bytes[_sample_of(self._waiting[0])] >= _FULL * self._size
 
     def put(self, response: GenerateResponse) -> None:
         """Adds a response. A chunk must hold one token, or a text whose tokens end together, or a part of one."""
         self._waiting.append(response)
-        self._bytes += response.ByteSize()
+        self._bytes[_sample_of(response)] += response.ByteSize()
 
     def take(self) -> GenerateResponse:
         """The next frame. Only padding if no response waits."""
@@ -238,7 +238,7 @@ class Frames:
 
     def _pop(self) -> GenerateResponse:
         response = self._waiting.popleft()
-        self._bytes -= response.ByteSize()
+        self._bytes[_sample_of(response)] -= response.ByteSize()
         return response
 
     def _fill(self, frame: GenerateResponse) -> None:
@@ -250,7 +250,7 @@ class Frames:
         if not self._fits(first):
             part, first = self._split(first)
             self._waiting.appendleft(first)
-            self._bytes += first.ByteSize()
+            self._bytes[_sample_of(first)] += first.ByteSize()
             frame.CopyFrom(part)
             return
         frame.CopyFrom(first)

@@ -215,7 +215,7 @@ def translate(error: grpc.RpcError, address: str) -> RequestError:
 
 
 def is_refusal(error: grpc.RpcError) -> bool:
-    """Whether a verifier, or what stands before it, ended the call itself; else the connection failed."""
+    """Whether the error is an answer: it has a reason, or a code that no failed connection has."""
     return not _is_gone(errors.from_rpc_error(error))
 
 

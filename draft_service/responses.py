@@ -3,6 +3,7 @@
 import asyncio
 from collections import deque
 from collections.abc import AsyncIterator
+from contextlib import suppress
 
 from outrider.rpc.timeouts import InactivityTimer
 from protos.outrider.v1.draft_service_pb2 import GenerateResponse
@@ -91,17 +92,16 @@ class Responses:
                         raise self._error
                     return
                 self._more.clear()
-                try:
-                    if self._queue:
+                if self._queue:
+                    with suppress(TimeoutError):
                         async with asyncio.timeout_at(self._read_at + SECONDS_JOINED):
                             await self._more.wait()
-                    else:
-                        await timer.wait_for(self._more.wait())
+                    continue
+                try:
+                    await timer.wait_for(self._more.wait())
                 except TimeoutError:
-                    timer.close()
                     timer = InactivityTimer(HEARTBEAT_SECONDS)
-                    if not self._queue:
-                        yield GenerateResponse()
+                    yield GenerateResponse()
         finally:
             timer.close()
 

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from kernels.adjustments import apply
-from kernels.sampling import bad_rows, log_probabilities
+from kernels.sampling import bad_rows, log_probabilities, log_softmax
 from kernels.verify import Proposed, Status, TokenLogprobs, VerifyResult
 
 SCORED_ROWS = 64
@@ -45,7 +45,7 @@ def token_logprobs(raw: Tensor, log_p: Tensor, tokens: Sequence[int], top: int) 
         log_p: of the same rows, `[m, V]`; computations use its dtype.
         top: how many of the best to add, by raw logit; lower ids first among equals.
     """
-    return _of_rows(torch.log_softmax(raw.to(log_p.dtype), dim=-1), log_p, tokens, top)
+    return _of_rows(log_softmax(raw.to(log_p.dtype)), log_p, tokens, top)
 
 
 def prompt_logprobs(raw: Tensor, tokens: Sequence[int], top: int) -> tuple[TokenLogprobs, ...] | None:
@@ -58,7 +58,7 @@ def prompt_logprobs(raw: Tensor, tokens: Sequence[int], top: int) -> tuple[Token
         rows = slice(first, first + SCORED_ROWS)
         if bad_rows(raw[rows]).any():
             return None
-        log_p = torch.log_softmax(raw[rows].float(), dim=-1)
+        log_p = log_softmax(raw[rows].float())
         found += _of_rows(log_p, log_p, tokens[rows], top)
     return tuple(found)
 

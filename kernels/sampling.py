@@ -82,7 +82,7 @@ def log_probabilities(logits: Tensor, params: SamplingParams) -> Tensor:
     The log of `probabilities` has -inf for chances below 1e-45 too. A bad row comes out as NaN, as there.
     """
     z = logits.float()
-    return _point_mass(z).log_() if params.is_greedy else torch.log_softmax(_filtered(z, params), dim=-1)
+    return _point_mass(z).log_() if params.is_greedy else log_softmax(_filtered(z, params))
 
 
 def kept(z: Tensor, params: SamplingParams) -> Tensor:
@@ -109,6 +109,12 @@ def _softmax(s: Tensor) -> Tensor:
     # torch sums in float32, which loses improbable tokens: among 150,000 they may have one percent of the mass.
     p = torch.softmax(s, dim=-1)
     return p.div_(p.sum(dim=-1, keepdim=True, dtype=torch.float64).to(p.dtype))
+
+
+def log_softmax(z: Tensor) -> Tensor:
+    """Return log p of each row of logits `z` `[R, V]`, for the same reason with a sum in float64."""
+    log_p = torch.log_softmax(z, dim=-1)
+    return log_p.sub_(log_p.exp().sum(dim=-1, keepdim=True, dtype=torch.float64).log_().to(log_p.dtype))
 
 
 def bad_rows(logits: Tensor) -> Tensor:

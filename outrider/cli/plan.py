@@ -294,6 +294,8 @@ def _of_measurement(measurement: Measurement) -> Iterator[tuple[str, str]]:
     step = pair.step_ms or 0.0
     yield "α", f"{pair.alpha:.3f}, the mean of {measurement.judged} judged tokens"
     yield "by position", " ".join(f"{alpha:.2f}" for alpha in pair.by_position[: max(measurement.speed_ups)])
+    if pair.share < 1:
+        yield "rounds with a draft", f"{pair.share:.0%}"
     yield "target step", f"{step:.2f} ms"
     yield "draft step", f"{pair.c * step:.2f} ms: c = {pair.c:.3f}"
     yield "rest of a round", f"{pair.round_trip * step:.2f} ms: R = {pair.round_trip:.3f} target steps"

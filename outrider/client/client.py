@@ -14,7 +14,7 @@ import grpc
 
 from outrider.client.audio import FRAME_S, AudioSource, Samples, read_samples, speech_encoder
 from outrider.client.endpoints import Endpoints, split
-from outrider.client.errors import explained, refused, typed
+from outrider.client.errors import PairMismatch, explained, refused, typed
 from outrider.client.events import Completion, Detokenized, Event, Tokenized, TokenizerInfo, read
 from outrider.client.request import (
     CommonOptions,
@@ -311,13 +311,12 @@ class AsyncClient:
                 "it"
             )
         call.failed(failure)
-        is_mismatch = failure.reason == "PAIR_MISMATCH"  # perhaps of this address alone
-        if failure.is_transient or is_mismatch:
+        may_help = failure.is_transient or isinstance(failure, PairMismatch)  # perhaps of this address alone
+        if may_help:
             self._endpoints.failed(call.address)
-        addresses = await self._endpoints.addresses()
+        addresses = await self._endpoints.addresses(call.time_left)
         untried = self._endpoints.has_fresh() or call.has_untried(addresses)
         elsewhere = call.failures < len(addresses) and untried
-        may_help = failure.is_transient or (is_mismatch and elsewhere)
         may = self._retry and may_help and call.can_go_on and not call.is_hopeless(addresses)
         if not (may and await call.pause(failure, elsewhere=elsewhere)):
             raise call.described(failure, addresses) from cause

@@ -74,7 +74,7 @@ class Endpoints:
         self._named: dict[str, str] = {}  # the name that resolved to each address
         self._failed: dict[str, float] = {}  # when
         self._addresses: list[str] = []
-        self._resolved = self._resolving_since = -RESOLVED_FOR_S
+        self._resolved = self._resolving_since = self._failed_at = -RESOLVED_FOR_S
         self._resolving: asyncio.Task[None] | None = None
         self._is_closed = False
         self._turn = random.randrange(1 << 16)  # clients that start together do not all begin at the same address
@@ -96,9 +96,10 @@ class Endpoints:
             if self._resolving is None:
                 self._resolving = asyncio.create_task(self._resolve())
                 self._resolving_since = time.monotonic()
+            limits = [] if within is None else [within]
             if self._addresses:
-                within = max(0.0, self._resolving_since + RESOLVING_S - time.monotonic())
-            await asyncio.wait([self._resolving], timeout=within)
+                limits.append(max(0.0, self._resolving_since + RESOLVING_S - time.monotonic()))
+            await asyncio.wait([self._resolving], timeout=min(limits, default=None))
         return self._addresses or list(self._names)
 
     async def _resolve(self) -> None:
@@ -106,7 +107,8 @@ class Endpoints:
             found = await self._resolver.resolve()
             # A single address is left as its name: gRPC resolves it again and again by itself.
             self._addresses = list(found) if len(found) > 1 else list(self._names[:1])
-            self._resolved = time.monotonic()
+            if self._failed_at <= self._resolving_since:  # else the failed address may be among them
+                self._resolved = time.monotonic()
             self._named |= found
             await self._forget_vanished()
         finally:
@@ -138,7 +140,7 @@ class Endpoints:
 
     def failed(self, address: str) -> None:
         """Call it when a call there has failed because the service is unreachable, drains or is full."""
-        self._failed[address] = time.monotonic()
+        self._failed[address] = self._failed_at = time.monotonic()
         self._resolved = -RESOLVED_FOR_S
 
     def begin(self, address: str, method: str, request: Any, timeout: float | None, *, service: str = "draft") -> Any:

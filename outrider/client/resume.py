@@ -16,7 +16,7 @@ from typing import cast
 
 import grpc
 
-from outrider.client.errors import OutriderError, refused
+from outrider.client.errors import OutriderError, PairMismatch, refused
 from outrider.client.events import (
     Chunk,
     Event,
@@ -73,7 +73,7 @@ class Call:
         self._retry_timeout = math.inf if retry_timeout is None else retry_timeout
         self._give_up = math.inf  # when
         self._is_noted = False
-        self._wrong_transport: set[str] = set()  # addresses where the last attempt failed so
+        self._hopeless: set[str] = set()  # addresses where the last attempt failed for good
         self._tries: dict[str, int] = {}  # that failed, by address
         self._last: OutriderError | None = None  # the last failure other than the passed deadline
 
@@ -100,14 +100,16 @@ class Call:
         self._tries[self.address] = self._tries.get(self.address, 0) + 1
         if failure.is_transient:
             self._last = failure
-        if failure.is_wrong_transport:
-            self._wrong_transport.add(self.address)
+        if failure.is_wrong_transport or isinstance(failure, PairMismatch):
+            self._hopeless.add(self.address)
         else:
-            self._wrong_transport.discard(self.address)
+            self._hopeless.discard(self.address)
 
     def is_hopeless(self, addresses: Sequence[str]) -> bool:
-        """Whether each address speaks TLS where the client does not, or the other way round."""
-        return self._wrong_transport.issuperset(addresses)
+        """Whether each address has a pair that does not match, or speaks TLS where the client does not, or the other
+        way round.
+        """
+        return self._hopeless.issuperset(addresses)
 
     def has_untried(self, addresses: Sequence[str]) -> bool:
         """Whether no attempt of this call has failed at one of the addresses."""

@@ -49,12 +49,12 @@ def draw_plan(destination: Destination, plan: Plan) -> None:
 
 
 def _figure_2(panel: Axes, alphas: list[float], plan: Plan, alpha: float) -> None:
-    def curve(gamma: int, label: str, **how: Any) -> None:
-        _curve(panel, alphas, lambda at: theory.expected_tokens(at, gamma), label, **how)
+    def curve(pair: Pair, gamma: int, label: str, **how: Any) -> None:
+        _curve(panel, alphas, partial(pair.tokens, gamma), label, **how)
 
     for gamma, colour in zip(TOKENS_OF, COLOURS, strict=False):
-        curve(gamma, f"γ = {gamma}" if gamma < 1000 else "γ = ∞", color=colour)
-    curve(plan.fastest.gamma, "", **_OWN)
+        curve(Pair(alpha=0.0, c=0.0), gamma, f"γ = {gamma}" if gamma < 1000 else "γ = ∞", color=colour)
+    curve(plan.pair, plan.fastest.gamma, "", **_OWN)
     _finish(panel, "Figure 2: tokens of a round", "expected tokens", alphas, max(10, 1.1 * plan.fastest.tokens))
     line(panel, [(alpha, plan.fastest.tokens)], **_POINT)
 

@@ -30,16 +30,16 @@ class Pair:
 
     Attributes:
         alpha: α [L 3.1].
-        c: time of a draft step [L Def. 3.7]; of a measured pair the mean over all rounds, also those without a draft.
+        c: time of a draft step [L Def. 3.7].
         round_trip: R, time of a round outside draft and target.
-        token_cost: growth of the target's forward pass with each further token in it, a mean as c; 0 in the paper.
+        token_cost: growth of the target's forward pass with each further token in it; 0 in the paper.
         c_hat: ĉ, operations of the draft per token [L Def. 3.10]; None: c.
         hit_rate: share of drafting that the outcome cache saves.
         parallel: one draft step drafts all γ tokens.
         max_gamma: the largest γ considered.
         step_ms: a target step in milliseconds; None: unknown.
-        by_position: α of each position, given that all positions before it are accepted; empty: α at all of them. A
-            round without a draft counts as a rejection at the first one.
+        by_position: α of each position, given that all positions before it are accepted; empty: α at all of them.
+        share: share of rounds that have a draft; the others write one token. Below 1 with a drafter such as `lookup`.
     """
 
     alpha: float
@@ -52,6 +52,7 @@ class Pair:
     max_gamma: int = MAX_GAMMA
     step_ms: float | None = None
     by_position: tuple[float, ...] = ()
+    share: float = 1.0
 
     @property
     def ways(self) -> dict[str, Any]:
@@ -67,20 +68,30 @@ class Pair:
         """α by position if it is known, else α."""
         return self.by_position or self.alpha
 
+    def tokens(self, gamma: int, alpha: float | None = None) -> float:
+        """Expected tokens of a round; with one other α if given."""
+        return 1 + self.share * (theory.expected_tokens(self.alphas if alpha is None else alpha, gamma) - 1)
+
+    def round_time(self, gamma: int) -> float:
+        """Mean time of a round."""
+        drafted = theory.round_time(gamma, self.c, self.round_trip, **self.ways)
+        return self.share * drafted + (1 - self.share) * (1 + self.round_trip)
+
     def improvement(self, gamma: int, alpha: float | None = None) -> float:
         """Speed-up of this γ, over the target alone; with one other α if given."""
-        chosen = self.alphas if alpha is None else alpha
-        return theory.improvement(chosen, gamma, self.c, self.round_trip, **self.ways)
+        return self.tokens(gamma, alpha) / self.round_time(gamma)
 
     def operations(self, gamma: int, alpha: float | None = None) -> float:
         """Operations per token of this γ, over the target alone; with one other α if given."""
-        c_hat = self.c if self.c_hat is None else self.c_hat
-        return theory.operations(self.alphas if alpha is None else alpha, gamma, c_hat, parallel=self.parallel)
+        chosen, c_hat = self.alphas if alpha is None else alpha, self.c if self.c_hat is None else self.c_hat
+        drafted = theory.operations(chosen, gamma, c_hat, parallel=self.parallel)
+        share = self.share * theory.expected_tokens(chosen, gamma) / self.tokens(gamma, alpha)  # of tokens
+        return share * drafted + (1 - share)
 
     def best_gamma(self, alpha: float | None = None) -> int:
         """The fastest γ; 0 if the target alone is faster; with one other α if given."""
-        chosen = self.alphas if alpha is None else alpha
-        return theory.best_gamma(chosen, self.c, self.round_trip, max_gamma=self.max_gamma, **self.ways)
+        best = max(range(1, self.max_gamma + 1), key=lambda gamma: self.improvement(gamma, alpha))
+        return best if self.improvement(best, alpha) > 1 else 0
 
     def of_streams(self, streams: int) -> Pair:
         """The pair with so many streams in each pass, in steps of the target alone with as many.
@@ -160,19 +171,19 @@ def make_plan(pair: Pair) -> Plan:
         ValueError: a value is out of range; the text names it.
     """
     rows = tuple(
-        Row(gamma, theory.expected_tokens(pair.alphas, gamma), pair.improvement(gamma), pair.operations(gamma))
+        Row(gamma, pair.tokens(gamma), pair.improvement(gamma), pair.operations(gamma))
         for gamma in range(1, pair.max_gamma + 1)
     )
     fastest = max(rows, key=lambda row: row.speed_up).gamma
-    whole = theory.round_time(fastest, pair.c, pair.round_trip, **pair.ways)
-    verify = pair.verify_cost(fastest + 1)
+    whole = pair.round_time(fastest)
+    verify = 1 + pair.share * (pair.verify_cost(fastest + 1) - 1)
     limits = {"max_gamma": pair.max_gamma, **pair.ways}
     bound = limit = None
     if not pair.parallel:
-        first = pair.by_position[0] if pair.by_position else pair.alpha
-        bound = theory.lower_bound(first, pair.c, pair.round_trip, pair.verify_cost(2))
+        bound = pair.improvement(1)
         # The α with as many tokens in a round as γ of any size, or the largest, has.
-        endless = 1 - 1 / rows[-1].tokens if pair.by_position else pair.alpha
+        endless = 1 - 1 / theory.expected_tokens(pair.alphas, pair.max_gamma) if pair.by_position else pair.alpha
+        endless = pair.share * endless / (1 - endless + pair.share * endless)
         limit = theory.oracle(endless, (1 - pair.hit_rate) * pair.c + pair.token_cost, pair.round_trip)
     return Plan(
         pair=pair,
@@ -183,8 +194,9 @@ def make_plan(pair: Pair) -> Plan:
         target_share=verify / whole,
         draft_share=(whole - verify - pair.round_trip) / whole,
         drafts=whole / verify,
-        least_alpha=theory.break_even_alpha(pair.c, pair.round_trip, **limits),
-        most_round_trip=theory.break_even_round_trip(pair.alphas, pair.c, **limits),
+        # What the drafted rounds gain pays for the network of all rounds.
+        least_alpha=theory.break_even_alpha(pair.c, pair.round_trip / pair.share, **limits),
+        most_round_trip=pair.share * theory.break_even_round_trip(pair.alphas, pair.c, **limits),
         of_streams=tuple(_of_streams(pair, streams) for streams in STREAMS) if pair.token_cost else (),
     )
 
@@ -316,16 +328,13 @@ def _measurement(alone: _Sums, by_gamma: Mapping[int, _Sums], max_gamma: int) ->
         max_gamma=max_gamma,
         step_ms=step * 1e3,
         by_position=_by_position(all_sums, max_gamma),
+        share=sum(sums.proposals for sums in all_sums) / sum(sums.chances for sums in all_sums),
     )
     # R is the rest of the measured rounds, after c and the passes: the network, and the other work of both services.
     known = sum(
         sums.rounds + pair.token_cost * sums.drafted + (1 - pair.hit_rate) * pair.c * sums.drafted for sums in all_sums
     )
     rest = sum(sums.time for sums in all_sums) / step - known
-    # A drafter such as `lookup` drafts in some rounds only.
-    share = sum(sums.proposals for sums in all_sums) / sum(sums.chances for sums in all_sums)
-    first, *others = pair.by_position
-    pair = replace(pair, c=share * pair.c, token_cost=share * pair.token_cost, by_position=(share * first, *others))
     return Measurement(
         pair=replace(pair, round_trip=max(0.0, rest / sum(sums.rounds for sums in all_sums))),
         judged=judged,

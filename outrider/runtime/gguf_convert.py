@@ -7,6 +7,7 @@ second, so a converted model splits text exactly as its checkpoint.
 
 import json
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -268,10 +269,12 @@ def _write_tokenizer(writer: Any, gguf: Any, folder: Path, config: dict[str, Any
     path = folder / "tokenizer.json"
     if not path.is_file():
         raise CheckpointError(f"'{folder}' has no tokenizer.json; save its tokenizer with save_pretrained first")
-    read_json(path)  # which says why it cannot be read
-    # As transformers builds it: for some families it takes only the vocabulary and the merges of the file.
-    whole = load_tokenizer(ModelSource(str(folder))).to_json() or path.read_text(encoding="utf-8")
-    found = json.loads(whole)
+    whole = None
+    with suppress(CheckpointError):  # it is damaged, or needs code of its own
+        # As transformers builds it: for some families it takes only the vocabulary and the merges of the file.
+        whole = load_tokenizer(ModelSource(str(folder))).to_json()
+    found = read_json(path) if whole is None else json.loads(whole)
+    whole = whole or path.read_text(encoding="utf-8")
     options = read_json(folder / "tokenizer_config.json") if (folder / "tokenizer_config.json").is_file() else {}
     added = {each["content"]: each for each in found.get("added_tokens", ())}
     vocabulary = found["model"].get("vocab", {})

@@ -178,7 +178,11 @@ class ServiceSettings(SecuritySettings):
         description="HOST:PORT of a second listener, for health only and always plaintext; port 0: a free one; "
         "default: health at --listen only",
     )
-    max_message_bytes: int = Field(16 << 20, ge=1 << 16, description="largest message accepted, in bytes")
+    max_message_bytes: int = Field(
+        16 << 20,
+        ge=1 << 16,
+        description="largest message accepted, in bytes; a context of more than 3 million tokens needs more",
+    )
     grace: float = Field(
         30.0,
         ge=0,

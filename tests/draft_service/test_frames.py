@@ -118,6 +118,25 @@ def test_part_of_a_tokens_text_does_not_join_the_tokens_before_it() -> None:
 
 
 @fake_clock
+async def test_a_frame_is_full_of_one_samples_tokens() -> None:
+    """Also if the tokens of several samples wait, which come by turns."""
+    counts = {}
+    for samples in (1, 4):
+        responses, frames = Responses(), []
+        responses.send(STARTED)
+        for number in range(400):
+            for index in range(samples):
+                responses.send(token(number, held=0, index=index))
+        responses.end()
+        async for frame in framed(responses, Emission(1000, TOKEN_BYTES, 0.05)):
+            frames.append(len(frame.chunk.token_ids))
+        counts[samples] = frames[1]
+        assert sum(frames) == 400 * samples
+        assert len(frames) <= 1 + samples * (2 + 400 // frames[1])
+    assert counts[1] == counts[4] > 100
+
+
+@fake_clock
 async def test_frames_leave_by_the_clock_even_if_empty() -> None:
     responses, pace = Responses(), 0.05
     responses.send(STARTED)

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 
+from outrider.client import AsyncClient, OutriderError
 from outrider.client.endpoints import Endpoints, split
 from protos.outrider.v1 import draft_service_pb2 as pb
 
@@ -101,7 +102,20 @@ async def test_a_slow_resolution_delays_calls_by_their_timeout_and_later_ones_ha
     assert await endpoints.addresses() == await endpoints.addresses() == known
     assert time.monotonic() - began < 1.0
     assert resolver.names == ["drafts", "drafts"]
+    endpoints.failed(known[1])  # after the question, so the answer may be too old
+    assert endpoints._resolving is not None
+    await endpoints._resolving
+    assert await endpoints.addresses() == ["10.0.0.3:50051", "10.0.0.4:50051"]
+    assert resolver.names == ["drafts"] * 3
     await endpoints.close()
+
+
+async def test_the_timeout_of_a_call_holds_while_dns_is_silent(resolver: Any) -> None:
+    resolver.seconds, began = 30.0, time.monotonic()
+    async with AsyncClient("drafts:50051", plaintext=True) as client:
+        with pytest.raises(OutriderError):
+            await client.get_model(timeout=0.3)
+    assert time.monotonic() - began < 10.0
 
 
 async def test_a_call_that_takes_no_turn_goes_where_the_next_one_goes() -> None:

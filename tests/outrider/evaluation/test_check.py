@@ -12,8 +12,8 @@ from __future__ import annotations
 import asyncio
 import json
 import sys
-from collections import Counter
-from collections.abc import Iterator
+from collections.abc import AsyncGenerator, Iterator
+from contextlib import aclosing
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -24,7 +24,16 @@ from click.testing import CliRunner, Result
 from kernels.rng import gumbel
 from kernels.sampling import SamplingParams
 from outrider.cli import main
-from outrider.client import AsyncClient, Client, Options, PositionLogprobs, TokenLogprob
+from outrider.client import (
+    AsyncClient,
+    Client,
+    Event,
+    Options,
+    PositionLogprobs,
+    SpeculationPolicy,
+    Started,
+    TokenLogprob,
+)
 from outrider.evaluation.check import ROUNDING, check, compared
 from outrider.evaluation.check_report import (
     ALONE,
@@ -97,17 +106,33 @@ def test_an_exact_deployment_passes(pair: PairServices) -> None:
     assert report.verdict[0] == "No bias found."
 
 
+class Recording(AsyncClient):
+    """Records the policies of texts that name neither seed nor gamma, by the seed that they then have."""
+
+    policies: dict[int, list[SpeculationPolicy]]
+
+    async def generate(self, *given: Any, **options: Any) -> AsyncGenerator[Event, None]:
+        async with aclosing(super().generate(*given, **options)) as events:
+            async for event in events:
+                if isinstance(event, Started) and options.keys().isdisjoint({"seed", "gamma"}):
+                    self.policies[event.seed] = []
+                if isinstance(event, Started) and event.seed in self.policies:
+                    self.policies[event.seed].append(event.policy)
+                yield event
+
+
 def test_a_resumed_text_keeps_its_policy(pair: PairServices) -> None:
     """As with the client: with a seed alone the service would choose another one."""
-    service = pair.draft()
-    before = len(service.logged("generate"))
-    report = checked(pair, service.address, replace(ONE_PLACE, resumed=4, gammas=(None, 4)))
-    assert report.num_resumed
-    lines = [
-        each for each in service.logged("generate")[before:] if each["committed_tokens"] and each["drafter"] != "none"
-    ]
-    policies = Counter(each["speculation"] for each in lines)
-    assert policies["adaptive"] == policies["fixed"] > 0, "half of the texts name a gamma"
+    policies = dict[int, list[SpeculationPolicy]]()
+
+    async def run() -> None:
+        async with Recording(pair.draft().address) as client:
+            client.policies = policies
+            await check(client, replace(ONE_PLACE, resumed=4, gammas=(None, 4)), None, lambda stage, done, total: None)
+
+    asyncio.run(run())
+    assert {each for found in policies.values() for each in found} == {SpeculationPolicy.ADAPTIVE}
+    assert max(map(len, policies.values())) > 1
 
 
 @pytest.mark.parametrize(

@@ -46,8 +46,9 @@ def test_one_target_feeds_as_many_drafts_as_fill_its_time() -> None:
     assert plan.draft_share == pytest.approx(0.2)
 
 
-def test_where_drafting_pays_is_where_it_begins_to() -> None:
-    pair = Pair(alpha=0.7, c=0.1, round_trip=0.4)
+@pytest.mark.parametrize("share", [1.0, 0.6])
+def test_where_drafting_pays_is_where_it_begins_to(share: float) -> None:
+    pair = Pair(alpha=0.7, c=0.1, round_trip=0.4, share=share)
     plan = make_plan(pair)
     assert plan.least_alpha is not None
     assert plan.gamma > 0
@@ -57,16 +58,18 @@ def test_where_drafting_pays_is_where_it_begins_to() -> None:
     assert make_plan(replace(pair, round_trip=plan.most_round_trip - 1e-6)).gamma > 0
 
 
-def test_streams_share_a_pass() -> None:
-    """As by hand: N streams take a step of v(N) alone, and a pass of v(N·(γ + 1)) with drafts."""
-    pair = Pair(alpha=0.8, c=0.1, round_trip=0.3, token_cost=0.02)
+@pytest.mark.parametrize("share", [1.0, 0.6])
+def test_streams_share_a_pass(share: float) -> None:
+    """As by hand: N streams take a step of v(N) alone, and a pass of v(N·(γ + 1)) if all have drafts."""
+    pair = Pair(alpha=0.8, c=0.1, round_trip=0.2, token_cost=0.02, share=share)
     plan = make_plan(pair)
     assert plan.of_streams[0].gamma == plan.gamma
     assert plan.of_streams[0].speed_up == plan.fastest.speed_up
     for each in plan.of_streams[:4]:
-        tokens = each.streams * (each.gamma + 1)
-        whole = each.gamma * 0.1 + 0.3 + pair.verify_cost(tokens)
-        expected = theory.expected_tokens(0.8, each.gamma) * pair.verify_cost(each.streams) / whole
+        rows = each.streams * (share * each.gamma + 1)
+        whole = share * each.gamma * 0.1 + 0.2 + 1 + 0.02 * (rows - 1)
+        tokens = 1 + share * (theory.expected_tokens(0.8, each.gamma) - 1)
+        expected = tokens * pair.verify_cost(each.streams) / whole
         assert each.speed_up == pytest.approx(expected)
     gains = [each.speed_up for each in plan.of_streams]
     assert gains == sorted(gains, reverse=True)
@@ -202,6 +205,10 @@ def test_rounds_without_a_draft_count(gamma: int) -> None:
     tokens, drafted = 1 + gamma * 8 / 32, gamma * 10 / 32
     seconds = rounds.step + rounds.rest + drafted * (rounds.draft + rounds.token)
     assert pair.improvement(gamma) == pytest.approx(tokens * rounds.step / seconds, rel=0.03)
+    assert (pair.c, pair.token_cost) == pytest.approx((0.08, 0.02), rel=1e-3)
+    operations = (1 + drafted + drafted * pair.c) / tokens
+    assert pair.operations(gamma) == pytest.approx(operations, rel=0.03)
+    assert make_plan(pair).oracle > make_plan(pair).fastest.speed_up  # type: ignore[operator]
 
 
 def test_alpha_by_position_is_found_again() -> None:
