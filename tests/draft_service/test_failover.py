@@ -27,7 +27,7 @@ from draft_service.sequence import Sequence
 from kernels.sparse import SparseDistribution
 from kernels.verify import Rule
 from outrider.cli.processes import ServiceProcess
-from outrider.rpc.errors import RequestError, failed_precondition, overloaded, to_status, unavailable
+from outrider.rpc.errors import RequestError, failed_precondition, overloaded, to_status, unavailable, yielded
 from protos.outrider.v1 import model_pb2, sampling_pb2, speculation_pb2, verifier_service_pb2
 from tests.cluster import Cluster
 from tests.draft_service.records import generation, record
@@ -325,7 +325,9 @@ OTHER_WEIGHTS = failed_precondition("PAIR_MISMATCH", "other weights")
 
 
 @pytest.mark.parametrize(
-    "error", [FAILS, overloaded("full", retry_after=90.0), OTHER_WEIGHTS], ids=["step fails", "full", "other weights"]
+    "error",
+    [FAILS, overloaded("full", retry_after=90.0), yielded("idle", retry_after=90.0), OTHER_WEIGHTS],
+    ids=["step fails", "full", "idle", "other weights"],
 )
 async def test_an_error_of_one_verifier_costs_no_text(error: RequestError, real: ServiceProcess) -> None:
     switches, texts = Switches(), list[list[int]]()

@@ -12,12 +12,12 @@ import numpy as np
 import pytest
 
 from draft_service.drafters import base, staged
-from draft_service.drafters.base import CheapDrafter, DraftSequence, Guesser
+from draft_service.drafters.base import CheapDrafter, DraftSequence, Guesser, Guesses
 from draft_service.drafters.cheap import Copier, LookupDrafter
 from draft_service.drafters.engine import DraftEngine
 from draft_service.drafters.ngram import NGramDrafter
-from draft_service.drafters.sequence import GuessingState
-from draft_service.drafters.staged import accepts, resample
+from draft_service.drafters.sequence import DraftWork, GuessingState, ModelSequence
+from draft_service.drafters.staged import Staging, accepts, resample
 from kernels.adjustments import LogitRules
 from kernels.rng import Domain, uniform
 from kernels.sampling import SamplingParams, probabilities
@@ -95,6 +95,24 @@ def test_tokens_are_those_of_the_model_alone_over_many_rounds(
         committed = [*drafts[0].token_ids[:accepted], 11 + accepted, 5, 17]
     assert engine.staging.steps > 0
     assert engine.staging.failures == 0
+
+
+def test_a_guess_that_the_draft_lacks_stays_in_the_round() -> None:
+    """Invariant 4: its q̂ has judged it. Only what runs in the draft model ends before it."""
+    q = SparseDistribution(np.arange(0, 20), np.ones(20, np.uint16), 20)
+
+    class Fixed(Guesser):
+        def read(self, tokens: Sequence[int]) -> None:
+            """Reads nothing."""
+
+        def guess(self, count: int, ahead: Sequence[int] = ()) -> Guesses:
+            return [(token, q) for token in (3, 12, 4)]
+
+    own = ModelSequence.begin(sequence(prompt=[1, 2, 3]), 20)
+    own.gamma, own.guessing = 6, GuessingState(Fixed())
+    longer = Staging(3, 10).with_guesses(DraftWork(own, Chunk(0, [3], 2, 0), draws=True))
+    assert [token for token, _ in longer.guesses] == [3, 12]
+    assert list(longer.chunk.tokens) == [3, 3]
 
 
 def test_a_broken_guesser_affects_its_own_sequence_only(engine: DraftEngine) -> None:

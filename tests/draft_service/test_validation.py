@@ -114,6 +114,15 @@ def test_gamma_is_fixed_if_it_is_named_or_decides_the_text_of_a_seed(
     assert check(tokenizer, message, speculation="adaptive").speculation.policy is policy
 
 
+@pytest.mark.parametrize(("fields", "is_fresh"), [({}, True), ({"seed": 0}, False), ({"seed": 3}, False)])
+def test_only_a_seed_that_the_service_draws_is_fresh(
+    tokenizer: Tokenizer, fields: dict[str, Any], is_fresh: bool
+) -> None:
+    """Another request may have a given one, and be behind: then neither learns from the other."""
+    message = request(sampling=sampling(1.0, rule=BLOCK, **fields))
+    assert check(tokenizer, message).draft_sequence.seed_is_fresh is is_fresh
+
+
 def test_stop_ids_that_min_new_tokens_bans(tokenizer: Tokenizer) -> None:
     rules = check(tokenizer, request(stop_token_ids=[7, 5], min_new_tokens=4)).sampling.logit_rules
     assert (rules.stop_token_ids, rules.min_new_tokens) == ((0, 5, 7, 9), 4)

@@ -113,6 +113,15 @@ async def test_a_wrong_service_at_the_address_is_named_with_advice(tls: TLS | No
     assert message.format(address) in error.message
 
 
+async def test_a_verifier_that_has_other_weights_now_is_refused() -> None:
+    """It was restarted since the pair was matched."""
+    opened = verifier_service_pb2.Opened(rule=COUPLED, weights_fingerprint="b" * 64)
+    async with fake_verifier(responding(opened)) as address:
+        error = await refusal(address, target=model_pb2.ModelInfo(weights_fingerprint="a" * 64))
+    assert status_of(error) == (grpc.StatusCode.FAILED_PRECONDITION, "PAIR_MISMATCH")
+    assert f"{'b' * 16}, and had {'a' * 16}" in error.message
+
+
 async def test_notices_restart_the_timeout() -> None:
     silence, pause = 3.0, 0.1
     notice = verifier_service_pb2.Notice(kind=3)  # type: ignore[arg-type]  # a kind of another version

@@ -107,3 +107,11 @@ def test_counts_that_do_not_fit_are_refused() -> None:
     adjuster.push(1)
     with pytest.raises(ValueError, match=r"n_generated is 2; it must be 0 to 1"):
         adjuster.truncate(2)
+
+
+def test_rows_in_a_row_end_before_stops_are_allowed() -> None:
+    """The third token is the last one with a ban; `is_counted` is of tokens that are drawn without another row."""
+    adjuster = Adjuster(LogitRules(stop_token_ids=(0,), min_new_tokens=3), [1], V)
+    assert [adjuster.is_counted(tokens) for tokens in range(1, 6)] == [True, True, True, False, False]
+    adjuster.push(5)
+    assert [adjuster.is_counted(tokens) for tokens in range(1, 4)] == [True, True, False]

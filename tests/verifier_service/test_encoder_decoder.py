@@ -47,6 +47,17 @@ def test_texts_are_the_models_likeliest_tokens(name: str) -> None:
     assert texts == [likeliest(name, each, text) for each, text in zip(own_inputs, texts, strict=True)]
 
 
+@pytest.mark.parametrize("name", list(MODELS))
+def test_equal_decoder_prompts_share_nothing(name: str) -> None:
+    """Keys and values of a decoder depend on the encoder's input, too."""
+    prompt = [START, *[5 + number % 3 for number in range(BLOCK_TOKENS + 1)]]
+    one, other = inputs(name, 2)
+    engine, fresh = engine_of(name), engine_of(name)
+    run(engine, [Client(engine, prompt, encoder_input=one)])
+    found = run(engine, [Client(engine, prompt, encoder_input=other)])
+    assert found == run(fresh, [Client(fresh, prompt, encoder_input=other)])
+
+
 def test_a_step_runs_one_encoder_and_all_rounds() -> None:
     engine = engine_of("whisper")
     clients = [client(engine, each) for each in inputs("whisper", 4)]

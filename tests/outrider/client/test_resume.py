@@ -304,6 +304,12 @@ def test_a_continued_request_keeps_the_policy_that_its_start_named() -> None:
     assert generation.request().speculation.policy == pb.SPECULATION_POLICY_ADAPTIVE
 
 
+def test_a_continued_request_needs_the_weights_of_its_start() -> None:
+    generation = Generation(pb.GenerateRequest(text="a text"), None, None)
+    generation.take(replace(STARTED, weights_fingerprint="f" * 64))
+    assert generation.request().weights_fingerprint == "f" * 64
+
+
 def test_a_continued_request_has_the_length_of_its_start() -> None:
     """Another service may have another context."""
     generation = Generation(build("a text", {"fill_context": True}), None, None)

@@ -3,7 +3,7 @@
 import logging
 import math
 from collections.abc import AsyncIterator, Callable, Sequence
-from contextlib import asynccontextmanager, suppress
+from contextlib import ExitStack, asynccontextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -168,6 +168,17 @@ async def test_a_message_that_cannot_be_decoded_is_an_invalid_argument(caplog: p
     assert not caplog.records
 
 
+async def test_an_allowed_name_and_a_token_are_both_needed(authority: Authority, tokens: Tokens) -> None:
+    auth = Authentication(allowed=ALLOWED, tokens=tokens)
+    async with guarded(authority, auth, Probe()) as address:
+        async with channel_of(address, authority, ALLOWED[0]) as channel:
+            assert (await refusal(once(channel)(b"x", timeout=60))).code is grpc.StatusCode.UNAUTHENTICATED
+            assert await once(channel)(b"x", metadata=bearer(FIRST), timeout=60) == b"x"
+        async with channel_of(address, authority, "other") as channel:
+            error = await refusal(once(channel)(b"x", metadata=bearer(FIRST), timeout=60))
+            assert error.code is grpc.StatusCode.PERMISSION_DENIED
+
+
 def check(tokens: Tokens, *values: str) -> str:
     return tokens.check([("user-agent", "test"), *(("authorization", value) for value in values)])
 
@@ -276,6 +287,28 @@ def test_a_burst_passes_and_then_calls_at_the_rate() -> None:
             now[0] += 0.25
             with limits.enter("a"):
                 pass
+
+
+def test_each_sample_of_a_call_takes_of_the_rate() -> None:
+    limits = ClientLimits(rate=1, burst=4, clock=lambda: 100.0)
+    with limits.enter("a"):
+        count_sequences("n", 4)
+    assert_refused(limits)
+
+
+@pytest.mark.parametrize("how", [{"rate": 0.001, "burst": 1}, {"max_sequences": 1}])
+def test_many_other_clients_do_not_reset_a_limit(how: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Neither that of a client without calls in progress, nor that of one with some."""
+    monkeypatch.setattr("outrider.rpc.auth._KEPT", 8)
+    limits = ClientLimits(**how, clock=lambda: 100.0)
+    with ExitStack() as active:
+        active.enter_context(limits.enter("a"))
+        if "rate" in how:
+            active.close()
+        for number in range(20):
+            with limits.enter(str(number)):
+                pass
+        assert_refused(limits)
 
 
 def test_an_infinite_rate_is_no_limit() -> None:

@@ -139,6 +139,17 @@ def test_a_prefix_is_shared_even_after_its_sequence_has_ended(is_freed: bool) ->
     assert holds(pool, other, tokens[:8])
 
 
+def test_blocks_that_are_not_written_whole_are_not_shared() -> None:
+    """The last token of a sequence has not run after a verdict, and blocks of a prompt grow before it runs."""
+    pool, cache = prefixes()
+    slot, tokens = pool.allocate(), list(range(2 * BLOCK))
+    pool.grow_contiguous(slot, 3 * BLOCK)
+    write(pool, slot, tokens[:-1])
+    pool.extend(slot, len(tokens) - 1)
+    cache.keep(slot, tokens)
+    assert cache.find([*tokens, 9]) == BLOCK
+
+
 def test_a_shared_prefix_is_not_copied_over_block_tables(monkeypatch: pytest.MonkeyPatch) -> None:
     """Neither when the sequence grows after it, nor when its rounds are rolled back."""
     memory: dict[str, Any] = {"dtype": torch.float32, "device": "cpu", "block_tokens": BLOCK, "paged": True}
