@@ -165,7 +165,10 @@ async def test_only_as_many_idle_streams_end_as_queued_calls_need() -> None:
         stream.cancel()
 
 
-async def test_a_long_prompt_holds_a_place_while_it_is_tokenised(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("samples", [1, 3])
+async def test_a_long_prompt_holds_its_places_while_it_is_tokenised(
+    samples: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Otherwise any number of them would wait for the threads that tokenise, outside the queue."""
     gate = threading.Event()
 
@@ -174,17 +177,17 @@ async def test_a_long_prompt_holds_a_place_while_it_is_tokenised(monkeypatch: py
         raise invalid_field("text", "text is refused")
 
     monkeypatch.setattr(services, "check_generate", check)
-    limit = ConcurrencyLimit(1, max_waiting=1, contended_idle_timeout=CONTENDED_S)
+    limit = ConcurrencyLimit(samples, max_waiting=samples, contended_idle_timeout=CONTENDED_S)
     unused: Any = None
 
     async def call() -> None:
-        settings = DraftSettings.model_validate({"model": "any"})
+        settings = DraftSettings.model_validate({"model": "any", "max_samples": samples, "max_sequences": samples})
         made = GenerateCall(unused, limit, settings, unused, metrics=unused, trace=unused)
-        await made.run(draft_service_pb2.GenerateRequest(text="x" * 10_000))
+        await made.run(draft_service_pb2.GenerateRequest(text="x" * 10_000, n=samples))
 
     calls = [asyncio.create_task(call()) for _ in range(2)]
     await asyncio.sleep(0)
-    assert (limit.running, limit.waiting) == (1, 1)
+    assert (limit.running, limit.waiting) == (samples, samples)
     with pytest.raises(RequestError, match="the queue is full"):
         await call()
     gate.set()

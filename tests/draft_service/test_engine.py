@@ -168,6 +168,7 @@ def test_drafts_do_not_depend_on_the_batch_and_an_entropy_bound_shortens_them(
         driver.request(6)
     drafts = [driver.result() for driver in drivers]
     for draft, own in zip(drafts, alone, strict=True):
+        assert draft.error is None
         size = len(draft.token_ids)
         assert draft.token_ids == own.token_ids[:size]
         for q_hat, same in zip(draft.distributions, own.distributions[:size], strict=True):

@@ -1,7 +1,7 @@
 """Frames have one size and leave at one pace; cut and joined responses lose nothing."""
 
 import asyncio
-from itertools import zip_longest
+from itertools import pairwise, zip_longest
 
 import pytest
 from hypothesis import given, settings
@@ -160,3 +160,21 @@ async def test_frames_leave_by_the_clock_even_if_empty() -> None:
     assert [frame.WhichOneof("event") for frame in frames] == ["started", None, None, "chunk", "chunk", "finished"]
     assert {frame.ByteSize() for frame in frames[1:]} == {SIZE}
     assert times == pytest.approx([number * pace for number in range(6)])
+
+
+@fake_clock
+async def test_the_pace_never_catches_up_after_a_slow_reader() -> None:
+    """A burst would show how many frames waited."""
+    responses, pace = Responses(), 0.05
+    responses.send(STARTED)
+    clock, times = asyncio.get_running_loop().time, []
+    frames = framed(responses, Emission(SIZE, TOKEN_BYTES, pace))
+    async for _ in frames:
+        times.append(clock())
+        if len(times) == 3:
+            await asyncio.sleep(10.2 * pace)
+        if len(times) == 8:
+            break
+    await frames.aclose()
+    gaps = [after - before for before, after in pairwise(times)]
+    assert gaps == pytest.approx([pace, pace, 11 * pace, *[pace] * 4])

@@ -312,6 +312,19 @@ async def test_an_emitter_joins_tokens_until_a_stop_string() -> None:
     assert await reading == [[("a", [0])], [("ba", [1, 0]), ("bb", [1, 1, 2])]]
 
 
+async def test_tokens_of_a_round_come_one_by_one_for_frames() -> None:
+    """A frame must not depend on how many tokens a round has, nor on which."""
+    responses, timings = Responses(), Timings(0.0)
+    text = OutputText(Bytes([b"a", b"b", b"c"]), stop=[])
+    emitter = Emitter(responses, text, index=0, prompt_tokens=1, one_by_one=True)
+    emitter.take(speculation_pb2.Verdict(token_ids=[0, 1, 2]), [])
+    emitter.send(timings)
+    responses.end()
+    chunks = [each.chunk async for each in responses]
+    assert [list(each.token_ids) for each in chunks if each.token_ids] == [[0], [1], [2]]
+    assert [each.text for each in chunks if each.text] == ["a", "b", "c"]
+
+
 @fake_clock
 async def test_tokens_that_wait_come_before_an_error() -> None:
     responses, timings = Responses(), Timings(0.0)

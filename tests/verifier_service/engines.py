@@ -43,7 +43,6 @@ def make(
     rules = rules or LogitRules()
     opened = Opening(
         request_id="r",
-        cache_salt="",
         prompt=list(prompt),
         committed=list(committed),
         sampling=Sampling(params or SamplingParams(), rules, rule, lenience=1.0, seed=seed),
@@ -51,7 +50,7 @@ def make(
         logit_rules=rules,
         stop_token_ids=frozenset() if stop is None else frozenset({stop}),
         max_new_tokens=max_new_tokens,
-        **{"top_logprobs": -1, **opening},
+        **{"top_logprobs": -1, "cache_salt": "", **opening},
     )
     return TargetSequence("s", opened, VOCABULARY, lambda reply: replies.append(encoded(reply)))
 

@@ -40,10 +40,12 @@ class Driver:
         self.plans: list[Plan] = []
         self._prompts = iter(range(1, 10_000))
 
-    def open(self, prompt: int = 3, *, output: int = 8, token: int = 0, isolated: bool = False) -> TargetSequence:
+    def open(
+        self, prompt: int = 3, *, output: int = 8, token: int = 0, isolated: bool = False, salt: str = ""
+    ) -> TargetSequence:
         """A sequence with a prompt of one `token`, by default of its own."""
         tokens = [token or next(self._prompts)] * prompt
-        sequence = make([], prompt=tokens, max_new_tokens=output, isolated=isolated)
+        sequence = make([], prompt=tokens, max_new_tokens=output, isolated=isolated, cache_salt=salt)
         self.scheduler.add(sequence)
         return sequence
 
@@ -103,6 +105,22 @@ def test_prompts_are_looked_up_only_in_a_prefix_cache(prefix_cache: bool) -> Non
         driver.run()
         assert driver.plans[-1].looked_up == ([(sequence, found)] if prefix_cache else [])
         driver.scheduler.remove(sequence)
+
+
+def test_a_prompt_adopts_blocks_of_its_own_salt(monkeypatch: pytest.MonkeyPatch) -> None:
+    driver, adopted, adopt = Driver(), list[tuple[str, int]](), PrefixCache.adopt
+
+    def noted(cache: PrefixCache, slot: int, tokens: list[int], salt: str = "") -> int:
+        adopted.append((salt, adopt(cache, slot, tokens, salt)))
+        return adopted[-1][1]
+
+    monkeypatch.setattr(PrefixCache, "adopt", noted)
+    for salt in ("", "a", "b", "a"):
+        sequence = driver.open(2 * BLOCK + 1, token=5, salt=salt)
+        driver.submit(sequence)
+        driver.run()
+        driver.scheduler.remove(sequence)
+    assert adopted == [("", 0), ("a", 0), ("b", 0), ("a", 2 * BLOCK)]
 
 
 def test_a_long_prompt_delays_no_round_by_more_than_a_step() -> None:

@@ -373,6 +373,15 @@ def test_calls_that_write_no_text_do_not_count_in_the_rate(chat_draft: Service) 
     assert statuses == [200, 200, 200, 200, 429]
 
 
+@pytest.mark.parametrize("path", ["completions", "chat/completions", "audio/transcriptions", GENERATE])
+def test_every_call_that_writes_text_counts_in_the_rate(path: str, chat_draft: Service) -> None:
+    """Also one that is refused later."""
+    with running_front(chat_draft.address, client_rate=0.001, client_burst=1) as url:
+        where = path if path.startswith("/") else f"/v1/{path}"
+        statuses = [plain.post(f"{url}{where}", content=b"{}").status_code for _ in range(2)]
+    assert (statuses[0] != 429, statuses[1]) == (True, 429)
+
+
 def test_a_client_that_does_not_read_is_cut_off(chat_draft: Service) -> None:
     """It asks for more than the buffers of both sides hold, and reads nothing."""
     prompt = [100 + i for i in range(900)]

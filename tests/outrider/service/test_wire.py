@@ -7,7 +7,7 @@ import pytest
 from draft_service.prompt import OPENING_BYTES, TOKEN_BYTES
 from outrider.service.sampling import MAX_STOP_TOKEN_IDS, MAX_TOKEN_LIST, MAX_TOP_LOGPROBS
 from outrider.service.settings import ServiceSettings
-from outrider.service.wire import bytes_with_logits
+from outrider.service.wire import bytes_with_logits, pad
 from protos.outrider.v1 import sampling_pb2, speculation_pb2, verifier_service_pb2
 
 LIMIT = ServiceSettings.model_fields["max_message_bytes"].default
@@ -64,3 +64,13 @@ def test_verdicts_fit() -> None:
         logprobs=[sampling_pb2.PositionLogprobs(token=logprob, top=[logprob] * MAX_TOP_LOGPROBS)] * (GAMMA + 1),
     )
     assert verifier_service_pb2.VerifyResponse(sequence_id="γ" * 128, verdict=verdict).ByteSize() < LIMIT
+
+
+@pytest.mark.parametrize("size", [64, 256])
+def test_a_message_of_any_length_is_padded(size: int) -> None:
+    """Also if the gap is smaller than an empty entry."""
+    for length in range(300):
+        message = verifier_service_pb2.VerifyRequest(sequence_id="x" * length)
+        pad(message, size)
+        assert message.ByteSize() % size == 0
+        assert message.sequence_id == "x" * length
