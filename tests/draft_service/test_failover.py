@@ -20,16 +20,28 @@ import numpy as np
 import pytest
 
 from draft_service import failover
-from draft_service.drafters.base import Draft
+from draft_service.drafters.base import Draft, Kind
 from draft_service.failover import PER_ROUND, PER_SECOND, FailoverBudget, FailoverStream, FailureKind, Verifiers
 from draft_service.generation import Sample
+from draft_service.output import Emitter, OutputText
+from draft_service.responses import Responses
 from draft_service.sequence import Sequence
 from kernels.sparse import SparseDistribution
 from kernels.verify import Rule
 from outrider.cli.processes import ServiceProcess
-from outrider.rpc.errors import RequestError, failed_precondition, overloaded, to_status, unavailable, yielded
+from outrider.rpc.errors import (
+    RequestError,
+    failed_precondition,
+    invalid_field,
+    overloaded,
+    to_status,
+    unavailable,
+    yielded,
+)
+from outrider.runtime.loader import ModelSource
+from outrider.runtime.tokenizer import IncrementalDetokenizer, load_tokenizer
 from protos.outrider.v1 import model_pb2, sampling_pb2, speculation_pb2, verifier_service_pb2
-from tests.cluster import Cluster
+from tests.cluster import MODELS, Cluster
 from tests.draft_service.records import generation, record
 from tests.draft_service.verifiers import NO_VERIFIER, Switches, fake_verifier, matched, model_of, status_of
 from tests.proxy import Proxy, Way
@@ -319,6 +331,28 @@ async def test_a_suspected_round_stays_at_a_draining_verifier(real: ServiceProce
             sequence.commit(await stream.verdict())
             assert sequence.counts.message.num_drain_moves == moves
         stream.cancel()
+
+
+@pytest.mark.parametrize("opens", [False, True])
+async def test_held_text_is_not_sent_before_a_verifier_has_opened_the_sequence(
+    opens: bool, real: ServiceProcess
+) -> None:
+    """It would come again with the next attempt, which `started` begins."""
+    request = generation(committed=[260, 270], gamma=0, drafter=Kind.NONE)
+    request.message.held_tokens = 1
+    responses, ignore = Responses(), lambda *_: None
+    text = OutputText(IncrementalDetokenizer(load_tokenizer(ModelSource(str(MODELS / "target")))))
+    emitter = Emitter(responses, text, index=0, prompt_tokens=3, committed=request.committed)
+    watch: Any = SimpleNamespace(texts=None, begins=lambda: None, ends=lambda: None, judged=ignore)
+    gamma: Any = SimpleNamespace(learn=lambda: None, judged=ignore, pause=0)
+    drafter: Any = None
+    sample = Sample(request, 0, emitter, gamma, watch, arrived=0.0)
+    error = invalid_field("sampling.temperature", "refused")
+    async with faulty(error, real, opens=opens) as peer, matched(peer) as verifiers:
+        await error_of(sample.run(verifiers, drafter, timeout=TIMEOUT_S, on_open=lambda _: None))
+    sent = responses.take_now()
+    assert (sent is not None) == opens
+    assert sent is None or sent.chunk.text
 
 
 OTHER_WEIGHTS = failed_precondition("PAIR_MISMATCH", "other weights")
