@@ -151,7 +151,7 @@ def _resampled(rows: np.ndarray, accepted: int, P: float, proposal: Proposed) ->
         return VerifyResult(Status.OK, accepted, inverse_cdf(row, u), beta)
     ids, q, _ = supports[accepted]
     rest = residual(row if P == 1 else P * row, ids, q)
-    if rest.any():
+    if rest.sum() > 0:
         return VerifyResult(Status.OK, accepted, inverse_cdf(rest, u), beta)
     return VerifyResult(Status.ZERO_RESIDUAL, accepted, inverse_cdf(row, u), beta)
 

@@ -120,11 +120,14 @@ async def test_a_text_cut_twice_is_the_same(draft_address: str, options: Options
     """
     with two_proxies(draft_address) as proxies:
         whole, total = await measured(proxies[0], options)
-        broken = await cut_after(9 * total // 20, proxies, options)
+        for _ in range(3):  # on a busy machine chunks hold more tokens, and the second cut may come too late
+            broken = await cut_after(9 * total // 20, proxies, options)
+            assert_same(broken, whole)
+            if resumes(broken) == 2:
+                break
     # Where the model's own end shortens the text, the second cut may fall into the request for the model's description.
     assert resumes(broken) in ((2,) if "ignore_eos" in options else (1, 2))
     assert resumes(whole) == 0
-    assert_same(broken, whole)
 
 
 async def test_a_cut_at_any_byte_neither_loses_nor_repeats(draft_address: str) -> None:
