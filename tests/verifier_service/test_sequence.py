@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 
-from kernels.verify import Status, VerifyResult
+from kernels.verify import Status, TokenLogprobs, VerifyResult
 from outrider.rpc.errors import RequestError
 from protos.outrider.v1 import sampling_pb2, speculation_pb2, verifier_service_pb2
 from tests.verifier_service.engines import PROMPT, STOP, a_round, make
@@ -15,7 +15,11 @@ def judge(sequence: TargetSequence, accepted: int, next_token: int) -> None:
     current = sequence.next_round()
     assert current is not None
     result = VerifyResult(
-        status=Status.OK, accepted=accepted, next_token=next_token, beta=(0.5,) * min(accepted + 1, 1)
+        status=Status.OK,
+        accepted=accepted,
+        next_token=next_token,
+        beta=(0.5,) * min(accepted + 1, 1),
+        logprobs=tuple(TokenLogprobs(token, -1.0, -1.0, (), (), ()) for token in range(accepted + 1)),
     )
     sequence.commit(current, result, (), speculation_pb2.VerdictTimings, speculation_pb2.VerifierLoad())
 
@@ -45,7 +49,10 @@ def test_accepted_tokens_and_the_next_are_committed_up_to_a_stop_token_or_the_li
     assert len(sequence.drafted(current)) <= 4
     judge(sequence, accepted, next_token)
     assert sequence.tokens == PROMPT + written
-    assert verdicts(replies)[0].finish_reason == reason
+    verdict = verdicts(replies)[0]
+    assert (verdict.finish_reason, list(verdict.token_ids)) == (reason, written)
+    assert verdict.accepted == min(accepted, len(written))
+    assert len(verdict.logprobs) == len(written)
     assert (replies[-1] is None) == (reason != sampling_pb2.FINISH_REASON_UNSPECIFIED)
 
 

@@ -267,6 +267,21 @@ async def test_calls_are_limited_for_each_token_or_else_for_each_address(tokens:
         assert not call.done()
 
 
+@pytest.mark.parametrize("allowed", [(), ALLOWED])
+async def test_calls_are_limited_for_each_name_of_a_certificate(authority: Authority, allowed: Sequence[str]) -> None:
+    """Whether or not names are required."""
+    auth = Authentication(allowed=allowed, limits=ClientLimits(max_sequences=1))
+    async with (
+        guarded(authority, auth, Probe()) as address,
+        channel_of(address, authority, ALLOWED[0]) as first,
+        channel_of(address, authority, ALLOWED[1]) as second,
+    ):
+        held = [await hold(channel) for channel in (first, second)]
+        for channel in (first, second):
+            assert (await refusal(many(channel)(b"0"))).code is grpc.StatusCode.RESOURCE_EXHAUSTED
+        assert not any(call.done() for call in held)
+
+
 def assert_refused(limits: ClientLimits) -> RequestError:
     with pytest.raises(RequestError) as caught, limits.enter("a"):
         pass
