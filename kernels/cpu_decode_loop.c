@@ -142,7 +142,8 @@ static void draw_token(const Loop *loop, int sequence, int t, float *z) {
         }
         sample->token = first_with(z, size, most);
     } else {
-        double total = exponentials(z, e, size, most, draw->params.temperature);
+        exponentials(z, e, size, most, draw->params.temperature);
+        double total = keep_from(0.0f, e, size);
         if (loop->max_support && !draw->noise) {
             uint32_t *ids = loop->ids + first;
             uint16_t *weights = loop->weights + first;
@@ -156,7 +157,7 @@ static void draw_token(const Loop *loop, int sequence, int t, float *z) {
                 Philox key = noise_key(draw->noise[2 * t], (uint32_t)draw->noise[2 * t + 1]);
                 sample->token = best_with_noise(e, least, &key, size, z);
             } else {
-                double mass = keep_from(least, e, size);
+                double mass = least > 0.0f ? keep_from(least, e, size) : total;
                 sample->token = inverse_cdf(e, size, (double)draw->uniforms[t] / 9007199254740992.0 * mass);
             }
         }

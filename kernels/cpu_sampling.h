@@ -51,15 +51,10 @@ INLINE Floats scaled(const float *z, int i, int size, float most, float temperat
 /* In double precision: among 150,000 tokens the sum of the improbable ones is lost in float32. */
 INLINE Doubles sum_of_halves(Floats x) { return low_doubles(x) + high_doubles(x); }
 
-/* e^`scaled`; returns their sum. */
-static inline double exponentials(const float *z, float *out, int size, float most, float temperature) {
-    Doubles total = {0.0};
-    for (int i = 0; i < size; i += LANES) {
-        Floats e = exponential(scaled(z, i, size, most, temperature));
-        total += sum_of_halves(e);
-        store_first(size - i, out + i, e);
-    }
-    return sum_of_doubles(total);
+/* e^`scaled` */
+static inline void exponentials(const float *z, float *out, int size, float most, float temperature) {
+    for (int i = 0; i < size; i += LANES)
+        store_first(size - i, out + i, exponential(scaled(z, i, size, most, temperature)));
 }
 
 /* Of the tokens with at least `least`, in nats. */

@@ -71,9 +71,10 @@ static int load_row(const Proposal *proposal, int row, Row *p) {
     const float *z = logits_of(proposal, row);
     float most = largest(z, p->size);
     if (!isfinite(most)) return 0;
-    double total = exponentials(z, p->e, p->size, most, proposal->params.temperature);
-    float least = filter(&proposal->params, p->e, p->size, 0.0f, &total, &p->tokens);
-    p->total = keep_from(least, p->e, p->size);
+    exponentials(z, p->e, p->size, most, proposal->params.temperature);
+    p->total = keep_from(0.0f, p->e, p->size);
+    float least = filter(&proposal->params, p->e, p->size, 0.0f, &p->total, &p->tokens);
+    if (least > 0.0f) p->total = keep_from(least, p->e, p->size);
     return 1;
 }
 

@@ -226,7 +226,7 @@ def gateway_command(draft: str, http: str, retry_timeout: float, vllm_metrics: b
         return connected(draft, _ASK_S, retry_timeout, dict(values), AsyncClient)
 
     framing = request_of({name: values.pop(name) for name in ("frame_bytes", "frame_pace", "fixed_size_rounds")})
-    take_over("outrider")  # a pipe that nobody reads must not block the event loop
+    take_over("outrider")  # else a full pipe would block the event loop
     server = make_server(http, values, connect, framing=framing, vllm_metrics=vllm_metrics)
     try:
         with terminated_as_interrupted():

@@ -139,7 +139,9 @@ class Endpoints:
         return any(not self._avoided(address) for address in self._addresses)
 
     def failed(self, address: str) -> None:
-        """Call it when a call there has failed because the service is unreachable, drains or is full."""
+        """Call it when a call there has failed because the service is unreachable, drains, is full, or has a pair that
+        does not match.
+        """
         self._failed[address] = self._failed_at = time.monotonic()
         self._resolved = -RESOLVED_FOR_S
 

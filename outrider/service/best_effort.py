@@ -75,7 +75,7 @@ class Component:
         return call
 
     def note(self, error: Exception) -> None:
-        """Counts and logs an error of an asynchronous call."""
+        """Counts and logs an error. For asynchronous calls, which `run` cannot await."""
         now = time.monotonic()
         with self._lock:
             self.errors += 1

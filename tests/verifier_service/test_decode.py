@@ -115,7 +115,7 @@ def test_a_silent_sequence_holds_nobody_to_one_token(engine: VerifierEngine) -> 
         assert client.sequence.written == expected
 
 
-def test_a_sequence_whose_client_does_not_read_holds_nobody_to_one_token(engine: VerifierEngine) -> None:
+def test_others_write_several_tokens_beside_a_paused_sequence(engine: VerifierEngine) -> None:
     engine.cost = FittedCost([(1, 1e-6)])
     stuck = Client(engine, PROMPTS[1], **PATIENT, max_new_tokens=40)
     client = Client(engine, **PATIENT, max_new_tokens=40)

@@ -49,7 +49,7 @@ def test_a_gateway_answers_until_sigterm(draft_address: str, tmp_path: Path) -> 
     assert (code, out, err) == (0, "", "Stopped.\n")
 
 
-def test_a_log_that_nobody_reads_blocks_no_answer() -> None:
+def test_a_full_pipe_of_the_log_blocks_no_answer() -> None:
     flags = ("--draft", free_address(), "--http", "127.0.0.1:0", "--retry-timeout", "0")
     command = Command("outrider.cli", "gateway", *flags)
     url = _url(command, r"at (http://\S+)/v1")
