@@ -58,8 +58,8 @@ def threads_of_pair(threads: int | None = None) -> tuple[int, int]:
     as one thread and one processor each.
     """
     # The variable may be a list: the first number is that of threads that are not nested.
-    set_threads = os.environ.get("OMP_NUM_THREADS", "").partition(",")[0].strip()
-    if given := threads or (int(set_threads) if set_threads.isdecimal() else 0):
+    by_variable = os.environ.get("OMP_NUM_THREADS", "").partition(",")[0].strip()
+    if given := threads or (int(by_variable) if by_variable.isdecimal() else 0):
         return given, given
     count = len(processors())
     half = max(1, count // 2)
