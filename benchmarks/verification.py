@@ -90,7 +90,7 @@ def ours(rule: Rule) -> Sample:
         # ids: [1, L + γ], q_logits: [1, γ, V], logits: [1, γ+1, V]
         tokens = tuple(ids[0, -gamma:].tolist())
         is_sigmoid = rule is Rule.SIGMOID
-        q: Any = draft_logits(q_logits[0], PLAIN) if is_sigmoid else map(_whole, q_logits[0].softmax(-1))
+        q = draft_logits(q_logits[0], PLAIN) if is_sigmoid else _whole(q_logits[0].softmax(-1))
         base_length, scales = ids.shape[1] - gamma, SCALES if is_sigmoid else None
         proposal = Proposed(tokens, tuple(q), PLAIN, torch.initial_seed(), base_length, rule, sigmoid=scales)
         (result,) = verify(logits[0], [proposal])
@@ -99,10 +99,11 @@ def ours(rule: Rule) -> Sample:
     return sample
 
 
-def _whole(q: Tensor) -> SparseDistribution:
-    """A distribution `[V]` with all its tokens, to 16 bits of the largest; none is left out."""
-    weights = (q * (65535 / q.max())).round().clamp(min=1).numpy().astype(np.uint16)
-    return SparseDistribution(np.arange(len(weights)), weights, int(weights.sum(dtype=np.int64)))
+def _whole(q: Tensor) -> list[SparseDistribution]:
+    """Each row of `q`, `[γ, V]`, with all its tokens, to 16 bits of the largest; none is left out."""
+    weights = (q * (65535 / q.amax(-1, keepdim=True))).round_().clamp_(min=1).numpy().astype(np.uint16)
+    ids = np.arange(q.shape[-1])
+    return [SparseDistribution(ids, row, int(row.sum(dtype=np.int64))) for row in weights]
 
 
 SAMPLES: dict[str, Sample] = {BASELINE: utils._speculative_sampling} | {
