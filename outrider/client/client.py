@@ -144,6 +144,7 @@ class AsyncClient:
         began = time.monotonic()
         request = build(prompt, await self._with_samples(options, timeout))
         generation = Generation(request, timeout, self._retry_timeout, spent=time.monotonic() - began)
+        generation.metadata = tuple((options.get("metadata") or {}).items())
         while True:
             call = None
             try:
@@ -291,7 +292,7 @@ class AsyncClient:
         others = self._retry and len(await self._endpoints.addresses(call.time_left)) > 1
         # Else the texts of clients that ask for the model before each one would all go to every second address.
         call.address = await self._endpoints.choose(takes_turn=method == "Generate", within=call.time_left)
-        begun = self._endpoints.begin(call.address, method, request, timeout=call.time_left)
+        begun = self._endpoints.begin(call.address, method, request, timeout=call.time_left, metadata=call.metadata)
         return begun, self._silence if others else None
 
     async def _recover(self, call: Call, cause: grpc.RpcError | TimeoutError) -> None:

@@ -14,7 +14,7 @@ import grpc
 from grpc_health.v1 import health_pb2_grpc
 
 from outrider.rpc.auth import OwnToken
-from outrider.rpc.channel import RenewedChannel, Resolver, checked_address, look_up
+from outrider.rpc.channel import Metadata, RenewedChannel, Resolver, checked_address, look_up
 from outrider.rpc.tls import TLS, ChannelTLS
 from protos.outrider.v1 import draft_service_pb2_grpc, verifier_service_pb2_grpc
 
@@ -145,7 +145,16 @@ class Endpoints:
         self._failed[address] = self._failed_at = time.monotonic()
         self._resolved = -RESOLVED_FOR_S
 
-    def begin(self, address: str, method: str, request: Any, timeout: float | None, *, service: str = "draft") -> Any:
+    def begin(
+        self,
+        address: str,
+        method: str,
+        request: Any,
+        timeout: float | None,
+        *,
+        metadata: Metadata = (),
+        service: str = "draft",
+    ) -> Any:
         """Begins a call of the service there, of `Stubs`; the request of a stream is None.
 
         Raises:
@@ -172,7 +181,9 @@ class Endpoints:
                 name=self._named.get(address, ""),
             )
         return self._channels[address].begin(
-            lambda stubs, token: getattr(getattr(stubs, service), method)(request, timeout=timeout, metadata=token)
+            lambda stubs, token: getattr(getattr(stubs, service), method)(
+                request, timeout=timeout, metadata=token + metadata
+            )
         )
 
     async def close(self) -> None:

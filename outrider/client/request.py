@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from datetime import timedelta
@@ -80,6 +81,7 @@ class CommonOptions(TypedDict, total=False):
     keep_special_tokens: bool
     joined_responses: bool  # events come together, once a second and at the end; `complete` asks for it
     request_id: str
+    metadata: Mapping[str, str]  # gRPC metadata of each call, such as `traceparent` and `tracestate`
     required_features: Sequence[str]
     template_arguments: Mapping[str, Any]  # variables of the chat template, for messages
     decoder_prompt_token_ids: Sequence[int]  # of an encoder–decoder model; default: the model's own
@@ -195,6 +197,7 @@ def _carry(request: draft_service_pb2.GenerateRequest, name: str, value: Any) ->
         require(request, feature)
 
 
+_METADATA_KEY = re.compile(r"[0-9a-z_.-]+")
 _TOKEN_IDS = f"integers from 0 to {2**32 - 1}"
 _UINT32, _BOOL, _STRING = f"an integer from 0 to {2**32 - 1}", "True or False", "text that UTF-8 can encode"
 _EXPECTED = {
@@ -288,6 +291,13 @@ def _set_template_arguments(request: draft_service_pb2.GenerateRequest, value: M
         raise ValueError(text) from error
 
 
+def _check_metadata(request: draft_service_pb2.GenerateRequest, value: Mapping[str, str]) -> None:
+    for key, text in value.items():
+        is_reserved = key == "authorization" or key.startswith("grpc-") or key.endswith("-bin")
+        if is_reserved or not _METADATA_KEY.fullmatch(key) or not (text.isascii() and text.isprintable()):
+            raise ValueError
+
+
 def _set_logit_bias(request: draft_service_pb2.GenerateRequest, value: Mapping[int, float]) -> None:
     for token_id, bias in value.items():
         request.sampling.logit_bias.add(token_id=token_id, bias=bias)
@@ -311,6 +321,12 @@ def _one_of(kind: type[Named]) -> str:
 # the feature that the service must have.
 _SETTERS: dict[str, tuple[Setter, str, str]] = {
     "prompt": (_set_prompt, "", ""),
+    "metadata": (  # of the call, not of the request
+        _check_metadata,
+        "a mapping of names (of a-z, 0-9, '_', '-' and '.'; not 'authorization', 'grpc-...' or '...-bin') to printable "
+        "ASCII",
+        "",
+    ),
     "time_limit": (_seconds("time_limit"), "a number of seconds", ""),
     "template_arguments": (_set_template_arguments, "", "template_arguments"),
     "logit_bias": (_set_logit_bias, f"a mapping of token ids ({_TOKEN_IDS}) to numbers", ""),

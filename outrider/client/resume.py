@@ -31,6 +31,7 @@ from outrider.client.events import (
     Usage,
 )
 from outrider.client.request import require
+from outrider.rpc.channel import Metadata
 from outrider.rpc.errors import UNSPECIFIED
 from protos.outrider.v1 import draft_service_pb2 as pb
 from protos.outrider.v1 import model_pb2, sampling_pb2
@@ -56,6 +57,7 @@ class Call:
 
     Attributes:
         address: the endpoint of the current attempt.
+        metadata: that each attempt sends.
         failures: failed attempts since the last progress.
 
     Raises:
@@ -66,6 +68,7 @@ class Call:
         if timeout is not None and math.isnan(timeout):
             raise refused("timeout", "timeout is nan; it must be a number of seconds")
         self.address = ""
+        self.metadata: Metadata = ()
         self.timeout = timeout
         self.failures = 0
         self._began = time.monotonic()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import re
 import uuid
 from collections.abc import AsyncGenerator, Awaitable, Callable, Coroutine, Mapping, Sequence
 from contextlib import aclosing
@@ -44,6 +45,8 @@ from outrider.rpc.auth import ClientLimits, Tokens, count_sequences
 from outrider.rpc.errors import RequestError
 
 T = TypeVar("T")
+
+_REQUEST_ID = re.compile(r"[\w.:/+=@-]{1,100}", re.ASCII)
 
 
 def create_app(
@@ -118,7 +121,7 @@ class Front:
             for i, seed in enumerate(body.seeds())
         ]
         names = {"max_new_tokens": "max_tokens", "text": "prompt", "prompt_logprobs": "echo"}
-        return await self._answer(body, CompletionForm, calls, names)
+        return await self._answer(request, body, CompletionForm, calls, names)
 
     async def chat(self, request: Request) -> Response:
         body = parse(ChatRequest, read_json(await request.body()))
@@ -134,18 +137,28 @@ class Front:
         else:
             options["fill_context"] = True  # as OpenAI has it
         calls = [Call(messages, options | seed, is_repeat=i > 0) for i, seed in enumerate(body.seeds())]
-        return await self._answer(body, ChatForm, calls, names)
+        return await self._answer(request, body, ChatForm, calls, names)
 
     async def _answer(
-        self, body: CompletionRequest | ChatRequest, kind: type[Form], calls: Sequence[Call], names: dict[str, str]
+        self,
+        request: Request,
+        body: CompletionRequest | ChatRequest,
+        kind: type[Form],
+        calls: Sequence[Call],
+        names: dict[str, str],
     ) -> Response:
         fingerprint = self._pair.known.target.weights_fingerprint
-        form = kind(uuid.uuid4().hex, self._pair.name, fingerprint, body.stop_token_ids or ())
+        given = request.headers.get("x-request-id", "")
+        if not _REQUEST_ID.fullmatch(given):
+            given = ""
+        form = kind(given or uuid.uuid4().hex, self._pair.name, fingerprint, body.stop_token_ids or ())
+        request_id, metadata = given or form.id, _trace_context(request)
         for number, call in enumerate(calls):
-            call.options["request_id"] = form.id if len(calls) == 1 else f"{form.id}-{number}"
+            call.options["request_id"] = request_id if len(calls) == 1 else f"{request_id}-{number}"
+            call.options["metadata"] = metadata
         generation = Generation(self._pair, calls, self._settings.timeout)
         has_logprobs = body.top_logprobs_asked is not None
-        headers = {"x-request-id": form.id}
+        headers = {"x-request-id": request_id}
         explain = partial(self._explained, names=names, headers=headers)
         try:
             if not body.stream:
@@ -190,7 +203,9 @@ class Front:
 
     async def transcriptions(self, request: Request) -> Response:
         form = await read_form(request)
-        work = transcribe(form, self._pair, self._settings.timeout, self._check_model, self._audio)
+        work = transcribe(
+            form, _trace_context(request), self._pair, self._settings.timeout, self._check_model, self._audio
+        )
         return await _unless_gone(request.receive, work)
 
     async def playground(self, request: Request) -> Response:
@@ -328,6 +343,12 @@ class Front:
         failure = of_service(error, names=names, models=self._pair.paths)
         failure.headers |= headers
         return failure
+
+
+def _trace_context(request: Request) -> dict[str, str]:
+    """The headers of W3C Trace Context that gRPC can carry; the services check what they say."""
+    found = {name: ",".join(request.headers.getlist(name)) for name in ("traceparent", "tracestate")}
+    return {name: text for name, text in found.items() if text and text.isascii() and text.isprintable()}
 
 
 # ---------------------------------------------------------------------------------------------------------- streams

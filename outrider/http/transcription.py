@@ -6,7 +6,7 @@ import asyncio
 import json
 import math
 import threading
-from collections.abc import Awaitable, Callable, Iterator, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -72,6 +72,7 @@ class AudioInMemory:
 
 async def transcribe(
     form: FormData,
+    metadata: Mapping[str, str],
     pair: Pair,
     timeout: float,
     check_model: Callable[[str | None], Awaitable[None]],
@@ -80,6 +81,7 @@ async def transcribe(
     """The answer to POST /v1/audio/transcriptions.
 
     Args:
+        metadata: of the calls.
         pair: of speech models.
         timeout: in seconds, of all windows together.
         check_model: refuses a model that is not served.
@@ -112,6 +114,7 @@ async def transcribe(
                     timestamps=has_times,
                     timeout=timeout,
                     temperature=temperature,
+                    metadata=metadata,
                 )
                 await transcription.wait()
     except TimeoutError:

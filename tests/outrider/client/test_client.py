@@ -61,11 +61,13 @@ class Refusing:
 
     def __init__(self, error: RequestError, *, times: int = 1_000, after: int = 0) -> None:
         self.calls = 0
+        self.metadata: list[dict[str, Any]] = []  # of each call
         self._error, self._times, self._after = error, times, after
 
     @errors.guarded
     async def Generate(self, request: pb.GenerateRequest, context: Any) -> None:
         self.calls += 1
+        self.metadata.append(dict(context.invocation_metadata()))
         started = pb.GenerateStarted(request_id=f"call {self.calls}", max_new_tokens=9)
         responses = [pb.GenerateResponse(started=started), pb.GenerateResponse(finished=pb.GenerateFinished())]
         is_refused = self.calls <= self._times
@@ -130,6 +132,14 @@ async def test_a_permanent_error_has_its_type_and_is_not_retried(
 def short_backoff(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(resume, "FIRST_BACKOFF_S", 0.005)
     monkeypatch.setattr(resume, "MAX_BACKOFF_S", 0.02)
+
+
+async def test_metadata_goes_with_every_attempt(short_backoff: None) -> None:
+    servicer = Refusing(errors.draining(), times=2)
+    async with serving(servicer) as address, AsyncClient(address) as client:
+        await client.complete("x", metadata={"traceparent": "00-ab", "tenant": "a"})
+    assert len(servicer.metadata) == 3
+    assert all({"traceparent": "00-ab", "tenant": "a"}.items() <= each.items() for each in servicer.metadata)
 
 
 TRANSIENT = [errors.overloaded("full"), errors.overloaded("full", retry_after=0.01), errors.draining()]

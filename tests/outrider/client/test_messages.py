@@ -77,7 +77,7 @@ OTHERS: dict[str, Any] = {
 
 def test_every_option_reaches_the_wire() -> None:
     options = {**PLAIN, **SAMPLING, **SPECULATION, **DECODER, **OTHERS}
-    assert options.keys() == Options.__annotations__.keys() - INPUTS - {"template_arguments"}
+    assert options.keys() == Options.__annotations__.keys() - INPUTS - {"template_arguments", "metadata"}
     request = build("x", options)
     assert request == pb.GenerateRequest(
         text="x",
@@ -144,6 +144,26 @@ def test_template_arguments_are_json_of_a_conversation() -> None:
             build(messages, {"template_arguments": value})
     with pytest.raises(InvalidRequest, match="only messages have a chat template"):
         build("a text", {"template_arguments": arguments})
+
+
+@pytest.mark.parametrize(
+    "metadata",
+    [
+        {"Traceparent": "00"},
+        {"": "x"},
+        {"trace-bin": "x"},
+        {"grpc-timeout": "1S"},
+        {"authorization": "Bearer x"},
+        {"tenant": "é"},
+        {"tenant": "a\nb"},
+        {"tenant": 3},
+        "tenant",
+    ],
+)
+def test_metadata_that_grpc_cannot_carry_is_refused(metadata: Any) -> None:
+    with pytest.raises(InvalidRequest, match=r"must be a mapping of names .* to printable ASCII") as caught:
+        build("x", {"metadata": metadata})
+    assert caught.value.field == "metadata"
 
 
 def test_speech_takes_the_place_of_a_prompt() -> None:

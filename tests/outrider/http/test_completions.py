@@ -12,7 +12,7 @@ from outrider.client import AsyncClient, Client, Detokenized
 from outrider.http.generation import Tally
 from outrider.http.metrics import FrontMetrics
 from outrider.http.pair import Pair
-from tests.cluster import Cluster, Service, wait_healthy
+from tests.cluster import Cluster, Service, wait_healthy, wait_until
 from tests.draft_service.oracle import decode
 from tests.outrider.http.conftest import Post, near, plain, running_front, stream
 
@@ -296,3 +296,36 @@ def test_echo_precedes_each_choice(http: httpx.Client, complete: Post) -> None:
     for event in stream(http, "/v1/completions", prompt=[PROMPT, "import os\n"], echo=True, n=2, seed=3, max_tokens=4):
         texts[event["choices"][0]["index"]] += event["choices"][0]["text"]
     assert texts == [choice["text"] for choice in answer["choices"]]
+
+
+TRACE = "4bf92f3577b34da6a3ce929d0e0e4736"
+
+
+@pytest.mark.parametrize("fields", [{}, {"stream": True}, {"n": 2}])
+def test_the_services_log_the_callers_request_id_and_trace(
+    http: httpx.Client, chat_draft: Service, fields: dict[str, Any]
+) -> None:
+    given = f"7/caller:{len(fields)}.{next(iter(fields), '')}"
+    headers = {"x-request-id": given, "traceparent": f"00-{TRACE}-00f067aa0ba902b7-00", "tracestate": "a=b"}
+    answer = http.post("/v1/completions", json={"prompt": PROMPT, **GREEDY, **fields}, headers=headers)
+    assert answer.headers["x-request-id"] == given
+    assert f'"cmpl-{given}"' in answer.text
+    names = {given} if "n" not in fields else {f"{given}-0", f"{given}-1"}
+
+    def logged() -> dict[str, Any]:
+        lines = chat_draft.logged("generate")
+        return {line["request_id"]: line.get("trace_id") for line in lines if line["request_id"] in names}
+
+    wait_until(lambda: logged().keys() == names)
+    assert set(logged().values()) == {TRACE}
+
+
+@pytest.mark.parametrize(
+    "header", [("x-request-id", "a b"), ("x-request-id", '"'), ("x-request-id", "x" * 101), ("traceparent", "é")]
+)
+def test_an_id_or_trace_that_the_services_cannot_take_is_left_out(http: httpx.Client, header: tuple[str, str]) -> None:
+    name, value = header
+    answer = http.post("/v1/completions", json={"prompt": "x", **GREEDY}, headers={name.encode(): value.encode()})
+    assert answer.status_code == 200, answer.text
+    assert answer.headers["x-request-id"] == answer.json()["id"]
+    assert value not in answer.json()["id"]
