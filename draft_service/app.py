@@ -102,7 +102,12 @@ class DraftApp(Service):
         self._servicer = DraftService(settings, self.metrics, self.tracing)
         self._vllm = vllm_engine(settings, self._servicer) if settings.vllm_grpc else None
         self.also = () if self._vllm is None else (self._vllm.name,)
-        self._replicas: Replicas | None = None
+        self._replicas = Replicas(
+            settings.verifier,
+            self._connect,
+            timeout=settings.verifier_timeout,
+            resolve_interval=settings.verifier_resolve_interval,
+        )
         self.engine: DraftEngine | None = None
 
     def register(self, server: grpc.aio.Server) -> None:
@@ -160,18 +165,11 @@ class DraftApp(Service):
         self._servicer.attach(pair)
 
     def _verifiers(self) -> Verifiers:
-        """Begins to look for the verifiers. Their metrics are shown while the service waits for one."""
-        settings = self._settings
-        self._replicas = replicas = Replicas(
-            settings.verifier,
-            self._connect,
-            timeout=settings.verifier_timeout,
-            resolve_interval=settings.verifier_resolve_interval,
-        )
-        budget = FailoverBudget(settings.max_sequences)
+        """Their metrics are shown while the service waits for one."""
+        budget = FailoverBudget(self._settings.max_sequences)
         failover_metrics = FailoverMetrics(self.metrics, FailureKind)
-        show_verifiers(self.metrics, replicas, lambda: budget.tokens)
-        return Verifiers(replicas, budget, settings.failover_timeout, failover_metrics)
+        show_verifiers(self.metrics, self._replicas, lambda: budget.tokens)
+        return Verifiers(self._replicas, budget, self._settings.failover_timeout, failover_metrics)
 
     def _show(self, pair: Pair, drafters: Mapping[Kind, GuardedDrafter]) -> None:
         """Adds the metrics of the pair."""
@@ -195,13 +193,17 @@ class DraftApp(Service):
             name=name,  # proxies and certificates know the verifier by it
         )
 
+    async def broken(self) -> str:
+        """Returns once the target is lost: a new process forms a pair with the one that the verifiers have now."""
+        mismatch = await self._replicas.lost_target(self._settings.failover_timeout)
+        return f"no verifier at {self._replicas.names} runs the target of this pair any more: {mismatch}"
+
     async def drain(self) -> None:
         """Refuses queued calls. Calls in progress finish."""
         self._servicer.limit.drain()
 
     def stop(self) -> None:
-        if self._replicas is not None:
-            self._replicas.close()
+        self._replicas.close()
         if self.engine is not None:
             self.engine.stop()
 

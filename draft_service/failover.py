@@ -186,7 +186,7 @@ class _Failures:
         """The error for the client if none of the replicas opens the sequence."""
         if self.step_error is not None:
             return self.step_error
-        if self.last is not None and self.kind not in (FailureKind.DIED, FailureKind.SILENT):
+        if self.last is not None and self.kind in (FailureKind.DRAINING, FailureKind.REFUSED):
             return self.last
         if self.last is not None:
             reasons = [self.last.message]

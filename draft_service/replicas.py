@@ -240,6 +240,8 @@ SECONDS_PER_LINE = 5.0
 MISMATCHED_PAUSE, RESOLVE_PAUSE = 10.0, 0.5
 # Seconds between two searches for a usable replica, if no replica changes.
 SEARCH_SECONDS = 0.25
+# Seconds between two checks whether a verifier with the target is left.
+_LOST_POLL = 0.5
 
 
 Connect = Callable[[str, str], RenewedChannel[Any]]
@@ -334,6 +336,19 @@ class Replicas:
         if self._resolver.may_change:
             self._watcher = asyncio.create_task(self._watch_names())
         return target
+
+    async def lost_target(self, seconds: float) -> str:
+        """Returns once all verifiers have been mismatched for so many seconds, with how the first one differs."""
+        since: float | None = None
+        while True:
+            replicas, now = self.all(), time.monotonic()
+            if not replicas or not all(each.mismatch for each in replicas):
+                since = None
+            elif since is None:
+                since = now
+            elif now - since >= seconds:
+                return replicas[0].mismatch
+            await asyncio.sleep(_LOST_POLL)
 
     def close(self) -> None:
         """Stops watching. Channels close with the event loop."""

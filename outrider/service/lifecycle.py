@@ -186,7 +186,7 @@ async def _serve(service: Service, settings: ServiceSettings, server: grpc.aio.S
             _log.error("cannot serve any more", reason=breaking.result())
             await health.drain()
             # Not DRAINING: a sequence may be the cause, and draft services then suspect those that ran.
-            await cut_off(server, unavailable("NO_VERIFIER", "the service has lost its model; call another one"))
+            await cut_off(server, unavailable("NO_VERIFIER", "the service has lost its target; call another one"))
             raise ModelLost(breaking.result())
         await serving
     finally:

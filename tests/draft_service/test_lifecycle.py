@@ -9,7 +9,7 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from outrider.rpc.errors import RequestError, from_rpc_error
 from protos.outrider.v1 import draft_service_pb2
 from protos.outrider.v1.draft_service_pb2_grpc import DraftServiceStub
-from tests.cluster import Cluster, Service, wait_healthy, wait_until
+from tests.cluster import Cluster, Service, free_address, wait_healthy, wait_until
 from tests.draft_service.calls import PROMPT, generate, request, write
 from tests.draft_service.oracle import encode
 from tests.draft_service.pairs import write_foreign_draft
@@ -105,3 +105,23 @@ def test_a_mismatched_pair_exits_with_one_line(mismatched: Service, pair_process
     assert line.startswith("draft_service: ")
     assert "vocabularies" in line
     assert "2048 tokens" in line
+
+
+def test_a_service_ends_once_no_verifier_has_its_target() -> None:
+    """A new process finds the new target; this one would refuse every request."""
+    address = free_address()
+    with Cluster() as cluster:
+        before = cluster.verifier(flags=f"--listen {address}")
+        service = cluster.draft(address, flags="--failover-timeout 1")
+        wait_healthy(before, service)
+        assert before.stop() == 0
+        after = cluster.verifier(flags=f"--listen {address} --max-gamma 8")
+        wait_healthy(after)
+        with grpc.insecure_channel(service.address) as channel, pytest.raises(grpc.RpcError) as caught:
+            write(channel)
+        error = from_rpc_error(caught.value)
+        assert (error.code, error.reason) == (grpc.StatusCode.UNAVAILABLE, "NO_VERIFIER")
+        assert "max_gamma" in error.message
+        assert service.process.wait(30) == 1
+        (line,) = wait_until(service.plain_lines)
+        assert line.startswith(f"draft_service: no verifier at {address} runs the target of this pair any more: ")

@@ -15,6 +15,7 @@ import grpc
 import pytest
 from structlog.testing import capture_logs
 
+import draft_service.replicas
 from draft_service import circuit_breaker
 from draft_service.circuit_breaker import FIRST_PAUSE, LONGEST_PAUSE, TRIAL_SECONDS, Breaker, State
 from draft_service.replicas import Replica, Replicas, translate
@@ -71,6 +72,24 @@ async def until(holds: Callable[[], bool], seconds: float = 60.0) -> None:
 
 def failed_call(code: grpc.StatusCode, details: str) -> grpc.RpcError:
     return grpc.aio.AioRpcError(code, grpc.aio.Metadata(), grpc.aio.Metadata(), details=details)
+
+
+async def test_the_target_is_lost_once_all_verifiers_have_had_another_one_for_a_while(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(draft_service.replicas, "_LOST_POLL", 0.02)
+    async with verifier() as one, verifier() as two, found(one, two) as replicas:
+        first, second = replicas.all()
+        waiting = asyncio.create_task(replicas.lost_target(1.0))
+        first.mismatched("its limits are lower")
+        await asyncio.sleep(1.2)
+        second.mismatched("its limits are lower, too")
+        await asyncio.sleep(0.2)
+        second.probed(MODEL, "")  # an earlier version is back
+        await asyncio.sleep(1.2)
+        assert not waiting.done()
+        second.mismatched("its limits are lower, too")
+        assert await asyncio.wait_for(waiting, 10.0) == "its limits are lower"
 
 
 @pytest.mark.parametrize(
