@@ -1,6 +1,12 @@
 """The health metric is right while the event loop, which answers probes, does not run."""
 
 import asyncio
+import os
+import re
+import signal
+import subprocess
+import sys
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -11,6 +17,8 @@ from outrider.rpc.server import create_server
 from outrider.service.lifecycle import _watch, export_health, in_thread
 from outrider.service.metrics import Metrics
 from tests.cluster import Cluster, wait_until
+from tests.machine import need_networks
+from tests.project.tree import ROOT
 
 
 class Panic(BaseException):
@@ -52,3 +60,24 @@ async def test_an_event_loop_that_does_not_run_is_neither_alive_nor_ready() -> N
             await asyncio.sleep(0.01)
     watching.cancel()
     assert shown() == {"readiness": 1, "liveness": 1, "startup": 1}
+
+
+@pytest.mark.parametrize("service", ["draft_service", "verifier_service"])
+def test_a_signal_ends_the_first_process_of_a_container_while_it_imports(service: str) -> None:
+    """The kernel drops a signal to PID 1 that has no handler."""
+    need_networks()
+    command = ["unshare", "--user", "--map-root-user", "--pid", "--fork", "--kill-child", sys.executable, "-m", service]
+    with subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True) as parent:
+        children = Path(f"/proc/{parent.pid}/task/{parent.pid}/children")
+        pid = int(wait_until(children.read_text))
+        wait_until(lambda: _handles(pid, signal.SIGTERM))
+        os.kill(pid, signal.SIGTERM)
+        written, _ = parent.communicate(timeout=60)
+        assert (parent.returncode, written) == (0, ""), "it would fail, as it has no --model"
+
+
+def _handles(pid: int, number: signal.Signals) -> bool:
+    status = Path(f"/proc/{pid}/status").read_text(encoding="utf-8")
+    caught = re.search(r"^SigCgt:\s*([0-9a-f]+)$", status, re.MULTILINE)
+    assert caught is not None
+    return bool(int(caught[1], 16) >> (number - 1) & 1)
