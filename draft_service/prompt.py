@@ -33,7 +33,7 @@ def check_prompt(
     longest = pair.draft.limits.max_sequence_tokens
     if not pair.target.HasField("encoder"):
         _check_without_encoder(message)
-        check_prompt_bytes(message, pair.tokenizer, min(max_prompt_tokens or longest - 1, longest - 1))
+        check_prompt_size(message, pair.tokenizer, min(max_prompt_tokens or longest - 1, longest - 1))
         prompt = _tokenise(message, pair.tokenizer, pair.target.vocab_size)
         check_prompt_length("prompt", len(prompt), max_prompt_tokens)
         return prompt, None
@@ -72,11 +72,11 @@ def _encoder_input(
     if kind in ("text", "token_ids"):
         check_kind(kind, encoder, is_text=True)
         most = encoder.max_positions
-        check_prompt_bytes(message, pair.tokenizer, min(max_prompt_tokens or most, most))
-        field, ids = (
-            "text" if kind == "text" else "token_ids.ids",
-            _tokenise(message, pair.tokenizer, target.vocab_size),
-        )
+        check_prompt_size(message, pair.tokenizer, min(max_prompt_tokens or most, most))
+        if kind == "token_ids":
+            check_length("token_ids.ids", len(message.token_ids.ids), encoder)
+        field = "text" if kind == "text" else "token_ids.ids"
+        ids = _tokenise(message, pair.tokenizer, target.vocab_size)
         check_prompt_length("prompt", len(ids), max_prompt_tokens)
         check_length(field, len(ids), encoder)
         return input_pb2.EncoderInput(token_ids=input_pb2.EncoderTokens(ids=ids))
@@ -116,7 +116,8 @@ def _decoder_prompt(
 ) -> list[int]:
     given, field = message.decoder_prompt_token_ids, "decoder_prompt_token_ids"
     if not message.HasField("transcription"):
-        return check_token_ids(field, given or target.encoder.decoder_prompt_token_ids, target.vocab_size)
+        ids = given or target.encoder.decoder_prompt_token_ids
+        return check_token_ids(field, ids, target.vocab_size, target.limits.max_sequence_tokens)
     if target.encoder.kind != model_pb2.ENCODER_KIND_SPEECH:
         raise invalid_field("transcription", "transcription is set; the model's encoder takes text: unset it")
     if given:
@@ -136,7 +137,7 @@ def check_prompt_length(field: str, tokens: int, most: int | None) -> None:
         raise above_limit(field, tokens, most, advice, noun="token")
 
 
-def check_prompt_bytes(
+def check_prompt_size(
     message: draft_service_pb2.GenerateRequest | draft_service_pb2.TokenizeRequest, tokenizer: Tokenizer, most: int
 ) -> None:
     """Refuses a text that must have more than `most` tokens, before it is tokenised, which is slow."""
@@ -145,6 +146,8 @@ def check_prompt_bytes(
             field, given = "text", len(message.text.encode())
         case "chat":
             turns = message.chat.messages
+            if len(turns) > most:
+                raise above_limit("chat.messages", len(turns), most, ": shorten it", noun="message")
             texts = (text for each in turns for text in (each.role, each.content, each.name))
             field, given = "chat.messages", sum(len(text.encode()) for text in texts)
         case _:

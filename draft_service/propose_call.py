@@ -181,7 +181,9 @@ class _Progress:
                 given=advance.base_length,
                 expected=self._length,
             )
-        committed = check_token_ids("advance.committed_token_ids", advance.committed_token_ids, vocab_size)
+        committed = check_token_ids(
+            "advance.committed_token_ids", advance.committed_token_ids, vocab_size, limits.max_sequence_tokens
+        )
         if self._round and not committed:
             raise invalid_field(
                 "advance.committed_token_ids",
@@ -223,11 +225,11 @@ def check_open(message: draft_service_pb2.OpenDraft, pair: Pair, settings: Draft
     drafter = check_drafter("drafter", message.drafter, sampling, offered=pair.drafters.keys(), default=pair.default)
     if sampling.seed is None:
         raise invalid_field("sampling.seed", "sampling.seed is not set; give the seed of OpenSequence")
-    prompt = check_token_ids("prompt_token_ids", message.prompt_token_ids, vocab_size)
+    prompt = check_token_ids("prompt_token_ids", message.prompt_token_ids, vocab_size, most)
     if not prompt:
         raise invalid_field("prompt_token_ids", "prompt_token_ids is empty; at least 1 token is needed", given=0)
     check_prompt_length("prompt_token_ids", len(prompt), settings.max_prompt_tokens)
-    committed = check_token_ids("committed_token_ids", message.committed_token_ids, vocab_size)
+    committed = check_token_ids("committed_token_ids", message.committed_token_ids, vocab_size, most)
     if len(prompt) + len(committed) > most:
         raise invalid_field(
             "prompt_token_ids",

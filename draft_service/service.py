@@ -36,9 +36,9 @@ _log = structlog.get_logger()
 
 Context = grpc.aio.ServicerContext[draft_service_pb2.GenerateRequest, draft_service_pb2.GenerateResponse]
 
-# Longer prompts are tokenised on two threads, and large inputs of encoders checked. This many characters take about a
-# millisecond; some megabytes take seconds, and a hundred megabytes of memory.
-SHORT_PROMPT_CHARS = 4096
+# Larger requests are checked and tokenised on two threads. This many characters take about a millisecond; some
+# megabytes take seconds, and a hundred megabytes of memory.
+SHORT_REQUEST_BYTES = 4096
 TOKENISING = ThreadPoolExecutor(2, thread_name_prefix="tokenise")
 # gRPC may end the call to a verifier this many seconds before `--request-timeout`, by its own clock.
 LATE_SECONDS = 1.0
@@ -103,9 +103,7 @@ class GenerateCall:
 
     async def _check(self, message: draft_service_pb2.GenerateRequest) -> CheckedRequest:
         check = partial(check_generate, message, self._pair, self._settings)
-        chars = len(message.text) + len(message.chat.template_arguments)
-        chars += sum(len(each.role) + len(each.content) + len(each.name) for each in message.chat.messages)
-        if chars + len(message.audio.samples) + len(message.features.values) <= SHORT_PROMPT_CHARS:
+        if message.ByteSize() <= SHORT_REQUEST_BYTES:
             return check()
         return await asyncio.get_running_loop().run_in_executor(TOKENISING, check)
 

@@ -6,7 +6,7 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import TypeVar
 
 from draft_service.pair import Pair
-from draft_service.prompt import apply_template, check_prompt_bytes, refuse_chat
+from draft_service.prompt import apply_template, check_prompt_size, refuse_chat
 from outrider.rpc.errors import above_limit, counted, invalid_field, overloaded
 from outrider.runtime.tokenizer import Tokenizer
 from outrider.service.sampling import check_token_ids
@@ -64,7 +64,7 @@ def tokenize(
         raise invalid_field("prompt", "prompt is not set; set text or chat")
     is_text_encoder = encoder.kind == model_pb2.ENCODER_KIND_TEXT
     most = encoder.max_positions if is_text_encoder else pair.draft.limits.max_sequence_tokens - 1
-    check_prompt_bytes(message, tokenizer, min(max_prompt_tokens or most, most))
+    check_prompt_size(message, tokenizer, min(max_prompt_tokens or most, most))
     if field == "chat":
         if pair.target.HasField("encoder"):
             raise refuse_chat()

@@ -63,9 +63,11 @@ def check_generate(message: draft_service_pb2.GenerateRequest, pair: Pair, setti
     time_limit = _check_time_limit(message)
     stop_token_ids = _check_stop_token_ids(message, limits, target.vocab_size)
     stop = _check_stop(message.stop, limits)
-    committed = check_token_ids("committed_token_ids", message.committed_token_ids, target.vocab_size)
+    committed = check_token_ids("committed_token_ids", message.committed_token_ids, target.vocab_size, longest)
     if message.held_tokens > len(committed):
         raise above_limit("held_tokens", message.held_tokens, len(committed), ", the number of committed_token_ids")
+    if message.HasField("token_ids") and not target.HasField("encoder"):  # before it reads all, which may be millions
+        check_lengths(message, len(message.token_ids.ids), len(committed), longest)
     prompt, encoder_input = check_prompt(message, pair, settings.max_prompt_tokens)
     new = check_lengths(message, len(prompt), len(committed), longest)
     request_id = message.request_id or secrets.token_hex(8)

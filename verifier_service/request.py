@@ -114,11 +114,12 @@ def check_open(
     check_fingerprint(message.weights_fingerprint, model)
     check_name("request_id", message.request_id)
     check_name("cache_salt", message.cache_salt)
-    prompt = check_token_ids("prompt_token_ids", message.prompt_token_ids, model.vocab_size)
+    vocab_size, longest = model.vocab_size, model.limits.max_sequence_tokens
+    prompt = check_token_ids("prompt_token_ids", message.prompt_token_ids, vocab_size, longest)
     if not prompt:
         raise invalid_field("prompt_token_ids", "prompt_token_ids is empty; at least 1 token is needed", given=0)
-    committed = check_token_ids("committed_token_ids", message.committed_token_ids, model.vocab_size)
-    _check_lengths(message, len(prompt), len(committed), model.limits.max_sequence_tokens)
+    committed = check_token_ids("committed_token_ids", message.committed_token_ids, vocab_size, longest)
+    _check_lengths(message, len(prompt), len(committed), longest)
     sampling = check_sampling(
         message.sampling, vocab_size=model.vocab_size, rules=RULES.values(), default_rule=DEFAULT_RULE
     )

@@ -4,7 +4,7 @@ Both services use it, so both accept the same values. Each check raises a `Reque
 the field and the numbers.
 """
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -106,8 +106,10 @@ def check_sampling(
     )
 
 
-def check_token_ids(field: str, ids: Iterable[int], vocab_size: int) -> list[int]:
-    """The ids as a list, each below `vocab_size`."""
+def check_token_ids(field: str, ids: Sequence[int], vocab_size: int, longest: int | None = None) -> list[int]:
+    """The ids as a list, each below `vocab_size`. `longest` is the most tokens of a sequence, if they are one."""
+    if longest is not None and len(ids) > longest:  # before all are read: there may be millions
+        raise above_limit(field, len(ids), longest, " (--max-sequence-tokens)", noun="token")
     checked = list(ids)
     if checked and (max(checked) >= vocab_size or min(checked) < 0):
         at = next(i for i, token in enumerate(checked) if not 0 <= token < vocab_size)
@@ -206,7 +208,7 @@ def _check_lenience(params: sampling_pb2.SamplingParams, rule: Rule) -> float:
 
 def _check_bias(params: sampling_pb2.SamplingParams, vocab_size: int) -> tuple[tuple[int, float], ...]:
     _check_count("sampling.logit_bias", len(params.logit_bias))
-    ids = check_token_ids("sampling.logit_bias", (entry.token_id for entry in params.logit_bias), vocab_size)
+    ids = check_token_ids("sampling.logit_bias", [entry.token_id for entry in params.logit_bias], vocab_size)
     if len(set(ids)) < len(ids):
         twice = next(token for token in ids if ids.count(token) > 1)
         raise invalid_field(

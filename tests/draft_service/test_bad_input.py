@@ -35,7 +35,10 @@ BAD_FIELDS: list[tuple[str, dict[str, Any], tuple[str, ...]]] = [
     ("token_ids.ids", {"prompt": [1, VOCABULARY]}, ("2048",)),
     ("text", {"prompt": ""}, ("empty",)),
     ("text", {"prompt": "x" * 32_737}, ("32737 bytes", "32736", "1023 tokens", "32 bytes")),
-    ("prompt", {"prompt": [1] * 2000}, ("2000", "1024")),
+    # Of a length that is refused no token is read: millions would hold up all requests.
+    ("prompt", {"prompt": [VOCABULARY] * 2000}, ("2000", "1024")),
+    ("committed_token_ids", {"committed_token_ids": [VOCABULARY] * 2000}, ("2000", "1024")),
+    ("chat.messages", {"chat": {"messages": [{}] * 2000}}, ("2000", "1023")),
     ("max_new_tokens", {"prompt": [1] * 1000, "max_new_tokens": 25}, ("25", "1000", "24")),
     ("max_new_tokens", {"max_new_tokens": 0}, ("0",)),
     ("max_new_tokens", {"max_new_tokens": 0, "fill_context": True}, ("0",)),

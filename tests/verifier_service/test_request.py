@@ -71,6 +71,8 @@ Change = Callable[[verifier_service_pb2.OpenSequence], object]
     ("change", "field", "numbers"),
     [
         (lambda m: m.ClearField("prompt_token_ids"), "prompt_token_ids", ["empty"]),
+        (lambda m: m.prompt_token_ids.extend([V] * 100), "prompt_token_ids", ["103 tokens", "50"]),
+        (lambda m: m.committed_token_ids.extend([V] * 100), "committed_token_ids", ["100 tokens", "50"]),
         (lambda m: m.prompt_token_ids.append(V), "prompt_token_ids", [f"[3] is {V}", str(V)]),
         (lambda m: m.prompt_token_ids.append(2**32 - 1), "prompt_token_ids", [str(2**32 - 1)]),  # -1 on the wire
         (lambda m: m.committed_token_ids.append(V + 1), "committed_token_ids", [str(V + 1)]),
