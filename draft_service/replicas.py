@@ -182,7 +182,7 @@ _TLS_ADVICE: dict[errors.ConnectionFailure | None, str] = {
     errors.ConnectionFailure.UNTRUSTED: "; check --verifier-tls-ca",
     errors.ConnectionFailure.OTHER_NAME: "; give --verifier-tls-name",
 }
-_OF_A_ROUND = ("proposal", "decode", "sequence_id")
+_OF_A_ROUND = ("proposal.", "decode.", "sequence_id")
 
 
 def translate(error: grpc.RpcError, address: str) -> RequestError:
@@ -423,7 +423,10 @@ class Replicas:
                 async with asyncio.timeout(self._resolve_interval):
                     await self._resolve_now.wait()
             self._resolve_now.clear()
-            await self._resolve()
+            try:
+                await self._resolve()
+            except Exception:  # otherwise no verifier would be found until a restart
+                _log.exception("resolving the verifiers' names failed", names=self.names)
             await asyncio.sleep(RESOLVE_PAUSE)
 
     async def _resolve(self) -> None:

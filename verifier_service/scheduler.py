@@ -186,6 +186,8 @@ class Scheduler:
             encodes = sequence.opening.encoder_input is not None and self._pool.lacks_encoder(sequence.slot)
             if (left < 1 and plan.work) or (encodes and has_encoder):
                 continue
+            if self.is_short and self._pool.is_empty(sequence.slot):
+                continue  # an older one waits for blocks
             if not self._take_blocks(sequence, round_, plan):
                 self.is_short = True
                 continue

@@ -227,15 +227,16 @@ class VerifyStream:
 
     async def _watch(self, sequence: TargetSequence) -> None:
         """Repeats QUEUED while the sequence waits, and ends the stream of an idle client."""
-        limit = self._settings.idle_timeout
-        pause = interval = min(NOTICE_SECONDS, limit / 4)
+        limit, contended_limit = self._settings.idle_timeout, self._settings.contended_idle_timeout
+        interval = min(NOTICE_SECONDS, limit / 4)
+        pause = longest_pause = min(interval, contended_limit)
         while True:
             await asyncio.sleep(pause)
             runs_prompt = sequence.owes_prompt_logprobs and not sequence.is_isolated  # without a round
             waits = sequence.slot is None or self._outstanding(sequence) or sequence.awaits_turn or runs_prompt
             # After `waits`: a verdict may be committed meanwhile, and is written later.
             silent = time.perf_counter() - max(self._heard, sequence.judged_at)
-            pause = interval if silent >= interval else interval - silent
+            pause = longest_pause if silent >= longest_pause else longest_pause - silent
             if waits:
                 if silent >= interval:
                     # The engine sends the notice: if it hangs, the client notices.
@@ -243,7 +244,7 @@ class VerifyStream:
             elif silent > limit:
                 text = f"the client sent no message for {limit:g} s (--idle-timeout)"
                 self._replies.put_nowait(idle(text, seconds=limit))
-            elif silent > self._settings.contended_idle_timeout:
+            elif silent > contended_limit:
                 await self._preempt(f"{silent:.3g}")
 
     async def _preempt(self, seconds: str) -> None:

@@ -130,9 +130,12 @@ async def test_a_target_with_another_chat_template_is_logged(template: str, is_l
 
 @pytest.mark.skipif(sys.platform != "linux", reason="only Linux has 127.0.0.2 by default")
 async def test_a_name_is_resolved_again_when_a_verifier_is_lost() -> None:
-    addresses = ["127.0.0.1"]
+    """An error of a lookup ends only that one."""
+    addresses, failures = ["127.0.0.1"], list[RuntimeError]()
 
     async def lookup(host: str, port: int) -> list[str]:
+        if failures:
+            raise failures.pop()
         return [f"{address}:{port}" for address in addresses]
 
     async with verifier() as first:
@@ -144,7 +147,10 @@ async def test_a_name_is_resolved_again_when_a_verifier_is_lost() -> None:
             assert chosen(replicas).keys() == {first}
             addresses[:] = ["127.0.0.2"]
             (gone,) = replicas.all()
+            failures.append(RuntimeError("can't start new thread"))
             gone.failed(gone.breaker.begin(), "gone")
+            await until(lambda: not failures)
+            replicas._resolve_now.set()
             await until(lambda: chosen(replicas, 1).keys() == {second})
             assert [each.address for each in replicas.all()] == [second]
 

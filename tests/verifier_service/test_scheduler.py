@@ -275,6 +275,26 @@ def test_a_failed_sequence_loses_its_blocks_though_rounds_were_left() -> None:
     assert driver.run() == [late]
 
 
+def test_while_a_prompt_waits_for_blocks_no_newer_one_begins(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nor is it looked up in the prefix cache again in each step, which hashes all of it."""
+    driver = Driver(blocks=10, max_batch_tokens=8)
+    looked_up = list[TargetSequence]()
+    adopt = driver.scheduler._adopt
+    monkeypatch.setattr(
+        driver.scheduler, "_adopt", lambda sequence, slot: looked_up.append(sequence) or adopt(sequence, slot)
+    )
+    first, second, small = driver.open(24), driver.open(24), driver.open(4)
+    for _ in range(3):
+        driver.run()
+    assert driver.pool.length(first.slot or 0) == 23
+    assert driver.pool.length(small.slot or 0) == 0
+    assert second in looked_up
+    assert small not in looked_up
+    driver.scheduler.remove(second)
+    driver.run()
+    assert driver.pool.length(small.slot or 0) == 3
+
+
 def test_a_new_sequence_leaves_each_other_one_a_block() -> None:
     """Otherwise the next rounds of the others would preempt it."""
     driver = Driver(blocks=14, max_batch_tokens=64)

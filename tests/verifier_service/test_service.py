@@ -205,7 +205,7 @@ def test_sequences_queue_and_too_many_are_refused(channel: grpc.Channel, alone: 
 
 def test_an_idle_stream_ends_for_a_queued_sequence() -> None:
     with ExitStack() as stack:
-        limits = "--max-sequences 1 --max-waiting 1 --idle-timeout 8 --contended-idle-timeout 3"
+        limits = "--max-sequences 1 --max-waiting 1 --idle-timeout 60 --contended-idle-timeout 0.5"
         verifier = stack.enter_context(Cluster(limits)).verifier()
         verifier.wait_healthy()
         channel = stack.enter_context(grpc.insecure_channel(verifier.address))
@@ -219,6 +219,7 @@ def test_an_idle_stream_ends_for_a_queued_sequence() -> None:
         error = error_of(idle.call)
     assert (error.code, error.reason) == (grpc.StatusCode.RESOURCE_EXHAUSTED, "IDLE")
     assert "others wait in the queue" in error.message
+    assert 0.5 <= float(error.metadata["seconds"]) < 4.5, "notices are 5 s apart"
     assert error.retry_after is not None
 
 
