@@ -41,7 +41,7 @@ from outrider.runtime.memory import MIB, kv_dtype
 from outrider.runtime.model_runner import Chunk, ModelRunner
 from outrider.runtime.paged_attention import AUTO, EAGER, TRITON, AttentionChoice, check_attention, choose_attention
 from outrider.runtime.torch_runner import TorchRunner
-from verifier_service.target_runner import MOST_IN_A_ROW, TargetRunner
+from verifier_service.target_runner import MAX_DECODE_TOKENS, TargetRunner
 
 if TYPE_CHECKING:
     from benchmarks.gpu import GpuBench
@@ -212,7 +212,7 @@ def _rounds(device: torch.device, dtype: torch.dtype) -> str:
         return f"layers: {refusal}"
     target = TargetRunner(model_runner, vocab_size=TINY_TARGET.vocab, verify_path="triton")
     capture = {"seconds": 1000, "most_bytes": 1024 * MIB}
-    target.loop.capture(Capturer(), sequences=1, tokens=MOST_IN_A_ROW, with_kernels=True, **capture)
+    target.loop.capture(Capturer(), sequences=1, tokens=MAX_DECODE_TOKENS, with_kernels=True, **capture)
     model_runner.capture(Capturer(), max_sequences=1, widest=2, max_batch_tokens=64, **capture)
     loop = DecodeLoop(model_runner, TINY_TARGET.vocab, SparseConfig(keep_mass=0.97, max_support=40))
     loop.capture(Capturer(), sequences=2, tokens=3, with_kernels=True, **capture)

@@ -9,9 +9,10 @@ from outrider.service.fitted_cost import FORGETTING, CostLine, FittedCost
 
 # Proposals of each sequence before drafting may stop, also in a later trial.
 FIRM_ROUNDS = 10
-# Rounds before overhead is known, in all and of each sequence: all see the same pause. Overhead begins as a line
-# through the medians of their round trips and drafting times.
+# Rounds before overhead is known, in all, and of each sequence, since a pause delays all sequences at once. Overhead
+# begins as a line through the medians of their round trips and drafting times, at these numbers of passes.
 FIRST_ROUNDS, FIRST_ROUNDS_OF_ONE = 16, 5
+FITTED_PASSES = (1, 16)
 # A cycle counts as typical if its tokens and the mean tokens of a sequence in its step differ by at most this ratio;
 # for `Decode`, if the sequences in the step and the active ones do.
 ALIKE = 0.7
@@ -126,7 +127,7 @@ class _Measured:
         self._first.append((seconds - drafting, drafting / (passes + 1)))  # it also reads the verdict
         if len(self._first) == self._first_rounds:
             trip, one = (median(values) for values in zip(*self._first, strict=True))
-            trials = [(n, max(trip + one * (n + 1), 1e-9)) for n in (1, FIRST_ROUNDS)]
+            trials = [(n, max(trip + one * (n + 1), 1e-9)) for n in FITTED_PASSES]
             self.overhead = FittedCost(trials, forgetting=self._forgetting)
 
 

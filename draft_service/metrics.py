@@ -133,7 +133,7 @@ FAILOVER_METRICS = Component("failover_metrics")
 
 
 def show_held(metrics: Metrics, limit: ConcurrencyLimit, pool: KVPool | None) -> None:
-    """Registers gauges of sequences and KV blocks, by the names that the verifier uses. None: no draft model."""
+    """Registers gauges of sequences and KV blocks. `pool` is None without a draft model."""
     metrics.gauge("num_requests_running", "Samples and Propose streams in progress.", lambda: limit.running)
     queued = "Samples and Propose streams in the queue of this service."
     metrics.gauge("num_requests_queued", queued, lambda: limit.waiting)

@@ -11,7 +11,7 @@ from draft_service.pair import Pair
 from outrider.rpc.errors import RequestError, above_limit, counted, failed_precondition, invalid_field
 from outrider.runtime.tokenizer import RESERVED_ARGUMENTS, Tokenizer
 from outrider.service.decoder_prompt import DecoderPrompts
-from outrider.service.encoder_input import check_features, check_kind, check_length, check_size, check_values
+from outrider.service.encoder_input import check_feature_shape, check_kind, check_length, check_size, check_values
 from outrider.service.sampling import check_token_ids
 from protos.outrider.v1 import draft_service_pb2, input_pb2, model_pb2
 
@@ -87,7 +87,7 @@ def _encoder_input(
         found.features.CopyFrom(message.features)
     check_size(found, target)
     if kind == "features" and pair.draft.HasField("encoder"):
-        check_features("features", message.features, pair.draft.encoder)
+        check_feature_shape("features", message.features, pair.draft.encoder)
     return found
 
 

@@ -36,7 +36,7 @@ from outrider.rpc.errors import (
 )
 from outrider.rpc.timeouts import first_message, kind_of_next
 from outrider.service.encoder_input import check_opening_input
-from outrider.service.model_info import check_features, check_name
+from outrider.service.model_info import check_name, check_required_features
 from outrider.service.sampling import RULE_TO_WIRE, check_token_ids
 from outrider.service.wire import PrefixHash, encode_proposal
 from protos.outrider.v1 import draft_service_pb2, model_pb2, speculation_pb2
@@ -218,7 +218,7 @@ def check_open(message: draft_service_pb2.OpenDraft, pair: Pair, settings: Draft
     Raises:
         RequestError: INVALID_ARGUMENT naming the field, or FAILED_PRECONDITION.
     """
-    check_features(message.required_features, pair.draft.features)
+    check_required_features(message.required_features, pair.draft.features)
     check_opening_input(message, pair.target if pair.encoder_inputs is None else pair.draft)
     vocab_size, most = pair.target.vocab_size, pair.draft.limits.max_sequence_tokens
     sampling = check_target_sampling(message.sampling, pair.target)

@@ -298,7 +298,7 @@ class Replicas:
         while True:
             await self._resolve()
             answers = await asyncio.gather(*(replica.get_model() for replica in self.all()))
-            errors, pairs = list[RequestError](), list[model_pb2.ModelInfo]()
+            refusals, pairs = list[RequestError](), list[model_pb2.ModelInfo]()
             for answer in answers:
                 try:
                     if isinstance(answer, RequestError):
@@ -306,18 +306,18 @@ class Replicas:
                     check_pair(draft, answer)
                     pairs.append(answer)
                 except RequestError as error:
-                    errors.append(error)
+                    refusals.append(error)
             if pairs:
                 break
-            if errors and all(error.reason == "PAIR_MISMATCH" for error in errors):
-                raise errors[0]
+            if refusals and all(error.reason == "PAIR_MISMATCH" for error in refusals):
+                raise refusals[0]
             if (now := time.monotonic()) >= next_line:
                 next_line = now + SECONDS_PER_LINE
                 _log.info(
                     "waiting for the verifier",
                     verifier=self.names,
                     seconds=round(now - started, 1),
-                    answers=[f"{error.code.name}: {error.message}" for error in errors],
+                    answers=[f"{error.code.name}: {error.message}" for error in refusals],
                 )
             await asyncio.sleep(wait)
             wait = min(wait * 1.5, LONGEST_WAIT)

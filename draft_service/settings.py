@@ -155,7 +155,7 @@ class DraftSettings(ServiceSettings):
         "smg-grpc-proto (extra vllm)",
     )
     slow_client_timeout: float = Field(
-        30.0, gt=0, description="seconds after which a call with 64 unread responses ends"
+        30.0, gt=0, description="seconds that one write waits for the client to read before its call ends"
     )
     contended_idle_timeout: float = Field(
         5.0,

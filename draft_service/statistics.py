@@ -13,11 +13,10 @@ _logger = structlog.get_logger()
 SAME = 0.01
 # Texts with proposals before drafting may stop: the first one may be unlike the others.
 FIRM_TEXTS = 3
-# Tokens that each sequence writes with `Decode` after drafting stopped. The first pause only measures `Decode`: the
-# verifier writes several of its tokens in a step, and they may cost far less than the formula says. After a longer one
-# drafting is tried again. A trial like the last one may cost this share of the time: that decides how long the pause
-# is, between the least and the longest. A trial that has cost as much of the longest pause ends early. Where drafting
-# pays, a first pause measures `Decode` again from time to time, for the same share.
+# Pauses of drafting, in tokens that each sequence writes with `Decode`. The first one only measures `Decode`, which may
+# cost far less than the formula says. A longer one ends with a trial of drafting. It is as long as makes the trial cost
+# TRIAL_SHARE of the time, from LEAST_PAUSE to LONGEST_PAUSE. A trial ends early once it has cost TRIAL_SHARE of
+# LONGEST_PAUSE. Where drafting pays, a first pause measures `Decode` again, for the same share of the time.
 FIRST_PAUSE, LEAST_PAUSE, LONGEST_PAUSE, TRIAL_SHARE = 32, 64, 4096, 0.0025
 # Weight, in judged tokens, that the old statistics of a position keep when drafting is tried again.
 KEPT_FOR_A_TRIAL = 16.0

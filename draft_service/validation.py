@@ -17,7 +17,7 @@ from draft_service.settings import DraftSettings
 from kernels.verify import Rule
 from outrider.rpc.errors import above_limit, counted, invalid_field, outside
 from outrider.service.encoder_input import misfit
-from outrider.service.model_info import check_features, check_fingerprint, check_name
+from outrider.service.model_info import check_fingerprint, check_name, check_required_features
 from outrider.service.sampling import (
     RULES,
     Sampling,
@@ -50,7 +50,7 @@ def check_generate(message: draft_service_pb2.GenerateRequest, pair: Pair, setti
     draft, target, requested = pair.draft, pair.target, message.speculation
     limits = draft.limits
     longest = limits.max_sequence_tokens
-    check_features(message.required_features, draft.features)
+    check_required_features(message.required_features, draft.features)
     check_fingerprint(message.weights_fingerprint, target)
     check_name("request_id", message.request_id)
     check_name("cache_salt", message.cache_salt)

@@ -43,7 +43,7 @@ from verifier_service.sequence import Reply, TargetSequence, encoded
 from verifier_service.service import SERVICE_NAME, VerifierService
 from verifier_service.settings import VerifierSettings
 from verifier_service.stream import Outbox
-from verifier_service.target_runner import MOST_IN_A_ROW, verify_rows
+from verifier_service.target_runner import MAX_DECODE_TOKENS, verify_rows
 
 _log = structlog.get_logger()
 
@@ -195,7 +195,7 @@ def build_engine(
         graphs = built.capture(
             settings,
             engine.target_runner.loop,
-            tokens=MOST_IN_A_ROW,
+            tokens=MAX_DECODE_TOKENS,
             with_kernels=path.name == "triton",
             widest=settings.max_gamma + 1,
             max_batch_tokens=max_batch_tokens,

@@ -332,11 +332,11 @@ class VerifierEngine(Engine[Message, TargetWork, StepResult]):
         return self.target_runner([item.chunk for item in work], proposals, encoder_inputs, scored, self._account)
 
     def _decode(self, work: Sequence[TargetWork], proposals: Sequence[Proposed]) -> StepResult | None:
-        """Several tokens of each sequence in a row; None for an ordinary step."""
+        """Several tokens of each sequence, by the decode loop; None for an ordinary step."""
         now = time.perf_counter()
         left = min(item.sequence.send_by(now) for item in work) - now
-        most = self.target_runner.most_in_a_row(self.cost.line.seconds(len(work)), left)
-        counts = self.scheduler.tokens_in_a_row(work, most)
+        most = self.target_runner.max_decode_tokens(self.cost.line.seconds(len(work)), left)
+        counts = self.scheduler.decode_counts(work, most)
         if counts is None:
             return None
         self._account()
@@ -344,8 +344,8 @@ class VerifierEngine(Engine[Message, TargetWork, StepResult]):
         adjusters = [item.sequence.adjuster for item in work]
         return self.target_runner.decode([item.chunk for item in work], proposals, counts, stops, adjusters)
 
-    def fail(self, work: TargetWork, error: Exception, *, is_own: bool) -> None:
-        if is_own:
+    def fail(self, work: TargetWork, error: Exception, *, is_at_fault: bool) -> None:
+        if is_at_fault:
             work.sequence.end(
                 internal(
                     "STEP_FAILED",
@@ -463,7 +463,7 @@ class VerifierEngine(Engine[Message, TargetWork, StepResult]):
 
 
 def _can_wait(message: Message) -> bool:
-    """Whether a message can wait for the end of a row."""
+    """Whether a message can wait until the decode loop ends."""
     is_of_ended = isinstance(message, Close) and message.sequence.finished
     return is_of_ended or isinstance(message, Read | Remind | HalfClose)
 

@@ -18,7 +18,7 @@ from kernels.verify import Rule
 from kernels.verify_c import valid_supports
 from outrider.rpc.errors import above_limit, counted, invalid_field, outside
 from outrider.service.encoder_input import check_opening_input
-from outrider.service.model_info import check_features, check_fingerprint, check_name
+from outrider.service.model_info import check_fingerprint, check_name, check_required_features
 from outrider.service.sampling import (
     DEFAULT_RULE,
     RULES,
@@ -109,7 +109,7 @@ def check_open(
     Raises:
         RequestError: INVALID_ARGUMENT naming the field, or FAILED_PRECONDITION.
     """
-    check_features(message.required_features, model.features)
+    check_required_features(message.required_features, model.features)
     check_opening_input(message, model)
     check_fingerprint(message.weights_fingerprint, model)
     check_name("request_id", message.request_id)

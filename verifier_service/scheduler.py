@@ -1,9 +1,8 @@
 """The scheduler: which sequences run, which wait, and the batch of each step. Belongs to the engine's thread.
 
 A step takes rounds that are ready, then pieces of prompts, up to a budget of tokens, and runs one encoder at most.
-The sequence that has waited longest comes first. A sequence starts when there are free blocks for all its tokens. When
-blocks run out, the newest sequences are preempted and run again later. The oldest always continues, so every sequence
-ends.
+The sequence that has waited longest comes first. A prompt begins when there are free blocks for all of it. When blocks
+run out, the newest sequences are preempted and run again later. The oldest always continues, so every sequence ends.
 """
 
 import time
@@ -291,26 +290,31 @@ class Scheduler:
             plan.looked_up.append((sequence, known))
         return True
 
-    def tokens_in_a_row(self, work: Sequence[TargetWork], most: int) -> list[int] | None:
-        """How many tokens of each sequence a planned step may write in a row, `most` at most, in the free blocks.
+    def decode_counts(self, work: Sequence[TargetWork], most: int) -> list[int] | None:
+        """How many tokens of each sequence a planned step may write, `most` at most, in the free blocks.
 
         None if it is 1, if an active sequence has no `Decode` in the step, if one needs more than the decode loop does,
         or if the step writes the first token of a sequence, which is sent at once.
         """
-        counts, needed = list[int](), 0
         for item in work:
             if item.round is None or not item.round.decode or item.encodes or not item.sequence.judged_at:
                 return None
             if not item.sequence.may_be_decoded:
                 return None
-            chunk = item.chunk
-            counts.append(item.sequence.tokens_in_a_row(item.round, most))
-            needed += self._pool.blocks_needed(chunk.slot, chunk.start + len(chunk.tokens) + counts[-1] - 1)
         now = time.perf_counter()
-        active = sum(each.is_active(now) for each in self.running)
-        if max(counts) == 1 or len(work) < active:
+        if len(work) < sum(each.is_active(now) for each in self.running):
             return None
-        return counts if needed <= self._pool.blocks.num_free else self.tokens_in_a_row(work, max(counts) // 2)
+        while most > 1:
+            counts, needed = list[int](), 0
+            for item in work:
+                assert item.round is not None
+                counts.append(item.sequence.decode_count(item.round, most))
+                end = item.chunk.start + len(item.chunk.tokens) + counts[-1] - 1
+                needed += self._pool.blocks_needed(item.chunk.slot, end)
+            if needed <= self._pool.blocks.num_free:
+                return counts if max(counts) > 1 else None
+            most = max(counts) // 2
+        return None
 
     def _victims(self, sequence: TargetSequence, plan: Plan) -> Iterator[int]:
         """Sequences that may be preempted: those whose client is long silent, then newer ones, the newest first."""

@@ -41,7 +41,7 @@ class Turnaround:
             self.mean += RECENT * (seconds - self.mean)
         self.count += 1
 
-    def latest(self) -> float | None:
+    def longest_expected(self) -> float | None:
         """The longest expected turnaround; None before the first."""
         return self.mean + LATE * self.deviation if self.count else None
 
@@ -57,7 +57,7 @@ def seconds_to_linger(now: float, since: float, due: Iterable[float], bound: flo
     Returns:
         Time until the last sequence that is due within the bound; 0 if there is none.
     """
-    return min(max((time - now for time in due if now < time <= since + bound), default=0.0), bound)
+    return min(max((at - now for at in due if now < at <= since + bound), default=0.0), bound)
 
 
 # Seconds after which a sequence with an overdue round counts as silent.
@@ -105,7 +105,7 @@ class Unsent:
 
 @dataclass(slots=True, eq=False)
 class TargetSequence:
-    """A sequence and its state. The engine's thread changes it. The stream reads it, and counts `num_read`.
+    """A sequence and its state. The engine's thread changes it. The stream reads it, and counts `num_written`.
 
     Invariant 5: between steps the KV cache holds the committed tokens without the last one, or fewer during prefill.
 
@@ -114,7 +114,7 @@ class TargetSequence:
         slot: in the KV pool; None in the queue.
         arrival: number in order of arrival. Newer sequences are preempted first.
         num_replies: delivered, without notices.
-        num_read: of them, those that the client has read.
+        num_written: of them, those that were written to the client.
         scored: position of the next prompt token whose log-probabilities are to be sent, if they are wanted.
         opened: for an isolated sequence, the `Opened` to send when its turn begins; None after that.
         unsent: tokens of the current `Decode` that `send` delivers later, in one verdict.
@@ -127,7 +127,7 @@ class TargetSequence:
     slot: int | None = None
     arrival: int = 0
     num_replies: int = 0
-    num_read: int = 0
+    num_written: int = 0
     scored: int = 1
     opened: verifier_service_pb2.VerifyResponse | None = None
     unsent: Unsent | None = None
@@ -177,8 +177,8 @@ class TargetSequence:
 
     @property
     def backlog(self) -> int:
-        """Replies that the client has not read."""
-        return self.num_replies - self.num_read
+        """Replies that are not written yet."""
+        return self.num_replies - self.num_written
 
     @property
     def awaits_turn(self) -> bool:
@@ -202,7 +202,7 @@ class TargetSequence:
 
     def due(self) -> float | None:
         """When its next round is expected; None if it owes none, or before its first turnaround."""
-        latest = self.turnaround.latest()
+        latest = self.turnaround.longest_expected()
         if latest is None or self.rounds or self.finished:
             return None
         return self.judged_at + latest
@@ -214,7 +214,7 @@ class TargetSequence:
 
     def is_active(self, now: float) -> bool:
         """Whether it has rounds to judge, or had one recently. Silent and paused sequences are not active."""
-        latest = self.turnaround.latest() or 0.0
+        latest = self.turnaround.longest_expected() or 0.0
         recent = self.judged_at > 0 and now - self.judged_at <= latest + SILENT
         return not (self.finished or self.is_paused) and (bool(self.rounds) or recent)
 
@@ -267,7 +267,7 @@ class TargetSequence:
             reports_probabilities=self.opening.reports_probabilities,
         )
 
-    def tokens_in_a_row(self, round_: Round, most: int) -> int:
+    def decode_count(self, round_: Round, most: int) -> int:
         """How many tokens of a `Decode` one step may write, `most` at most; 1 for a proposal."""
         if not self._joins_verdicts:
             return 1

@@ -41,5 +41,5 @@ class VerifierSettings(ServiceSettings):
         5.0, gt=0, description="seconds of --idle-timeout while others wait in the queue, if that is shorter"
     )
     slow_client_timeout: float = Field(
-        30.0, gt=0, description="seconds after which a stream with 64 unread verdicts ends"
+        30.0, gt=0, description="seconds that one write waits for the client to read before its stream ends"
     )

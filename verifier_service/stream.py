@@ -193,7 +193,7 @@ class VerifyStream:
                 self._heard = time.perf_counter()
                 kind = reply.WhichOneof("kind")
                 if kind in ("verdict", "prompt_logprobs"):
-                    sequence.num_read += 1
+                    sequence.num_written += 1
                     # It may have been paused, also by a reply that the engine has delivered just now.
                     if sequence.backlog == MAX_BACKLOG - 1:
                         self._engine.post(Read(sequence))

@@ -20,8 +20,8 @@ from outrider.runtime.decode_loop import DecodeLoop
 from outrider.runtime.model_runner import Chunk, ModelRunner
 from outrider.service.sampling import MAX_TOP_LOGPROBS
 
-# The most tokens of each sequence that are drawn in a row. A new request ends a row.
-MOST_IN_A_ROW = 64
+# The most tokens of each sequence in one call of the decode loop. A new request ends the call.
+MAX_DECODE_TOKENS = 64
 
 
 @dataclass(frozen=True, slots=True)
@@ -116,9 +116,9 @@ class TargetRunner:
             raise
         return StepResult(results, scores, forward + scoring, verifying)
 
-    def most_in_a_row(self, pass_seconds: float, seconds: float) -> int:
+    def max_decode_tokens(self, pass_seconds: float, seconds: float) -> int:
         """The most tokens that `decode` may draw for a sequence in `seconds`, where a pass takes `pass_seconds`."""
-        return max(0, min(MOST_IN_A_ROW, int(seconds / max(pass_seconds, 1e-9))))
+        return max(0, min(MAX_DECODE_TOKENS, int(seconds / max(pass_seconds, 1e-9))))
 
     def decode(
         self,
@@ -132,7 +132,7 @@ class TargetRunner:
 
         Args:
             proposals: of each chunk, without drafts and log-probabilities; their adjustments are not read.
-            counts: of each chunk, tokens to draw, `most_in_a_row` at most.
+            counts: of each chunk, tokens to draw, `max_decode_tokens` at most.
             stops: of each chunk, tokens after which nothing is drawn.
             adjusters: of each chunk, or empty: see `DecodeLoop.decode`.
 

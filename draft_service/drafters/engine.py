@@ -31,7 +31,7 @@ PREFIX_CACHE = Component("draft_prefix_cache")
 
 Result = TypeVar("Result")
 
-# Output tokens for which the pool looks for blocks in a row.
+# Output tokens for which the pool looks for consecutive blocks.
 EXPECTED_OUTPUT = 512
 
 # Branches of the outcome cache in one step. On a CPU a step of four took 1.6 times as long as a step of one, and a step
@@ -325,7 +325,7 @@ class DraftEngine(Engine[Propose | Close, DraftWork, Sequence[Drawn]]):
                 self._keep_prefix(sequence)
             self._call_cache(lambda: self.cache.sent(sequence, at), None)  # noqa: B023
 
-    def fail(self, work: DraftWork, error: Exception, *, is_own: bool) -> None:
+    def fail(self, work: DraftWork, error: Exception, *, is_at_fault: bool) -> None:
         if (parent := work.sequence.parent) is not None:
             self._call_cache(lambda: self.cache.drop(parent), None)
         elif work.sequence in self._busy:

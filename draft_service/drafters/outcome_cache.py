@@ -329,7 +329,7 @@ class OutcomeCache:
             entry.end_chance = outcome.chance
         else:
             branch = sequence.branch(outcome.accepted, outcome.token)
-            # The first branch after `end` continues in the same slot, whose blocks lie in a row.
+            # The first branch after `end` continues in the same slot, whose blocks are consecutive.
             is_in_place = outcome.accepted == len(entry.drafted) and not entry.uses_own_slot
             entry.uses_own_slot |= is_in_place
             if not is_in_place:

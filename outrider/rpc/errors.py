@@ -146,7 +146,7 @@ def draining() -> RequestError:
 
 
 def unavailable(reason: str, message: str) -> RequestError:
-    """A required peer is unreachable: UNAVAILABLE, with NO_VERIFIER."""
+    """The service cannot serve now, and another one may: UNAVAILABLE."""
     return RequestError(grpc.StatusCode.UNAVAILABLE, reason, message)
 
 

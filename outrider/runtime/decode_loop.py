@@ -140,7 +140,7 @@ class DecodeLoop:
         adjusters: Sequence[Adjuster | None],
     ) -> list[list[Sample]]:
         pool = self.model_runner.pool
-        for chunk, own in zip(chunks, draws, strict=True):  # at once, so that its blocks can lie in a row
+        for chunk, own in zip(chunks, draws, strict=True):  # at once, so that its blocks can be consecutive
             pool.grow(chunk.slot, chunk.start + len(chunk.tokens) + len(own) - 1)
         samples: list[list[Sample]] = [[] for _ in chunks]
         active = list(range(len(chunks)))

@@ -119,13 +119,13 @@ class Engine(ABC, Generic[Message, Work, Output]):
         """Handles the output of `forward` for the same work. An error of one sequence must end only that sequence."""
 
     @abstractmethod
-    def fail(self, work: Work, error: Exception, *, is_own: bool) -> None:
+    def fail(self, work: Work, error: Exception, *, is_at_fault: bool) -> None:
         """Ends the sequence of a work whose forward failed twice: in its step, and then alone.
 
         Args:
             work: the sequence's part of the step.
             error: of the second forward.
-            is_own: whether some other sequence of the step succeeded, or the step had no other.
+            is_at_fault: whether the sequence is the cause: another one of the step succeeded, or it ran alone.
         """
 
     def has_work(self) -> bool:
@@ -193,9 +193,9 @@ class Engine(ABC, Generic[Message, Work, Output]):
                 failures.append((item, error))
             else:
                 self.process([item], output)
-        is_own = len(failures) < len(work) or len(work) == 1
+        is_at_fault = len(failures) < len(work) or len(work) == 1
         for item, reason in failures:
-            self.fail(item, reason, is_own=is_own)
+            self.fail(item, reason, is_at_fault=is_at_fault)
 
     def _forward(self, work: Sequence[Work]) -> Output:
         started = time.perf_counter()

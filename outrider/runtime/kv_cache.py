@@ -2,8 +2,8 @@
 
 A slot is one sequence: a block table and a length. A sequence takes blocks as it grows, and releases them when it is
 rolled back. Sequences with a common prefix share blocks; a shared block is copied before a write. Attention reads a
-sequence by its block table. That of torch on a CPU reads blocks in place where they follow one another (nearly always,
-see `outrider.runtime.block_pool`), and gathers others.
+sequence by its block table. On a CPU, torch's attention reads consecutive blocks in place (nearly all are, see
+`outrider.runtime.block_pool`) and gathers the others.
 
 A sequence of an encoder–decoder model has a second slot: that of its encoder, with the keys and values of
 cross-attention. The encoder's slot is freed when the sequence is freed or rolled back to nothing.

@@ -74,7 +74,7 @@ def check_size(
         case "audio":
             _check_audio(f"{prefix}audio", message.audio, encoder)
         case "features":
-            check_features(f"{prefix}features", message.features, encoder)
+            check_feature_shape(f"{prefix}features", message.features, encoder)
 
 
 def check_kind(field: str, encoder: model_pb2.EncoderInfo, *, is_text: bool) -> None:
@@ -139,7 +139,7 @@ def _check_audio(field: str, audio: input_pb2.Audio, encoder: model_pb2.EncoderI
         )
 
 
-def check_features(field: str, features: input_pb2.LogMelFeatures, encoder: model_pb2.EncoderInfo) -> None:
+def check_feature_shape(field: str, features: input_pb2.LogMelFeatures, encoder: model_pb2.EncoderInfo) -> None:
     """Checks the shape of features, and their bytes."""
     for name, given, expected in (("mels", features.mels, encoder.mels), ("frames", features.frames, encoder.frames)):
         if given != expected:

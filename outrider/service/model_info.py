@@ -133,7 +133,7 @@ def check_pair(draft: model_pb2.ModelInfo, target: model_pb2.ModelInfo) -> None:
         )
 
 
-def check_features(required: Iterable[str], offered: Iterable[str]) -> None:
+def check_required_features(required: Iterable[str], offered: Iterable[str]) -> None:
     """Checks `required_features` of a request.
 
     Raises:

@@ -146,7 +146,7 @@ def bytes_with_logits(gamma: int, vocab_size: int) -> int:
 
 
 def draft_probability(q: SparseDistribution | DraftLogits | None, token: int) -> float:
-    """Q of a drafted token, in the distribution that it was drawn from; of logits, by their softmax."""
+    """The probability of a drafted token in the distribution that it was drawn from: of logits, their softmax."""
     if q is None:
         return 1.0
     if isinstance(q, DraftLogits):

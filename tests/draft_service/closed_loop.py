@@ -160,7 +160,9 @@ class ClosedLoop:
         bound = min(MAX_LINGER, self._cost.line.fixed)
         since = max(self._step_ended, min(self._ready.values()))
         owing = (entry[2] for entry in self._coming)
-        due = {each: each.judged + latest for each in owing if (latest := each.turnaround.latest()) is not None}
+        due = {
+            each: each.judged + latest for each in owing if (latest := each.turnaround.longest_expected()) is not None
+        }
         while (seconds := seconds_to_linger(self._now, since, due.values(), bound)) > 0:
             self._now = min(self._now + seconds, self._coming[0][0])
             for arrived in self._receive():

@@ -151,7 +151,7 @@ def written(loaded: LoadedModel, encoder_inputs: torch.Tensor, drafts: list[list
     ]
     while not all(client.sequence.finished for client in clients):
         for client, draft in zip(clients, drafts, strict=True):
-            client.sequence.num_read = client.sequence.num_replies
+            client.sequence.num_written = client.sequence.num_replies
             if not client.sequence.finished and not client.sequence.rounds:
                 begin = len(client.sequence.tokens) - 1
                 drafted = draft[begin : begin + coin.randint(1, GAMMA)]

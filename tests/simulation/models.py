@@ -217,7 +217,7 @@ class TokenRunner:
         seconds = 1e-3 + 1e-4 * sum(len(chunk.tokens) for chunk in chunks)
         return StepResult(results, [], seconds, 1e-4)
 
-    def most_in_a_row(self, pass_seconds: float, seconds: float) -> int:
+    def max_decode_tokens(self, pass_seconds: float, seconds: float) -> int:
         return 8
 
     def decode(

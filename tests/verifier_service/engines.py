@@ -122,7 +122,7 @@ def run(engine: VerifierEngine, clients: Sequence[Client]) -> list[list[int]]:
     """Send rounds and take turns until all sequences end, then close them. Return the output of each."""
     for _ in range(1000):
         for client in clients:
-            client.sequence.num_read = client.sequence.num_replies  # the client reads at once
+            client.sequence.num_written = client.sequence.num_replies  # the client reads at once
             if not client.sequence.finished and not client.sequence.rounds:
                 client.submit()
         if all(client.sequence.finished for client in clients):

@@ -265,6 +265,6 @@ def test_overtaken_rounds_of_a_client_that_does_not_read_wait(engine: VerifierEn
         engine.receive(Submit(sequence, a_round(number, [])))
     engine.run_once()
     assert (len(sequence.rounds), len(client.verdicts)) == (4, 1)
-    sequence.num_read = sequence.num_replies
+    sequence.num_written = sequence.num_replies
     engine.run_once()
     assert (len(sequence.rounds), len(client.verdicts)) == (0, 5)

@@ -146,7 +146,7 @@ def test_positions_are_scored_again_but_not_sent_twice_after_preemption(loaded: 
     for _ in range(300):
         before = len(parts_of(newer))
         for client in (older, newer):
-            client.sequence.num_read = client.sequence.num_replies
+            client.sequence.num_written = client.sequence.num_replies
             if not client.sequence.finished and not client.sequence.rounds:
                 client.submit()
         engine.run_once()

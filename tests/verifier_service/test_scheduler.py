@@ -71,7 +71,7 @@ class Driver:
                 item.sequence.commit(
                     item.round, result, (), speculation_pb2.VerdictTimings, speculation_pb2.VerifierLoad()
                 )
-                item.sequence.num_read = item.sequence.num_replies
+                item.sequence.num_written = item.sequence.num_replies
                 self.scheduler.settle(item.sequence)
         self.pool.check_integrity()
         for each in self.scheduler.running:
@@ -236,7 +236,7 @@ def test_a_silent_sequence_is_preempted_first(reads: bool) -> None:
     while not late.finished:
         driver.submit(late)
         driver.run()
-    silent.num_read = silent.num_replies
+    silent.num_written = silent.num_replies
     driver.submit(silent)
     assert driver.run() == [silent]
 
@@ -280,9 +280,12 @@ def test_while_a_prompt_waits_for_blocks_no_newer_one_begins(monkeypatch: pytest
     driver = Driver(blocks=10, max_batch_tokens=8)
     looked_up = list[TargetSequence]()
     adopt = driver.scheduler._adopt
-    monkeypatch.setattr(
-        driver.scheduler, "_adopt", lambda sequence, slot: looked_up.append(sequence) or adopt(sequence, slot)
-    )
+
+    def noted(sequence: TargetSequence, slot: int) -> int:
+        looked_up.append(sequence)
+        return adopt(sequence, slot)
+
+    monkeypatch.setattr(driver.scheduler, "_adopt", noted)
     first, second, small = driver.open(24), driver.open(24), driver.open(4)
     for _ in range(3):
         driver.run()

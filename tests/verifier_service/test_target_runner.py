@@ -26,7 +26,7 @@ from outrider.runtime.torch_runner import TorchRunner
 from outrider.service.sampling import MAX_TOP_LOGPROBS
 from tests.cluster import MODELS, Cluster
 from verifier_service import target_runner as target_runner_module
-from verifier_service.target_runner import MOST_IN_A_ROW, ScoredTokens, TargetRunner, verify_rows
+from verifier_service.target_runner import MAX_DECODE_TOKENS, ScoredTokens, TargetRunner, verify_rows
 
 NEEDS_TRITON = pytest.mark.skipif(find_spec("triton") is None, reason="triton has no build for this platform")
 PAGED = AttentionChoice(EAGER, "to be captured")
@@ -50,7 +50,9 @@ def target_runner(packed: ModelRunner, path: str, *, graphs: bool) -> TargetRunn
     if graphs:
         bounds: dict[str, Any] = {"seconds": 1e3, "most_bytes": 1 << 30}
         with_kernels = path == "triton"
-        found.loop.capture(Capturer(), sequences=SEQUENCES, tokens=MOST_IN_A_ROW, with_kernels=with_kernels, **bounds)
+        found.loop.capture(
+            Capturer(), sequences=SEQUENCES, tokens=MAX_DECODE_TOKENS, with_kernels=with_kernels, **bounds
+        )
         summary = packed.capture(Capturer(), max_sequences=SEQUENCES, widest=GAMMA + 1, max_batch_tokens=64, **bounds)
         assert "sizes" in summary
     return found

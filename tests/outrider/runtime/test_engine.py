@@ -39,7 +39,7 @@ class Failing(Engine[str, str, None]):
     def process(self, work: Sequence[str], output: None) -> None:
         raise AssertionError("no step succeeds")
 
-    def fail(self, work: str, error: Exception, *, is_own: bool) -> None:
+    def fail(self, work: str, error: Exception, *, is_at_fault: bool) -> None:
         self.failed.append(work)
         self.has_failed.set()
 
