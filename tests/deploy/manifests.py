@@ -28,6 +28,15 @@ DEPLOY = ROOT / "deploy"
 SERVICES = ("draft", "verifier")
 SETTINGS: Mapping[str, type[ServiceSettings]] = {"draft": DraftSettings, "verifier": VerifierSettings}
 PREFIX = "OUTRIDER_"
+# API groups that Kubernetes has no schemas of.
+CUSTOM = (
+    "cert-manager.io/",
+    "gateway.networking.k8s.io/",
+    "inference.networking.k8s.io/",
+    "keda.sh/",
+    "leaderworkerset.x-k8s.io/",
+    "monitoring.coreos.com/",
+)
 
 # For each object that it validates it would read a megabyte of schemas anew, and twice the folder of all releases.
 kubernetes_validate.utils.schema_contents = cache(kubernetes_validate.utils.schema_contents)

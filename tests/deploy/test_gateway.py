@@ -1,6 +1,7 @@
 """The gateway's manifests fit its command, the drafts that it calls, and its callers; so does the pool of drafts."""
 
 import os
+import re
 import subprocess
 import sys
 from collections.abc import Mapping
@@ -14,8 +15,10 @@ import pytest
 
 from outrider.cli.gateway import gateway_command
 from outrider.cli.processes import Pair
+from outrider.http.metrics import FrontMetrics
 from tests.cluster import free_address, wait_until
 from tests.deploy.manifests import Deployed, Manifest, of_kind, rendered, selects, the
+from tests.operations.metrics_in_use import GIVEN, OPERATORS, Shown, expressions, query
 
 OVERLAY, MTLS = "overlays/gateway", "mtls+gateway-mtls"
 PREFIX = "OUTRIDER_GATEWAY"
@@ -92,6 +95,7 @@ def test_the_pod_has_no_privilege_and_reads_its_secrets(gateway: Deployed) -> No
 def test_service_budget_and_scaler_find_the_pods(gateway: Deployed) -> None:
     service = the(gateway.objects, "Service", gateway.name)["spec"]
     budget = the(gateway.objects, "PodDisruptionBudget", gateway.name)["spec"]
+    assert budget["unhealthyPodEvictionPolicy"] == "AlwaysAllow"
     for selector in (gateway.workload["spec"]["selector"], budget["selector"], {"matchLabels": service["selector"]}):
         pods = [Deployed(gateway.source, name) for name in ("draft", "verifier", "gateway")]
         assert [each.service for each in pods if selects(selector, each.labels)] == ["gateway"]
@@ -116,6 +120,25 @@ def test_a_monitor_finds_its_metrics() -> None:
     service = the(objects, "Service", "outrider-gateway")
     assert selects(monitor["spec"]["selector"], service["metadata"]["labels"])
     assert monitor["spec"]["endpoints"][0]["port"] in {port["name"] for port in service["spec"]["ports"]}
+
+
+def test_dashboard_and_alerts_query_metrics_that_the_front_has() -> None:
+    metrics = FrontMetrics(["/v1/completions"], shows_vllm=False)
+    for status in (200, 500, 502, 503):
+        metrics.request_ended("/v1/completions", status)
+    shown = Shown()
+    shown.read(metrics.show(None))
+    seen = set()
+    for title, expression in expressions(front=True):
+        found, grouped = query(expression)
+        assert OPERATORS.isdisjoint(label for _, matchers in found for label, _ in matchers), title
+        for name, matchers in found:
+            labels = shown.samples[name]
+            for label, value in matchers:
+                assert label in GIVEN or any(re.fullmatch(value, each) for each in labels[label]), (title, label, value)
+            assert grouped <= {*labels, *GIVEN, "namespace"}, title
+        seen.add(title)
+    assert {"OutriderHttpRequestsFail", "HTTP requests by status"} <= seen
 
 
 def test_the_route_leads_to_the_gateway() -> None:

@@ -14,6 +14,7 @@ import yaml
 from outrider.rpc.health import PROBES
 from outrider.runtime.checkpoint import OTHER_FORMATS, TEXTS
 from tests.deploy.manifests import (
+    CUSTOM,
     DEPLOY,
     GROUP,
     PREFIX,
@@ -34,14 +35,6 @@ def _folders(kind: str) -> list[str]:
 
 # The oldest release with stable gRPC probes, and the newest one there are schemas of.
 RELEASES = ("1.27", "1.37")
-CUSTOM = (
-    "cert-manager.io/",
-    "gateway.networking.k8s.io/",
-    "inference.networking.k8s.io/",
-    "keda.sh/",
-    "leaderworkerset.x-k8s.io/",
-    "monitoring.coreos.com/",
-)
 SECURITY = ("plaintext", "mtls")
 COMPONENTS = [name for name in _folders("components") if name not in SECURITY]
 OVERLAYS = [f"overlays/{name}" for name in _folders("overlays")]
@@ -135,6 +128,14 @@ def test_a_pod_with_a_gpu_tolerates_its_nodes_and_leaves_before_the_next_comes(d
     assert (deployed.settings.device == "cuda") == on_gpu, "else it would run on the CPU in silence"
 
 
+def test_the_cores_of_a_pod_can_be_pinned(deployed: Deployed) -> None:
+    """Each container, init containers too, requests what its limits are."""
+    for each in (*deployed.spec["containers"], *deployed.spec.get("initContainers", ())):
+        requests, limits = each["resources"]["requests"], each["resources"]["limits"]
+        assert (requests["cpu"], requests["memory"]) == (limits["cpu"], limits["memory"])
+        assert limits["cpu"].isdigit()
+
+
 def test_one_node_has_both() -> None:
     draft, verifier = both("overlays/same-node")
     (near,) = draft.spec["affinity"]["podAffinity"]["requiredDuringSchedulingIgnoredDuringExecution"]
@@ -175,8 +176,18 @@ def test_a_pod_has_time_to_start_and_to_drain(deployed: Deployed) -> None:
     assert sleep == "sleep"
     assert deployed.spec["terminationGracePeriodSeconds"] > int(seconds) + settings.grace
     startup = container["startupProbe"]["periodSeconds"] * container["startupProbe"]["failureThreshold"]
-    if deployed.workload["kind"] == "Deployment":  # a group has no deadline
-        assert deployed.workload["spec"]["progressDeadlineSeconds"] > startup
+    if deployed.workload["kind"] == "Deployment":  # a group has neither
+        spec = deployed.workload["spec"]
+        assert spec["progressDeadlineSeconds"] > startup + spec["minReadySeconds"]
+
+
+@every
+def test_callers_find_a_new_pod_before_the_last_old_one_ends(source: str) -> None:
+    draft, verifier = both(source)
+    cached = 30  # seconds, in the DNS cache of most clusters
+    for each, found_after in ((draft, cached), (verifier, cached + draft.settings.verifier_resolve_interval)):
+        if each.workload["kind"] == "Deployment":
+            assert each.workload["spec"]["minReadySeconds"] >= found_after
 
 
 def test_threads_have_the_cores_that_they_need(deployed: Deployed) -> None:
@@ -248,6 +259,8 @@ def test_weights_come_before_the_service_starts() -> None:
         assert {f"--include={each}" for each in (*TEXTS, "*.safetensors", "*.py")} <= set(init["command"])
         assert {f"--exclude={each}" for each in OTHER_FORMATS} <= set(init["command"])
         assert init["envFrom"] == each.container["envFrom"]
+        (volume,) = (volume["emptyDir"] for volume in each.spec["volumes"] if volume["name"] == "model")
+        assert init["resources"]["requests"]["ephemeral-storage"] == volume["sizeLimit"]
 
 
 # -------------------------------------------------------------------------------------------- selectors and policies
@@ -257,6 +270,7 @@ def test_weights_come_before_the_service_starts() -> None:
 def test_services_and_budgets_find_the_pods_of_their_name(source: str) -> None:
     for each in both(source):
         budget = the(each.objects, "PodDisruptionBudget", each.name)["spec"]
+        assert budget["unhealthyPodEvictionPolicy"] == "AlwaysAllow"
         headless = the(each.objects, "Service", each.name)["spec"]
         assert headless["clusterIP"] == "None"
         own = each.workload["spec"].get("selector", budget["selector"])  # a group has none
@@ -341,7 +355,10 @@ def test_monitors_rules_and_dashboards_are_whole() -> None:
     maps = of_kind(objects, "ConfigMap")
     boards = [each for each in maps if "grafana_dashboard" in each["metadata"].get("labels", {})]
     assert boards
-    assert all(json.loads(text)["panels"] for board in boards for text in board["data"].values())
+    panels = [panel for board in boards for text in board["data"].values() for panel in json.loads(text)["panels"]]
+    queries = [target["expr"] for panel in panels for target in panel.get("targets", ())]
+    assert queries
+    assert all('{namespace=~"$namespace", job=~"$job"' in query for query in queries)
 
 
 @pytest.mark.parametrize(("scaler", "kind"), [("hpa", "HorizontalPodAutoscaler"), ("keda", "ScaledObject")])
@@ -350,3 +367,10 @@ def test_a_scaler_alone_sets_the_replicas_of_each_deployment(scaler: str, kind: 
     targets = [each["spec"]["scaleTargetRef"]["name"] for each in of_kind(rendered(source), kind)]
     assert sorted(targets) == [f"outrider-{service}" for service in SERVICES]
     assert all("replicas" not in each.workload["spec"] for each in both(source))
+
+
+def test_an_empty_answer_of_prometheus_scales_nothing() -> None:
+    scalers = of_kind(rendered("plaintext+keda"), "ScaledObject")
+    triggers = [trigger["metadata"] for each in scalers for trigger in each["spec"]["triggers"]]
+    assert {each["ignoreNullValues"] for each in triggers} == {"false"}
+    assert {each["spec"]["fallback"]["behavior"] for each in scalers} == {"currentReplicas"}

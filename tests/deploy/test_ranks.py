@@ -68,10 +68,18 @@ def test_ranks_are_killed_only_after_the_first_has_drained() -> None:
 
 def test_only_rank_0_serves() -> None:
     leader, worker = pods()["leader"]["spec"], pods()["worker"]["spec"]
-    assert {name for name in leader if leader[name] != worker.get(name)} == {"containers"}
+    assert {name for name in leader if leader[name] != worker.get(name)} == {"containers", "topologySpreadConstraints"}
     serving, other = only(pods()["leader"]), only(pods()["worker"])
     served = {"name", "ports", "startupProbe", "readinessProbe", "livenessProbe", "lifecycle"}
     assert {name for name in serving if serving[name] != other.get(name)} == served
+
+
+def test_budget_counts_all_ranks_and_first_ones_are_spread() -> None:
+    budget = the(GROUPED.objects, "PodDisruptionBudget", "outrider-verifier")["spec"]
+    (spread,) = pods()["leader"]["spec"]["topologySpreadConstraints"]
+    labels = [template["metadata"]["labels"] for template in pods().values()]
+    assert [selects(budget["selector"], each) for each in labels] == [True, True]
+    assert [selects(spread["labelSelector"], each) for each in labels] == [True, False]
 
 
 def test_only_ranks_reach_each_other() -> None:

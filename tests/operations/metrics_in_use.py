@@ -45,7 +45,10 @@ class Shown:
 
     def add(self, url: str) -> None:
         with urlopen(url, timeout=10) as response:
-            text = response.read().decode()
+            self.read(response.read().decode())
+
+    def read(self, text: str) -> None:
+        """Add the metrics in Prometheus' text format."""
         self.kinds |= dict(re.findall(r"^# TYPE (\S+) (\S+)$", text, re.MULTILINE))
         for family in text_string_to_metric_families(text):
             for sample in family.samples:
@@ -56,11 +59,20 @@ class Shown:
                 self.families[name].pop("le", None)
 
 
-def expressions() -> Iterator[tuple[str, str]]:
-    """Title and expression of each query of the dashboard, its variables filled in, and of each alert."""
+def expressions(*, front: bool = False) -> Iterator[tuple[str, str]]:
+    """Title and expression of each query of the dashboard, its variables filled in, and of each alert.
+
+    Those of the services' metrics, or of the HTTP front's.
+    """
+    return (each for each in _expressions() if ("outrider_http_" in each[1]) == front)
+
+
+def _expressions() -> Iterator[tuple[str, str]]:
     for panel in json.loads(DASHBOARD.read_text(encoding="utf-8"))["panels"]:
         for target in panel.get("targets", ()):
-            yield panel["title"], target["expr"].replace("$__rate_interval", "5m").replace("$job", "outrider")
+            # Without the operator no target has a namespace; the variable's `All` selects those too.
+            text = target["expr"].replace('namespace=~"$namespace", ', "")
+            yield panel["title"], text.replace("$__rate_interval", "5m").replace("$job", "outrider")
     for group in read_rules(ALERTS)["groups"]:
         for rule in group["rules"]:
             yield rule["alert"], rule["expr"]
