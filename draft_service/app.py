@@ -179,7 +179,11 @@ class DraftApp(Service):
             shown = VllmMetrics(self.metrics.registry, served_name(pair.target.name))
             show_vllm(shown, self._servicer.metrics, limit, pair.verifiers.replicas)
         self.metrics.describe(
-            service="draft_service", version=draft.server_version, model=draft.name, device=draft.device
+            service="draft_service",
+            version=draft.server_version,
+            model=draft.name,
+            weights=draft.weights_fingerprint[:12],
+            device=draft.device,
         )
         show_drafters(self.metrics, drafters, self.engine)
 

@@ -83,6 +83,7 @@ class VerifierApp(Service):
             service="verifier_service",
             version=model.server_version,
             model=model.name,
+            weights=model.weights_fingerprint[:12],
             device=model.device,
             verify_path=self._path.name,
         )

@@ -329,8 +329,20 @@ _FREE = ("/grpc.reflection.", "/vllm.grpc.engine.VllmEngine/GetTokenizer")
 _SECONDS_PER_LINE = 1.0
 
 
+REFUSALS = (
+    grpc.StatusCode.UNAUTHENTICATED,
+    grpc.StatusCode.PERMISSION_DENIED,
+    grpc.StatusCode.RESOURCE_EXHAUSTED,
+)
+"""The status codes of the calls that `Authentication` refuses: no token, the wrong name, a limit of the client."""
+
+
 class Authentication(Interceptor):
-    """Authenticates and limits callers. The first interceptor, so that refused callers learn nothing else."""
+    """Authenticates and limits callers. The first interceptor, so that refused callers learn nothing else.
+
+    Attributes:
+        refused: how many calls it refused, by status code.
+    """
 
     exempt = ("/grpc.health.",)
 
@@ -348,6 +360,7 @@ class Authentication(Interceptor):
         self._tokens = tokens
         self._limits = limits
         self._next_line = 0.0
+        self.refused = dict.fromkeys(REFUSALS, 0)
 
     def wrap(self, handler: Handler, details: grpc.HandlerCallDetails) -> Handler:
         method: Any = details.method
@@ -376,6 +389,7 @@ class Authentication(Interceptor):
         return token or name or _anonymous(context)
 
     def _note(self, method: str, context: Context, error: RequestError) -> None:
+        self.refused[error.code] += 1
         now = time.monotonic()
         if now >= self._next_line:
             self._next_line = now + _SECONDS_PER_LINE

@@ -8,7 +8,7 @@ import sys
 import threading
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Iterator, Sequence
 from concurrent.futures import Future
 from contextlib import AsyncExitStack, ExitStack
 from functools import partial
@@ -17,8 +17,10 @@ from typing import Any, TypeVar
 import grpc
 import structlog
 from prometheus_client import Gauge
+from prometheus_client.core import CounterMetricFamily, Metric
 
 from outrider.environment import loop_factory
+from outrider.rpc.auth import REFUSALS, Authentication
 from outrider.rpc.errors import RequestError, internal, unavailable
 from outrider.rpc.health import PROBES, STARTUP, HealthState
 from outrider.rpc.server import StartupError, bind, create_server, cut_off, enable_reflection, serve_until_signal
@@ -26,7 +28,7 @@ from outrider.runtime.device import check_environment
 from outrider.runtime.engine import Engine
 from outrider.runtime.errors import CheckpointError, ModelLost
 from outrider.service.logs import configure_logging, leave
-from outrider.service.metrics import Metrics, exposed
+from outrider.service.metrics import Collected, Metrics, exposed
 from outrider.service.settings import ServiceSettings, SettingsError, listening
 from outrider.service.tracing import Tracing
 
@@ -56,6 +58,19 @@ def export_health(service: "Service", health: HealthState, bound: float) -> None
 
     text = "Time that the engine's current step has lasted; 0 while the engine waits for work or is not loaded."
     service.metrics.gauge("engine_step_seconds", text, step_seconds)
+
+
+def export_refused(service: "Service", authentication: Sequence[Authentication]) -> None:
+    """Adds the counter of refused calls."""
+
+    def refused() -> Iterator[Metric]:
+        text = "Calls that authentication or the limits of a client refused, by status code."
+        family = CounterMetricFamily("outrider_refused_calls", text, labels=["code"])
+        for code in REFUSALS:
+            family.add_metric([code.name], sum(each.refused[code] for each in authentication))
+        yield family
+
+    service.metrics.registry.register(Collected(refused))
 
 
 _log = structlog.get_logger()
@@ -150,6 +165,7 @@ async def _listen(service: Service, settings: ServiceSettings) -> None:
         first=first,
     )
     health = HealthState(server, [service.name, *service.also])
+    export_refused(service, first)
     export_health(service, health, max(settings.liveness_timeout, SLOW_LOOP_SECONDS))
     service.register(server)
     enable_reflection(server, [service.name, *service.also])

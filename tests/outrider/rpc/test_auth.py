@@ -115,6 +115,9 @@ async def test_a_client_of_the_ca_without_an_allowed_name_is_refused(
     assert f"names {names_seen}; --allow-client-san of the service allows {names_allowed}" in error.message
     assert error.metadata == {"seen": ", ".join(seen), "allowed": ", ".join(ALLOWED)}
     assert probe.started == 0
+    assert {code.name: count for code, count in auth.refused.items() if count} == {
+        "PERMISSION_DENIED": len(every(b"0"))
+    }
 
 
 async def test_a_client_without_a_certificate_is_refused() -> None:
