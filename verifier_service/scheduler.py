@@ -171,9 +171,22 @@ class Scheduler:
         Rounds of sequences whose other tokens are all in the KV cache come first, and leave a share of the step to
         prompts; if a long round took that too, prompts come first in the next step. Prompts are cut to fit. While
         blocks are short, the oldest sequences come first instead. An isolated sequence gets every other step for
-        itself. In the planned step, rounds are before pieces of prompts.
+        itself, unless it waits for blocks. In the planned step, rounds are before pieces of prompts.
         """
-        order, prompts = self._in_order(self._isolate([item for item in rounds if _may_run(*item)]))
+        ready = [item for item in rounds if _may_run(*item)]
+        isolated = [item for item in ready if item[0] is self._isolated and item[1] is not None]
+        others = [item for item in ready if not item[0].is_isolated]
+        if isolated and not (others and self._was_isolated):
+            plan = self._fill(isolated)
+            self._was_isolated = bool(plan.work) or not others
+            if self._was_isolated:
+                return plan
+        self._was_isolated = False
+        return self._fill(others)
+
+    def _fill(self, ready: list[_Ready]) -> Plan:
+        """Plans a step of these, as `plan` says."""
+        order, prompts = self._in_order(ready)
         self.is_short = False
         plan = Plan()
         has_encoder = False
@@ -201,8 +214,6 @@ class Scheduler:
             served = {item.sequence for item in plan.work}
             self._prompts_waited = bool(prompts) and all(sequence not in served for sequence, _ in prompts)
             self.running.sort(key=lambda sequence: sequence in served)
-        elif self._was_isolated and any(_may_run(*item) and not item[0].is_isolated for item in rounds):
-            return self.plan(rounds)  # the isolated sequence waits for blocks: the turn goes to the others
         return plan
 
     def _in_order(self, ready: list[_Ready]) -> tuple[list[_Ready], list[_Ready]]:
@@ -219,13 +230,6 @@ class Scheduler:
         if self.is_short:
             order.sort(key=lambda item: item[0].arrival)
         return order, prompts
-
-    def _isolate(self, ready: list[_Ready]) -> list[_Ready]:
-        """The isolated sequence whose turn it is, if it has a round; otherwise all that are not isolated."""
-        isolated = [item for item in ready if item[0] is self._isolated and item[1] is not None]
-        others = [item for item in ready if not item[0].is_isolated]
-        self._was_isolated = bool(isolated) and not (others and self._was_isolated)
-        return isolated if self._was_isolated else others
 
     def _cut(self, sequence: TargetSequence, round_: Round | None, left: int, *, must: bool) -> TargetWork | None:
         """The round, if it fits or `must` run alone; else a piece of the tokens before it."""
