@@ -1,4 +1,4 @@
-"""What gRPC costs a round: the share of its time outside drafting, queue, pass and verification.
+"""The cost of gRPC in a round: the share of its time outside drafting, queue, pass and verification.
 
 The same pair with each service in a process, over gRPC on loopback, and with both in one process, with queues in place
 of gRPC (`benchmarks.one_process`). Both write the same texts, with the same seeds and a fixed γ, in turns. gRPC adds
@@ -12,16 +12,17 @@ same computing on each side and nothing else: what idle cores and cold caches ma
 
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import ExitStack
 from functools import partial
+from itertools import islice
 from pathlib import Path
 from statistics import median
 from tempfile import TemporaryDirectory
 from typing import Any
 
 from benchmarks import harness, plots
-from benchmarks.contenders import text_digest, texts, tokenised
+from benchmarks.contenders import Write, take_turns, text_digest, texts, tokenised, warm_up
 from benchmarks.harness import PHASES, Bench, Json, number, progress
 from benchmarks.network_floor import Rounds, floor
 from benchmarks.round_legs import LEGS, median_legs, noted_rounds
@@ -46,7 +47,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     harness.target_options(parser, factor=12)
     # A difference of a few percent: medians of more texts.
     harness.text_options(parser, prompts=4, new_tokens=96, repetitions=6)
-    parser.add_argument("--gamma", type=int, default=8, help="tokens of a proposal")
+    parser.set_defaults(gamma=8)
     parser.add_argument("--dtype", default="bfloat16")
     few = {"only": "demo", "prompts": 1, "new_tokens": 16, "repetitions": 1}
     given = harness.parse(parser, arguments, few)
@@ -69,19 +70,13 @@ def measure(bench: Bench) -> None:
             services = running.enter_context(Services(models.target, models.draft, dtype=given.dtype))
             together = running.enter_context(one_process(models.target, models.draft, dtype=given.dtype))
             play = running.enter_context(floor(models.target, models.draft, given.dtype))
-            arms: dict[str, Callable[[Any], Json]] = {
+            arms: dict[str, Write] = {
                 GRPC: partial(_written, services.client, gamma=given.gamma),
                 ONE: partial(_written, together, gamma=given.gamma),
                 MINIMAL: partial(_played, play, gamma=given.gamma),
             }
-            for _, task in list(texts(prompts, given.new_tokens, 1))[:2]:  # not measured
-                for run in arms.values():
-                    run(task)
-            for turn, (keys, task) in enumerate(texts(prompts, given.new_tokens, given.repetitions)):
-                where = {"pair": models.name, **keys}
-                if not bench.has(**where):
-                    found = {arm: arms[arm](task) for arm in harness.shuffled(arms, turn)}
-                    bench.add(*({**where, "arm": arm, **run} for arm, run in found.items()))
+            warm_up(arms, [task for _, task in islice(texts(prompts, given.new_tokens, 1), 2)])
+            take_turns(bench, {"pair": models.name}, texts(prompts, given.new_tokens, given.repetitions), arms)
         _note_legs(bench, models, list(texts(prompts, given.new_tokens, 1)))
         progress(f"{models.name}: {len(bench.select(pair=models.name))} texts")
 
@@ -109,23 +104,28 @@ def _note_legs(bench: Bench, models: Models, tasks: Sequence[tuple[Json, Any]]) 
 
 
 def _written(client: Client, task: Any, gamma: int) -> Json:
+    began = time.perf_counter()
     done = client.complete(
         list(task.token_ids), max_new_tokens=task.new_tokens, temperature=task.temperature, seed=task.seed,
         rule=RULE, gamma=gamma, outcome_cache=False, ignore_eos=True,
     )  # fmt: skip
-    parts = round_seconds([(done.statistics, done.timings)])
-    if parts is None:
-        raise ValueError(f"a text of {task.new_tokens} tokens has one round; at least 2 are needed: raise --new-tokens")
-    return {"rounds": done.statistics.num_rounds - 1, "digest": text_digest(done.token_ids), "parts": parts}
+    return {
+        "seconds": time.perf_counter() - began,
+        "tokens": len(done.token_ids),
+        "rounds": done.statistics.num_rounds - 1,
+        "digest": text_digest(done.token_ids),
+        "parts": round_seconds([done]),  # None without a second round
+    }
 
 
 def _played(play: Rounds, task: Any, gamma: int) -> Json:
-    rounds = max(1, task.new_tokens // 4)
+    began, rounds = time.perf_counter(), max(1, task.new_tokens // 4)
     seconds = play(rounds=rounds, gamma=gamma, temperature=task.temperature)
     parts = dict.fromkeys(PHASES, 0.0) | {
         "draft": seconds["draft"], "forward": seconds["target"], "wire": seconds["other"]
     }  # fmt: skip
-    return {"rounds": rounds, "digest": "", "parts": parts}
+    spent = time.perf_counter() - began
+    return {"seconds": spent, "tokens": task.new_tokens, "rounds": rounds, "digest": "", "parts": parts}
 
 
 def figures(runs: Sequence[Json]) -> Json:
@@ -163,9 +163,12 @@ def _tax(round_: Json, parts: Sequence[str] = TAX) -> float:
 
 
 def _mean_round(runs: Sequence[Json]) -> Json:
-    """Microseconds of each part."""
-    rounds = harness.total(runs, "rounds")
-    return {part: 1e6 * sum(run["rounds"] * run["parts"][part] for run in runs) / rounds for part in PHASES}
+    """Microseconds of each part; raises ValueError where no text has a second round."""
+    known = [run for run in runs if run["parts"] is not None]
+    rounds = harness.total(known, "rounds")
+    if not rounds:
+        raise ValueError("each text has one round; at least 2 are needed: raise --new-tokens")
+    return {part: 1e6 * sum(run["rounds"] * run["parts"][part] for run in known) / rounds for part in PHASES}
 
 
 def table(document: Json) -> str:

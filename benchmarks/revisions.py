@@ -1,23 +1,22 @@
 """Two source trees, this one and an older one: tokens/s of the pair and of the target alone, in turns.
 
 The older tree is a checkout of its own (`git worktree add DIR REVISION`). Each tree has its own services, and the
-client is this tree's. All arms write after the same prompts with the same seeds. The 95 % interval is that of the mean
-logarithm of the ratio, over repetitions.
+client is this tree's. All arms write after the same prompts with the same seeds. The ratio is the geometric mean over
+repetitions, with its 95 % interval.
 """
 
 import math
-import subprocess
 import sys
 from collections.abc import Sequence
 from contextlib import ExitStack
 from pathlib import Path
 from statistics import fmean, stdev
 
-from benchmarks import harness, plots
+from benchmarks import harness
 from benchmarks.contenders import outrider_writer, take_turns, texts, tokenised, warm_up
-from benchmarks.harness import Bench, Json, arms_table, compared
+from benchmarks.harness import ROOT, Bench, Json, arms_table, compared, revision
 from benchmarks.services import Services, models_of
-from outrider.evaluation.alpha import student_quantile
+from outrider.evaluation.intervals import student_quantile
 
 OLD, NEW = "old", "new"
 DECODE = "Decode"
@@ -34,13 +33,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
     few = {"only": "demo", "prompts": 2, "new_tokens": 16, "repetitions": 2}
     given = harness.parse(parser, arguments, few)
     summarise = harness.summary_of(("pair", "temperature"), figures)
-    return harness.run("revisions", given, measure, summarise, table, draw)
+    return harness.run("revisions", given, measure, summarise, table)
 
 
 def measure(bench: Bench) -> None:
     given = bench.given
-    trees = {OLD: Path(given.old).resolve(), NEW: Path(__file__).resolve().parents[1]}
-    bench.document["revisions"] = {name: _revision(tree) for name, tree in trees.items()}
+    trees = {OLD: Path(given.old).resolve(), NEW: ROOT}
+    bench.document["revisions"] = {name: revision(tree) for name, tree in trees.items()}
     for models in models_of(bench):
         prompts = tokenised(models.target, bench.some_prompts)
         with ExitStack() as running:
@@ -58,13 +57,8 @@ def measure(bench: Bench) -> None:
             take_turns(bench, {"pair": models.name}, texts(prompts, given.new_tokens, given.repetitions), writers)
 
 
-def _revision(tree: Path) -> str:
-    command = ["git", "-C", str(tree), "describe", "--always", "--dirty"]
-    return subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
-
-
 def figures(runs: Sequence[Json]) -> Json:
-    """Ratios of the new arms are to the old arm of the same kind; `interval` is that of the ratio."""
+    """Ratios of the new arms are to the old arm of the same kind: geometric means, with `interval` at 95 %."""
     by_arm = harness.grouped(runs, "arm")
     found: Json = {}
     for way in dict.fromkeys(way for _, way in ARMS.values()):
@@ -72,17 +66,16 @@ def figures(runs: Sequence[Json]) -> Json:
         arms = compared(runs, names[0], names)
         old, new = (harness.rates(by_arm[name]) for name in names)
         found |= arms
-        found[names[1]]["interval"] = _interval([math.log(new[nth] / old[nth]) for nth in new])
+        found[names[1]] |= _mean([math.log(new[nth] / old[nth]) for nth in new])
     return found
 
 
-def _interval(logarithms: Sequence[float]) -> list[float] | None:
-    """95 %, of the geometric mean."""
-    count = len(logarithms)
+def _mean(logarithms: Sequence[float]) -> Json:
+    mean, count = fmean(logarithms), len(logarithms)
     if count < 2:
-        return None
+        return {"ratio": math.exp(mean), "interval": None}
     margin = student_quantile(count - 1) * stdev(logarithms) / math.sqrt(count)
-    return [math.exp(fmean(logarithms) - margin), math.exp(fmean(logarithms) + margin)]
+    return {"ratio": math.exp(mean), "interval": [math.exp(mean - margin), math.exp(mean + margin)]}
 
 
 def table(document: Json) -> str:
@@ -92,14 +85,6 @@ def table(document: Json) -> str:
 
     trees = "".join(f"- {name}: {revision}\n" for name, revision in document["revisions"].items())
     return trees + arms_table(document["summary"], ("pair", "T"), **{"95 %": interval})
-
-
-def draw(document: Json, path: Path) -> None:
-    measured = [
-        (f"T = {temperature}", pair, {way: arms[f"{NEW}, {way}"] for way in (DECODE, "pair")})
-        for (pair, temperature), arms in harness.flat(document["summary"], 2)
-    ]
-    plots.comparison(path, document, measured, label="tokens/s, new tree over old")
 
 
 if __name__ == "__main__":

@@ -84,10 +84,11 @@ def at_prompts(
 @torch.no_grad()
 def measure(target_folder: Path, draft_folder: Path, rows: int = ROWS) -> list[dict[str, object]]:
     """What the model card states, for each temperature, as plain data. Raises ValueError for a draft without a mask."""
-    target, draft = load(target_folder), load(draft_folder)
+    draft = load(draft_folder)
     mask_token = getattr(draft.config, "pard_token", None)
     if mask_token is None:
         raise ValueError(f"{draft_folder} names no pard_token: it drafts one token a pass")
+    target = load(target_folder)
     draft.config._attn_implementation = ATTENTION
     tokenizer = load_tokenizer(target_folder)
     prompts = line_starts(held_out_documents(), tokenizer, rows, PROMPT)
@@ -125,10 +126,13 @@ def main() -> None:
         description="Measure the acceptance rate of each token of a parallel draft's pass."
     )
     parser.add_argument("--target", type=Path, default=DEMO / "target")
-    parser.add_argument("--draft", type=Path, default=DEMO / "draft")
+    parser.add_argument("--draft", type=Path, default=DEMO / "parallel-draft")
     parser.add_argument("--rows", type=int, default=ROWS, help=f"texts of {NEW} new tokens each (default {ROWS})")
     arguments = parser.parse_args()
-    report = measure(arguments.target, arguments.draft, arguments.rows)
+    try:
+        report = measure(arguments.target, arguments.draft, arguments.rows)
+    except (OSError, ValueError) as error:
+        parser.error(str(error))
     for key, title in (("alpha", "α by position"), ("alpha_at_prompts", "α by position at the ends of prompts")):
         print(f"{title}\nT   " + "".join(f"{position:>7}" for position in range(1, POSITIONS + 1)))
         for row in report:

@@ -137,18 +137,6 @@ def best_gamma(
     return best if best and speed_up(best) > 1 else 0
 
 
-def lower_bound(alpha: float, c: float, round_trip: float = 0.0, verify_cost: float = 1.0) -> float:
-    """Return a lower bound of the best improvement, (1 + α)/(c + v + R): that of γ = 1 [L Cor. 3.9: (1 + α)/(1 + c)].
-
-    In the paper some γ improves if and only if α > c. With R > 0 the bound may be below 1 while a larger γ improves:
-    see `break_even_alpha`.
-
-    Raises:
-        ValueError: as `improvement`.
-    """
-    return improvement(alpha, 1, c, round_trip, verify_cost)
-
-
 def oracle(alpha: float, c: float, round_trip: float = 0.0) -> float:
     """Return the speed-up of the best γ of each round in hindsight, the limit of every policy [L 3.5].
 

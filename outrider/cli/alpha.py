@@ -24,6 +24,7 @@ from outrider.cli.options import (
 from outrider.cli.output import Failure, needs_extra, print_table, table, write_json
 from outrider.cli.progress import progress
 from outrider.evaluation import ALPHA_DRAFTERS, DRAFT_MODELS
+from outrider.evaluation.intervals import LEAST_OBSERVATIONS
 from outrider.rpc.errors import counted
 
 if TYPE_CHECKING:
@@ -247,13 +248,12 @@ def draw(out: Console, options: Options, found: Measurement) -> None:
         print_table(out, _table_of_drafters(options, found))
     out.print()
     lines = [
-        f"{found.tokens:,} tokens of the target in {found.texts} texts after "
+        f"{found.tokens:,} tokens of the target in {counted(found.texts, 'text')} after "
         f"{counted(found.prompts, 'speech window' if options.audio else 'prompt')}; "
         f"{_sampling(options)}; {found.dtype} on {found.device}."
     ]
-    if any(each.interval for each in found.estimates):
-        count = found.texts if found.observation == "text" else found.prompts
-        lines.append(f"±: 95 %, with {count} {found.observation}s as independent observations.")
+    if found.estimates:
+        lines.append(_intervals(found))
     if is_lenient:
         lines.append("l: lenience; below 1 the text is lossy.")
     if is_partial:
@@ -290,7 +290,21 @@ def _table_of_steps(found: Measurement) -> Table:
 def _cell(each: Estimate) -> str:
     if each.positions == 0:
         return "–"
-    return f"{each.alpha:.3f}" + ("" if each.margin is None else f" ±{each.margin:.3f}")
+    if each.interval is None or each.observations < LEAST_OBSERVATIONS:
+        return f"{each.alpha:.3f}"
+    return "{:.3f} ({:.3f}–{:.3f})".format(each.alpha, *each.interval)
+
+
+def _intervals(found: Measurement) -> str:
+    """What the intervals count, by drafter if that differs."""
+    counts = dict.fromkeys(each.observations for each in found.estimates)
+    known = [count for count in counts if count >= LEAST_OBSERVATIONS]
+    if not known:
+        return f"Too few observations for an interval: {counted(max(counts), found.observation)}."
+    least, most = min(known), max(known)
+    observations = counted(most, found.observation) if least == most else f"{least} to {most} {found.observation}s"
+    said = f"In brackets: 95 %, with {observations} as independent observations."
+    return said if len(known) == len(counts) else f"{said} Below {LEAST_OBSERVATIONS} there is no interval."
 
 
 def _sampling(options: Options) -> str:

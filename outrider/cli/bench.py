@@ -281,6 +281,8 @@ def _settings(settings: Settings, prompts_file: Path | None, audio: Sequence[Pat
         "prompts": None if prompts_file is None else prompts_file.name,
         "audio": [path.name for path in audio],
         "drafters": [each.value for each in settings.drafters],
+        "used_prompts": settings.num_prompts,
+        "given_prompts": len(settings.prompts),
     }
 
 
@@ -289,7 +291,8 @@ def _write(document: Json, output: Path, as_json: bool) -> None:
 
     text = json.dumps(document, ensure_ascii=False, indent=1)
     (output / "report.json").write_text(text + "\n", encoding="utf-8")
-    summary = "\n".join([deployment_report.table(document).markdown(), "", *deployment_report.conclusions(document)])
+    sentences = [*deployment_report.conclusions(document), deployment_report.prompts_line(document)]
+    summary = "\n".join([deployment_report.table(document).markdown(padded=True), "", *sentences])
     (output / "report.md").write_text(summary + "\n", encoding="utf-8")
     (output / "report.html").write_text(deployment_report.html(document), encoding="utf-8")
     if as_json:

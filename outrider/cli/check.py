@@ -32,7 +32,7 @@ from outrider.cli.options import (
 )
 from outrider.cli.output import Failure, needs_extra, print_table, table, write_json
 from outrider.cli.progress import progress
-from outrider.client import AsyncClient, OutriderError
+from outrider.client import AsyncClient, Drafter, OutriderError
 from outrider.evaluation import EvaluationError
 from outrider.runtime.errors import CheckpointError
 
@@ -121,6 +121,8 @@ def check_command(draft: str, timeout: float, as_json: bool, **values: Any) -> N
     outrider check --audio clips --language en
     """  # noqa: D301  # click reads the backspace: no rewrapping of the paragraph
     check_speech_options(values, values["prompts_file"])
+    if values["drafter"] == Drafter.NONE:
+        raise CheckFailure("--drafter is none: there is no speculation to check; give another one")
     try:
         report = _checked(draft, timeout, values)
         if as_json:
@@ -223,7 +225,11 @@ def draw(out: Console, report: Report) -> None:
     print_table(out, _equalities(report))
     out.print()
     print_table(out, _tests(report))
-    out.print("finds: the least total variation that a test of the row finds with a chance of 95%; –: too few tokens")
+    out.print(
+        "finds: the total variation that a test finds with a chance of 95%: of next tokens, after the most frequent "
+        "contexts; of three tokens, between 27 cells of equal chance (8 if there are few); –: too few tokens",
+        soft_wrap=True,
+    )
     out.print()
     for number, sentence in enumerate(report.verdict):
         style = ("bold red" if report.is_biased else "bold green") if number == 0 else ""
@@ -241,15 +247,16 @@ def _equalities(report: Report) -> Table:
 
 def _tests(report: Report) -> Table:
     """One row for each rule and place, with the p-values of its tests."""
-    names = ("tokens", "p: next\ntoken", "p: three tokens,\nby probability", "by id", "finds")
+    names = ("tokens", "p: next\ntoken", "finds", "p: three tokens,\nby probability", "by id", "finds")
     found = table("sampled text", "where", *names, left=2)
     rows: dict[tuple[str, str], list[Any]] = {}
     for each in report.tests:
         rows.setdefault((each.rule, each.where), []).append(each)
     for (rule, where), tests in rows.items():
         values = [f"[bold red]{each.fit.p_value:.1g}[/]" if each.is_biased else _p(each) for each in tests]
-        finds = [each.finds for each in tests if each.finds is not None]
-        found.add_row(rule, where, f"{tests[0].tokens:,}", *values, f"{min(finds):.2f}" if finds else "–")
+        finds = ["–" if each.finds is None else f"{each.finds:.2f}" for each in tests]
+        values = [values[0], finds[0], *values[1:], finds[1]]  # that of three tokens is the same by id
+        found.add_row(rule, where, f"{tests[0].tokens:,}", *values)
     return found
 
 

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import click
 
-from outrider.cli.output import needs_extra
+from outrider.cli.output import check_folder, needs_extra
 
 _TYPES = ("f32", "f16", "bf16", "q8_0")
 
@@ -25,6 +25,7 @@ def convert_command(model: str, output: Path, kind: str, revision: str | None) -
     \b
     outrider convert models/demo/target target.gguf --type q8_0
     """  # noqa: D301  # click reads the backspace: no rewrapping of the paragraph
+    check_folder("OUT.gguf", output)
     with needs_extra("service,llama"):
         import gguf  # noqa: F401  # it is imported late below
 

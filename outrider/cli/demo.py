@@ -117,8 +117,8 @@ def warn_of_busy_processors(addresses: str) -> None:
     busy, count = busy_processors(), len(processors())
     if busy > _BUSY_SHARE * count:
         click.echo(
-            f"outrider: other processes use {busy:.1f} of {counted(count, 'processor')}: the speeds below are too low, "
-            "and the ratio may be below 1; try again when the machine is idle",
+            f"outrider: other processes use {busy:.1f} of {counted(count, 'processor')}: speeds and their ratios are "
+            "unreliable; try again when the machine is idle",
             err=True,
         )
 

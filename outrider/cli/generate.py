@@ -19,7 +19,7 @@ from outrider.cli.options import (
     timeout_option,
 )
 from outrider.cli.output import completion_document, warn_of_loss, write_json, written
-from outrider.client import Client, Message, Options, Prompt
+from outrider.client import Client, Completion, Message, Options, Prompt
 
 
 @click.command("generate", short_help="Text from a draft service that runs already.")
@@ -67,13 +67,21 @@ def generate_command(
         options = request_of(values)
         whole = _prompt(sys.stdin.read() if prompt == "-" else prompt, chat, system)
         if as_json:
-            write_json(completion_document(client.complete(whole, **options)))
+            completion = client.complete(whole, **options)
+            write_json(completion_document(completion) | {"tokens_per_second": _speed(completion)})
         elif options.get("n", 1) > 1:
             _print_samples(client, whole, options)
         else:
             for _ in written(client.generate(whole, **options)):
                 pass
             click.echo()
+
+
+def _speed(completion: Completion) -> float:
+    """Tokens per second of all samples together, by the clock of the draft service."""
+    seconds = max(sample.timings.total_us for sample in completion.samples) / 1e6
+    tokens = sum(sample.usage.completion_tokens for sample in completion.samples)
+    return tokens / seconds if seconds else 0.0
 
 
 def _prompt(text: str, chat: bool, system: str | None) -> Prompt:

@@ -409,7 +409,11 @@ def temperature_option(default: str) -> Callable[[Command], Command]:
 
 
 def request_of(values: dict[str, Any]) -> Options:
-    """Converts values of the command line to options of the client, without those not given."""
+    """Converts values of the command line to options of the client, without those not given.
+
+    Raises:
+        UsageError: the rule `sigmoid` has no scales.
+    """
     # Only the outcome cache can be switched off.
     given = {
         name: value
@@ -419,6 +423,8 @@ def request_of(values: dict[str, Any]) -> Options:
     for name in ("logit_bias", "template_arguments"):
         if name in given:
             given[name] = dict(given[name])
+    if given.get("rule") == AcceptanceRule.SIGMOID and "sigmoid_scales" not in given:
+        raise click.UsageError("--rule is sigmoid; give --sigmoid-scales ALPHA BETA too")
     return cast("Options", given)
 
 

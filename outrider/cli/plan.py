@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, replace
 from functools import partial
@@ -31,24 +30,20 @@ from outrider.cli.options import (
     temperature_option,
     timeout_option,
 )
-from outrider.cli.output import Failure, check_picture, table, write_json, writing
+from outrider.cli.output import Failure, check_picture, print_table, table, write_json, writing
 from outrider.cli.progress import progress
 from outrider.client import Prompt
+from outrider.evaluation.clips import refuse_speech
 from outrider.evaluation.deployment import PROMPTS
-from outrider.evaluation.plan import MAX_GAMMA, Measurement, Pair, Plan, make_plan, measure
+from outrider.evaluation.plan import MAX_GAMMA, Measurement, Pair, Plan, SpeedUp, extended, make_plan, measure
+from outrider.rpc.errors import counted
 
 MOST_PROMPTS = 8
 """Of a file, evenly spread over it, in a measurement."""
 
 
-class Finite(click.FloatRange):
-    """A range without infinity and NaN, which click takes for numbers."""
-
-    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> float:
-        number = float(super().convert(value, param, ctx))
-        if not math.isfinite(number):
-            self.fail(f"{number} is not finite", param, ctx)
-        return number
+_MOST = 1e6
+"""The largest time, in target steps or milliseconds: sums and products stay finite."""
 
 
 class Steps(click.ParamType[tuple[float, bool]]):
@@ -62,9 +57,11 @@ class Steps(click.ParamType[tuple[float, bool]]):
             number = float(text.removesuffix("ms"))
         except ValueError:
             number = -1.0
-        if not 0 <= number < float("inf"):
+        if not 0 <= number <= _MOST:
             self.fail(
-                f"{value!r} is not a time of at least 0, in target steps (0.1) or milliseconds (2.5ms)", param, ctx
+                f"{value!r} is not a time from 0 to {_MOST:,.0f}, in target steps (0.1) or milliseconds (2.5ms)",
+                param,
+                ctx,
             )
         return number, text.endswith("ms")
 
@@ -73,25 +70,29 @@ class Steps(click.ParamType[tuple[float, bool]]):
 @click.option(
     "--alpha",
     type=Numbers(FloatRange(0, 1), name="A[,A...]", in_order=True),
-    help="Chance that a drafted token is accepted; several: by position.",
+    help="Chance that a drafted token is accepted; several: by position. Positions after the last one have the mean of "
+    "the last four.",
 )
 @click.option("--c", type=Steps(), help="Time of a draft step, in target steps, or with ms: 2ms.")
 @click.option("--round-trip", type=Steps(), help="Time of a round outside draft and target, as --c. Default: 0.")
-@click.option("--target-step", metavar="MS", type=Finite(min=0, min_open=True), help="Time of a target step, in ms.")
+@click.option("--target-step", metavar="MS", type=FloatRange(1e-6, _MOST), help="Time of a target step, in ms.")
 @click.option(
     "--token-cost",
     metavar="STEPS",
-    type=Finite(min=0),
+    type=FloatRange(0, _MOST),
     help="Growth of the target's pass with each further token, in target steps. Default: 0.",
 )
 @click.option(
     "--c-hat",
     metavar="RATIO",
-    type=Finite(min=0),
+    type=FloatRange(0, _MOST),
     help="Operations of the draft per token, over the target's. Default: --c.",
 )
 @click.option(
-    "--hit-rate", metavar="SHARE", type=Finite(0, 1), help="Share of drafting that the outcome cache saves. Default: 0."
+    "--hit-rate",
+    metavar="SHARE",
+    type=FloatRange(0, 1),
+    help="Share of drafting that the outcome cache saves. Default: 0.",
 )
 @click.option("--parallel", is_flag=True, help="One draft step drafts all tokens.")
 @click.option("--max-gamma", type=click.IntRange(1, 64), help=f"Largest gamma. Default: {MAX_GAMMA}.")
@@ -120,8 +121,8 @@ class Steps(click.ParamType[tuple[float, bool]]):
 def plan_command(draft: str | None, picture: Path | None, as_json: bool, **values: Any) -> None:
     """Find the best gamma of a pair, its speed-up, and where drafting does not pay.
 
-    The pair is given by --alpha and --c, or measured with --draft: a few texts, by the target alone and with two
-    gammas. A target step is the time in which the target alone writes a token. Use an idle machine.
+    The pair is given by --alpha and --c, or measured with --draft: a few texts, by the target alone and with gammas 2
+    and --max-gamma. A target step is the time in which the target alone writes a token. Use an idle machine.
 
     \b
     outrider plan --alpha 0.8 --c 0.05 --round-trip 0.1
@@ -133,9 +134,9 @@ def plan_command(draft: str | None, picture: Path | None, as_json: bool, **value
         check_picture(picture)
     if draft is None:
         _refuse_options_of_a_measurement()
-        measurement = None
+        measurement, num_prompts = None, 0
     else:
-        measurement = _measured(draft, given["max_gamma"], values)
+        measurement, num_prompts = _measured(draft, given["max_gamma"], values)
     pair = _pair(given, None if measurement is None else measurement.pair)
     try:
         plan = make_plan(pair)
@@ -144,7 +145,7 @@ def plan_command(draft: str | None, picture: Path | None, as_json: bool, **value
     if as_json:
         write_json(_document(plan, measurement))
     else:
-        _print(Console(highlight=False), plan, measurement)
+        _print(Console(highlight=False), plan, measurement, num_prompts)
     if picture is not None:
         from outrider.evaluation.figures import draw_plan  # imports matplotlib
 
@@ -188,17 +189,17 @@ def _pair(given: Mapping[str, Any], measured: Pair | None) -> Pair:
     changes |= {name: _steps(name, given[name], step_ms) for name in ("c", "round_trip")}
     changes |= {"parallel": given["parallel"], "step_ms": step_ms}
     if given["alpha"] is not None:
-        changes |= _alphas(given["alpha"])
+        changes |= _alphas(given["alpha"], given["max_gamma"] or pair.max_gamma)
     return replace(pair, **{name: value for name, value in changes.items() if value is not None})
 
 
-def _alphas(alphas: Sequence[float]) -> dict[str, Any]:
+def _alphas(alphas: Sequence[float], max_gamma: int) -> dict[str, Any]:
     """One α, or α by position and its mean: each position has the weight with which it is judged."""
     if len(alphas) == 1:
         return {"alpha": alphas[0], "by_position": ()}
     judged = [1.0, *accumulate(alphas[:-1], mul)]
     mean = sum(map(mul, judged, alphas)) / sum(judged)
-    return {"alpha": mean, "by_position": tuple(alphas)}
+    return {"alpha": mean, "by_position": extended(alphas, max_gamma)}
 
 
 def _steps(name: str, time: tuple[float, bool] | None, step_ms: float | None) -> float | None:
@@ -214,26 +215,30 @@ def _steps(name: str, time: tuple[float, bool] | None, step_ms: float | None) ->
     return number / step_ms
 
 
-def _measured(draft: str, max_gamma: int | None, values: dict[str, Any]) -> Measurement:
+def _measured(draft: str, max_gamma: int | None, values: dict[str, Any]) -> tuple[Measurement, int]:
+    """The pair, and the number of prompts that were given."""
     file = values.pop("prompts_file")
-    prompts: Sequence[Prompt] = PROMPTS if file is None else read_prompts(file)
-    prompts = prompts[:: -(-len(prompts) // MOST_PROMPTS)]
+    given: Sequence[Prompt] = PROMPTS if file is None else read_prompts(file)
+    prompts = given[:: -(-len(given) // MOST_PROMPTS)]
     warn_of_busy_processors(draft)
     with (
         connected(draft, values.pop("timeout"), RETRY_TIMEOUT_S, values) as client,
         progress("texts", with_lines=False) as update,
     ):
         update("Measuring", 0, 0)
-        limit = client.get_model().model.limits.max_gamma
+        pair = client.get_model()
+        refuse_speech(pair.target, "plan")
+        limit = pair.model.limits.max_gamma
         if max_gamma is not None and max_gamma > limit:
             raise Failure(f"--max-gamma is {max_gamma}; the draft service allows at most {limit}")
         options = request_of(values | {"ignore_eos": True})
-        return measure(
+        found = measure(
             partial(client.complete, **options),
             prompts,
             max_gamma=max_gamma or min(limit, MAX_GAMMA),
             report=partial(update, "Measuring"),
         )
+    return found, len(given)
 
 
 # ------------------------------------------------------------------------------------------------------------- output
@@ -253,10 +258,10 @@ def _document(plan: Plan, measurement: Measurement | None) -> dict[str, Any]:
 _SHOWN_GAMMAS = (*range(1, MAX_GAMMA + 1), 24, 32, 48, 64)
 
 
-def _print(out: Console, plan: Plan, measurement: Measurement | None) -> None:
+def _print(out: Console, plan: Plan, measurement: Measurement | None, num_prompts: int) -> None:
     speed_ups = {} if measurement is None else measurement.speed_ups
     if measurement is not None:
-        out.print(_lines(_of_measurement(measurement)))
+        _print_lines(out, _of_measurement(measurement, num_prompts))
         out.print()
     names = ("γ", "tokens a round", "speed-up", "operations", *(["measured speed-up"] if speed_ups else []))
     rows = table(*names, left=0, no_wrap=False)
@@ -264,11 +269,11 @@ def _print(out: Console, plan: Plan, measurement: Measurement | None) -> None:
         if row.gamma in (*_SHOWN_GAMMAS, plan.fastest.gamma, *speed_ups):
             cells = [str(row.gamma), *(f"{value:.2f}" for value in (row.tokens, row.speed_up, row.operations))]
             if row.gamma in speed_ups:
-                cells.append(f"{speed_ups[row.gamma]:.2f}")
+                cells.append(_spread(speed_ups[row.gamma]))
             rows.add_row(*cells, style="bold" if row.gamma == plan.gamma else "")
-    out.print(rows)
+    print_table(out, rows)
     out.print()
-    out.print(_lines(_of_plan(plan)))
+    _print_lines(out, _of_plan(plan, measurement))
     if plan.of_streams:
         out.print()
         names = ("streams in each pass", "best γ", "speed-up over the target alone with as many")
@@ -277,22 +282,35 @@ def _print(out: Console, plan: Plan, measurement: Measurement | None) -> None:
             rows.add_row(str(each.streams), str(each.gamma), f"{each.speed_up:.2f}")
             if not each.gamma:
                 break  # with more streams it pays less
-        out.print(rows)
+        print_table(out, rows)
 
 
-def _lines(lines: Iterable[tuple[str, str]]) -> Table:
-    grid = Table.grid(padding=(0, 2))
-    grid.add_column(no_wrap=True)
-    grid.add_column()
-    for line in lines:
-        grid.add_row(*line)
-    return grid
+def _print_lines(out: Console, lines: Iterable[tuple[str, str]]) -> None:
+    """Prints names and texts as two columns. A long line is not wrapped where the output is a pipe."""
+    found = list(lines)
+    if out.is_terminal:
+        grid = Table.grid(padding=(0, 2))
+        grid.add_column(no_wrap=True)
+        grid.add_column()
+        for line in found:
+            grid.add_row(*line)
+        out.print(grid)
+        return
+    width = max(len(name) for name, _ in found)
+    for name, text in found:
+        out.print(f"{name:<{width}}  {text}", soft_wrap=True)
 
 
-def _of_measurement(measurement: Measurement) -> Iterator[tuple[str, str]]:
+def _spread(found: SpeedUp) -> str:
+    return f"{found.median:.2f} ({found.low:.2f} to {found.high:.2f})"
+
+
+def _of_measurement(measurement: Measurement, num_prompts: int) -> Iterator[tuple[str, str]]:
     pair = measurement.pair
     step = pair.step_ms or 0.0
-    yield "α", f"{pair.alpha:.3f}, the mean of {measurement.judged} judged tokens"
+    between = "" if measurement.interval is None else " ({:.3f} to {:.3f} with 95 %)".format(*measurement.interval)
+    prompts = f"{measurement.prompts} of {counted(num_prompts, 'prompt')}"
+    yield "α", f"{pair.alpha:.3f}{between}, the mean of {measurement.judged} judged tokens after {prompts}"
     yield "by position", " ".join(f"{alpha:.2f}" for alpha in pair.by_position[: max(measurement.speed_ups)])
     if pair.share < 1:
         yield "rounds with a draft", f"{pair.share:.0%}"
@@ -303,7 +321,7 @@ def _of_measurement(measurement: Measurement) -> Iterator[tuple[str, str]]:
     yield "outcome cache", f"saves {pair.hit_rate:.0%} of drafting"
 
 
-def _of_plan(plan: Plan) -> Iterator[tuple[str, str]]:
+def _of_plan(plan: Plan, measurement: Measurement | None) -> Iterator[tuple[str, str]]:
     fastest, rates = plan.fastest, plan.tokens_per_second
     speed = f"{fastest.speed_up:.2f} times as fast as the target alone"
     if rates is not None:
@@ -312,6 +330,10 @@ def _of_plan(plan: Plan) -> Iterator[tuple[str, str]]:
         yield "best γ", f"{plan.gamma}: {speed}"
     else:
         yield "best γ", f"0: drafting does not pay; γ = {fastest.gamma} is {speed}"
+    if measurement is not None:
+        nearest = min(measurement.speed_ups, key=lambda gamma: abs(gamma - fastest.gamma))
+        if (found := measurement.speed_ups[nearest]).is_unclear:
+            yield "measured", f"γ = {nearest} has {_spread(found)} by prompt: it may not pay, on some prompts or at all"
     operations = f"{fastest.operations:.2f} times those of the target alone"
     yield "operations", operations + (", if ĉ = c (--c-hat)" if plan.pair.c_hat is None else "")
     if plan.lower_bound is not None and plan.oracle is not None:

@@ -33,8 +33,9 @@ from outrider.cli.output import (
     write_json,
     writing,
 )
-from outrider.client import AcceptanceRule
+from outrider.client import AcceptanceRule, Completion, Drafter
 from outrider.environment import installed_version
+from outrider.evaluation.clips import refuse_speech
 from outrider.evaluation.trace import Traced, chrome_trace, draw, record
 
 _FILE = click.Path(dir_okay=False, path_type=Path)
@@ -80,6 +81,7 @@ def trace_command(
     with connected(draft, timeout, RETRY_TIMEOUT_S, values) as client:
         options = request_of(values)
         options.setdefault("temperature", 0.0)
+        refuse_speech(client.get_model().target, "trace")
         warn_of_busy_processors(draft)
         with Console(stderr=True).status("Writing the text with speculation and by the target alone"):
             runs = record(client.complete, text, options)
@@ -98,7 +100,7 @@ def trace_command(
     else:
         warn_of_loss(runs[0].completion.started)
         same = options["temperature"] == 0 or runs[0].completion.rule is AcceptanceRule.COUPLED
-        _print(Console(highlight=False), runs, same=same)
+        _print(Console(highlight=False), runs, same=same, is_fixed=values["gamma"] is not None)
         click.echo(f"Trace: {output}; open it at https://ui.perfetto.dev or in chrome://tracing")
         if picture is not None:
             click.echo(f"Picture: {picture}")
@@ -109,11 +111,12 @@ def _document(run: Traced) -> dict[str, Any]:
     return {name: getattr(run, name) for name in names} | completion_document(run.completion)
 
 
-def _print(out: Console, runs: tuple[Traced, ...], *, same: bool) -> None:
-    """Prints the sums of both runs. `same` is whether their texts are promised to be."""
+def _print(out: Console, runs: tuple[Traced, ...], *, same: bool, is_fixed: bool) -> None:
+    """Prints the sums of both runs. `same` is whether their texts are promised to be; `is_fixed` is of γ."""
     times = table("", *(run.name for run in runs))
     for row in runs[0].phases_us:
         times.add_row(f"{row} (ms)", *(f"{run.phases_us[row] / 1e3:.1f}" for run in runs))
+    times.add_row("rest (ms)", *(f"{run.rest_us / 1e3:.1f}" for run in runs))
     times.add_row("whole request (ms)", *(f"{run.seconds * 1e3:.1f}" for run in runs))
     times.add_row("tokens", *(str(run.completion.usage.completion_tokens) for run in runs))
     times.add_row("target passes", *(str(run.target_passes) for run in runs))
@@ -122,12 +125,24 @@ def _print(out: Console, runs: tuple[Traced, ...], *, same: bool) -> None:
     out.print()
     drafted, alone = (run.completion for run in runs)
     if not drafted.statistics.num_drafts:
-        out.print("Nothing was drafted: drafting did not pay, or the service has no drafter; --gamma 4 fixes gamma.")
+        reason = _why_nothing_was_drafted(drafted, is_fixed=is_fixed)
+        out.print(f"Nothing was drafted, so both columns are the target alone: {reason}.", soft_wrap=True)
     if drafted.token_ids == alone.token_ids:
         out.print("Both texts are the same.")
     elif same:
-        out.print("The texts differ: two tokens were almost equally probable, and rounding decided.")
+        out.print("The texts differ: two tokens were almost equally probable, and rounding decided.", soft_wrap=True)
     else:
         out.print(
-            f"The texts differ: under the rule {drafted.rule} they depend on gamma; leave out --rule for one text."
+            f"The texts differ: under the rule {drafted.rule} they depend on gamma; leave out --rule for one text.",
+            soft_wrap=True,
         )
+
+
+def _why_nothing_was_drafted(completion: Completion, *, is_fixed: bool) -> str:
+    if completion.usage.completion_tokens == 1:
+        return "a text of one token needs no draft"
+    if completion.drafter is Drafter.NONE:
+        return "the drafter is none; name another one with --drafter"
+    if is_fixed:
+        return f"the drafter {completion.drafter} proposed no token"
+    return "drafting did not pay; --gamma 4 fixes gamma"

@@ -26,6 +26,7 @@ from kernels.sampling import SamplingParams, probabilities
 from kernels.sparse import SparseConfig, SparseDistribution
 from outrider.evaluation import DRAFT_MODELS, EvaluationError
 from outrider.evaluation.drafters import Drafter, at_random, by_lookup, by_model, by_ngrams, in_parallel, point_mass
+from outrider.evaluation.intervals import interval_of_share, ratio_error, student_quantile
 from outrider.evaluation.local_models import (
     PromptText,
     build_runner,
@@ -146,6 +147,7 @@ class Estimate:
         interval: of 95 %, within 0 and 1; None for one observation.
         positions: with a drafted token.
         drafted_share: the share of all positions that these are.
+        observations: independent ones with a drafted token.
     """
 
     drafter: str
@@ -156,6 +158,7 @@ class Estimate:
     interval: tuple[float, float] | None
     positions: int
     drafted_share: float
+    observations: int
 
 
 def clusters_of(texts: Sequence[Text]) -> tuple[str, list[int]]:
@@ -165,11 +168,7 @@ def clusters_of(texts: Sequence[Text]) -> tuple[str, list[int]]:
 
 
 def estimate(drafter: str, lenience: float, betas: Sequence[np.ndarray], clusters: Sequence[int]) -> Estimate:
-    """Return α with its interval from β of each text, `[n]`, and the cluster of each text.
-
-    α is a ratio of totals, S/N. With S_g and N_g of each of G clusters, its variance is about
-    G/(G - 1) · Σ (S_g - α N_g)² / N², and (α̂ - α)/error is about Student's t with G - 1 degrees of freedom.
-    """
+    """Return α with its interval from β of each text, `[n]`, and the cluster of each text. See `ratio_error`."""
     drafted = [each[~np.isnan(each)] for each in betas]
     sums = np.bincount(clusters, [each.sum() for each in drafted])
     counts = np.bincount(clusters, [len(each) for each in drafted])
@@ -177,31 +176,11 @@ def estimate(drafter: str, lenience: float, betas: Sequence[np.ndarray], cluster
     N, G = int(counts.sum()), len(counts)
     alpha = float(sums.sum() / N) if N else math.nan
     share = N / max(1, sum(map(len, betas)))
-    if G < 2:
-        return Estimate(drafter, lenience, alpha, None, None, None, N, share)
-    error = math.sqrt(G / (G - 1) * float(np.square(sums - alpha * counts).sum())) / N
-    margin = student_quantile(G - 1) * error
-    interval = (max(0.0, alpha - margin), min(1.0, alpha + margin))
-    return Estimate(drafter, lenience, alpha, error, margin, interval, N, share)
-
-
-def student_quantile(degrees: int) -> float:
-    """Return the 97.5 % quantile of Student's t; the error is below 0.2 %.
-
-    The first terms of the expansion in 1/degrees (Abramowitz and Stegun, 26.7.5); exact for 1 and 2 degrees.
-    """
-    if degrees == 1:
-        return math.tan(0.475 * math.pi)
-    if degrees == 2:
-        return 0.95 * math.sqrt(2 / (1 - 0.95**2))
-    z, n = 1.959963985, degrees
-    return (
-        z
-        + (z**3 + z) / (4 * n)
-        + (5 * z**5 + 16 * z**3 + 3 * z) / (96 * n**2)
-        + (3 * z**7 + 19 * z**5 + 17 * z**3 - 15 * z) / (384 * n**3)
-        + (79 * z**9 + 776 * z**7 + 1482 * z**5 - 1920 * z**3 - 945 * z) / (92160 * n**4)
-    )
+    error = ratio_error(sums.tolist(), counts.tolist())
+    if error is None:
+        return Estimate(drafter, lenience, alpha, None, None, None, N, share, G)
+    margin, interval = student_quantile(G - 1) * error, interval_of_share(alpha, error, G)
+    return Estimate(drafter, lenience, alpha, error, margin, interval, N, share, G)
 
 
 # ---------------------------------------------------------------------------------------------------------- the whole
@@ -339,6 +318,13 @@ def run(options: Options, report: Report = lambda *_: None) -> Measurement:
     source = options.source(options.target)
     tokenizer = load_tokenizer_of(source, draft_source)
     loaded = load_model(source)
+    if options.find_skip_layers and options.find_skip_layers >= (
+        layers := DecoderLayers(loaded.model, loaded.name).count
+    ):
+        raise EvaluationError(
+            f"--find-skip-layers is {options.find_skip_layers}, and '{loaded.name}' has {layers} layers; keep at least "
+            "one"
+        )
     draft_model = None if draft_source is None else load_model(draft_source)
     if options.audio:
         wanted = Transcription(language=options.language, task=options.task, timestamps=options.timestamps)
@@ -400,10 +386,6 @@ def _find_layers(
     """
     count, loaded = options.find_skip_layers, load_model(source)  # its model is changed
     layers = DecoderLayers(loaded.model, loaded.name)
-    if count >= layers.count:
-        raise EvaluationError(
-            f"--find-skip-layers is {count}, and '{loaded.name}' has {layers.count} layers; keep at least one"
-        )
     tokens, tried = sum(text.written for text in texts), 0
     most = 1 + sum(layers.count - done for done in range(count))
 

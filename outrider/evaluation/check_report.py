@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 
 from outrider.evaluation.chisquare import Fit, detectable
 from outrider.evaluation.token_fit import holm
+from outrider.rpc.errors import counted
 
 LEVEL = 1e-4
 POWER = 0.95
@@ -58,7 +59,7 @@ class Sampled:
         where: `ALONE`, `LOAD` or `RESUMED`; or `EVERY`.
         tokens: of the texts.
         fit: χ².
-        finds: the total variation that it finds with `POWER`; None if there are too few counts for a test.
+        finds: the total variation that it finds with `POWER`, between its cells; None if there are too few counts.
         is_biased: whether Holm's method rejects it.
     """
 
@@ -126,9 +127,14 @@ class Report:
         return sorted((each for each in self.tests if each.is_biased), key=lambda each: each.fit.p_value)
 
     @property
+    def next_tokens(self) -> Sampled | None:
+        """The test of next tokens of all texts with a draft; None if it has no cells."""
+        return next((each for each in self.tests if (each.test, each.rule) == (NEXT, EVERY) and each.fit.df), None)
+
+    @property
     def finds(self) -> float | None:
-        """The total variation that the most powerful test of all texts with a draft finds."""
-        return min((each.finds for each in self.tests if each.rule == EVERY and each.finds is not None), default=None)
+        """The total variation of next tokens that would be found, after the most frequent contexts."""
+        return None if self.next_tokens is None else self.next_tokens.finds
 
     @property
     def verdict(self) -> list[str]:
@@ -144,10 +150,17 @@ def _exact(report: Report) -> list[str]:
     kinds = " and ".join(dict.fromkeys(_TEXT[each.kind] for each in report.equalities)).replace("and Text", "and text")
     near = f", but for {ties} near-ties (scores within {report.rounding:g} nats)" if ties else ""
     sampled = "Sampled tokens were too few, or too certain, for a test of their distribution."
-    if report.finds is not None:
+    if report.next_tokens is not None:
+        contexts = counted(report.next_tokens.fit.rows, "most frequent context")
         sampled = (
-            f"Sampled tokens fit the target's distribution. A total variation of {report.finds:.2g} or more would have "
-            f"been found with a chance of {POWER:.0%}."
+            f"Sampled tokens fit the target's distribution. A total variation of {report.finds:.2g} or more, of next "
+            f"tokens after the {contexts}, would have been found with a chance of {POWER:.0%}; rare tokens of a "
+            "context count as one."
+        )
+    elif any(each.fit.df for each in report.tests):
+        sampled = (
+            "Sampled tokens fit the target's distribution, in the few cells of three tokens. Single tokens, and so the "
+            "tail of the distribution, were not tested: no context was frequent enough."
         )
     return [
         "No bias found.",

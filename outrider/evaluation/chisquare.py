@@ -3,11 +3,12 @@
 Cells depend on the distribution alone, not on counts: those that expect fewer than five counts are merged, with the
 least of the others where that is not enough. A count where there is no mass gives a p-value of 0.
 
-Power. Let the counts follow p' with total variation δ from p, over the same cells. The statistic is then about
-noncentral χ² with λ = N Σ (p' - p)²/p, and Cauchy-Schwarz gives Σ (p' - p)²/p ≥ (Σ |p' - p|)² = 4δ², with equality
-for the bias hardest to see: p' = p(1 ± 2δ). So N = λ/(4δ²), with the λ at which a χ² of these degrees of freedom
-passes its critical value with the required power, is enough for every bias of that size. For a table of several
-distributions, each met n_s times, δ is the mean over s with weights n_s, and Jensen gives the same bound.
+Power. It is that of a bias between the cells: a test does not see what happens within one. Let the counts follow p'
+with total variation δ from p, over the same cells. The statistic is then about noncentral χ² with λ = N Σ (p' - p)²/p,
+and Cauchy-Schwarz gives Σ (p' - p)²/p ≥ (Σ |p' - p|)² = 4δ², with equality for the bias hardest to see: p' = p(1 ±
+2δ). So N = λ/(4δ²), with the λ at which a χ² of these degrees of freedom passes its critical value with the required
+power, is enough for every bias of that size. For a table of several distributions, each met n_s times, δ is the mean
+over s with weights n_s, and Jensen gives the same bound.
 """
 
 from __future__ import annotations
@@ -29,12 +30,13 @@ Array: TypeAlias = NDArray[Any]
 
 @dataclass(frozen=True, slots=True)
 class Fit:
-    """How well `n` counts fit a distribution."""
+    """How well `n` counts fit distributions, of `rows` contexts."""
 
     statistic: float
     df: int
     p_value: float
     n: int
+    rows: int = 0
 
     def __str__(self) -> str:
         return f"χ² = {self.statistic:.1f} at df {self.df}, p = {self.p_value:.2g}, N = {self.n:,}"
@@ -57,7 +59,7 @@ def table_fit(counts: Array, distributions: Array, allowed: float = 0.0) -> Fit:
         allowed: the mean distance Σ (p' - p)²/p of the true distributions from these that is no misfit. The statistic
             is then noncentral, with λ of at most N times this: merging cells makes the distance smaller.
     """
-    statistic, df, n = 0.0, 0, 0
+    statistic, df, n, rows = 0.0, 0, 0, 0
     for observed, distribution in zip(np.asarray(counts), np.asarray(distributions, dtype=np.float64), strict=True):
         if observed[distribution <= 0].any():
             statistic = math.inf
@@ -66,7 +68,9 @@ def table_fit(counts: Array, distributions: Array, allowed: float = 0.0) -> Fit:
         if len(expected) > 1:
             df += len(expected) - 1
             n += int(observed.sum())
-    return Fit(statistic, df, noncentral_sf(statistic, df, n * allowed) if df else float(statistic < math.inf), n)
+            rows += 1
+    p_value = noncentral_sf(statistic, df, n * allowed) if df else float(statistic < math.inf)
+    return Fit(statistic, df, p_value, n, rows)
 
 
 def noncentrality(df: int, level: float, power: float, allowed: float = 0.0) -> float:
@@ -79,7 +83,7 @@ def noncentrality(df: int, level: float, power: float, allowed: float = 0.0) -> 
 
 
 def detectable(df: int, n: int, *, level: float, power: float, allowed: float = 0.0) -> float:
-    """Return the total variation that `n` counts detect; `allowed` is as in `table_fit`."""
+    """Return the total variation between cells that `n` counts detect; `allowed` is as in `table_fit`."""
     return math.sqrt(noncentrality(df, level, power, n * allowed) / (4 * n))
 
 

@@ -70,6 +70,15 @@ def clips_for(target: model_pb2.ModelInfo, audio: Sequence[Path], **options: Any
     return [Clip(samples, **options) for samples in windows]
 
 
+def refuse_speech(target: model_pb2.ModelInfo, command: str) -> None:
+    """Raises `EvaluationError` if a target takes speech: it names the commands that measure it."""
+    if target.encoder.kind == model_pb2.ENCODER_KIND_SPEECH:
+        raise EvaluationError(
+            f"the target {target.name} takes speech, and {command} takes text: outrider bench --audio measures its "
+            "speed, outrider alpha --audio the acceptance"
+        )
+
+
 def read_clips(paths: Sequence[Path], sample_rate: int, frames: int) -> list[Samples]:
     """Return the windows of all clips, in turn.
 

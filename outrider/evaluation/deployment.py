@@ -14,9 +14,19 @@ from statistics import median
 from typing import Any
 
 from outrider import theory
-from outrider.client import AsyncClient, Drafter, Statistics, Timings
+from outrider.client import AsyncClient, Completion, Drafter, Finished, InvalidRequest, Options, Started, Statistics
+from outrider.evaluation import EvaluationError
 from outrider.evaluation.clips import Clip, Source, request_of
-from outrider.evaluation.streams import PHASES, Request, Served, phase_seconds, serve
+from outrider.evaluation.streams import (
+    PHASES,
+    Request,
+    Served,
+    for_each,
+    judged_tokens,
+    phase_seconds,
+    serve,
+    target_passes,
+)
 from outrider.rpc.errors import counted
 
 Json = dict[str, Any]
@@ -24,7 +34,9 @@ Json = dict[str, Any]
 ALONE, POLICY = "target alone", "default policy"
 
 ROUND = (*PHASES, "other")
-"""Parts of a round: the phases, and all other work of the draft service from the first token to the end."""
+"""Parts of a round: the phases, and all other work of the draft service from the first token to the end.
+
+A round without a draft is one token."""
 
 PROMPTS = (
     'def mean(values):\n    """Return the arithmetic mean of a list of numbers."""\n',
@@ -69,6 +81,16 @@ class Settings:
         """Texts of the whole measurement, those of the warm-up included."""
         return len(self.arms()) * len(self.temperatures) * sum(self.streams) * (1 + self.repeats * self.texts)
 
+    @property
+    def prompts_of_repeat(self) -> int:
+        """Prompts of each cell of a repeat: the same with any number of streams, and each equally often."""
+        return self.texts * math.gcd(*self.streams)
+
+    @property
+    def num_prompts(self) -> int:
+        """Prompts that the measurement uses."""
+        return min(len(self.prompts), self.repeats * self.prompts_of_repeat)
+
 
 @dataclass(slots=True)
 class Run:
@@ -84,6 +106,11 @@ class Run:
     @property
     def answered(self) -> list[Served]:
         return [each for each in self.served if each.stamps]
+
+    @property
+    def finished(self) -> list[Finished]:
+        """The ends of the texts whose statistics are known."""
+        return [each.finished for each in self.answered if each.finished is not None]
 
     @property
     def tokens_per_second(self) -> float:
@@ -111,6 +138,16 @@ class Run:
         """Median over the texts of the time per token after the first piece."""
         return _median_ms(each.seconds_per_token for each in self.answered)
 
+    @property
+    def predicted_tpot_ms(self) -> float | None:
+        """The time per token by [L Theorem 3.8]; None unless all rounds have drafts, but for the first or last one."""
+        counts, times = [each.statistics for each in self.finished], round_seconds(self.finished)
+        alpha, passes = mean_alpha(counts), _passes(self.finished)
+        if times is None or alpha is None or sum(each.num_drafts for each in counts) < passes - len(counts):
+            return None
+        gamma = sum(each.num_draft_tokens for each in counts) / passes
+        return 1e3 * predicted_seconds(alpha, gamma, sum(times.values()))
+
 
 async def measure(
     client: AsyncClient,
@@ -126,9 +163,11 @@ async def measure(
             written since the last call.
 
     Raises:
+        EvaluationError: a prompt cannot be used; nothing was measured.
         OutriderError: a request failed.
     """
     salts, arms = count(), settings.arms()
+    await _check_prompts(client, settings)
 
     async def write(stage: str, run: Run, texts: int, max_new_tokens: int) -> Run:
         name = f"T = {run.temperature:g}, {counted(run.streams, 'stream')}, {run.arm}"
@@ -136,7 +175,7 @@ async def measure(
         options = arms[run.arm] | {
             "temperature": run.temperature, "max_new_tokens": max_new_tokens, "ignore_eos": not settings.stop_at_eos,
         }  # fmt: skip
-        sources = list(_turn(settings.prompts, run.repeat, texts * run.streams))
+        sources = list(_turn(settings, run.repeat, texts * run.streams))
         requests: list[Request] = []
         for prompt, speech in map(request_of, sources):
             # A salt of its own: no text finds its prompt in a prefix cache.
@@ -159,9 +198,29 @@ async def measure(
                 runs.append(await write(stage, run, settings.texts, settings.max_new_tokens))
 
 
-def _turn(prompts: Sequence[Source], repeat: int, number: int) -> Iterator[Source]:
-    """So many prompts; each repeat begins where the one before has ended, so that all prompts occur."""
-    return (prompts[nth % len(prompts)] for nth in range(repeat * number, (repeat + 1) * number))
+def _turn(settings: Settings, repeat: int, number: int) -> Iterator[Source]:
+    """So many prompts. Those of a repeat follow the ones of the repeat before, so that all prompts occur."""
+    size, prompts = settings.prompts_of_repeat, settings.prompts
+    return (prompts[(repeat * size + nth % size) % len(prompts)] for nth in range(number))
+
+
+async def _check_prompts(client: AsyncClient, settings: Settings) -> None:
+    """Begins a text after each prompt, and drops it: a bad prompt of a later repeat is an error now."""
+
+    async def begin(number: int) -> None:
+        prompt, speech = request_of(settings.prompts[number])
+        options = Options(gamma=0, max_new_tokens=settings.max_new_tokens, ignore_eos=not settings.stop_at_eos)
+        events = client.generate(prompt, **(speech | options))
+        try:
+            async for event in events:
+                if isinstance(event, Started):
+                    break
+        except InvalidRequest as error:
+            raise EvaluationError(f"prompt {number + 1} cannot be used: {error.message}") from error
+        finally:
+            await events.aclose()
+
+    await for_each(range(settings.num_prompts), begin, min(settings.streams))
 
 
 def summarise(runs: Sequence[Run], settings: Settings) -> list[Json]:
@@ -170,9 +229,9 @@ def summarise(runs: Sequence[Run], settings: Settings) -> list[Json]:
     - `tokens_per_second`, `ttft_ms`, `tpot_ms`: median, lowest and highest repeat; see `Run`.
     - `speech_per_second`: seconds of speech transcribed in a second; None without speech.
     - `ratio`: tokens/s over those of the target alone in the same repeat.
-    - `alpha`: mean over texts, by their drafted tokens. `gamma`: drafted tokens of a round. `policy`: that chose γ.
-    - `round_us`: means over all rounds but the first of each text, which reads the prompt.
-    - `predicted_tpot_ms`: by [L Theorem 3.8], from α, γ and the times of the cell.
+    - `alpha`: mean over the judged tokens. `gamma`: drafted tokens of a round. `policy`: that chose γ.
+    - `round_us`: means over all rounds but the first of each text, which reads the prompt. See `ROUND`.
+    - `predicted_tpot_ms`: median of the repeats; by [L Theorem 3.8], from α, γ and the times of each.
     - `refused`: texts that the service refused because it was full.
     """
     cells = []
@@ -201,17 +260,14 @@ def missing(cells: Sequence[Json], settings: Settings) -> list[str]:
 
 def _cell(runs: Sequence[Run], alone: dict[int, float]) -> Json:
     texts = [each for run in runs for each in run.answered]
-    statistics = [each.statistics for each in texts if each.statistics is not None]
-    rounds, drafted = sum(each.rounds for each in texts), sum(each.drafted for each in texts)
-    alpha = sum((each.alpha or 0.0) * each.drafted for each in texts) / drafted if drafted else None
-    gamma = drafted / rounds if rounds else 0.0
-    times = round_seconds((each.statistics, each.timings) for each in (text.finished for text in texts) if each)
-    tokens, predicted = sum(each.tokens for each in texts), None
-    proposals = sum(each.num_drafts for each in statistics)
-    if times is not None and drafted and proposals >= rounds - len(texts):
-        predicted = predicted_seconds(alpha or 0.0, gamma, sum(times.values()))
-    elif times is not None and tokens > len(texts):  # a verdict of a `Decode` holds several tokens, but for the first
-        predicted = sum(times.values()) * (rounds - len(texts)) / (tokens - len(texts))
+    finished = [each for run in runs for each in run.finished]
+    statistics = [each.statistics for each in finished]
+    drafted, passes, times = (
+        sum(each.num_draft_tokens for each in statistics),
+        _passes(finished),
+        round_seconds(finished),
+    )
+    predicted = [run.predicted_tpot_ms for run in runs]
     return {
         "drafter": statistics[0].drafter.value if drafted else Drafter.NONE.value,
         "policy": statistics[0].policy.value if statistics else None,
@@ -220,10 +276,10 @@ def _cell(runs: Sequence[Run], alone: dict[int, float]) -> Json:
         "ratio": _spread(run.tokens_per_second / alone[run.repeat] for run in runs if alone.get(run.repeat)),
         "ttft_ms": _spread(run.ttft_ms for run in runs),
         "tpot_ms": _spread(run.tpot_ms for run in runs),
-        "predicted_tpot_ms": None if predicted is None else 1e3 * predicted,
-        "alpha": alpha,
-        "gamma": gamma,
-        "tokens_per_round": tokens / rounds if rounds else None,
+        "predicted_tpot_ms": _median(predicted),
+        "alpha": mean_alpha(statistics),
+        "gamma": drafted / passes if passes else 0.0,
+        "tokens_per_round": sum(each.usage.completion_tokens for each in finished) / passes if passes else None,
         "round_us": None if times is None else {phase: 1e6 * each for phase, each in times.items()},
         "repeats": len(runs),
         "texts": len(texts),
@@ -231,15 +287,27 @@ def _cell(runs: Sequence[Run], alone: dict[int, float]) -> Json:
     }
 
 
-def round_seconds(texts: Iterable[tuple[Statistics, Timings]]) -> dict[str, float] | None:
+def mean_alpha(statistics: Iterable[Statistics]) -> float | None:
+    """Return α over the judged tokens of all texts; None without one."""
+    judged = [(judged_tokens(each), each.alpha) for each in statistics]
+    total = sum(count for count, _ in judged)
+    return sum(count * alpha for count, alpha in judged) / total if total else None
+
+
+def _passes(texts: Iterable[Finished]) -> int:
+    return sum(target_passes(each.statistics, each.usage.completion_tokens) for each in texts)
+
+
+def round_seconds(texts: Iterable[Finished | Completion]) -> dict[str, float] | None:
     """Return the mean seconds of each part of a round, without the first of each text; None if there are no others."""
     sums, rounds = dict.fromkeys(ROUND, 0.0), 0
-    for statistics, times in texts:
+    for text in texts:
+        times = text.timings
         whole, first = phase_seconds(times), phase_seconds(times.first_round)
         for phase in PHASES:
             sums[phase] += whole[phase] - first[phase]
         sums["other"] += (times.total_us - times.time_to_first_token_us - times.failover_us) / 1e6
-        rounds += statistics.num_rounds - 1
+        rounds += target_passes(text.statistics, text.usage.completion_tokens) - 1
     if rounds < 1:
         return None
     sums["other"] -= sum(sums[phase] for phase in PHASES)
@@ -260,9 +328,14 @@ def predicted_seconds(alpha: float, gamma: float, round_seconds: float) -> float
     return round_seconds / (least + (gamma - low) * (most - least))
 
 
+def _median(values: Iterable[float | None]) -> float | None:
+    """Median of those that are known."""
+    known = [value for value in values if value is not None]
+    return median(known) if known else None
+
+
 def _median_ms(seconds: Iterable[float | None]) -> float | None:
-    known = [each for each in seconds if each is not None]
-    return 1e3 * median(known) if known else None
+    return _median(None if each is None else 1e3 * each for each in seconds)
 
 
 def _spread(values: Iterable[float | None]) -> Json | None:

@@ -23,7 +23,19 @@ _LABELS = dict(zip(ROUND, ROUND, strict=True)) | {"forward": "pass", "verify": "
 def table(document: Json) -> Table:
     """Return a row for each cell."""
     has_speech = any(cell["speech_per_second"] is not None for cell in document["cells"])
-    head = ("T", "streams", "", "tokens/s", "ratio", "TTFT ms", "ms a token", "predicted", "α", "γ", "tokens a round")
+    head = (
+        "T",
+        "streams",
+        "arm",
+        "tokens/s",
+        "ratio",
+        "TTFT ms",
+        "ms a token",
+        "predicted",
+        "α",
+        "γ",
+        "tokens a round",
+    )
     rows = [
         (
             f"{cell['temperature']:g}",
@@ -44,28 +56,56 @@ def table(document: Json) -> Table:
     return Table((*head, *(["speech s/s"] if has_speech else [])), rows, keys=3)
 
 
+_LEAST_REPEATS = 5
+"""With fewer, arms that are alike often differ in all repeats: of five arms and three repeats, in one load of 90."""
+
+
 def conclusions(document: Json) -> list[str]:
-    """Return a sentence for each temperature and number of streams."""
+    """Return a sentence for each temperature and number of streams. Overlapping ranges are no difference."""
     found = []
     for (temperature, streams), cells in _groups(document):
         measured = {cell["arm"]: cell for cell in cells if cell["ratio"] is not None}
         where = f"T = {temperature:g}, {counted(streams, 'stream')}"
-        drafting = [cell for name, cell in measured.items() if name != ALONE]
-        if not drafting:
+        if not measured.keys() - {ALONE}:
             refused = sum(cell["refused"] for cell in cells)
             found.append(f"{where}: nothing was measured" + (f"; {refused} texts were refused." if refused else "."))
             continue
-        best = max(drafting, key=lambda cell: float(cell["ratio"]["median"]))
-        ratio = best["ratio"]
-        said = f"{best['arm']} is fastest, {_range(ratio)} times the target alone"
-        if ratio["low"] < 1 < ratio["high"]:
-            said = f"no clear difference; {best['arm']} has {_range(ratio)} times the tokens/s of the target alone"
-        elif ratio["median"] <= 1:
-            said = f"the target alone is fastest; {best['arm']} has {_range(ratio)} times its tokens/s"
-        if POLICY in measured and best["arm"] != POLICY:
-            said += f"; the default policy ({measured[POLICY]['policy']}) has {_range(measured[POLICY]['ratio'])}"
-        found.append(f"{where}: {said}.")
+        found.append(f"{where}: {_conclusion(measured)}.")
     return found
+
+
+def _conclusion(measured: dict[str, Json]) -> str:
+    repeats = min(cell["repeats"] for cell in measured.values())
+    if repeats < 2:
+        return "one repeat shows no difference; give more --repeats"
+    drafting = {name: cell["ratio"] for name, cell in measured.items() if name != ALONE and cell["gamma"]}
+    if not drafting:
+        return "nothing was drafted"
+    best, ratio = max(drafting.items(), key=lambda each: float(each[1]["median"]))
+    others = {name: each for name, each in drafting.items() if name != best}
+    alike = [name for name, each in others.items() if each["high"] >= ratio["low"]]
+    said = f"{best} has {_range(ratio)} times the tokens/s of the target alone"
+    if ratio["low"] <= 1 <= max(each["high"] for each in drafting.values()):
+        said = f"no clear difference from the target alone; {said}"
+    elif ratio["low"] <= 1:
+        said = f"the target alone is fastest in all {repeats} repeats; {said}"
+    elif alike:
+        said += f", above 1 in all {repeats} repeats; no clear difference from {', '.join(alike)}"
+    else:
+        said = f"{best} is fastest in all {repeats} repeats, {_range(ratio)} times the target alone"
+    if repeats < _LEAST_REPEATS:
+        said += f"; {repeats} repeats are no test"
+    if POLICY in others:
+        said += f"; the default policy ({measured[POLICY]['policy']}) has {_range(others[POLICY])}"
+    elif POLICY in measured and best != POLICY:
+        said += "; the default policy drafted nothing"
+    return said
+
+
+def prompts_line(document: Json) -> str:
+    """Return how many prompts were used."""
+    used, given = (document["settings"][name] for name in ("used_prompts", "given_prompts"))
+    return f"Prompts: {used} of {given}, the same in all rows."
 
 
 def html(document: Json) -> str:
@@ -100,8 +140,8 @@ def html(document: Json) -> str:
             "Where the time of a round goes",
             captioned(
                 svg(partial(_draw_rounds, document=document)),
-                "Mean round of one stream, without the first of each text, which reads the prompt. A round of "
-                "the target alone is one token.",
+                "Mean round of one stream, without the first of each text, which reads the prompt. A round without "
+                "a draft, as of the target alone, is one token.",
             ),
             _table_of_rounds(document).html(),
         ),
@@ -121,13 +161,14 @@ def _method(document: Json) -> list[str]:
         f"Each stream asked for its next text when one had ended: {settings['texts']} texts in each repeat, of "
         f"{settings['max_new_tokens']} tokens{' at most' if settings['stop_at_eos'] else ''}, after {prompts}. All "
         "arms took turns in each repeat. A first run of each arm does not count.",
+        prompts_line(document),
         "No prompt was in a prefix cache: each request had a `cache_salt` of its own.",
         "Times are by the clock of this client; parts of a round are measured by the services. Their sums are those of "
         "one stream: wire is the way between the services with its serialisation; queue is waiting for the pass; rest "
         "is other work of the draft service.",
-        "Predicted: the mean time of a round over (1 − α^(γ+1)) / (1 − α) tokens [Leviathan et al., theorem 3.8, with "
-        "the network]. It takes each token's chance of acceptance to be α. Under the rule `block` more are accepted, "
-        "and texts are faster than predicted.",
+        "Predicted, where all rounds have a draft: the mean time of a round over (1 − α^(γ+1)) / (1 − α) tokens "
+        "[Leviathan et al., theorem 3.8, with the network]. It takes each token's chance of acceptance to be α. Under "
+        "the rule `block` more are accepted, and texts are faster than predicted.",
         "γ is the mean of drafted tokens in a round; the last round of a text is short.",
     ]
 
@@ -144,7 +185,7 @@ def _table_of_rounds(document: Json) -> Table:
         for cell in document["cells"]
         if cell["round_us"] is not None
     ]
-    return Table(("T", "streams", "µs of a round", *_LABELS.values(), "sum"), rows, keys=3)
+    return Table(("T", "streams", "arm", *(f"{label} (µs)" for label in _LABELS.values()), "sum (µs)"), rows, keys=3)
 
 
 # ----------------------------------------------------------------------------------------------------------- pictures

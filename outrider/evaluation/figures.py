@@ -54,7 +54,7 @@ def _figure_2(panel: Axes, alphas: list[float], plan: Plan, alpha: float) -> Non
 
     for gamma, colour in zip(TOKENS_OF, COLOURS, strict=False):
         curve(Pair(alpha=0.0, c=0.0), gamma, f"γ = {gamma}" if gamma < 1000 else "γ = ∞", color=colour)
-    curve(plan.pair, plan.fastest.gamma, "", **_OWN)
+    curve(plan.pair, plan.fastest.gamma, "this pair", **_OWN)
     _finish(panel, "Figure 2: tokens of a round", "expected tokens", alphas, max(10, 1.1 * plan.fastest.tokens))
     line(panel, [(alpha, plan.fastest.tokens)], **_POINT)
 
@@ -63,7 +63,7 @@ def _figure_3(panel: Axes, alphas: list[float], plan: Plan, alpha: float) -> Non
     for c, colour in zip(COSTS, COLOURS, strict=False):
         of_paper = Pair(alpha=0.0, c=c, max_gamma=theory.MAX_GAMMA)
         _curve(panel, alphas, of_paper.best_gamma, f"c = {c:g}", color=colour, drawstyle="steps-mid")
-    _curve(panel, alphas, plan.pair.best_gamma, "", **_OWN, drawstyle="steps-mid")
+    _curve(panel, alphas, plan.pair.best_gamma, "this pair", **_OWN, drawstyle="steps-mid")
     _finish(panel, "Figure 3: best γ", "γ (0: the target alone)", alphas, max(25, 1.1 * plan.gamma))
     line(panel, [(alpha, plan.gamma)], **_POINT)
 
@@ -75,7 +75,7 @@ def _figure_4(panel: Axes, alphas: list[float], plan: Plan, alpha: float) -> Non
 
     for gamma, colour in zip(SPEED_OF, COLOURS, strict=False):
         curves(Pair(alpha=0.0, c=0.0), gamma, f"γ = {gamma}", color=colour)
-    curves(plan.pair, plan.fastest.gamma, "", **_OWN)
+    curves(plan.pair, plan.fastest.gamma, "this pair", **_OWN)
     highest = max(10, 1.1 * plan.fastest.speed_up, 1.1 * plan.fastest.operations)
     _finish(panel, "Figure 4: speed-up, and operations (dashed)", "relative to the target alone", alphas, highest)
     level(panel)
@@ -116,4 +116,4 @@ def _finish(panel: Axes, title: str, measure: str, alphas: list[float], top: flo
     panel.set_ylabel(measure, fontsize=8)
     panel.set_xlim(alphas[0], alphas[-1])
     panel.set_ylim(0, top)
-    panel.legend(edgecolor="none", fontsize=7.5, loc="upper left")
+    panel.legend(edgecolor="none", fontsize=7.5, loc="best")

@@ -5,17 +5,19 @@ The formulas are those of `outrider.theory`; their inputs are given, or measured
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
 from itertools import pairwise
-from statistics import linear_regression
+from statistics import linear_regression, median
 from typing import Any
 
 from outrider import theory
 from outrider.client import Completion, Prompt
 from outrider.evaluation import EvaluationError
-from outrider.evaluation.streams import phase_seconds
+from outrider.evaluation.intervals import LEAST_OBSERVATIONS, interval_of_share, ratio_error
+from outrider.evaluation.streams import judged_tokens, phase_seconds, target_passes
 
 MAX_GAMMA = 16
 """Default of the largest γ considered: that of both services."""
@@ -131,7 +133,7 @@ class Plan:
         gamma: the best γ; 0: drafting does not pay.
         rows: each γ from 1.
         lower_bound: speed-up of γ = 1 [L Cor. 3.9]; None with a parallel draft.
-        oracle: that of the best γ of each round in hindsight [L 3.5]; None with a parallel draft.
+        oracle: that of the best γ of each round in hindsight [L 3.5], up to `max_gamma`; None with a parallel draft.
         target_share: share of a round of one stream, with the fastest γ, in which the target works.
         draft_share: that in which the draft works.
         drafts: drafts that one target feeds, each with one stream, if no pass holds two streams.
@@ -181,8 +183,8 @@ def make_plan(pair: Pair) -> Plan:
     bound = limit = None
     if not pair.parallel:
         bound = pair.improvement(1)
-        # The α with as many tokens in a round as γ of any size, or the largest, has.
-        endless = 1 - 1 / theory.expected_tokens(pair.alphas, pair.max_gamma) if pair.by_position else pair.alpha
+        # The α with as many tokens in a round of any γ as the largest one has.
+        endless = 1 - 1 / theory.expected_tokens(pair.alphas, pair.max_gamma)
         endless = pair.share * endless / (1 - endless + pair.share * endless)
         limit = theory.oracle(endless, (1 - pair.hit_rate) * pair.c + pair.token_cost, pair.round_trip)
     return Plan(
@@ -209,11 +211,25 @@ def _of_streams(pair: Pair, streams: int) -> OfStreams:
 
 # ---------------------------------------------------------------------------------------------------------- measuring
 
-MEASURED_GAMMAS = (2, 8)
-"""γ of the measured texts, beside the target alone."""
+SMALL_GAMMA = 2
+"""γ of measured texts, beside the largest one and the target alone."""
 
 # Positions beyond the measured ones accept as often as this many measured ones before them.
 _LAST_POSITIONS = 4
+
+
+@dataclass(frozen=True, slots=True)
+class SpeedUp:
+    """Tokens per second over those of the target alone: the median of the prompts, the least and the most."""
+
+    median: float
+    low: float
+    high: float
+
+    @property
+    def is_unclear(self) -> bool:
+        """Some prompts are faster with drafts, and some slower."""
+        return self.low < 1 < self.high
 
 
 @dataclass(frozen=True, slots=True)
@@ -221,13 +237,17 @@ class Measurement:
     """A pair as measured, one text at a time.
 
     Attributes:
+        prompts: how many.
         judged: drafted tokens that the target judged: α is their mean.
-        speed_ups: tokens per second over those of the target alone, by γ.
+        interval: of α, of 95 %, by prompt; None for too few prompts.
+        speed_ups: by γ.
     """
 
     pair: Pair
+    prompts: int
     judged: int
-    speed_ups: Mapping[int, float]
+    interval: tuple[float, float] | None
+    speed_ups: Mapping[int, SpeedUp]
 
 
 def measure(
@@ -247,25 +267,28 @@ def measure(
     Raises:
         EvaluationError: the texts are too short, or the service drafts nothing.
     """
-    by_gamma = {gamma: _Sums() for gamma in sorted({0, *(min(gamma, max_gamma) for gamma in MEASURED_GAMMAS)})}
+    by_gamma: dict[int, list[_Sums]] = {gamma: [] for gamma in sorted({0, min(SMALL_GAMMA, max_gamma), max_gamma})}
     count = len(by_gamma) * (1 + len(prompts))
     for nth, prompt in enumerate([prompts[0], *prompts]):
-        for place, (gamma, sums) in enumerate(by_gamma.items(), 1):
+        for place, (gamma, texts) in enumerate(by_gamma.items(), 1):
             completion = complete(prompt, gamma=gamma)
             if nth:  # the first turn warms up
-                sums.add(completion)
+                texts.append(_sums_of(completion))
             report(nth * len(by_gamma) + place, count)
-    if not all(sums.rounds for sums in by_gamma.values()):
+    # Without the prompts of which a text ended in its first round: there is no time of a round.
+    turns = [texts for texts in zip(*by_gamma.values(), strict=True) if all(sums.rounds for sums in texts)]
+    if not turns:
         raise EvaluationError("the texts ended after their first round; ask for longer ones")
+    by_gamma = dict(zip(by_gamma, map(list, zip(*turns, strict=True)), strict=True))
     alone = by_gamma.pop(0)
-    if not any(sums.drafted for sums in by_gamma.values()):
+    if not any(sums.drafted for texts in by_gamma.values() for sums in texts):
         raise EvaluationError("the draft service drafted nothing; its drafter may be none: name another one")
     return _measurement(alone, by_gamma, max_gamma)
 
 
 @dataclass(slots=True)
 class _Sums:
-    """Sums over the texts of one γ, without the first round of each, which reads the prompt; times in seconds.
+    """Sums over texts of one γ, without the first round of each, which reads the prompt; times in seconds.
 
     Attributes:
         proposals: drafted rounds, first ones included.
@@ -286,39 +309,57 @@ class _Sums:
     drafted_at: Counter[int] = field(default_factory=Counter)  # by position
     accepted_at: Counter[int] = field(default_factory=Counter)
 
-    def add(self, completion: Completion) -> None:
-        times, statistics = completion.timings, completion.statistics
-        whole, first = phase_seconds(times), phase_seconds(times.first_round)
-        later = {phase: whole[phase] - first[phase] for phase in whole}
-        # Without drafts a verdict may hold several tokens, each of a step of its own; the first one holds one.
-        whole_rounds = statistics.num_rounds if statistics.num_drafts else completion.usage.completion_tokens
-        rounds = whole_rounds - 1
-        share = rounds / whole_rounds
-        self.rounds += rounds
-        self.tokens += share * completion.usage.completion_tokens
-        self.drafted += share * statistics.num_draft_tokens
-        self.proposals += statistics.num_drafts
-        self.chances += max(statistics.num_drafts, statistics.num_rounds - 1)
-        # At each position at most those are judged that are accepted before it.
-        before = (statistics.num_drafts, *statistics.num_accepted_tokens_per_pos)
-        judged = sum(map(min, statistics.num_draft_tokens_per_pos, before))
-        self.judged += judged
-        self.drafted_at.update(dict(enumerate(statistics.num_draft_tokens_per_pos)))
-        self.accepted_at.update(dict(enumerate(statistics.num_accepted_tokens_per_pos)))
-        self.accepted += judged * statistics.alpha
-        self.time += (times.total_us - times.time_to_first_token_us - times.failover_us) / 1e6
-        self.drafting += later["draft"]
-        self.saved += times.saved_us / 1e6
-        self.at_verifier += later["queue"] + later["forward"] + later["verify"]
+    @property
+    def speed(self) -> float:
+        """Tokens per second."""
+        return self.tokens / self.time
 
 
-def _measurement(alone: _Sums, by_gamma: Mapping[int, _Sums], max_gamma: int) -> Measurement:
-    step = alone.time / alone.rounds
-    all_sums = list(by_gamma.values())
+_TIMES = ("time", "drafting", "saved", "at_verifier")
+
+
+def _sums_of(completion: Completion) -> _Sums:
+    times, statistics = completion.timings, completion.statistics
+    whole, first = phase_seconds(times), phase_seconds(times.first_round)
+    later = {phase: whole[phase] - first[phase] for phase in whole}
+    tokens = completion.usage.completion_tokens
+    passes, judged = target_passes(statistics, tokens), judged_tokens(statistics)
+    share = (passes - 1) / passes
+    return _Sums(
+        rounds=passes - 1,
+        proposals=statistics.num_drafts,
+        chances=max(statistics.num_drafts, passes - 1),
+        tokens=share * tokens,
+        drafted=share * statistics.num_draft_tokens,
+        judged=judged,
+        accepted=judged * statistics.alpha,
+        time=(times.total_us - times.time_to_first_token_us - times.failover_us) / 1e6,
+        drafting=later["draft"],
+        saved=times.saved_us / 1e6,
+        at_verifier=later["queue"] + later["forward"] + later["verify"],
+        drafted_at=Counter(dict(enumerate(statistics.num_draft_tokens_per_pos))),
+        accepted_at=Counter(dict(enumerate(statistics.num_accepted_tokens_per_pos))),
+    )
+
+
+def _typical(texts: Sequence[_Sums]) -> _Sums:
+    """The sums over texts, with the times of the median text's round: one stall does not decide."""
+    found = _Sums()
+    for each in fields(_Sums):
+        values = [getattr(text, each.name) for text in texts]
+        setattr(found, each.name, sum(values, start=type(values[0])()))
+    for name in _TIMES:
+        setattr(found, name, found.rounds * median(getattr(text, name) / text.rounds for text in texts))
+    return found
+
+
+def _measurement(alone: Sequence[_Sums], by_gamma: Mapping[int, Sequence[_Sums]], max_gamma: int) -> Measurement:
+    target, all_sums = _typical(alone), [_typical(texts) for texts in by_gamma.values()]
+    step = target.time / target.rounds
     drafting, saved = sum(sums.drafting for sums in all_sums), sum(sums.saved for sums in all_sums)
     drafted = sum(sums.drafted for sums in all_sums)
     drafts = [(sums.drafted / sums.rounds, (sums.drafting + sums.saved) / sums.rounds) for sums in all_sums]
-    passes = [(sums.drafted / sums.rounds, sums.at_verifier / sums.rounds) for sums in (alone, *all_sums)]
+    passes = [(sums.drafted / sums.rounds, sums.at_verifier / sums.rounds) for sums in (target, *all_sums)]
     judged = sum(sums.judged for sums in all_sums)
     pair = Pair(
         alpha=min(1.0, sum(sums.accepted for sums in all_sums) / judged),
@@ -337,9 +378,28 @@ def _measurement(alone: _Sums, by_gamma: Mapping[int, _Sums], max_gamma: int) ->
     rest = sum(sums.time for sums in all_sums) / step - known
     return Measurement(
         pair=replace(pair, round_trip=max(0.0, rest / sum(sums.rounds for sums in all_sums))),
+        prompts=len(alone),
         judged=judged,
-        speed_ups={gamma: step * sums.tokens / sums.time for gamma, sums in by_gamma.items()},
+        interval=_interval(list(zip(*by_gamma.values(), strict=True))),
+        speed_ups={gamma: _speed_up(alone, texts) for gamma, texts in by_gamma.items()},
     )
+
+
+def _speed_up(alone: Sequence[_Sums], texts: Sequence[_Sums]) -> SpeedUp:
+    ratios = [text.speed / own.speed for own, text in zip(alone, texts, strict=True)]
+    return SpeedUp(median(ratios), min(ratios), max(ratios))
+
+
+def _interval(by_prompt: Sequence[Sequence[_Sums]]) -> tuple[float, float] | None:
+    """Of α, from the texts of each prompt."""
+    accepted = [sum(text.accepted for text in texts) for texts in by_prompt]
+    judged = [sum(text.judged for text in texts) for texts in by_prompt]
+    known = [each for each in zip(accepted, judged, strict=True) if each[1]]
+    if len(known) < LEAST_OBSERVATIONS:
+        return None
+    accepted, judged = map(list, zip(*known, strict=True))
+    error = ratio_error(accepted, judged)
+    return None if error is None else interval_of_share(sum(accepted) / sum(judged), error, len(known))
 
 
 def _by_position(all_sums: Sequence[_Sums], max_gamma: int) -> tuple[float, ...]:
@@ -348,11 +408,14 @@ def _by_position(all_sums: Sequence[_Sums], max_gamma: int) -> tuple[float, ...]
     while drafted := sum(sums.drafted_at[len(reached) - 1] for sums in all_sums):
         accepted = sum(sums.accepted_at[len(reached) - 1] for sums in all_sums)
         reached.append(min(reached[-1], accepted / drafted))
-    alphas = [after / before if before else 0.0 for before, after in pairwise(reached)][:max_gamma]
-    last = min(len(alphas), _LAST_POSITIONS)
-    before, after = reached[len(alphas) - last], reached[len(alphas)]
-    beyond = (after / before) ** (1 / last) if before else 0.0
-    return (*alphas, *[beyond] * (max_gamma - len(alphas)))
+    return extended([after / before if before else 0.0 for before, after in pairwise(reached)], max_gamma)
+
+
+def extended(alphas: Sequence[float], max_gamma: int) -> tuple[float, ...]:
+    """α of positions 1..max_gamma: those beyond the known ones accept as often as the last known four together."""
+    last = alphas[:max_gamma][-_LAST_POSITIONS:]
+    beyond = math.prod(last) ** (1 / len(last))
+    return (*alphas[:max_gamma], *[beyond] * (max_gamma - len(alphas)))
 
 
 def _slope(points: Sequence[tuple[float, float]]) -> float | None:

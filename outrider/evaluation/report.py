@@ -19,9 +19,17 @@ class Table:
     rows: Sequence[Sequence[str]]
     keys: int = 1
 
-    def markdown(self) -> str:
+    def markdown(self, *, padded: bool = False) -> str:
+        """Return it as Markdown; `padded`: each column has one width, so that it reads as plain text too."""
         dashes = ["---"] * self.keys + ["---:"] * (len(self.head) - self.keys)
-        return "\n".join(f"| {' | '.join(line)} |" for line in (self.head, dashes, *self.rows))
+        lines = [list(self.head), dashes, *map(list, self.rows)]
+        if padded:
+            for column, rule in enumerate(dashes):
+                width = max(len(line[column]) for line in lines)
+                for line in lines:
+                    line[column] = line[column].ljust(width) if rule == "---" else line[column].rjust(width)
+            lines[1] = [rule.strip().rjust(len(rule), "-") for rule in dashes]
+        return "\n".join(f"| {' | '.join(line)} |" for line in lines)
 
     def html(self) -> str:
         body = "\n".join(self._row(row, "td") for row in self.rows)

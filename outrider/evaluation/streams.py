@@ -25,6 +25,20 @@ def phase_seconds(times: Timings | RoundTimings) -> dict[str, float]:
     return {phase: each / 1e6 for phase, each in zip(PHASES, microseconds, strict=True)}
 
 
+def judged_tokens(statistics: Statistics) -> int:
+    """Drafted tokens that the target judged: at each position at most those accepted before it. α is their mean."""
+    before = (statistics.num_drafts, *statistics.num_accepted_tokens_per_pos)
+    return sum(map(min, statistics.num_draft_tokens_per_pos, before))
+
+
+def target_passes(statistics: Statistics, tokens: int) -> int:
+    """Passes of the target over a text of so many tokens: each writes one token beyond the accepted ones.
+
+    A verdict on several tokens of a `Decode` is several passes. The last proposal may have no token beyond.
+    """
+    return max(statistics.num_rounds, tokens - statistics.num_accepted_tokens)
+
+
 @dataclass(frozen=True, slots=True)
 class Served:
     """One text as its client saw it. Times are seconds since the run began.

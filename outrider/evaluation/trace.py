@@ -18,6 +18,7 @@ from typing import Any
 from outrider.client import Completion, Options, Timings
 from outrider.client.events import Round, RoundTimings
 from outrider.evaluation import EvaluationError
+from outrider.evaluation.streams import target_passes
 
 REQUEST, DRAFT, WIRE, QUEUE, PASS, VERIFICATION = "request", "draft", "wire", "queue", "target pass", "verification"
 
@@ -61,10 +62,7 @@ class Traced:
 
     @property
     def target_passes(self) -> int:
-        """Each writes one token beyond the accepted ones. A verdict on several tokens of a `Decode` is several."""
-        statistics = self.completion.statistics
-        tokens = self.completion.usage.completion_tokens - statistics.num_accepted_tokens
-        return max(tokens, statistics.num_drafts)  # the last proposal may have no token beyond
+        return target_passes(self.completion.statistics, self.completion.usage.completion_tokens)
 
     @property
     def phases_us(self) -> dict[str, int]:
@@ -76,6 +74,11 @@ class Traced:
         wire = max(0, times.verdict_us - _at_verifier(times))
         phases = (times.draft_us, wire, times.queue_us, times.forward_us, times.verify_us)
         return dict(zip((DRAFT, WIRE, QUEUE, PASS, VERIFICATION), phases, strict=True))
+
+    @property
+    def rest_us(self) -> int:
+        """The request without these: the way of the client, and other work of the draft service."""
+        return max(0, round(self.seconds * 1e6) - sum(self.phases_us.values()))
 
 
 def record(complete: Callable[..., Completion], prompt: str, options: Options) -> tuple[Traced, Traced]:

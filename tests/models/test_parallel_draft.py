@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from models import train_parallel_draft
+from models import measure_parallel, train_parallel_draft
 from models.measure import accepted, model_log_probabilities, write_with_logits
 from models.measure_parallel import POSITIONS, accepted_of_proposal, at_prompts, measure, scores_by_position
 from models.parallel import parallel_logits, with_mask_token
@@ -222,3 +222,23 @@ def test_a_draft_without_a_mask_is_refused_by_name(tmp_path: Path) -> None:
     tiny().save_pretrained(tmp_path / "plain")
     with pytest.raises(ValueError, match="plain names no pard_token"):
         measure(DEMO / "target", tmp_path / "plain", rows=1)
+
+
+def test_the_command_measures_the_parallel_draft_unless_another_is_named(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    asked: list[Path] = []
+
+    def measured(target: Path, draft: Path, rows: int) -> list[dict[str, object]]:
+        asked.append(draft)
+        return []
+
+    monkeypatch.setattr(measure_parallel, "measure", measured)
+    monkeypatch.setattr("sys.argv", ["measure_parallel"])
+    measure_parallel.main()
+    assert asked == [DEMO / "parallel-draft"]
+    monkeypatch.undo()
+    monkeypatch.setattr("sys.argv", ["measure_parallel", "--draft", str(DEMO / "draft")])
+    with pytest.raises(SystemExit):
+        measure_parallel.main()
+    assert capsys.readouterr().err.endswith("names no pard_token: it drafts one token a pass\n")

@@ -14,7 +14,6 @@ from outrider.theory import (
     break_even_round_trip,
     expected_tokens,
     improvement,
-    lower_bound,
     operations,
     oracle,
     round_time,
@@ -217,11 +216,10 @@ def test_times_in_seconds_give_tokens_per_second() -> None:
 def test_some_gamma_improves_if_alpha_is_above_c(alpha: float, c: float) -> None:
     """[L Cor. 3.9]: by (1 + α)/(1 + c) at least."""
     if alpha > c:
-        assert improvement(alpha, best_gamma(alpha, c), c) >= lower_bound(alpha, c) - 1e-12
-        assert lower_bound(alpha, c) == pytest.approx((1 + alpha) / (1 + c))
+        assert improvement(alpha, best_gamma(alpha, c), c) >= (1 + alpha) / (1 + c) - 1e-12
     else:
         assert best_gamma(alpha, c) == 0
-        assert lower_bound(alpha, c) <= 1
+        assert (1 + alpha) / (1 + c) <= 1
 
 
 def test_the_best_gamma_follows_the_cost_of_a_pass_and_the_round_trip() -> None:

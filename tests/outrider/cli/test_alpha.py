@@ -63,7 +63,9 @@ def test_one_text_serves_all_drafters_and_leniences(pair: Path) -> None:
 
 
 def test_the_table_says_what_it_shows(pair: Path) -> None:
-    done = run(pair, "--drafter", "model", "--drafter", "lookup", "--lenience", "1,0.5", "--top-k", "8")
+    done = run(
+        pair, "--drafter", "model", "--drafter", "lookup", "--lenience", "1,0.5", "--top-k", "8", "--text-tokens", "20"
+    )
     assert done.exit_code == 0, done.output
     head, _, model, lookup, *_ = done.stdout.splitlines()
     assert head.split() == ["drafter", "α,", "l", "=", "1", "α,", "l", "=", "0.5", "drafted"]
@@ -71,7 +73,19 @@ def test_the_table_says_what_it_shows(pair: Path) -> None:
     assert model.split()[-1] == "100%"
     assert lookup.split()[0] == "lookup"
     assert "temperature 1, top-k 8; float32 on cpu." in done.stdout
-    assert "±: 95 %, with" in done.stdout
+    assert "In brackets: 95 %, with" in done.stdout
+    assert " prompts as independent observations." in done.stdout
+    assert re.search(r"^model +0\.\d{3} \(0\.\d{3}–[01]\.\d{3}\)", done.stdout, re.MULTILINE)
+
+
+def test_few_observations_have_no_interval(pair: Path) -> None:
+    (pair / "two.jsonl").write_text("\n".join(json.dumps({"text": text}) for text in PROMPTS[:2]))
+    done = run(pair, "--temperature", "0", "--text-tokens", "12", prompts="two.jsonl")
+    assert re.search(r"^model +[01]\.\d{3}$", done.stdout, re.MULTILINE), done.stdout
+    assert "Too few observations for an interval: 2 texts." in done.stdout
+    (pair / "two.jsonl").write_text(json.dumps({"text": "abc"}))
+    done = run(pair, "--temperature", "0", "--text-tokens", "12", prompts="two.jsonl")
+    assert "in 1 text after 1 prompt;" in done.stdout
 
 
 def test_the_greedy_text_of_a_prompt_is_used_once(pair: Path) -> None:
@@ -284,3 +298,4 @@ def test_layers_that_cannot_be_left_out_are_one_line(idle: Path, arguments: list
     refused = run(idle, *arguments, draft="")
     assert (refused.exit_code, refused.stdout) == (code, "")
     assert message in refused.stderr.splitlines()[-1]
+    assert "The target writes" not in refused.stderr

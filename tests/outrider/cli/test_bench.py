@@ -57,7 +57,7 @@ def test_every_cell_is_measured(document: Any) -> None:
             assert 0 < cell[name]["low"] <= cell[name]["median"] <= cell[name]["high"]
         assert list(cell["round_us"]) == list(ROUND)
         assert cell["round_us"]["forward"] > 0
-        assert cell["predicted_tpot_ms"] > 0
+        assert cell["predicted_tpot_ms"] is None or (cell["predicted_tpot_ms"] > 0 and cell["gamma"] > 0)
 
 
 def test_arms_draft_as_they_are_named(document: Any) -> None:
@@ -65,16 +65,16 @@ def test_arms_draft_as_they_are_named(document: Any) -> None:
         match cell["arm"]:
             case "target alone":
                 assert (cell["alpha"], cell["gamma"]) == (None, 0)
-                assert 1 <= cell["tokens_per_round"] <= TOKENS / 2  # the first token has a round of its own
+                assert cell["tokens_per_round"] == 1
                 assert cell["round_us"]["draft"] == 0
-                rounds = TOKENS / cell["tokens_per_round"] - 1  # of a text, without the first
-                tpot = sum(cell["round_us"].values()) / 1e3 * rounds / (TOKENS - 1)
-                assert cell["predicted_tpot_ms"] == pytest.approx(tpot)
+                whole = cell["ttft_ms"]["high"] + (TOKENS - 1) * cell["tpot_ms"]["high"]
+                assert (TOKENS - 1) * sum(cell["round_us"].values()) / 1e3 < whole, "a round is one token"
             case "γ = 2":
                 assert (cell["drafter"], cell["policy"]) == ("model", "fixed")
                 assert 1 <= cell["gamma"] <= 2
                 assert 0 < cell["alpha"] <= 1
                 assert cell["round_us"]["draft"] > 0
+                assert cell["predicted_tpot_ms"] > 0
             case "default policy":
                 assert cell["policy"] == "adaptive"
             case _:
@@ -93,6 +93,8 @@ def test_stdout_has_a_table_and_a_sentence_for_each_load(done: Result, document:
     rows = [line for line in done.stdout.splitlines() if line.startswith("|")]
     assert len(rows) == 2 + len(document["cells"])
     assert len({line.count("|") for line in rows}) == 1
+    assert len({len(line) for line in rows}) == 1
+    assert "\nPrompts: 2 of 2, the same in all rows.\n" in done.stdout
     for where in ("T = 0, 1 stream: ", "T = 0, 2 streams: ", "T = 1, 1 stream: ", "T = 1, 2 streams: "):
         assert f"\n{where}" in done.stdout
 

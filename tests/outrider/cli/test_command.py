@@ -194,7 +194,7 @@ def test_generate_has_every_option_of_the_client() -> None:
     offered = {str(option.name) for option in main.commands["generate"].params} - of_the_command - of_the_channel
     # Features, resuming and reports are for programs.
     left_out = {"required_features", "committed_token_ids", "held_tokens", "weights_fingerprint"}
-    left_out |= {"report_rounds", "report_probabilities", "joined_responses", "fill_context"}
+    left_out |= {"report_rounds", "report_probabilities", "joined_responses", "fill_context", "metadata"}
     # Those of `transcribe`, and some that it does not need.
     of_speech = {"audio", "sample_rate", "features", "decoder_prompt_token_ids", "language", "task", "timestamps"}
     assert offered == Options.__annotations__.keys() - left_out - of_speech
@@ -257,3 +257,9 @@ def test_json_is_utf_8_or_ascii(charset: str) -> None:
     written = CliRunner(charset=charset).invoke(command).stdout_bytes
     assert json.loads(written) == {"text": "é 😀 ✓"}
     assert (b"\\u" in written) == (charset != "utf-8")
+
+
+def test_convert_looks_for_the_folder_first() -> None:
+    done = CliRunner().invoke(main, ["convert", "no/such/model", "/nonexist/t.gguf"])
+    assert (done.exit_code, done.stdout) == (2, "")
+    assert "OUT.gguf is /nonexist/t.gguf: there is no folder /nonexist; make it first" in done.stderr

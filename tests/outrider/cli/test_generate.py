@@ -104,7 +104,6 @@ def test_lossy_texts_are_labelled(draft_address: str, arguments: list[str], loss
     ("arguments", "status", "named"),
     [
         (["--top-p", "0"], "INVALID_ARGUMENT", "top_p"),
-        (["--rule", "sigmoid"], "INVALID_ARGUMENT", "sampling.sigmoid"),
         (["--chat"], "FAILED_PRECONDITION", "chat template"),
     ],
 )
@@ -116,3 +115,15 @@ def test_a_refusal_is_one_line_with_status_and_field(
     (line,) = refused.stderr.splitlines()
     assert line.startswith(f"outrider: {status}: ")
     assert named in line
+
+
+def test_the_rule_sigmoid_needs_its_scales() -> None:
+    refused = _generate("127.0.0.1:1", "--rule", "sigmoid", PROMPT)
+    assert (refused.exit_code, refused.stdout) == (2, "")
+    assert "--rule is sigmoid; give --sigmoid-scales ALPHA BETA too" in refused.stderr
+
+
+def test_json_has_the_speed(draft_address: str) -> None:
+    done = _generate(draft_address, "--json", "--max-new-tokens", "8", "--ignore-eos", PROMPT)
+    found = json.loads(done.stdout)
+    assert found["tokens_per_second"] == pytest.approx(8e6 / found["timings"]["total_us"])

@@ -25,6 +25,10 @@ def test_a_trace_and_a_picture_are_written(draft_address: str, tmp_path: Path) -
     assert done.exit_code == 0
     lines = [line.split() for line in done.stdout.splitlines()]
     assert ["tokens", "12", "12"] in lines
+    parts = dict(line.split("  ", 1) for line in done.stdout.splitlines() if "(ms)" in line)
+    (whole,) = (text for name, text in parts.items() if name == "whole request (ms)")
+    sums = [sum(map(float, column)) for column in zip(*(text.split() for text in parts.values()), strict=True)]
+    assert sums == pytest.approx([2 * float(value) for value in whole.split()], abs=0.5)
     assert lines[0] == ["with", "speculation", "target", "alone"]
     assert "Both texts are the same." in done.stdout
     assert f"Trace: {output}" in done.stdout
@@ -57,7 +61,8 @@ def test_json_has_both_texts(draft_address: str, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
-        (["--drafter", "none", "--max-new-tokens", "4"], "Nothing was drafted"),
+        (["--drafter", "none", "--gamma", "4", "--max-new-tokens", "4"], "the target alone: the drafter is none; name"),
+        (["--max-new-tokens", "1"], "the target alone: a text of one token needs no draft."),
         (["--temperature", "1", "--max-new-tokens", "24"], "Both texts are the same."),
         (
             ["--temperature", "1", "--max-new-tokens", "24", "--rule", "block", "--gamma", "4"],

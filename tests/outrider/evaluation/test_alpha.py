@@ -25,7 +25,7 @@ from kernels.adjustments import LogitRules
 from kernels.sampling import SamplingParams, probabilities
 from kernels.sparse import SparseConfig, SparseDistribution, truncate
 from kernels.verify import Proposed, Uniforms, verify
-from outrider.evaluation import EvaluationError, alpha, chisquare, target_text
+from outrider.evaluation import EvaluationError, chisquare, intervals, target_text
 from outrider.evaluation.alpha import FEW_PROMPTS, Estimate, Options, acceptance, clusters_of, estimate, measure
 from outrider.evaluation.drafters import (
     Drafter,
@@ -477,7 +477,7 @@ def test_intervals_hold_for_correlated_positions() -> None:
 
 @pytest.mark.parametrize("degrees", [1, 2, 3, 4, 7, 20, 63, 1000])
 def test_quantiles_are_those_of_students_t(degrees: int) -> None:
-    assert alpha.student_quantile(degrees) == pytest.approx(scipy.stats.t.ppf(0.975, degrees), rel=2e-3)
+    assert intervals.student_quantile(degrees) == pytest.approx(scipy.stats.t.ppf(0.975, degrees), rel=2e-3)
 
 
 def test_few_prompts_give_an_interval_over_texts_and_one_text_gives_none() -> None:
@@ -485,7 +485,7 @@ def test_few_prompts_give_an_interval_over_texts_and_one_text_gives_none() -> No
     assert clusters_of(many) == ("prompt", [index % FEW_PROMPTS for index in range(20)])
     assert clusters_of([text for text in many if text.index]) == ("text", list(range(17)))
     alone = estimate("model", 1.0, [np.array([0.2, 0.4])], [0])
-    assert alone == Estimate("model", 1.0, (0.2 + 0.4) / 2, None, None, None, 2, 1.0)
+    assert alone == Estimate("model", 1.0, (0.2 + 0.4) / 2, None, None, None, 2, 1.0, 1)
     assert math.isnan(estimate("lookup", 1.0, [np.array([math.nan])], [0]).alpha)
 
 

@@ -14,7 +14,7 @@ from outrider.client import Client, Completion, RoundTimings, Sample, Started, S
 from outrider.evaluation import EvaluationError
 from outrider.evaluation.figures import draw_plan
 from outrider.evaluation.pictures import svg
-from outrider.evaluation.plan import Pair, make_plan, measure
+from outrider.evaluation.plan import Pair, extended, make_plan, measure
 from tests.cluster import MODELS, Cluster, wait_healthy
 from tests.proxy import Proxy
 
@@ -31,7 +31,10 @@ def test_a_plan_is_that_of_the_formulas() -> None:
     assert plan.gamma == plan.fastest.gamma
     assert plan.fastest.operations == theory.operations(0.8, plan.gamma, 0.05)
     assert plan.lower_bound == pytest.approx(speed_ups[0])
-    assert plan.oracle == theory.oracle(0.8, 0.1 + 0.02, 0.3) > plan.fastest.speed_up
+    tokens = theory.expected_tokens(0.8, 16)  # of a round that accepts all that γ = 16 would
+    assert plan.oracle is not None
+    assert plan.oracle == pytest.approx(tokens / ((tokens - 1) * (0.1 + 0.02) + 1 + 0.3))
+    assert plan.fastest.speed_up < plan.oracle < theory.oracle(0.8, 0.1 + 0.02, 0.3)
     assert plan.tokens_per_second is None
     rates = make_plan(replace(pair, step_ms=20)).tokens_per_second
     assert rates == pytest.approx((50 * plan.fastest.speed_up, 50))
@@ -107,6 +110,8 @@ def test_the_figures_hold_the_pair(pair: Pair) -> None:
     written = "\n".join("".join(each.itertext()) for each in ElementTree.fromstring(text).iter())
     for title in ("Figure 2", "Figure 3", "Figure 4", "This pair"):
         assert title in written
+    labels = [each.text for each in ElementTree.fromstring(text).iter() if each.text == "this pair"]
+    assert len(labels) == 4, "one in the legend of each figure"
     assert f"α = {pair.alpha:.3g}, γ = {plan.fastest.gamma}, c = {pair.c:.3g}" in written
 
 
@@ -170,7 +175,7 @@ class Rounds:
             num_draft_tokens_per_pos=(drafts,) * gamma,
             alpha=0.5 if gamma else 0.0,
         )
-        usage = _blank(Usage, completion_tokens=self.tokens)
+        usage = _blank(Usage, completion_tokens=rounds + sum(accepted) if gamma else self.tokens)
         sample = _blank(Sample, usage=usage, statistics=statistics, timings=timings)
         return Completion(started=_blank(Started), samples=(sample,))
 
@@ -182,7 +187,7 @@ def test_the_costs_of_rounds_are_found_again(hit_rate: float, joined: int) -> No
     done: list[tuple[int, int]] = []
     found = measure(rounds, ["one", "two"], report=lambda *each: done.append(each))
     pair = found.pair
-    assert rounds.asked == [(prompt, gamma) for prompt in ("one", "one", "two") for gamma in (0, 2, 8)]
+    assert rounds.asked == [(prompt, gamma) for prompt in ("one", "one", "two") for gamma in (0, 2, 16)]
     assert done == [(nth, 9) for nth in range(1, 10)]
     assert pair.step_ms == pytest.approx(10)
     assert pair.c == pytest.approx(0.08, rel=1e-3)
@@ -192,8 +197,9 @@ def test_the_costs_of_rounds_are_found_again(hit_rate: float, joined: int) -> No
     assert pair.alpha == 0.5
     assert found.judged == 2 * (2 * 32 + 2 * 32)  # of each proposal the accepted token and the rejected one
     for gamma, speed_up in found.speed_ups.items():
-        assert speed_up == pytest.approx(
-            65 / 32 / theory.round_time(gamma, pair.c, pair.round_trip, **pair.ways), rel=1e-3
+        assert speed_up.median == speed_up.low == speed_up.high
+        assert speed_up.median == pytest.approx(
+            2 / theory.round_time(gamma, pair.c, pair.round_trip, **pair.ways), rel=1e-3
         )
 
 
@@ -212,13 +218,40 @@ def test_rounds_without_a_draft_count(gamma: int) -> None:
 
 
 def test_alpha_by_position_is_found_again() -> None:
-    """The text with γ = 2 counts at its two positions; beyond eight positions α is as at the last four."""
-    pair = measure(Rounds(accepted=(24, 18, 9, 9, 9, 9, 9, 9)), ["one"], max_gamma=10).pair
+    """The text with γ = 2 counts at its two positions."""
+    pair = measure(Rounds(accepted=(24, 18, 9, 9, 9, 9, 9, 9, 9, 9)), ["one"], max_gamma=10).pair
     assert pair.by_position == pytest.approx((0.75, 0.75, 0.5, *[1] * 7))
-    pair = measure(Rounds(accepted=(32, 32, 16, 8, 4, 2, 1, 0)), ["one"], max_gamma=10).pair
+    pair = measure(Rounds(accepted=(32, 32, 16, 8, 4, 2, 1, 0, 0, 0)), ["one"], max_gamma=10).pair
     assert pair.by_position == pytest.approx((1, 1, *[0.5] * 5, *[0] * 3))
-    pair = measure(Rounds(accepted=(32, 16, 8, 8, 4, 4, 2, 2)), ["one"], max_gamma=10).pair
-    assert pair.by_position[8:] == pytest.approx([(2 / 8) ** (1 / 4)] * 2)
+
+
+def test_alpha_goes_on_as_at_the_last_four_positions() -> None:
+    assert extended([0.9, 0.5, 1, 1, 0.5, 0.5], 8) == pytest.approx((0.9, 0.5, 1, 1, 0.5, 0.5, 0.5**0.5, 0.5**0.5))
+    assert extended([0.9, 0.4], 4) == pytest.approx((0.9, 0.4, 0.6, 0.6))
+    assert extended([0.9, 0.5, 0.2], 2) == (0.9, 0.5)
+
+
+def test_one_stall_does_not_decide() -> None:
+    """The third of five texts with γ = 2, and of the target alone, takes a second more: its prompt alone shows it."""
+    even, stalled = Rounds(), Rounds()
+
+    def complete(prompt: str, *, gamma: int) -> Completion:
+        done = stalled(prompt, gamma=gamma)
+        if prompt != "2" or gamma == 16:
+            return done
+        (sample,) = done.samples
+        timings = replace(sample.timings, total_us=sample.timings.total_us + (1_000_000 if gamma else 3_000_000))
+        return Completion(done.started, (replace(sample, timings=timings),))
+
+    prompts = [str(number) for number in range(5)]
+    expected, found = measure(even, prompts), measure(complete, prompts)
+    assert found.pair == expected.pair
+    assert found.prompts == 5
+    assert found.interval == pytest.approx((0.5, 0.5))
+    for gamma, each in found.speed_ups.items():
+        assert each.median == expected.speed_ups[gamma].median == each.low < 1.6 < each.high
+        assert each.is_unclear == (gamma == 16)  # 0.69 for the other prompts
+    assert measure(even, prompts[:4]).interval is None
 
 
 def test_a_gamma_that_the_service_refuses_is_not_asked_for() -> None:

@@ -56,3 +56,9 @@ def test_markdown_has_a_column_for_each_head() -> None:
         "| <b> | 1.0 |",
         "| `code` | 2 & 3 |",
     ]
+    assert TABLE.markdown(padded=True).splitlines() == [
+        "| name   | value |",
+        "| ------ | ----: |",
+        "| <b>    |   1.0 |",
+        "| `code` | 2 & 3 |",
+    ]
