@@ -38,19 +38,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = harness.parser("acceptance", __doc__, quick="few texts, the demo pair only")
     harness.target_options(parser, factor=12)
     harness.text_options(parser, prompts=4, new_tokens=64)
-    parser.add_argument("--texts", type=int, default=64, help="to take distributions of, of one prompt each")
-    parser.add_argument("--prompt-tokens", type=int, default=16, help="of each prompt")
-    parser.add_argument("--tokens", type=int, default=48, help="of each of them")
-    parser.add_argument("--gamma", type=int, default=5, help="tokens of a proposal")
+    # Distributions are taken of `texts`, each of `tokens` after the beginning of a prompt.
+    parser.set_defaults(texts=64, prompt_tokens=16, tokens=48, gamma=5)
     few = {
-        "only": "demo",
-        "prompts": 1,
-        "new_tokens": 16,
-        "repetitions": 1,
-        "texts": 2,
-        "prompt_tokens": 2,
-        "tokens": 16,
-    }
+        "only": "demo", "prompts": 1, "new_tokens": 16, "repetitions": 1, "texts": 2, "prompt_tokens": 2, "tokens": 16,
+    }  # fmt: skip
     given = harness.parse(parser, arguments, few)
     arms = [ALONE, *map(_arm, LENIENCES)]
     figures = partial(compared, reference=ALONE, names=arms)
@@ -120,7 +112,7 @@ def leniences(found: Texts) -> Json:
 
 
 def lenient(p: Tensor, q: Tensor, lenience: float) -> Tensor:
-    """The distribution of a token, `[N, V]`, that is drafted from `q` and judged with this lenience."""
+    """The distribution of a token, `[N, V]`, that is drafted from `q` and verified with this lenience."""
     accepted = torch.minimum(p / lenience, q)
     rest = (p - q).clamp(min=0)
     return accepted + (1 - accepted.sum(-1, keepdim=True)) * rest / rest.sum(-1, keepdim=True).clamp(min=1e-300)

@@ -14,8 +14,7 @@ from itertools import islice
 from pathlib import Path
 
 from benchmarks import harness, plots
-from benchmarks.harness import ROOT, Bench, Json, progress
-from benchmarks.services import digest_of
+from benchmarks.harness import ROOT, Bench, Json, digest_of, progress
 from models.corpus import training_text
 from outrider.evaluation import ALPHA_DRAFTERS
 from outrider.evaluation.alpha import Estimate, Options, run
@@ -38,9 +37,8 @@ TOKENS_PER_PASS = 4
 def main(arguments: Sequence[str] | None = None) -> int:
     parser = harness.parser("alpha", __doc__, quick="few tokens, the demo pair only")
     parser.add_argument("--only", choices=(DEMO, TRANSLATION), help="one of the two pairs")
-    parser.add_argument("--tokens", type=int, default=10_000, help="that the target writes")
-    parser.add_argument("--corpus-mb", type=float, default=4.0, help="of the training text that is counted")
-    parser.add_argument("--sentences", type=int, default=300, help="that are translated")
+    # Tokens that the target writes, the training text that is counted, and sentences that are translated.
+    parser.set_defaults(tokens=10_000, corpus_mb=4.0, sentences=300)
     given = harness.parse(parser, arguments, {"only": DEMO, "tokens": 200, "corpus_mb": 0.1})
     summarise = harness.summary_of(("pair", "sampling", "drafter", "lenience"), lambda runs: _figures(runs[0]))
     return harness.run("alpha", given, measure, summarise, tables, draw)

@@ -165,12 +165,8 @@ def search(model: Any, prompt: Text, beams: int, new_tokens: int, **options: Any
 
 def main(arguments: Sequence[str] | None = None) -> int:
     parser = harness.parser("beams", __doc__, quick="two beams, few tokens")
-    parser.add_argument("--prompts", type=int, default=6)
-    parser.add_argument("--new-tokens", type=int, default=32)
-    parser.add_argument("--beams", type=int, nargs="+", default=[2, 4, 8], help="w")
-    parser.add_argument("--wider", type=int, nargs="+", default=[1, 2, 4], help="u, over w")
-    parser.add_argument("--gammas", type=int, nargs="+", default=[2, 4, 8], help="steps of a draft")
-    parser.add_argument("--corpus-mb", type=float, default=4.0, help="of the training text that the bigram counts")
+    # w, u over w, steps of a draft, and the training text that the bigram counts.
+    parser.set_defaults(prompts=6, new_tokens=32, beams=[2, 4, 8], wider=[1, 2, 4], gammas=[2, 4, 8], corpus_mb=4.0)
     few = {"prompts": 1, "new_tokens": 8, "beams": [2], "wider": [1, 2], "gammas": [2], "corpus_mb": 0.1}
     given = harness.parse(parser, arguments, few)
     return harness.run(

@@ -57,7 +57,7 @@ _INSTRUCTION = 16  # bytes
 _RULES = {rule.value: number for rule, number in RULE_NUMBERS.items()} | {"temperature 0": GREEDY_NUMBER}
 
 Variant = tuple[str, str, dict[str, int], dict[str, Any]]
-"""What it is, the kernel's name, its options, and its constants."""
+"""A title, the kernel's name, its options, and its constants."""
 
 
 def common() -> Iterator[Variant]:

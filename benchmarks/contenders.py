@@ -1,4 +1,4 @@
-"""Who writes texts: Outrider and transformers, one text after another in turns, or many at once.
+"""The writers of texts: Outrider and transformers, one text after another in turns, or many at once.
 
 A closed loop has a number of streams, each of which asks for its next text when one has ended. In an open loop requests
 arrive at set times, also while earlier ones are in progress.
@@ -21,7 +21,10 @@ from benchmarks.harness import PHASES, Json, Runs, progress, shuffled
 from benchmarks.services import RULE, Services, await_
 from outrider.client import AsyncClient
 from outrider.evaluation.streams import Request, Served, phase_seconds, serve
+from outrider.runtime.loader import cpu_computes_bfloat16
 
+DTYPE = torch.bfloat16 if cpu_computes_bfloat16() else torch.float32
+"""Of models that transformers runs: without instructions for bfloat16, float32 is two to four times as fast."""
 _TIMEOUT_S = 600.0
 # Between texts: threads of OpenMP spin for milliseconds after their last operation, on processors that the next writer
 # needs (measured after a text of llama.cpp's server: 15 ms of the next text's 100).
@@ -160,7 +163,7 @@ def _passes_of(model: Any) -> Passes:
 
 
 @lru_cache(maxsize=4)
-def load_model(folder: Path, dtype: torch.dtype = torch.bfloat16) -> Any:
+def load_model(folder: Path, dtype: torch.dtype = DTYPE) -> Any:
     """The model of a folder. It writes on past its end-of-sequence ids."""
     transformers.logging.set_verbosity_error()
     transformers.logging.disable_progress_bar()
@@ -251,12 +254,15 @@ def take_turns(
     """Adds a run for each text and writer: in turns, so that other work on the machine affects all writers alike.
 
     `where` has keys of all runs, `texts` the keys of each text. A run that is there already is not measured again. A
-    writer's name is the key `arm`. Each text has an order of its own.
+    writer's name is the key `arm`. Each text has an order of its own, which every second repetition reverses.
     """
-    for turn, (keys, task) in enumerate(texts, 1):
+    places: dict[Any, int] = {}
+    for keys, task in texts:
+        text = frozenset((keys | {"repetition": 0}).items())
+        place = places.setdefault(text, len(places))
         if runs.has(**where, **keys):
             continue
-        order = [name for name in shuffled(writers, turn) if not skips(name, keys)]
+        order = [name for name in shuffled(writers, keys.get("repetition", 0), place) if not skips(name, keys)]
         own = []
         for name in order:
             time.sleep(PAUSE_S)

@@ -17,7 +17,7 @@ from models.corpus import training_text
 
 DRAFTERS = ("none", "model", "staged", "ngram", "lookup", "random")
 """In the order of tables and pictures; ratios are to the first."""
-# Judged token by token, so that α is the paper's.
+# Token by token, so that α is the paper's.
 RULE = "tokenwise"
 
 
@@ -25,8 +25,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = harness.parser("drafters", __doc__, quick="few texts, the demo pair only")
     harness.target_options(parser, factor=3)
     harness.text_options(parser, prompts=4, new_tokens=64)
-    parser.add_argument("--gamma", type=int, default=5, help="tokens of a proposal")
-    parser.add_argument("--corpus-mb", type=float, default=4.0, help="of the training text that ngram counts")
+    parser.set_defaults(gamma=5, corpus_mb=4.0)  # of the training text that `ngram` counts
     few = {"only": "demo", "prompts": 1, "new_tokens": 16, "repetitions": 1, "corpus_mb": 0.1}
     given = harness.parse(parser, arguments, few)
     summarise = harness.summary_of(("pair", "kind", "temperature"), figures)

@@ -31,9 +31,19 @@ from transformers import (
 )
 
 from benchmarks import harness, pair
-from benchmarks.contenders import Task, Unavailable, Write, outrider_writer, take_turns, text_run, warm_up
-from benchmarks.harness import CACHE, ROOT, Bench, Json, number, percent
-from benchmarks.services import RULE, Models, Services, digest_of
+from benchmarks.contenders import (
+    DTYPE,
+    Task,
+    Unavailable,
+    Write,
+    outrider_writer,
+    take_turns,
+    text_run,
+    texts,
+    warm_up,
+)
+from benchmarks.harness import CACHE, ROOT, Bench, Json, digest_of, number, percent
+from benchmarks.services import RULE, Models, Services
 from models.encoder_decoder import edits
 from models.training import deepen
 
@@ -57,12 +67,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = harness.parser("encoder_decoder", __doc__, quick="two texts of the translation pair")
     parser.add_argument("--only", nargs="+", choices=(TRANSLATION, SPEECH), default=[TRANSLATION, SPEECH])
     parser.add_argument("--parts", nargs="+", choices=(SPEED, RULES), default=[SPEED, RULES])
-    parser.add_argument("--factor", type=int, default=24, help="how many times as deep the targets' decoders are")
-    parser.add_argument("--texts", type=int, default=8, help="of `speed`")
-    parser.add_argument("--scored-texts", type=int, default=96, help="of `rules`")
-    parser.add_argument("--repetitions", type=int, default=3)
-    parser.add_argument("--gammas", type=int, nargs="+", default=[3, 5, 7])
-    few = {"only": [TRANSLATION], "factor": 1, "texts": 2, "scored_texts": 2, "repetitions": 1, "gammas": [3]}
+    # The targets' decoders are 24 times as deep; texts of `speed`, and of `rules`.
+    parser.set_defaults(factor=24, texts=8, scored_texts=96, repetitions=3, gammas=[3, 5, 7])
+    few = {"only": [TRANSLATION], "factor": 1, "texts": 1, "scored_texts": 1, "repetitions": 1, "gammas": [3]}
     given = harness.parse(parser, arguments, few)
     return harness.run("encoder_decoder", given, measure, summarise, table, draw)
 
@@ -91,15 +98,7 @@ def measure(bench: Bench) -> None:
 
 def speed(bench: Bench, models: Models, inputs: Sequence[Input]) -> None:
     given = bench.given
-    tasks = [
-        (
-            {"temperature": f"{at:g}", "repetition": repetition, "prompt": nth},
-            Task(nth, (), LONGEST, at, 1 + nth + 1000 * repetition),
-        )
-        for repetition in range(given.repetitions)
-        for nth in range(len(inputs))
-        for at in (0.0, 1.0)
-    ]
+    tasks = list(texts([()] * len(inputs), LONGEST, given.repetitions))
     torch.set_num_threads(1)  # as the services; with two it was slower on two cores
     with ExitStack() as running:
         services = running.enter_context(Services(models.target, models.draft))
@@ -107,7 +106,10 @@ def speed(bench: Bench, models: Models, inputs: Sequence[Input]) -> None:
         target, draft = _writer(models.target), _writer(models.draft)
         writers: dict[str, Write] = {
             pair.GENERATE: partial(_generate, target, inputs),
-            f"{pair.ASSISTED}, 5": partial(_generate, target, inputs, draft=draft),
+            **{
+                f"{pair.ASSISTED}, {gamma}": partial(_generate, target, inputs, draft=draft, tokens=gamma)
+                for gamma in given.gammas
+            },
             pair.DECODE: outrider_writer(services, ask, gamma=0),
             **{f"{pair.PAIR}, γ = {gamma}": outrider_writer(services, ask, gamma=gamma) for gamma in given.gammas},
         }
@@ -213,20 +215,20 @@ def _request(inputs: Sequence[Input], task: Task) -> Json:
 # ------------------------------------------------------------------------------------------------------- transformers
 
 
-def _load(folder: Path) -> Any:
+def _load(folder: Path, dtype: torch.dtype = torch.bfloat16) -> Any:
     auto = AutoModelForSpeechSeq2Seq if (folder / "preprocessor_config.json").is_file() else AutoModelForSeq2SeqLM
-    return auto.from_pretrained(folder, dtype=torch.bfloat16, local_files_only=True).eval()
+    return auto.from_pretrained(folder, dtype=dtype, local_files_only=True).eval()
 
 
 def _writer(folder: Path) -> Any:
     """The model. transformers' cache counts the layers of the encoder; here it finds those of the decoder."""
-    model = _load(folder)
+    model = _load(folder, DTYPE)
     if hasattr(model.config, "num_decoder_layers"):
         model.config.num_layers = model.config.num_decoder_layers
     return model
 
 
-def _generate(target: Any, inputs: Sequence[Input], task: Task, *, draft: Any = None, tokens: int = 5) -> Json:
+def _generate(target: Any, inputs: Sequence[Input], task: Task, *, draft: Any = None, tokens: int = 0) -> Json:
     """Transformers' own text, by plain `generate` or with an assistant; each encoder gets its own features."""
     each = inputs[task.prompt]
     config = GenerationConfig(**{**target.generation_config.to_diff_dict(), "max_length": None})

@@ -3,7 +3,8 @@
 The share means something only while the engine always has work, so verifiers are called directly. `Decode`: in each
 stream the target writes alone. `proposals`: each stream proposes the known text of the target at temperature 0, several
 rounds ahead of the verdicts, while one more stream decodes in the same batches. Verdicts of a stream that decodes give,
-by the verifier's clock, the time of forward and verify, and how long the stream waited before: all other work.
+by the verifier's clock, the time of forward and verify, and how long the stream waited before: all other work. The
+share is of the sums over all such streams.
 """
 
 import asyncio
@@ -31,9 +32,7 @@ DECODED = 60  # in one go: a sequence 64 verdicts ahead of its reader is paused
 def main(arguments: Sequence[str] | None = None) -> int:
     parser = harness.parser("engine", __doc__, quick="the demo pair, two streams")
     harness.target_options(parser, factor=12)
-    parser.add_argument("--streams", type=int, nargs="+", default=[8], help="at once")
-    parser.add_argument("--gamma", type=int, default=4, help="tokens of a proposal")
-    parser.add_argument("--repetitions", type=int, default=3)
+    parser.set_defaults(streams=[8], gamma=4, repetitions=3)
     few = {"only": "demo", "streams": [2], "repetitions": 1}
     given = harness.parse(parser, arguments, few)
     summarise = harness.summary_of(("pair", "rounds", "streams"), median_run)
@@ -63,7 +62,7 @@ async def shared(address: str, prompts: Sequence[Sequence[int]], gamma: int) -> 
         for stream in streams:
             stream.cancel()
         if not gamma:
-            return max((figures(text, len(prompts)) for text in texts), key=lambda each: each["share"])
+            return figures(texts, len(prompts))
         observer = await _open(stub, prompts[0], joined=False)  # a verdict for each pass
         streams = [await _open(stub, prompt, joined=False) for prompt in prompts]
         known = [[token for verdict in text for token in verdict.token_ids] for text in texts]
@@ -74,7 +73,7 @@ async def shared(address: str, prompts: Sequence[Sequence[int]], gamma: int) -> 
         await asyncio.gather(*playing, return_exceptions=True)
         for stream in (observer, *streams):
             stream.cancel()
-        return figures(verdicts, len(prompts) + 1)
+        return figures([verdicts], len(prompts) + 1)
 
 
 async def _open(stub: Any, prompt: Sequence[int], *, joined: bool) -> VerifyStream:
@@ -102,19 +101,31 @@ async def _play(stream: VerifyStream, text: Sequence[int], gamma: int) -> None:
             return
 
 
-def figures(verdicts: Sequence[Any], sequences: int) -> Json:
-    """The engine's share, from the passes with most sequences; raises ValueError below `LEAST_PASSES` of them."""
-    # The first waited for its Decode.
-    counted = [each for each in verdicts[1:] if 4 * each.timings.pass_sequences >= 3 * sequences]
+def figures(texts: Sequence[Sequence[Any]], sequences: int) -> Json:
+    """The engine's share over the verdicts of all texts, from the passes with most sequences.
+
+    Raises:
+        ValueError: fewer than `LEAST_PASSES` of a text's passes, on average, had as many.
+    """
+    # The first verdict of a text waited for its Decode.
+    verdicts = [verdict for text in texts for verdict in text[1:]]
+    counted = [each for each in verdicts if 4 * each.timings.pass_sequences >= 3 * sequences]
     passes = sum(len(each.token_ids) for each in counted)
-    if passes < LEAST_PASSES:
+    if passes < LEAST_PASSES * len(texts):
         raise ValueError(
-            f"{passes} passes held three quarters of the {sequences} sequences; at least {LEAST_PASSES} must"
+            f"{passes // len(texts)} passes held three quarters of the {sequences} sequences; "
+            f"at least {LEAST_PASSES} must"
         )
     names = ("queue_us", "forward_us", "verify_us")
     outside, forward, verify = (sum(getattr(each.timings, name) for each in counted) / passes for name in names)
     share = outside / (outside + forward + verify)
-    return {"passes": passes, "share": share, "outside_us": outside, "forward_us": forward, "verify_us": verify}
+    return {
+        "passes": passes // len(texts),
+        "share": share,
+        "outside_us": outside,
+        "forward_us": forward,
+        "verify_us": verify,
+    }
 
 
 def median_run(runs: Sequence[Json]) -> Json:

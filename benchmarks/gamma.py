@@ -1,7 +1,7 @@
-"""How many tokens to draft: fixed γ against the policies that choose it, one stream.
+"""The choice of γ: fixed values against the policies that choose it, one stream.
 
-By default under the rule `coupled`, so that all arms write the same text at any temperature. (Many streams:
-`benchmarks.load`, with `--gamma` for a fixed one.)
+Under the rule `coupled`, so that all arms write the same text at any temperature. (Many streams: `benchmarks.load`,
+with `--gamma` for a fixed one.)
 """
 
 import sys
@@ -16,6 +16,7 @@ from benchmarks.harness import Bench, Json, arms_table, between, compared
 from benchmarks.services import Services, models_of
 
 ALONE = "alone"
+RULE = "coupled"
 MOST_DRAFTED = 16
 
 
@@ -23,32 +24,29 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = harness.parser("gamma", __doc__, quick="two prompts, few arms, the demo pair only")
     harness.target_options(parser, factor=3)
     harness.text_options(parser, prompts=4, new_tokens=96)
-    parser.add_argument("--rule", default="coupled", choices=("tokenwise", "block", "coupled"), help="of acceptance")
-    parser.add_argument("--fixed", type=int, nargs="+", default=[2, 3, 5, 8, 12, 16], help="each γ")
-    parser.add_argument("--entropies", type=float, nargs="*", default=[2.0, 3.0], help="bounds of the draft's, in nats")
-    few = {"only": "demo", "prompts": 2, "new_tokens": 24, "repetitions": 1, "fixed": [2, 8], "entropies": [2.0]}
+    parser.set_defaults(fixed=[2, 3, 5, 8, 12, 16])
+    few = {"only": "demo", "prompts": 2, "new_tokens": 24, "repetitions": 1, "fixed": [2, 8]}
     given = harness.parse(parser, arguments, few)
-    names = list(arms_of(given.fixed, given.entropies))
+    names = list(arms_of(given.fixed))
     summarise = harness.summary_of(("pair", "temperature"), partial(figures, names=names))
     return harness.run("gamma", given, measure, summarise, table, draw)
 
 
-def arms_of(fixed: Sequence[int], entropies: Sequence[float]) -> dict[str, Json]:
+def arms_of(fixed: Sequence[int]) -> dict[str, Json]:
     return {
         ALONE: {"gamma": 0},
         **{f"fixed {gamma}": {"gamma": gamma} for gamma in fixed},
         **{name: {"gamma": MOST_DRAFTED, "speculation": name} for name in ("heuristic", "adaptive")},
-        **{f"entropy {bound:g}": {"gamma": MOST_DRAFTED, "max_entropy": bound} for bound in entropies},
     }
 
 
 def measure(bench: Bench) -> None:
     given = bench.given
-    arms = arms_of(given.fixed, given.entropies)
+    arms = arms_of(given.fixed)
     for models in models_of(bench):
         prompts = tokenised(models.target, bench.some_prompts)
         with Services(models.target, models.draft) as services:
-            writers = {name: outrider_writer(services, rule=given.rule, **how) for name, how in arms.items()}
+            writers = {name: outrider_writer(services, rule=RULE, **how) for name, how in arms.items()}
             warm_up(writers, [task for _, task in islice(texts(prompts, min(16, given.new_tokens), 1), 2)])
             take_turns(bench, {"pair": models.name}, texts(prompts, given.new_tokens, given.repetitions), writers)
 

@@ -288,8 +288,6 @@ def _write(path: Path, document: Json) -> None:
 def _report(parts: Sequence[str], path: Path, document: Json) -> int:
     _write(path, document)
     found = document["parts"]
-    if "figures" in found.get("kernel", {}):
-        kernel_benchmark.draw(found["kernel"]["figures"], path.with_name(f"{path.stem}-kernel.png"))
     print(page(document))
     print(json.dumps({key: value for key, value in document.items() if key != "parts"}, ensure_ascii=False))
     failed = [f"{name}: {line}" for name in parts for line in found.get(name, {"errors": ["no figures"]})["errors"]]

@@ -1,4 +1,4 @@
-"""Whether a GPU gives right results: parts `choices`, `tests` and `memcheck` of `benchmarks.gpu`.
+"""Checks that a GPU gives right results: parts `choices`, `tests` and `memcheck` of `benchmarks.gpu`.
 
 `memcheck` runs this file as a program: every kernel once, on sizes that fill no tile, under compute-sanitizer. It
 captures nothing, because it runs without torch's cache of memory.

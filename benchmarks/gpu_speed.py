@@ -1,4 +1,4 @@
-"""How fast a GPU is: parts `kernel`, `alone`, `profile`, `pair`, `streams` and `engine` of `benchmarks.gpu`.
+"""The speed of a GPU: parts `kernel`, `alone`, `profile`, `pair`, `streams` and `engine` of `benchmarks.gpu`.
 
 `alone` is one stream of a target: Outrider runs it as the verifier does, with captured steps in a row, and by single
 steps, with graphs and without; transformers has `generate`. `profile`
@@ -346,7 +346,7 @@ def streams(bench: GpuBench) -> Json:
     runs: dict[tuple[int, str], list[Json]] = {(n, name): [] for n in plan.streams for name in servers}
     for turn in bench.turns(_STREAM_TURNS):
         for n in plan.streams:
-            for name, server in harness.shuffled(servers.items(), turn):
+            for name, server in harness.shuffled(servers.items(), turn, n):
                 runs[n, name].append(figures(server.closed(tasks(n, turn), n)))
             shown = ", ".join(f"{name} {runs[n, name][-1]['tokens_per_second']:.1f}" for name in servers)
             bench.progress(f"{n} streams: {shown} tokens/s")

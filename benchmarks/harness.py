@@ -6,11 +6,13 @@ summary (medians and ranges) with the settings, the machine and the command.
 """
 
 import argparse
+import hashlib
 import json
 import os
 import platform
 import random
 import shlex
+import subprocess
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import cached_property
@@ -25,6 +27,7 @@ ROOT = Path(__file__).resolve().parents[1]
 DEMO = ROOT / "models" / "demo"
 RESULTS = ROOT / "benchmarks" / "results"
 CACHE = ROOT / ".models-cache"
+WEIGHTS = "model.safetensors"
 PACKAGES = ("torch", "transformers", "grpcio", "protobuf", "uvloop")
 # Extensions that matter to products of small matrices.
 _INSTRUCTIONS = ("avx2", "avx512f", "avx512_bf16", "avx512_vnni", "amx_bf16")
@@ -94,11 +97,36 @@ class Runs:
         self.runs += json.loads(json.dumps(runs))
 
 
+def digest_of(folder: Path) -> str:
+    """A short name of a model: of its configuration and its weights."""
+    digest = hashlib.sha256()
+    for name in ("config.json", WEIGHTS):
+        digest.update((folder / name).read_bytes())
+    return digest.hexdigest()[:12]
+
+
+def revision(tree: Path) -> str:
+    """The name that git gives to the commit of a source tree."""
+    command = ["git", "-C", str(tree), "describe", "--always", "--dirty"]
+    return subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
+
+
+def _inputs(given: argparse.Namespace) -> Json:
+    """The digests of models and prompts, and the revisions of the trees that `revisions` compares."""
+    options = vars(given)
+    folders = {name: options.get(name) for name in ("target", "draft", "parallel_draft")}
+    found = {name: digest_of(folder) for name, folder in folders.items() if folder and (folder / WEIGHTS).is_file()}
+    if options.get("prompts_file"):
+        found["prompts"] = hashlib.sha256(given.prompts_file.read_bytes()).hexdigest()[:12]
+    trees = {"old": Path(given.old), "new": ROOT} if options.get("old") else {}
+    return found | {name: revision(tree) for name, tree in trees.items()}
+
+
 class Bench(Runs):
     """One benchmark in progress; its runs are on disk as soon as they are added.
 
     `given` are the options, `document` is the rest of the result. Raises ValueError where the runs to
-    resume have other settings.
+    resume have other settings, models, prompts or revisions.
     """
 
     def __init__(self, name: str, given: argparse.Namespace) -> None:
@@ -119,15 +147,16 @@ class Bench(Runs):
         self._known: Json = {}
         self._path = self.output.with_suffix(".runs.jsonl")
         self._path.parent.mkdir(parents=True, exist_ok=True)
+        head = {"settings": self.settings, "inputs": _inputs(given)}
         if given.resume and self._path.is_file():
-            self._read()
+            self._read(head)
         else:
-            self._path.write_text(json.dumps({"settings": self.settings}) + "\n", encoding="utf-8")
+            self._path.write_text(json.dumps(head) + "\n", encoding="utf-8")
 
-    def _read(self) -> None:
+    def _read(self, expected: Json) -> None:
         head, *rest = self._path.read_text(encoding="utf-8").splitlines()
-        if json.loads(head)["settings"] != self.settings:
-            raise ValueError(f"{self._path.name} cannot be resumed: it was made with other settings")
+        if json.loads(head) != expected:
+            raise ValueError(f"{self._path.name} cannot be resumed: it was made with other settings, models or trees")
         for line in rest:
             entry = json.loads(line)
             if "once" in entry:
@@ -181,7 +210,7 @@ def run(
     measure: Callable[[Bench], None],
     summarise: Callable[[Bench], Json],
     table: Callable[[Json], str],
-    draw: Callable[[Json, Path], Any],
+    draw: Callable[[Json, Path], Any] | None = None,
 ) -> int:
     """The whole of a benchmark: measure, write, draw, print the tables and the document; returns the exit code."""
     try:
@@ -194,7 +223,8 @@ def run(
         progress(f"benchmarks.{name}: interrupted; --resume goes on from here")
         return 130
     document = bench.write(summarise(bench))
-    draw(document, bench.output.with_suffix(".png"))
+    if draw is not None:
+        draw(document, bench.output.with_suffix(".png"))
     print(f"{machine_line(document)}\n{document['command']}\n\n{table(document)}\n")
     print(json.dumps(document, ensure_ascii=False))
     return 0
@@ -205,15 +235,16 @@ def summary_of(keys: Sequence[str], figures: Callable[[list[Json]], Json]) -> Ca
     return lambda bench: {"summary": tree(bench.runs, keys, figures)}
 
 
-def shuffled(items: Iterable[Item], turn: int) -> list[Item]:
-    """The items in a random order, the same for each `turn`; each second turn has that of the one before reversed.
+def shuffled(items: Iterable[Item], repetition: int, place: int | str = 0) -> list[Item]:
+    """The items in a random order; at each `place` every second repetition has that of the one before reversed.
 
-    So each is as often before another as behind it, and none always follows the same: some leave threads that wait
-    actively, and cold caches.
+    A place is a text or a level, so that an order and its reverse count for the same figure. So each item is as often
+    before another as behind it, and none always follows the same: some leave threads that wait actively, and cold
+    caches.
     """
     listed = list(items)
-    order = random.Random(turn // 2).sample(listed, len(listed))
-    return order[::-1] if turn % 2 else order
+    order = random.Random(f"{place} {repetition // 2}").sample(listed, len(listed))
+    return order[::-1] if repetition % 2 else order
 
 
 def grouped(runs: Iterable[Json], key: str) -> dict[Any, list[Json]]:
@@ -289,7 +320,7 @@ def rounded(value: Any) -> Any:
 
 
 PHASES = ROUND
-"""Where the seconds of a text go. They add up to the wall clock; a part that does not occur is 0."""
+"""Parts of the seconds of a text. They add up to the wall clock; a part that does not occur is 0."""
 
 
 def compared(runs: Sequence[Json], reference: str, names: Sequence[str]) -> dict[str, Json]:
@@ -331,7 +362,8 @@ def _per_round(runs: Sequence[Json]) -> Json:
         "round_us": times,
         "draft_step_us": times["draft"] * rounds / drafted if drafted else None,  # t_q
         "target_pass_us": times["forward"],  # t_p(γ+1)
-        "round_trip_us": times["wire"] + times["queue"] + times["verify"],  # R, acceptance included
+        # R, with acceptance and all other work of a round.
+        "round_trip_us": times["wire"] + times["queue"] + times["verify"] + times["other"],
     }
 
 

@@ -1,4 +1,4 @@
-"""What the HTTP front adds to our gRPC client: time per token with many streams, and its processor time.
+"""The cost of the HTTP front: time per token with many streams over our gRPC client's, and its processor time.
 
 All ways write the same texts in turns, with the same seeds and the γ of the draft service, all at once. The front is a
 process of its own on the processors of the services. Its chunks are the events with text that it sends. Texts of two
@@ -10,11 +10,10 @@ draft service's messages by grpc.aio alone, and writing events of that size by u
 
 import asyncio
 import json
-import subprocess
 import sys
 import time
-from collections.abc import Callable, Coroutine, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Coroutine, Mapping, Sequence
+from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
 from statistics import median
@@ -25,9 +24,9 @@ import httpx
 from benchmarks import harness, plots
 from benchmarks.contenders import Task, texts, tokenised
 from benchmarks.harness import Bench, Json, number, progress
-from benchmarks.services import Services, models_of
+from benchmarks.services import Services, http_server, models_of
 from outrider.client import AsyncClient
-from outrider.evaluation.pictures import BLUE, ORANGE, picture
+from outrider.evaluation.pictures import BLUE, GREY, ORANGE, bars, level, picture
 from outrider.evaluation.streams import for_each, serve
 from outrider.rpc.errors import counted
 from tests.cluster import free_address
@@ -50,7 +49,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     harness.target_options(parser, factor=12)
     # Processor times of single texts differ much.
     harness.text_options(parser, prompts=8, new_tokens=32, repetitions=6)
-    parser.add_argument("--streams", type=int, nargs="+", default=[1, 32])
+    parser.set_defaults(streams=[1, 32])
     few = {"only": "demo", "prompts": 2, "new_tokens": 8, "repetitions": 1, "streams": [2]}
     given = harness.parse(parser, arguments, few)
     summarise = harness.summary_of(("pair", "streams"), figures)
@@ -65,13 +64,15 @@ def measure(bench: Bench) -> None:
             length: [task for _, task in texts(prompts, length, 1) if task.temperature > 0]
             for length in (given.new_tokens * each for each in LENGTHS)
         }
-        with Services(models.target, models.draft, max_sequences=max(given.streams)) as services:
-            draft = services.draft.address
-            with server("outrider.cli", "gateway", "--draft", draft, "--http") as front, server(FLOOR, draft) as floor:
-                servers = {HTTP: front, BOTH: floor, READ: (f"{floor[0]}/read", floor[1])}
-                for streams in given.streams:
-                    compare(bench, models.name, streams, tasks, draft, servers)
-                    progress(f"{models.name}, {streams} streams")
+        with ExitStack() as running:
+            services = Services(models.target, models.draft, max_sequences=max(given.streams))
+            draft = running.enter_context(services).draft.address
+            front = server(running, "outrider.cli", "gateway", "--draft", draft, "--http")
+            floor = server(running, FLOOR, draft)
+            servers = {HTTP: front, BOTH: floor, READ: (f"{floor[0]}/read", floor[1])}
+            for streams in given.streams:
+                compare(bench, models.name, streams, tasks, draft, servers)
+                progress(f"{models.name}, {streams} streams")
 
 
 def compare(
@@ -141,24 +142,11 @@ async def over_http(url: str, tasks: Sequence[Task], streams: int) -> Found:
     return [seconds for seconds, _ in written], sum(chunks for _, chunks in written)
 
 
-@contextmanager
-def server(module: str, *arguments: str) -> Iterator[tuple[str, int]]:
-    """A server, whose address is its last argument; yields its URL and the id of its process."""
+def server(running: ExitStack, module: str, *arguments: str) -> tuple[str, int]:
+    """Starts a server, whose address is its last argument; returns its URL and the id of its process."""
     address = free_address()
     command = [sys.executable, "-m", module, *arguments, address]
-    with subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL) as process:
-        try:
-            for _ in range(200):
-                try:
-                    httpx.get(f"http://{address}/health").raise_for_status()
-                    break
-                except httpx.HTTPError:
-                    time.sleep(0.1)
-            else:
-                raise TimeoutError(f"{module} does not answer at {address}")
-            yield f"http://{address}", process.pid
-        finally:
-            process.terminate()
+    return f"http://{address}", running.enter_context(http_server(command, f"http://{address}")).pid
 
 
 def processor_seconds(pid: int | None) -> float:
@@ -223,40 +211,21 @@ def table(document: Json) -> str:
 
 
 def draw(document: Json, path: Path) -> None:
-    rows = list(harness.flat(document["summary"], 2))
-    with picture(path, 1, 2, size=(10.0, 0.8 + 0.6 * len(rows)), note=plots.caption(document)) as panels:
-        panel: Any = panels.flat[0]
-        for at, (_, arms) in enumerate(rows):
-            base = arms[GRPC]["ms_per_token"]
-            for offset, (arm, colour) in enumerate(((GRPC, BLUE), (HTTP, ORANGE))):
-                value = arms[arm]["ms_per_token"] / base
-                panel.barh(at + 0.35 * offset, value, height=0.3, color=colour, label=arm if at == 0 else None)
-                panel.annotate(
-                    f" {arms[arm]['ms_per_token']:.2f} ms", (value, at + 0.35 * offset), va="center", fontsize=8
-                )
-        panel.set_yticks(
-            [at + 0.17 for at in range(len(rows))],
-            [f"{pair}, {counted(int(streams), 'stream')}" for (pair, streams), _ in rows],
-        )
-        panel.invert_yaxis()
-        panel.set_xlabel("time per token, relative to the gRPC client", fontsize=8)
-        panel.legend(fontsize=8, loc="lower left", bbox_to_anchor=(0, 1), ncols=2)
-        costs_of(document, panels.flat[1])
-
-
-def costs_of(document: Json, panel: Any) -> None:
-    """Processor time of a chunk: of the front, and of both floors where they were measured."""
-    bars = [
-        (f"{pair}, {streams}: {arm}", arms[arm]["us_per_chunk"], ORANGE if arm == HTTP else BLUE)
-        for (pair, streams), arms in harness.flat(document["summary"], 2)
-        for arm in (HTTP, BOTH, READ)
-        if BOTH in arms
-    ]
-    panel.barh(range(len(bars)), [value for _, value, _ in bars], color=[colour for *_, colour in bars])
-    panel.set_yticks(range(len(bars)), [label for label, *_ in bars], fontsize=7)
-    panel.axvline(AIM_US, color="grey", linewidth=0.8, linestyle="--")
-    panel.invert_yaxis()
-    panel.set_xlabel("processor time of a chunk in µs; the aim is dashed", fontsize=8)
+    """Time per token over that of the gRPC client, and processor time of a chunk; the aims are dashed."""
+    rows = [(f"{pair}\n{streams} at once", arms) for (pair, streams), arms in harness.flat(document["summary"], 2)]
+    with picture(path, 1, 2, size=(4.8, 3.6), note=plots.caption(document)) as ((times, costs),):
+        added = [(1 + arms[HTTP]["added"], *(1 + each for each in arms[HTTP]["added_range"])) for _, arms in rows]
+        bars(times, [name for name, _ in rows], {HTTP: added}, colours={HTTP: ORANGE}, text="{:.2f}")
+        measured = [(name, arms) for name, arms in rows if BOTH in arms]
+        series = {arm: [(arms[arm]["us_per_chunk"],) * 3 for _, arms in measured] for arm in (HTTP, BOTH, READ)}
+        colours = {HTTP: ORANGE, BOTH: BLUE, READ: GREY}
+        bars(costs, [name for name, _ in measured], series, colours=colours, text="{:.0f}")
+        costs.legend(fontsize=8, frameon=False)
+        level(times)
+        for panel, aim in ((times, 1 + AIM), (costs, AIM_US)):
+            level(panel, aim, linestyle="--")
+        times.set_ylabel("time per token, to the gRPC client's")
+        costs.set_ylabel("processor time of a chunk, µs")
 
 
 if __name__ == "__main__":

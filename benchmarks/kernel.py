@@ -1,8 +1,13 @@
 """The cost of one verification on a device: Outrider's kernel against other implementations and the memory bandwidth.
+
 Parts: `batch` (B from 1 to 256), `gamma` (γ from 1 to 20 at B = 1, as [W Fig. 3-5, Table 8]) and `rules`. Bandwidth is
 the bytes that must move over the time with cold caches; its share is of a plain copy in the same run. Logits have a
 Zipf-like distribution, and the draft's are near them. All but Outrider read the whole of q, and turn both models'
 logits to float32 first.
+
+On a CPU the walk ends at the first rejection, so the time of one proposal is that of a lucky draw. There 16 proposals
+with other seeds take turns at B = 1, and `accepted` is their mean. (At temperature 0 nothing is drawn: they are alike.)
+A CUDA graph holds one proposal; `accepted` is its own.
 """
 
 import gc
@@ -12,8 +17,9 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from functools import cached_property, lru_cache, partial
 from inspect import signature
-from itertools import product
+from itertools import cycle, product
 from pathlib import Path
+from statistics import fmean
 from typing import Any, Self
 
 import torch
@@ -41,6 +47,8 @@ MAX_GAMMA = 20
 BASE_LENGTH = 1000
 SECONDS = 420.0
 """After so long no measurement begins."""
+TURNS = 16
+"""Proposals that take turns at B = 1 on a CPU."""
 MOST_ALONE = 16
 """Sequences that a contender without batches verifies one after another; more would only take longer."""
 _EXPONENT = 1.5  # p ∝ rank^-1.5: the best 64 of 128k tokens have nine tenths of the mass
@@ -98,26 +106,36 @@ class Case:
         return self._rows.draft_logits[: self.shape.gamma].repeat(self.shape.B, 1, 1)
 
     @cached_property
-    def drafted(self) -> Tensor:
-        """Tokens drawn from the whole of q, int64 `[B, γ]`."""
-        source = torch.Generator().manual_seed(self.shape.B)
-        q = torch.softmax(self._rows.draft_logits[: self.shape.gamma].cpu().float(), dim=-1)
-        drawn = torch.multinomial(q, self.shape.B, replacement=True, generator=source)
-        return drawn.T.contiguous().to(self._rows.logits.device)
+    def turns(self) -> int:
+        """The number of batches of proposals that are timed in turn."""
+        return TURNS if self.shape.B == 1 and self._rows.logits.device.type == "cpu" else 1
 
     @cached_property
-    def proposals(self) -> list[Proposed]:
-        """For Outrider: tokens drawn from q̂, or by the shared noise under `coupled`; at temperature 0 the best ones."""
+    def drafted(self) -> tuple[Tensor, ...]:
+        """For each turn: tokens drawn from the whole of q, int64 `[B, γ]`."""
+        source = torch.Generator().manual_seed(self.shape.B)
+        q = torch.softmax(self._rows.draft_logits[: self.shape.gamma].cpu().float(), dim=-1)
+        drawn = torch.multinomial(q, self.turns * self.shape.B, replacement=True, generator=source)
+        return drawn.T.contiguous().to(self._rows.logits.device).split(self.shape.B)
+
+    @cached_property
+    def proposals(self) -> list[list[Proposed]]:
+        """For Outrider, for each turn: see `_proposals`."""
+        B = self.shape.B
+        return [self._proposals(range(turn * B, (turn + 1) * B)) for turn in range(self.turns)]
+
+    def _proposals(self, seeds: range) -> list[Proposed]:
+        """Tokens drawn from q̂, or by the shared noise under `coupled`; at temperature 0 the best ones."""
         shape, kept, plain = self.shape, self._rows.q[: self.shape.gamma], SamplingParams()
         if shape.rule == GREEDY:
             tokens = tuple(self._rows.draft_logits[: shape.gamma].argmax(dim=-1).tolist())
             greedy = SamplingParams(temperature=0.0)
             return [Proposed(tokens, (None,) * shape.gamma, greedy, 0, BASE_LENGTH)] * shape.B
         if shape.acceptance is Rule.COUPLED:
-            noise = gumbel(0, range(BASE_LENGTH, BASE_LENGTH + shape.gamma), shape.V)
+            noise = gumbel(seeds[0], range(BASE_LENGTH, BASE_LENGTH + shape.gamma), shape.V)
             log_q = torch.log_softmax(self._rows.draft_logits[: shape.gamma].cpu().float(), dim=-1)
             tokens = tuple((log_q + noise).argmax(dim=-1).tolist())
-            return [Proposed(tokens, (), plain, 0, BASE_LENGTH, Rule.COUPLED)] * shape.B
+            return [Proposed(tokens, (), plain, seeds[0], BASE_LENGTH, Rule.COUPLED)] * shape.B
         q: tuple[Any, ...] = tuple(kept)
         scales = None
         if shape.acceptance is Rule.SIGMOID:
@@ -128,21 +146,21 @@ class Case:
                 tuple(each.token_at(uniform(b, BASE_LENGTH, i, Domain.DRAFT)) for i, each in enumerate(kept)),
                 q, plain, b, BASE_LENGTH, shape.acceptance, sigmoid=scales,
             )
-            for b in range(shape.B)
+            for b in seeds
         ]  # fmt: skip
 
     @property
     def must_bytes(self) -> int:
-        """Each row of logits once; under `sigmoid` the draft's too."""
+        """Each row of the target's logits once; under `sigmoid` also one logit of each draft row."""
         shape = self.shape
-        rows = shape.B * (shape.gamma + 1) + (shape.B * shape.gamma if shape.acceptance is Rule.SIGMOID else 0)
-        return rows * shape.V * self._rows.logits.element_size()
+        logits = shape.B * (shape.gamma + 1) * shape.V + shape.B * shape.gamma * (shape.acceptance is Rule.SIGMOID)
+        return logits * self._rows.logits.element_size()
 
 
 @dataclass(frozen=True, slots=True)
 class Ready:
     run: Work  # is timed: from logits on the device to results on the device
-    accepted: Callable[[], float]  # runs once more; mean drafted tokens accepted
+    accepted: Callable[[], float]  # runs each turn once more; mean drafted tokens accepted
     graphable: bool  # whether a CUDA graph may capture `run`
     whole: Work | None = None  # with all work of the host before and after, where `run` leaves it out
 
@@ -157,17 +175,19 @@ def outrider(path: str) -> Contender:
     def start(case: Case) -> Ready:
         logits = case.logits.flatten(0, 1)
 
+        turns = cycle(case.proposals)
+
         def whole() -> Any:
-            return verify(logits, case.proposals, path)
+            return verify(logits, next(turns), path)
 
         def accepted() -> float:
-            return sum(result.accepted for result in whole()) / case.shape.B
+            return fmean(result.accepted for own in case.proposals for result in verify(logits, own, path))
 
         if path != "triton":
             return Ready(whole, accepted, graphable=False)
         from kernels.verify_triton import prepare  # triton is optional
 
-        return Ready(prepare(logits, case.proposals).run, accepted, graphable=True, whole=whole)
+        return Ready(prepare(logits, case.proposals[0]).run, accepted, graphable=True, whole=whole)
 
     return start
 
@@ -182,23 +202,31 @@ def transformers(case: Case) -> Ready:
     _only_tokenwise(case)
     if case.shape.B > MOST_ALONE:
         raise Unavailable(f"it takes one sequence at a time, not {case.shape.B}")
-    logits, draft_logits, drafted = case.logits, case.draft_logits, case.drafted
+    logits, draft_logits, turns = case.logits, case.draft_logits, cycle(case.drafted)
     # Some releases also ask whether the draft has ended.
     more = {"is_done_candidate": False} if "is_done_candidate" in signature(_speculative_sampling).parameters else {}
 
     def run() -> list[Any]:
+        drafted = next(turns)
         return [
             _speculative_sampling(drafted[b : b + 1], q[None].float(), case.shape.gamma, p[None].float(), **more)
             for b, (p, q) in enumerate(zip(logits, draft_logits, strict=True))
         ]
 
-    return Ready(run, lambda: sum(float(matches) for _, matches in run()) / case.shape.B, graphable=False)
+    def accepted() -> float:
+        return fmean(float(matches) for _ in case.drafted for _, matches in run())
+
+    return Ready(run, accepted, graphable=False)
 
 
 def torch_unfused(case: Case) -> Ready:
     _only_tokenwise(case)
-    arguments = case.logits, case.draft_logits, case.drafted
-    return Ready(lambda: unfused(*arguments), lambda: float(unfused(*arguments)[0].float().mean()), graphable=True)
+    logits, draft_logits, turns = case.logits, case.draft_logits, cycle(case.drafted)
+
+    def run() -> tuple[Tensor, Tensor]:
+        return unfused(logits, draft_logits, next(turns))
+
+    return Ready(run, lambda: fmean(float(run()[0].float().mean()) for _ in case.drafted), graphable=True)
 
 
 def unfused(logits: Tensor, draft_logits: Tensor, drafted: Tensor) -> tuple[Tensor, Tensor]:

@@ -29,11 +29,9 @@ MAX_NEW_TOKENS = 900
 def main(arguments: Sequence[str] | None = None) -> int:
     parser = harness.parser("linger", __doc__, quick="two streams, one short turn")
     harness.target_options(parser, factor=6)
-    parser.add_argument("--streams", type=int, nargs="+", default=[1, 8, 16], help="at once")
-    parser.add_argument("--seconds", type=float, default=1.0, help="length of a turn")
-    parser.add_argument("--repetitions", type=int, default=5)
-    parser.set_defaults(linger=20.0, turnaround=2.0, gamma=2)
-    few = {"only": "demo", "streams": [2], "seconds": 0.3, "repetitions": 1}
+    # Seconds of a turn; milliseconds of lingering, and between a verdict and the next proposal.
+    parser.set_defaults(streams=[1, 8, 16], seconds=1.0, repetitions=5, linger=20.0, turnaround=2.0, gamma=2)
+    few = {"only": "demo", "streams": [2], "seconds": 0.1, "repetitions": 1}
     given = harness.parse(parser, arguments, few)
     summarise = harness.summary_of(("target", "streams"), figures)
     return harness.run("linger", given, measure, summarise, table, draw)
@@ -60,7 +58,7 @@ async def _turns(bench: Bench, target: str, addresses: dict[float, str]) -> None
         }
         for repetition in range(-1, bench.given.repetitions):  # the first warms up
             for streams in bench.given.streams:
-                for ms, stub in harness.shuffled(stubs.items(), repetition):
+                for ms, stub in harness.shuffled(stubs.items(), repetition, streams):
                     keys = {"target": target, "streams": streams, "linger_ms": ms, "repetition": repetition}
                     if not bench.has(**keys):
                         found = await _turn(stub, streams, bench.given)

@@ -8,24 +8,22 @@ import json
 import os
 import shutil
 import socket
-import subprocess
-import threading
 import time
 import urllib.request
-from collections import deque
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Self
 
 from benchmarks.contenders import Outcome, Task, Unavailable, checked, text_run
-from benchmarks.harness import CACHE, Json
-from benchmarks.services import Models, digest_of
+from benchmarks.harness import CACHE, Json, digest_of
+from benchmarks.services import Models, http_server
+from outrider.cli.processes import ServiceError
 from outrider.evaluation.streams import Served
 
 SERVER_VARIABLE, SERVER_NAME = "LLAMA_SERVER", "llama-server"
-_START_S = 60.0
 _TIMEOUT_S = 600.0
 
 
@@ -107,32 +105,15 @@ class LlamaServer:
         self._command = [binary, *(str(part) for flag in flags.items() for part in flag), "--no-webui"]
 
     def __enter__(self) -> Self:
-        self._process = subprocess.Popen(self._command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True)
-        self._log = deque[str](maxlen=20)
-        threading.Thread(target=self._read_log, daemon=True).start()
-        deadline = time.monotonic() + _START_S
-        while not self._is_healthy():
-            if self._process.poll() is not None or time.monotonic() > deadline:
-                self.__exit__()
-                raise Unavailable(f"llama-server did not start: {' '.join(list(self._log)[-3:])}")
-            time.sleep(0.05)
+        self._running = ExitStack()
+        try:
+            self._running.enter_context(http_server(self._command, self._url))
+        except ServiceError as error:
+            raise Unavailable(f"llama-server did not start: {error}") from error
         return self
 
     def __exit__(self, *exception: object) -> None:
-        self._process.terminate()
-        self._process.wait()
-
-    def _read_log(self) -> None:
-        assert self._process.stderr is not None
-        for line in self._process.stderr:
-            self._log.append(line.strip())
-
-    def _is_healthy(self) -> bool:
-        try:
-            with urllib.request.urlopen(f"{self._url}/health", timeout=1.0) as answer:
-                return bool(answer.status == 200)
-        except OSError:
-            return False
+        self._running.close()
 
     def complete(self, task: Task) -> Json:
         """The server's answer. Nothing is filtered, and no token ends the text."""

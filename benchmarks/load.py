@@ -3,9 +3,11 @@
 The others are transformers' continuous batching, and llama.cpp's own server with a GGUF file of bfloat16. With
 `--runtime llama.cpp` the pair runs from such files too.
 
-Three loops. `closed`: a number of streams, each with its next text when one has ended. `short-texts`: the same with
-`--short-streams` and texts of a few tokens. `open`: Poisson arrivals with a fixed seed, at shares of the highest
-request rate of Outrider in the closed loop; without the other servers. Lengths of texts vary by half of their mean.
+Three loops. `closed`: a number of streams, each with its next text when one has ended. All contenders write the same
+texts, so many that the fastest takes three seconds: each but continuous batching, the slowest, first serves a few
+unmeasured. `short-texts`: the same with 32 streams and 512 texts of a few tokens. `open`: Poisson arrivals with a fixed
+seed, at shares of the highest request rate of Outrider in the closed loop; without the other servers. Lengths of texts
+vary by half of their mean.
 
     python -m benchmarks.load --only demo --parts closed --contenders Decode pair --streams 1 8 64 --repetitions 1
                                                      one minute; in two trees, in turns, it compares them
@@ -17,12 +19,12 @@ in one for each second.
 """
 
 import argparse
+import math
 import random
 import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack
 from functools import cache
-from itertools import pairwise
 from pathlib import Path
 from statistics import median
 
@@ -73,16 +75,16 @@ def main(arguments: Sequence[str] | None = None) -> int:
                         "without batching)")  # fmt: skip
     parser.add_argument("--runtime", choices=(TORCH, LLAMA_CPP), default=TORCH, help="of both services")
     parser.add_argument("--streams", type=int, nargs="+", help="of the closed loop (default: 1 to 64; deepened: to 16)")
-    parser.add_argument("--short-streams", type=int, default=32, help="of the loop of short texts")
     parser.add_argument("--new-tokens", type=int, help="mean tokens of a text (default: 64)")
-    parser.add_argument("--rates", type=float, nargs="+", default=[0.5, 0.9], help="of the open loop")
-    parser.add_argument("--open-seconds", type=float, default=8.0, help="how long requests of the open loop arrive")
     parser.add_argument("--repetitions", type=int, default=3, help="how often each run is made")
     parser.add_argument("--gamma", type=int, help="of the pair, fixed (default: adaptive)")
-    parser.set_defaults(short_tokens=[1, 4, 16], short_texts=512, least_texts=12)
-    few = {
-        "only": "demo", "streams": [1, 2], "new_tokens": 8, "short_tokens": [1], "short_texts": 2, "least_texts": 2,
-        "rates": [0.8], "open_seconds": 1.0, "repetitions": 1,
+    parser.set_defaults(
+        least_texts=12, least_seconds=3.0, short_tokens=[1, 4, 16], short_texts=512, short_streams=32,
+        rates=[0.5, 0.9], open_seconds=8.0,
+    )  # fmt: skip
+    few = {  # so many requests of the open loop at once that most have to wait
+        "only": "demo", "streams": [1, 2], "new_tokens": 6, "least_texts": 2, "least_seconds": 0.0, "short_tokens": [1],
+        "short_texts": 2, "rates": [40.0], "open_seconds": 0.05, "repetitions": 1,
     }  # fmt: skip
     given = harness.parse(parser, arguments, few)
     if given.output is None and given.only and not given.quick:
@@ -95,7 +97,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def measure(bench: Bench) -> None:
     given = bench.given
     bench.document |= {"contenders": {}, "unavailable": {}, "capacity": {}}
-    for name in ("streams", "short_streams", "rates", "new_tokens", "repetitions"):
+    for name in ("streams", "new_tokens", "repetitions"):
         value = getattr(given, name)
         if value is not None and min(value if isinstance(value, list) else [value]) <= 0:
             raise ValueError(f"{name} is {value}; it must be above 0")
@@ -113,14 +115,15 @@ class Loops:
         self._bench = bench
         self._models = models
         self._prompts = tokenised(models.target, bench.prompts)
+        self._unmeasured_rates: dict[int, float] = {}  # by streams: the highest request rate, unmeasured
 
     def run(self) -> None:
-        cells = [(turn, cell) for turn, cell in enumerate(self._cells()) if self._missing(cell)]
+        cells = [cell for cell in self._cells() if self._missing(cell)]
         if cells:
             with ExitStack() as running:
                 servers = self._servers(running)
-                for turn, cell in cells:
-                    self._measure(cell, servers, turn)
+                for cell in cells:
+                    self._measure(cell, servers)
 
     def _servers(self, running: ExitStack) -> dict[str, Server]:
         given, target = self._given, self._models.target
@@ -182,11 +185,12 @@ class Loops:
         names = [name for name in self._given.contenders if name in (ALONE, PAIR) or cell["part"] != OPEN]
         return [name for name in names if not self._bench.has(**cell, contender=name)]
 
-    def _measure(self, cell: Json, servers: dict[str, Server], turn: int) -> None:
-        shown = []
-        for name in harness.shuffled([name for name in self._missing(cell) if name in servers], turn):
+    def _measure(self, cell: Json, servers: dict[str, Server]) -> None:
+        shown, missing = [], [name for name in self._missing(cell) if name in servers]
+        count = self._texts_of(int(cell["level"]), servers) if cell["part"] == CLOSED else 0
+        for name in harness.shuffled(missing, cell["repetition"], f"{cell['part']} {cell['level']}"):
             try:
-                found = self._served(cell, servers[name])
+                found = self._served(cell, servers[name], count)
             except Unavailable as error:
                 self._leave_out(name, error)
                 del servers[name]
@@ -195,17 +199,34 @@ class Loops:
             shown.append(f"{name} {found['tokens_per_second']:.1f}")
         progress(f"{' '.join(map(str, cell.values()))}: {', '.join(shown)} tokens/s")
 
-    def _served(self, cell: Json, server: Server) -> Json:
+    def _texts_of(self, streams: int, servers: dict[str, Server]) -> int:
+        """The number of texts that each contender writes in a run of the closed loop, see above.
+
+        Each server serves a few before, twice, also when the benchmark is resumed: ours learns how long so many take.
+        """
+        given = self._given
+        least = max(given.least_texts, 3 * streams)
+        if streams not in self._unmeasured_rates:
+            warm = [server for server in servers.values() if not isinstance(server, ContinuousBatching)]
+            rates = [
+                figures(server.closed(tasks(self._prompts, least, nth, given.new_tokens), streams))[
+                    "requests_per_second"
+                ]
+                for nth in (1000, 1001)  # the first may be slow
+                for server in warm
+            ]
+            self._unmeasured_rates[streams] = max(rates, default=0.0)
+        wanted = math.ceil(given.least_seconds * self._unmeasured_rates[streams])
+        return int(self._bench.once(f"{self._models.name}, {streams} streams", lambda: max(least, wanted)))
+
+    def _served(self, cell: Json, server: Server, count: int) -> Json:
         given, repetition = self._given, cell["repetition"]
         if cell["part"] == SHORT:
             short = tasks(self._prompts, given.short_texts, repetition, int(cell["level"]))
             return figures(server.closed(short, given.short_streams))
         if cell["part"] == CLOSED:
-            streams = int(cell["level"])
-            count = max(given.least_texts, 3 * streams)
-            if not repetition and isinstance(server, OutriderServer):  # it learns how long so many take
-                server.closed(tasks(self._prompts, count, 1000, given.new_tokens), streams)
-            return figures(server.closed(tasks(self._prompts, count, repetition, given.new_tokens), streams))
+            written = tasks(self._prompts, count, repetition, given.new_tokens)
+            return figures(server.closed(written, int(cell["level"])))
         key = self._models.name
         capacity = self._bench.document["capacity"][key] = self._bench.once(key, self._capacity)
         assert isinstance(server, OutriderServer)
@@ -257,7 +278,6 @@ def figures(outcome: Outcome) -> Json:
 
     - `ttft_ms`: from when a request was due to its first token.
     - `tpot_ms`: of each text, the time per token after its first piece.
-    - `piece_ms`: from one piece of a text to the next.
     - `gamma`: drafted tokens over all rounds, those of `Decode` included. `decode_share`: of the rounds, those.
     - `rounds_per_pass`: verdicts over calls of `verify`: how full batches are.
     - `verifier_cpu_us`, `draft_cpu_us`: processor time of each service a token, prompts included.
@@ -266,9 +286,9 @@ def figures(outcome: Outcome) -> Json:
     answered = [each for each in served if not each.refused]
     tokens = sum(each.tokens for each in answered)
     seconds = max((each.end for each in answered), default=0.0) - min(each.due for each in served)
-    rounds, drafted = sum(each.rounds for each in answered), sum(each.drafted for each in answered)
-    proposals = sum(each.statistics.num_drafts for each in answered if each.statistics is not None)
-    pieces = [at - before for each in answered for (before, _), (at, _) in pairwise(each.stamps)]
+    drafted = sum(each.drafted for each in answered)
+    statistics = [each.statistics for each in answered if each.statistics is not None]  # of ours
+    rounds, proposals = sum(each.num_rounds for each in statistics), sum(each.num_drafts for each in statistics)
     return {
         "requests": len(served),
         "refused": len(served) - len(answered),
@@ -276,10 +296,10 @@ def figures(outcome: Outcome) -> Json:
         "requests_per_second": len(answered) / seconds if seconds > 0 else 0.0,
         "ttft_ms": _percentiles(each.seconds_to_first for each in answered),
         "tpot_ms": _percentiles(each.seconds_per_token for each in answered),
-        "piece_ms": _percentiles(pieces),
         "alpha": harness.alpha_of([{"alpha": each.alpha, "drafted": each.drafted} for each in answered]),
-        "gamma": drafted / rounds if drafted else None,
-        "decode_share": 1 - proposals / rounds if drafted else None,
+        "drafted": drafted,
+        "gamma": drafted / rounds if rounds else None,
+        "decode_share": 1 - proposals / rounds if rounds else None,
         "tokens_per_round": tokens / rounds if rounds else None,
         "rounds_per_pass": rounds / costs["passes"] if costs.get("passes") else None,
         **{
@@ -297,7 +317,7 @@ def _percentiles(seconds: Iterable[float | None]) -> Json | None:
 
 
 def cell(runs: Sequence[Json]) -> Json:
-    """One level, by contender: medians over repetitions of the repetition's own figures.
+    """One level, by contender: medians over repetitions of the repetition's own figures; α is that of all drafts.
 
     The ratio is to the best of the other contenders than the pair in the same repetition. `over_server`: to llama.cpp's
     server; None without it.
@@ -319,12 +339,13 @@ def cell(runs: Sequence[Json]) -> Json:
             **({"ratio_range": None} | harness.ratio(rates, best)),
             "over_server": harness.ratio(rates, server)["ratio"] if name != SERVER else None,
             **{key: medians([run[key] for run in own]) for key in keys},
+            "alpha": harness.alpha_of(own),
         }
     return found
 
 
 def table(document: Json) -> str:
-    """Where the pair falls behind, who is missing, and a table for each pair and loop."""
+    """Levels at which the pair falls behind, missing contenders, and a table for each pair and loop."""
     lines = [
         f"- BEHIND the better reference: {pair} pair, {part}, {LEVELS[part]} {level}: {found[PAIR]['ratio']:.2f}"
         for (pair, part, level), found in harness.flat(document["summary"], 3)
@@ -362,7 +383,6 @@ _COLUMNS: harness.Columns = {
     "draft": lambda found: number(found["draft_cpu_us"], 0),
     "TTFT ms, p50 / p95 / p99": lambda found: _times(found["ttft_ms"]),
     "time per token ms": lambda found: _times(found["tpot_ms"]),
-    "between pieces ms": lambda found: _times(found["piece_ms"]),
 }
 _COLOURS = {
     BATCHING: pictures.ORANGE,
@@ -374,7 +394,6 @@ _PANELS: tuple[tuple[str, str, str | None], ...] = (
     ("tokens/s, all streams", "tokens_per_second", None),
     ("the pair over the better reference", "ratio", None),
     ("time to first token, ms; dotted: p95", "ttft_ms", "p95"),
-    ("between pieces of text, ms; dotted: p99", "piece_ms", "p99"),
 )
 
 

@@ -1,21 +1,20 @@
 """The cost of distance between draft and verifier: tokens per second by added round-trip time.
 
-A proxy between the two services delays every byte by half of the added round trip. All arms write the same texts (rule
+A proxy between the two services delays every byte by half of the added round trip; without a delay there is none. All
+arms write the same texts (rule
 `coupled`, one seed a prompt), in turns, at each delay, the shortest first: after a long one `adaptive` would try drafts
 again only some thousand tokens later. Ratios are to the target alone (drafter `none`).
 """
 
 import sys
 from collections.abc import Sequence
+from itertools import groupby
 from pathlib import Path
-
-from matplotlib.axes import Axes
 
 from benchmarks import harness, plots
 from benchmarks.contenders import outrider_writer, take_turns, texts, tokenised, warm_up
 from benchmarks.harness import Bench, Json, arms_table, compared, number, predicted_ratio
 from benchmarks.services import Services, models_of
-from outrider.evaluation import pictures
 
 ALONE = "none"
 RULE = "coupled"
@@ -24,10 +23,9 @@ RULE = "coupled"
 def main(arguments: Sequence[str] | None = None) -> int:
     parser = harness.parser("network", __doc__, quick="two delays, one prompt, one turn, the demo pair only")
     harness.target_options(parser, factor=12)
-    parser.add_argument("--delays", type=float, nargs="+", default=[0, 1, 5, 20, 50], help="added round trips, in ms")
-    parser.add_argument("--gamma", type=int, default=4)
     harness.text_options(parser, prompts=3, new_tokens=96)
     parser.add_argument("--dtype", default="bfloat16")
+    parser.set_defaults(delays=[0, 1, 5, 20, 50], gamma=4)  # added round trips, in ms
     few = {"only": "demo", "delays": [0.0, 20.0], "prompts": 1, "repetitions": 1, "new_tokens": 24}
     given = harness.parse(parser, arguments, few)
     summarise = harness.summary_of(("pair", "added_ms"), figures)
@@ -46,14 +44,16 @@ def arms(gamma: int) -> dict[str, Json]:
 def measure(bench: Bench) -> None:
     given = bench.given
     for models in models_of(bench):
-        prompts = tokenised(models.target, bench.prompts[: given.prompts])
-        with Services(models.target, models.draft, dtype=given.dtype, distant=True) as services:
-            writers = {name: outrider_writer(services, rule=RULE, **how) for name, how in arms(given.gamma).items()}
-            warm_up(writers, [task for _, task in texts(prompts, given.new_tokens, 1, [1.0])])
-            every = list(texts(prompts, given.new_tokens, given.repetitions, [1.0]))
-            for delay in sorted(given.delays):
-                services.proxy.delay(delay / 2e3)
-                take_turns(bench, {"pair": models.name, "added_ms": f"{delay:g}"}, every, writers)
+        prompts = tokenised(models.target, bench.some_prompts)
+        for distant, delays in groupby(sorted(given.delays), key=bool):
+            with Services(models.target, models.draft, dtype=given.dtype, distant=distant) as services:
+                writers = {name: outrider_writer(services, rule=RULE, **how) for name, how in arms(given.gamma).items()}
+                warm_up(writers, [task for _, task in texts(prompts, given.new_tokens, 1, [1.0])])
+                every = list(texts(prompts, given.new_tokens, given.repetitions, [1.0]))
+                for delay in delays:
+                    if distant:
+                        services.proxy.delay(delay / 2e3)
+                    take_turns(bench, {"pair": models.name, "added_ms": f"{delay:g}"}, every, writers)
 
 
 def figures(runs: Sequence[Json]) -> Json:
@@ -72,29 +72,14 @@ def table(document: Json) -> str:
 
 
 def draw(document: Json, path: Path) -> None:
-    pairs = document["summary"]
-    note = f"{plots.caption(document)}. Dashed: Theorem 3.8."
-    with pictures.picture(path, 1, len(pairs), size=(5.6 * len(pairs), 4.0), note=note) as panels:
-        for panel, (pair, by_delay) in zip(panels[0], pairs.items(), strict=True):
-            _draw_pair(panel, by_delay)
-            panel.set_title(f"{pair} pair")
-            panel.set_xticks(range(len(by_delay)), by_delay)
-            panel.set_xlabel("added round trip between draft and verifier, ms")
-            panel.set_ylabel("tokens/s, to the target alone")
-            panel.set_ylim(bottom=0)
-
-
-def _draw_pair(panel: Axes, by_delay: Json) -> None:
-    colours = (pictures.GREY, pictures.BLUE, pictures.ORANGE, pictures.VIOLET)
-    for name, colour in zip(arms(0), colours, strict=True):
-        found = [each[name] for each in by_delay.values()]
-        errors = [[abs(arm["ratio"] - arm["ratio_range"][end]) for arm in found] for end in (0, 1)]
-        panel.errorbar(
-            range(len(found)), [arm["ratio"] for arm in found], yerr=errors,
-            marker="o", markersize=4, capsize=2, color=colour, label=name,
-        )  # fmt: skip
-        predicted = [(x, arm["predicted_ratio"]) for x, arm in enumerate(found)]
-        pictures.line(panel, predicted, linestyle="--", linewidth=1, color=colour)
+    plots.comparison(
+        path,
+        document,
+        [(f"{pair} pair", f"{added} ms", by_arm) for (pair, added), by_arm in harness.flat(document["summary"], 2)],
+        label="tokens/s, to the target alone",
+        note=". By added round trip. Marks: Theorem 3.8.",
+        predicted=lambda arm: arm["predicted_ratio"],
+    )
 
 
 if __name__ == "__main__":

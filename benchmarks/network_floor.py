@@ -84,7 +84,7 @@ async def _target(folder: str, dtype: str) -> None:
     q = [truncate(row, SparseConfig()) for row in torch.softmax(logits, -1).numpy()]
     computing = _Computing()
 
-    def judge(gamma: int, temperature: float, length: int) -> None:
+    def verify(gamma: int, temperature: float, length: int) -> None:
         runner.pool.rollback(slot, _LENGTH)
         drafted = tuple(int(each.ids[-1]) % size for each in q[:gamma])
         proposal = Proposed(
@@ -98,7 +98,7 @@ async def _target(folder: str, dtype: str) -> None:
         while (request := await context.read()) is not grpc.aio.EOF:
             length += 1
             gamma, temperature = struct.unpack_from("<id", request)
-            _, seconds = await computing(partial(judge, gamma, temperature, length))
+            _, seconds = await computing(partial(verify, gamma, temperature, length))
             await context.write(struct.pack("<d", seconds) + bytes(_REPLY_BYTES))
 
     server = grpc.aio.server()
@@ -131,8 +131,8 @@ async def _draft(folder: str, dtype: str, address: str) -> None:
                 began = time.perf_counter()
                 size, drafted = await computing(partial(draft, gamma, temperature, turn))
                 await stream.write(struct.pack("<id", gamma, temperature) + bytes(size))
-                (judged,) = struct.unpack_from("<d", await stream.read())
-                parts.append((drafted, judged, time.perf_counter() - began - drafted - judged))
+                (verified,) = struct.unpack_from("<d", await stream.read())
+                parts.append((drafted, verified, time.perf_counter() - began - drafted - verified))
             await stream.done_writing()
             means = map(mean, zip(*parts[_UNUSED:], strict=True))
             print(json.dumps(dict(zip(("draft", "target", "other"), means, strict=True))), flush=True)
@@ -151,8 +151,8 @@ def floor(target: Path, draft: Path, dtype: str) -> Iterator[Rounds]:
     """Both processes, each on half of the processors, as the services."""
     first, second = halves(1) or (None, None)
     with ExitStack() as running:
-        judging = _started(running, first, "target", target, dtype)
-        drafting = _started(running, second, "draft", draft, dtype, str(_line_of(judging)).strip())
+        verifying = _started(running, first, "target", target, dtype)
+        drafting = _started(running, second, "draft", draft, dtype, str(_line_of(verifying)).strip())
 
         def rounds(**given: Any) -> Json:
             assert drafting.stdin is not None

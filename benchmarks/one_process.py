@@ -38,7 +38,7 @@ class _End:
 
 
 class _Context(_End):
-    """What the servicer uses of its context."""
+    """The servicer's context, without the methods that it does not call."""
 
     def invocation_metadata(self) -> tuple[()]:
         return ()
@@ -48,7 +48,7 @@ class _Context(_End):
 
 
 class _Verify(_End):
-    """What a client uses of a call of `Verify`."""
+    """A call of `Verify`, without the methods that our client does not use."""
 
     def __init__(self, servicer: VerifierService) -> None:
         requests, replies = asyncio.Queue[Any](), asyncio.Queue[Any]()

@@ -18,7 +18,6 @@ WAYS: dict[str, tuple[float, str]] = {
     "greedy": (0.0, "block"),
     "coupled": (1.0, "coupled"),
     "block": (1.0, "block"),
-    "tokenwise": (1.0, "tokenwise"),
 }
 WITHOUT, WITH = "without", "with"
 # Before anything is measured: after so many the services have round times and have tried doing without.
@@ -26,15 +25,12 @@ WARM_UP_TOKENS = 512
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    parser = harness.parser("outcome_cache", __doc__, quick="the demo pair, one γ and repetition, two ways")
+    parser = harness.parser("outcome_cache", __doc__, quick="the demo pair, one γ and repetition")
     harness.target_options(parser, factor=3)
     harness.text_options(parser, prompts=4, new_tokens=96)
-    parser.add_argument("--gammas", type=int, nargs="+", default=[4, 8])
-    parser.add_argument("--ways", nargs="+", choices=list(WAYS), default=["greedy", "coupled", "block"])
+    parser.set_defaults(gammas=[4, 8])
     parser.add_argument("--dtype", default="bfloat16", help="of both models")
-    few = {
-        "only": "demo", "gammas": [3], "repetitions": 1, "prompts": 2, "ways": ["greedy", "coupled"], "new_tokens": 48,
-    }  # fmt: skip
+    few = {"only": "demo", "gammas": [3], "repetitions": 1, "prompts": 2, "new_tokens": 48}
     figures = partial(compared, reference=WITHOUT, names=(WITHOUT, WITH))
     given = harness.parse(parser, arguments, few)
     summarise = harness.summary_of(("placement", "way", "gamma"), figures)
@@ -54,8 +50,7 @@ def measure(bench: Bench) -> None:
             continue
         prompts = tokenised(pairs[pair].target, bench.some_prompts)
         with Services(pairs[pair].target, pairs[pair].draft, dtype=given.dtype, place=place) as services:
-            for way in given.ways:
-                temperature, rule = WAYS[way]
+            for way, (temperature, rule) in WAYS.items():
                 if not given.quick:
                     outrider_writer(services, rule=rule)(Task(0, prompts[0], WARM_UP_TOKENS, temperature, 1))
                 for gamma in given.gammas:

@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
-from itertools import cycle, islice
+from itertools import cycle, islice, product
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -170,7 +170,7 @@ class Arms:
         return theirs, settings
 
     def _fastest_servers(self, start: Callable[..., LlamaServer]) -> Json:
-        """The fastest settings of its target alone, and of its speculation at each temperature."""
+        """The fastest settings of its target alone, and of its speculation at each temperature, of all combinations."""
 
         def fastest(settings: Sequence[Json], tried: Sequence[Sequence[Task]]) -> Json:
             with ExitStack() as candidates:
@@ -178,18 +178,15 @@ class Arms:
                 found = _fastest(servers, lambda server: server.write, tried)
                 return settings[servers.index(found)]
 
-        given, threads = self.bench.given, self.bench.given.llama_threads
-        found = {LLAMA: fastest([{"threads": each} for each in threads], [tasks[:1] for tasks in self.trials])}
+        given = self.bench.given
+        alone = [{"threads": each} for each in given.llama_threads]
+        grid = [
+            {"threads": threads, "draft_tokens": tokens, "least_chance": chance}
+            for threads, tokens, chance in product(given.llama_threads, given.llama_tokens, given.llama_chances)
+        ]
+        found = {LLAMA: fastest(alone, [tasks[:1] for tasks in self.trials])}
         for i, task in enumerate(self.trials[0]):
-            tried = [[tasks[i]] for tasks in self.trials]
-            grid = [
-                {"threads": threads[0], "draft_tokens": tokens, "least_chance": chance}
-                for tokens in given.llama_tokens
-                for chance in given.llama_chances
-            ]
-            best = fastest(grid, tried)
-            name = f"{DRAFTING}, T = {task.temperature:g}"
-            found[name] = fastest([best | {"threads": each} for each in threads], tried)
+            found[f"{DRAFTING}, T = {task.temperature:g}"] = fastest(grid, [[tasks[i]] for tasks in self.trials])
         return found
 
 
@@ -214,12 +211,12 @@ def figures(runs: Sequence[Json]) -> Json:
     by_arm = harness.grouped(runs, "arm")
     rates = {name: median(harness.rates(by_arm[name]).values()) for name in ALONE if name in by_arm}
     best = max(rates, key=lambda name: rates[name])
-    # Assisted generation reports no α; that of the pair holds for it, whose models are the same.
+    # Assisted generation reports no α; that of the pair is near, whose models are the same.
     alpha = harness.alpha_of([run for run in runs if run["arm"].startswith(PAIR)])
     order = [*ALONE, ASSISTED, LOOKUP, LLAMA, DRAFTING, PAIR]
-    found = compared(runs, best, sorted(by_arm, key=lambda name: order.index(name.split(",")[0])))
+    found = compared(runs, best, sorted(by_arm, key=lambda name: (order.index(name.split(",")[0]), len(name), name)))
     for name, arm in found.items():
-        arm["predicted_ratio"] = predicted_ratio(arm, alpha, rates[best])
+        arm["predicted_ratio"] = predicted_ratio(arm, alpha if arm["alpha"] is None else arm["alpha"], rates[best])
         theirs = [harness.rates(by_arm[each]) for each in THEIRS[: 1 if name == DECODE else 2] if each in by_arm]
         if theirs and name not in THEIRS:
             better = {nth: max(each[nth] for each in theirs) for nth in theirs[0]}

@@ -1,7 +1,8 @@
 """Several tokens from one pass of the draft: tokens/s by s, over one token a pass.
 
 Under `coupled`, so that all arms of a temperature write the same text; a core for each service. Ratios are to the best
-fixed γ of the same draft with s = 1. `s = γ` drafts a proposal in one pass. `chosen` leaves s and γ to the service.
+fixed γ of the same draft with s = 1; all s have the same γ. `s = γ` drafts a proposal in one pass, of at most 8 tokens.
+`chosen` leaves s and γ to the service.
 The plain draft was never taught to draft in parallel. The break-even is a formula of the measured costs.
 """
 
@@ -20,10 +21,10 @@ from benchmarks.services import NO_PREFIXES, Services, deepened
 from outrider.theory import expected_tokens, round_time
 
 RULE = "coupled"
-S = 8  # of `chosen`: the service chooses between it and 1
+S = 8  # the most tokens a pass; `chosen` leaves it to the service to take so many or 1
 ONE, CHOSEN = "s = 1, adaptive", "chosen"
 NO_CACHE = "no outcome cache, s = 1"
-WHOLE = 4  # γ of both arms that the costs of a round come from
+WHOLE = 4  # γ of both arms that the costs of a round come from, at each place
 # Texts before anything is measured: the service then knows both s.
 WARM_UP = {ONE: 6, CHOSEN: 24}
 # Break-evens are for these α of s = 1, the same at all positions, and these c.
@@ -33,22 +34,19 @@ MOST_DRAFTED = 16
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """`deeper` are the factors of the layers of target and draft, `added_ms` the added round trip. `singles` are the γ
-    with s = 1, `wholes` those with s = γ.
-    """
+    """`deeper` are the factors of the layers of target and draft, `added_ms` the added round trip."""
 
     title: str
     deeper: tuple[int, int] = (1, 1)
     added_ms: float = 0.0
-    singles: tuple[int, ...] = (3, 8)
-    wholes: tuple[int, ...] = (WHOLE, 6)
+    gammas: tuple[int, ...] = (3, WHOLE, 8)
     temperatures: tuple[float, ...] = (0, 1)
 
 
 PLACES = {
     "demo": Place("demo pair", temperatures=(0, 0.3, 0.7, 1)),
-    "draft": Place("draft 4 times as deep", deeper=(1, 4), singles=(2, 4)),
-    "far": Place("20 ms away, target 3 times as deep", deeper=(3, 1), added_ms=20, singles=(8, 12)),
+    "draft": Place("draft 4 times as deep", deeper=(1, 4), gammas=(2, WHOLE)),
+    "far": Place("20 ms away, target 3 times as deep", deeper=(3, 1), added_ms=20, gammas=(WHOLE, 8, 12)),
 }
 
 
@@ -67,11 +65,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def arms(place: Place) -> dict[str, Json]:
     """The options of each arm."""
     fixed: dict[str, Json] = {
-        **{f"plain draft, γ = {gamma}": {"gamma": gamma, "drafter": "model"} for gamma in place.singles},
-        **{f"s = 1, γ = {gamma}": {"gamma": gamma, "tokens_per_pass": 1} for gamma in place.singles},
+        **{f"plain draft, γ = {gamma}": {"gamma": gamma, "drafter": "model"} for gamma in place.gammas},
+        **{f"s = {s}, γ = {gamma}": {"gamma": gamma, "tokens_per_pass": s} for s in (1, 2) for gamma in place.gammas},
         NO_CACHE: {"gamma": WHOLE, "tokens_per_pass": 1, "outcome_cache": False},
-        "s = 2, γ = 4": {"gamma": 4, "tokens_per_pass": 2},
-        **{f"s = γ = {gamma}": {"gamma": gamma, "tokens_per_pass": gamma} for gamma in place.wholes},
+        **{f"s = γ = {gamma}": {"gamma": gamma, "tokens_per_pass": gamma} for gamma in place.gammas if gamma <= S},
     }
     adaptive: Json = {"speculation": "adaptive", "gamma": MOST_DRAFTED}
     return fixed | {ONE: adaptive | {"tokens_per_pass": 1}, CHOSEN: adaptive}
@@ -224,7 +221,14 @@ def draw(document: Json, path: Path) -> None:
         (PLACES[name].title, f"T = {temperature}", _best_of_each(arms))
         for (name, temperature), arms in harness.flat(document["summary"], 2)
     ]
-    plots.comparison(path, document, measured, label="tokens/s, to s = 1 with its best γ")
+    plots.comparison(
+        path,
+        document,
+        measured,
+        label="tokens/s, to s = 1 with its best γ",
+        note=". White: mean γ.",
+        text=lambda arm: f"{arm['gamma']:.1f}",
+    )
 
 
 def _best_of_each(arms: Json) -> Json:

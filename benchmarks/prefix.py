@@ -19,10 +19,9 @@ TAIL = 16
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    parser = harness.parser("prefix", __doc__, quick="one length, three times")
-    parser.add_argument("--lengths", type=int, nargs="+", default=[64, 256, 768], help="of the common beginning")
-    parser.add_argument("--repetitions", type=int, default=9)
-    few = {"lengths": [64], "repetitions": 3}
+    parser = harness.parser("prefix", __doc__, quick="one length, once")
+    parser.set_defaults(lengths=[64, 256, 768], repetitions=9)  # tokens of the common beginning
+    few = {"lengths": [64], "repetitions": 1}
     given = harness.parse(parser, arguments, few)
     summarise = harness.summary_of(("length",), figures)
     return harness.run("prefix", given, measure, summarise, table, draw)

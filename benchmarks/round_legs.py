@@ -1,4 +1,4 @@
-"""Where the time of a round goes between drafting and the target's pass, for `benchmarks.network_tax`.
+"""Parts of the time of a round between drafting and the target's pass, for `benchmarks.network_tax`.
 
     python -m benchmarks.round_legs FOLDER draft_service --model DRAFT ...
 
@@ -30,7 +30,7 @@ _POINTS = {
     "proposal is encoded": ("draft_service.verify_stream", "VerifyStream._write", _BEGIN),
     "proposal has arrived": ("verifier_service.stream", "VerifyStream._next", _END),
     "round is checked": ("verifier_service.engine", "VerifierEngine.post", _BEGIN),
-    "judged": ("verifier_service.target_runner", "TargetRunner.__call__", _END),
+    "verified": ("verifier_service.target_runner", "TargetRunner.__call__", _END),
     "committed": ("verifier_service.stream", "Outbox.flush", _BEGIN),
     "verdict is on the event loop": ("verifier_service.stream", "write", _BEGIN),
     "verdict has arrived": ("draft_service.verify_stream", "VerifyStream._read", _END),
@@ -42,7 +42,7 @@ LEGS = {
     "encoding": ("proposal is checked", "proposal is encoded"),
     "gRPC, proposal": ("proposal is encoded", "proposal has arrived"),
     "check at the verifier": ("proposal has arrived", "round is checked"),
-    "commit": ("judged", "committed"),
+    "commit": ("verified", "committed"),
     "to the verifier's event loop": ("committed", "verdict is on the event loop"),
     "gRPC, verdict": ("verdict is on the event loop", "verdict has arrived"),
     "from verdict to request": ("verdict has arrived", "next proposal is requested"),

@@ -1,4 +1,4 @@
-"""How many drafted tokens each exact rule accepts: through both services, on equal prompts, with equally many rounds.
+"""The drafted tokens that each exact rule accepts: through both services, on equal prompts, with equally many rounds.
 
 *Counted* are the tokens that the services accepted; other work on the machine does not change them. *Expected* has less
 noise: the same drafts are drawn again with `Propose`, the target's distributions at them come from a forward pass in
@@ -6,7 +6,6 @@ this process, and the uniforms of acceptance are integrated out, so `tokenwise` 
 drafts. A prompt is the unit: rounds of one text are not independent. Intervals are 95 %.
 """
 
-import math
 import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -21,28 +20,24 @@ from transformers import DynamicCache
 
 from benchmarks import harness
 from benchmarks.contenders import load_model
-from benchmarks.harness import Bench, Json, progress
-from benchmarks.services import ANYWHERE, Services, digest_of
+from benchmarks.harness import Bench, Json, digest_of, progress
+from benchmarks.services import ANYWHERE, Services
 from kernels.sampling import SamplingParams, probabilities
 from outrider.client import AcceptanceRule, Chunk, Client, Round, Started
 from outrider.evaluation import pictures
+from outrider.evaluation.intervals import student_quantile
 from outrider.service.wire import decode_sparse
 from protos.outrider.v1 import draft_service_pb2, sampling_pb2, speculation_pb2
 from protos.outrider.v1.draft_service_pb2_grpc import DraftServiceStub
 
 RULES = (AcceptanceRule.TOKENWISE, AcceptanceRule.BLOCK, AcceptanceRule.COUPLED)
 _TIMEOUT_S = 120.0
-_TWO_SIDED = 1.96  # 95 % of a normal distribution
-_POWER = 1.645  # and for a power of 95 %
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     parser = harness.parser("rules", __doc__, quick="two prompts, few rounds")
-    parser.add_argument("--prompts", type=int, default=32)
-    parser.add_argument("--rounds", type=int, default=16, help="of each text")
-    parser.add_argument("--temperatures", type=float, nargs="+", default=[0.7, 1.0])
-    parser.add_argument("--gammas", type=int, nargs="+", default=[2, 4, 8])
-    few = {"prompts": 2, "rounds": 3, "temperatures": [1.0], "gammas": [2, 3]}
+    parser.set_defaults(prompts=32, rounds=16, temperatures=[0.7, 1.0], gammas=[2, 4, 8])
+    few = {"prompts": 2, "rounds": 2, "temperatures": [1.0], "gammas": [2]}
     given = harness.parse(parser, arguments, few)
     summarise = harness.summary_of(("temperature", "gamma"), figures)
     return harness.run("rules", given, measure, summarise, table, draw)
@@ -95,16 +90,12 @@ EXPECTED = {"tokenwise": tokenwise, "block": block}
 
 
 def estimate(values: Sequence[float]) -> Json:
-    """Mean of independent values with its 95 % interval; one value has none.
-
-    `detectable`: the mean that a two-sided test at 5 % distinguishes from 0 with a power of 95 %.
-    """
+    """Mean of independent values with its 95 % interval; one value has none."""
     mean = fmean(values)
     if len(values) < 2:
-        return {"mean": mean, "interval": None, "detectable": None}
-    error = stdev(values) / math.sqrt(len(values))
-    interval = [mean - _TWO_SIDED * error, mean + _TWO_SIDED * error]
-    return {"mean": mean, "interval": interval, "detectable": (_TWO_SIDED + _POWER) * error}
+        return {"mean": mean, "interval": None}
+    margin = student_quantile(len(values) - 1) * stdev(values) / len(values) ** 0.5
+    return {"mean": mean, "interval": [mean - margin, mean + margin]}
 
 
 def measure(bench: Bench) -> None:
@@ -275,7 +266,7 @@ def _accepted(text: Json) -> float:
 
 
 def _gain(*texts: Json) -> float:
-    """How many more tokens `block` accepts a round in expectation, over the rounds of all `texts`."""
+    """The tokens a round that `block` accepts beyond `tokenwise` in expectation, over the rounds of all `texts`."""
     gains = [text["expected"]["block"] - text["expected"]["tokenwise"] for text in texts]
     return sum(gains) / harness.total(texts, "rounds")
 

@@ -4,16 +4,18 @@ A benchmark sees only the output of the services: chunks, statistics and timings
 """
 
 import asyncio
-import hashlib
 import json
 import re
 import shutil
+import subprocess
+import time
 from collections import defaultdict
 from collections.abc import Callable, Collection, Coroutine, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import KW_ONLY, dataclass, field
 from functools import cache, partial
 from pathlib import Path
+from tempfile import TemporaryFile
 from typing import Any, Self, TypeVar
 from urllib.request import urlopen
 
@@ -22,7 +24,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from benchmarks.harness import CACHE, Bench, Json
+from benchmarks.harness import CACHE, WEIGHTS, Bench, Json, digest_of
 from outrider.cli.processes import (
     DRAFT_SPINS,
     TARGET_SPINS,
@@ -41,19 +43,19 @@ RULE = "block"
 """Named in each request: the default depends on whether it has a seed."""
 
 APART, ANYWHERE, ONE_CORE = "a core each", "any core", "both on one core"
-"""Where the services run: each on half of the processors, as `outrider serve` starts them where half is more than one;
+"""Places of the services: each on half of the processors, as `outrider serve` starts them where half is more than one;
 where the system puts them; both on the same one."""
 
 # Prompts are repeated, and other contenders run them each time.
 NO_PREFIXES = ("--no-prefix-cache",)
 
-WEIGHTS = "model.safetensors"
 # A layer adds to the residual stream through these.
 OUTPUTS = ("self_attn.o_proj.", "mlp.down_proj.")
 # Rows of these are units of a layer; an output (`OUTPUTS`) has a column for each.
 _UNITS = ("self_attn.q_proj.", "self_attn.k_proj.", "self_attn.v_proj.", "mlp.gate_proj.", "mlp.up_proj.")
 _LAYER = re.compile(r"^(?P<before>.*\blayers\.)(?P<index>\d+)\.(?P<after>.+)$")
 
+_HTTP_START_S = 60.0
 _START_S = 240.0  # a first start on a GPU compiles some ten kernels, and captures some twenty passes
 
 Result = TypeVar("Result")
@@ -184,14 +186,6 @@ def _widened_weight(name: str, tensor: Tensor, heads: int, units: int) -> Tensor
     return tensor
 
 
-def digest_of(folder: Path) -> str:
-    """A short name of a model: of its configuration and its weights."""
-    digest = hashlib.sha256()
-    for name in ("config.json", WEIGHTS):
-        digest.update((folder / name).read_bytes())
-    return digest.hexdigest()[:12]
-
-
 def _start(
     service: str,
     model: Path,
@@ -318,6 +312,36 @@ def _metrics_address(service: ServiceProcess) -> str:
         if line.startswith("{") and (entry := json.loads(line)).get("event") == "metrics":
             return str(entry["address"])
     raise ServiceError(f"{service.name} does not say where it serves its metrics", service.log_lines())
+
+
+@contextmanager
+def http_server(command: Sequence[str], url: str) -> Iterator[subprocess.Popen[str]]:
+    """A server in a process of its own, once `/health` answers.
+
+    Raises:
+        ServiceError: it ended, or did not answer in time; with the end of its log.
+    """
+    with TemporaryFile("w+", encoding="utf-8", errors="replace") as log:
+        process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=log, text=True)
+        try:
+            deadline = time.monotonic() + _HTTP_START_S
+            while not _is_healthy(url):
+                if process.poll() is not None or time.monotonic() > deadline:
+                    log.seek(0)
+                    raise ServiceError(f"no server answers at {url}: {' '.join(log.read().splitlines()[-3:])}")
+                time.sleep(0.05)
+            yield process
+        finally:
+            process.terminate()
+            process.wait()
+
+
+def _is_healthy(url: str) -> bool:
+    try:
+        with urlopen(f"{url}/health", timeout=1.0) as answer:
+            return bool(answer.status == 200)
+    except OSError:
+        return False
 
 
 def await_(coroutine: Coroutine[Any, Any, Result]) -> Result:

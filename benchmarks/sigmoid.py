@@ -33,7 +33,7 @@ from models.generation import Writer, steps
 from models.measure import load, until_end
 from models.tokenizer import load_tokenizer
 from outrider.evaluation import pictures
-from outrider.evaluation.report import Table
+from outrider.evaluation.intervals import ratio_error, student_quantile
 
 PAPERS = (1e1, 1e3, 1e4, 1e5)  # ± of [W Tables 2 and 7]
 SWEEP = [round(10 ** (k / 4), 6) for k in range(-4, 21)]
@@ -45,9 +45,7 @@ KEPT = SparseConfig()  # the default of the draft service
 
 def main(arguments: Sequence[str] | None = None) -> int:
     parser = harness.parser("sigmoid", __doc__, quick="two texts")
-    parser.add_argument("--texts", type=int, default=64, help="of one prompt each")
-    parser.add_argument("--tokens", type=int, default=48, help="of each text")
-    parser.add_argument("--repeats", type=int, default=5, help="how often each round is timed")
+    parser.set_defaults(texts=64, tokens=48, repeats=5)  # texts of one prompt and so many tokens each
     few = {"texts": 2, "tokens": 16, "repeats": 1}
 
     def table(document: Json) -> str:
@@ -281,7 +279,10 @@ def _distributions(z: Tensor, v: Tensor) -> Json:
 
 
 def _rounds(cases: Sequence[Case]) -> Json:
-    """Tokens of a round of γ drafts under each rule, on the same drafts and draws."""
+    """Tokens of a round of γ drafts under each rule, on the same drafts and draws.
+
+    `error` is half of the 95 % interval, over texts: rounds of one text depend on each other.
+    """
     ways: dict[str, tuple[Rule, SigmoidScales | None]] = {
         "tokenwise": (Rule.TOKENWISE, None),
         "block": (Rule.BLOCK, None),
@@ -291,9 +292,19 @@ def _rounds(cases: Sequence[Case]) -> Json:
     for name, (rule, scales) in ways.items():
         counts = [result.accepted for result in verify(logits, [case.proposed(rule, scales) for case in cases])]
         mean = statistics.mean(counts)
-        error = statistics.stdev(counts) / len(counts) ** 0.5
-        found[name] = {"tokens": mean + 1, "error": error, "drafts_accepted": mean / GAMMA}
+        found[name] = {"tokens": mean + 1, "error": _margin(cases, counts), "drafts_accepted": mean / GAMMA}
     return {"gamma": GAMMA, "rounds": len(cases), "by_rule": found}
+
+
+def _margin(cases: Sequence[Case], counts: Sequence[int]) -> float:
+    """Half of the 95 % interval of the mean count; the unit is a text."""
+    by_text: dict[int, list[int]] = {}
+    for case, count in zip(cases, counts, strict=True):
+        by_text.setdefault(case.seed, []).append(count)
+    error = ratio_error([sum(own) for own in by_text.values()], [len(own) for own in by_text.values()])
+    if error is None:
+        raise ValueError("an interval needs two texts")
+    return student_quantile(len(by_text) - 1) * error
 
 
 def _speed(cases: Sequence[Case], repeats: int) -> Json:
@@ -356,13 +367,16 @@ def tables(document: Json) -> dict[str, str]:
         *served,
         ["the draft alone", "", _tv(apart), "0"],
     ]
-    made = {
-        "distributions": Table(["rule", "acceptance", "TV(text, target)", "TV(text, draft)"], rows),
-        "precision": Table(["scales", *(f"{name}: {each}" for name in by_precision for each in what)], precision),
-        "rounds": Table(["rule", f"tokens of a round, γ = {document['rounds']['gamma']}", "drafts accepted"], several),
-        "speed": Table(["rule", *(f"V = {int(size):,}" for size in by_vocabulary)], speed),
+    return {
+        "distributions": harness.table(["rule", "acceptance", "TV(text, target)", "TV(text, draft)"], rows),
+        "precision": harness.table(
+            ["scales", *(f"{name}: {each}" for name in by_precision for each in what)], precision
+        ),
+        "rounds": harness.table(
+            ["rule", f"tokens of a round, γ = {document['rounds']['gamma']}", "drafts accepted"], several
+        ),
+        "speed": harness.table(["rule", *(f"V = {int(size):,}" for size in by_vocabulary)], speed),
     }
-    return {name: table.markdown() for name, table in made.items()}
 
 
 def _precise(each: Json) -> tuple[str, str, str]:

@@ -15,7 +15,6 @@ from benchmarks.contenders import Write, outrider_writer, take_turns, texts, tok
 from benchmarks.harness import Bench, Json, arms_table, compared, number
 from benchmarks.services import NO_PREFIXES, Models, Services, models_of
 from outrider.evaluation.alpha import Options, run
-from outrider.evaluation.pictures import COLOURS, level, line, picture
 
 ALONE = "Decode"
 
@@ -24,9 +23,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = harness.parser("skip_layers", __doc__, quick="the demo target, one layer")
     harness.target_options(parser, factor=3)
     harness.text_options(parser, prompts=4, new_tokens=64)
-    parser.add_argument("--count", type=int, default=7, help="layers of the demo target to find")
-    parser.add_argument("--tokens", type=int, default=500, help="that α is measured on in the search")
-    parser.add_argument("--gamma", type=int, default=4, help="tokens of a proposal")
+    # Layers of the demo target to find, and the tokens that α is measured on in the search.
+    parser.set_defaults(count=7, tokens=500, gamma=4)
     few = {"only": "demo", "prompts": 1, "new_tokens": 16, "repetitions": 1, "count": 1, "tokens": 64}
     given = harness.parse(parser, arguments, few)
     return harness.run("skip_layers", given, measure, summarise, table, draw)
@@ -102,20 +100,19 @@ def table(document: Json) -> str:
 
 
 def draw(document: Json, path: Path) -> None:
-    note = f"{plots.caption(document)}. Numbers: α of the proposals."
-    with picture(path, 1, len(document["summary"]), size=(4.8, 3.6), note=note) as (panels,):
-        for panel, (pair, by_temperature) in zip(panels, document["summary"].items(), strict=True):
-            for (temperature, arms), colour in zip(by_temperature.items(), COLOURS, strict=False):
-                points = {int(arm.split()[0]): found for arm, found in arms.items() if arm != ALONE}
-                offset = 5 if temperature == "0" else -10
-                ratios = [(float(left_out), found["ratio"]) for left_out, found in points.items()]
-                line(panel, ratios, marker="o", color=colour, label=f"T = {temperature}")
-                for (x, y), found in zip(ratios, points.values(), strict=True):
-                    panel.annotate(f"{found['alpha']:.2f}", (x, y), (3, offset), textcoords="offset points", fontsize=7)
-            level(panel)
-            panel.set(title=f"{pair} target, {document['models'][pair]['target_layers']} layers", ylim=(0, None))
-            panel.margins(y=0.12)
-            panel.set(xlabel="layers left out of the draft", ylabel="tokens/s, to the target alone")
+    layers = {pair: models["target_layers"] for pair, models in document["models"].items()}
+    plots.comparison(
+        path,
+        document,
+        [
+            (f"{pair} target, {layers[pair]} layers", name, {f"T = {temperature}": arm})
+            for (pair, temperature, name), arm in harness.flat(document["summary"], 3)
+            if name != ALONE
+        ],
+        label="tokens/s, to the target alone",
+        note=". White: α.",
+        text=lambda arm: f"{arm['alpha']:.2f}",
+    )
 
 
 if __name__ == "__main__":

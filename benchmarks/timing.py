@@ -1,4 +1,4 @@
-"""How long work takes on a device: CUDA events on a GPU, `time.perf_counter` on a CPU.
+"""The time of work on a device: CUDA events on a GPU, `time.perf_counter` on a CPU.
 
 Work is a function without arguments that queues operations.
 """
@@ -45,7 +45,7 @@ class Timer:
         }
 
     def times(self, work: Work, *, cold: bool, launched: bool = True) -> Times:
-        """How long `work` takes, after two runs that do not count; `cold`: with caches emptied before each run.
+        """The time of `work`, after two runs that do not count; `cold`: with caches emptied before each run.
 
         With `launched` the time to launch it counts, as for a caller whose device is idle; a CUDA graph is queued
         before the measurement starts.

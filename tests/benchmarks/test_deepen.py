@@ -8,7 +8,8 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM
 
-from benchmarks.services import WEIGHTS, deepened, widened
+from benchmarks.harness import WEIGHTS
+from benchmarks.services import deepened, widened
 
 
 @pytest.fixture

@@ -44,7 +44,7 @@ def test_a_dry_run_measures_every_part(tmp_path: Path) -> None:
     assert code == 0
     check_device(document)
     check_services(document)
-    assert {path.name for path in tmp_path.iterdir()} == {"gpu.json", "gpu.md", "gpu-kernel.png"}
+    assert {path.name for path in tmp_path.iterdir()} == {"gpu.json", "gpu.md"}
 
 
 @pytest.mark.gpu

@@ -2,19 +2,14 @@
 
 from __future__ import annotations
 
-from typing import Any
+from contextlib import ExitStack
 
-import httpx
 import pytest
 
 from benchmarks import http_front
+from outrider.cli.processes import ServiceError
 
 
-def test_a_server_that_never_answers_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
-    def refuse(_: str) -> Any:
-        raise httpx.ConnectError("refused")
-
-    monkeypatch.setattr(httpx, "get", refuse)
-    monkeypatch.setattr("time.sleep", lambda _: None)
-    with pytest.raises(TimeoutError, match=r"calendar does not answer at 127\.0\.0\.1"), http_front.server("calendar"):
-        pass
+def test_a_server_that_ends_is_an_error_with_its_log() -> None:
+    with ExitStack() as running, pytest.raises(ServiceError, match=r"at http://127.*No module named benchmarks\.none"):
+        http_front.server(running, "benchmarks.none")

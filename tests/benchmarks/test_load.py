@@ -40,7 +40,6 @@ def test_tokens_of_one_piece_have_not_waited_for_each_other() -> None:
     found = figures(([served], {"passes": 1, "verifier_cpu_seconds": 0.01, "draft_cpu_seconds": 0.02}))
     assert found["ttft_ms"]["p50"] == pytest.approx(500.0)
     assert found["tpot_ms"]["p50"] == pytest.approx(300.0 / 3), "without the first piece"
-    assert found["piece_ms"]["p50"] == pytest.approx(300.0)
     assert (found["gamma"], found["decode_share"], found["tokens_per_round"]) == (3.0, 0.5, 2.5)
     assert found["tokens_per_second"] == pytest.approx(5 / 0.8)
     assert (found["verifier_cpu_us"], found["draft_cpu_us"]) == (pytest.approx(2000.0), pytest.approx(4000.0))
@@ -50,6 +49,7 @@ def test_refused_requests_are_counted_and_have_no_times() -> None:
     found = figures(([Served(due=0.0, stamps=((1.0, 4),)), Served(due=0.5, refused=True)], {}))
     assert (found["requests"], found["refused"], found["tokens_per_second"]) == (2, 1, 4.0)
     assert found["ttft_ms"]["p99"] == pytest.approx(1000.0)
+    assert found["gamma"] is found["decode_share"] is found["tokens_per_round"] is None, "without our statistics"
 
 
 def run(contender: str, repetition: int, rate: float) -> dict[str, Any]:
@@ -74,6 +74,13 @@ def test_both_ways_by_llama_cpp_are_held_against_its_server() -> None:
     assert found[PAIR]["ratio"] == pytest.approx(1.2), "to the better of the others"
 
 
+def test_a_repetition_without_drafts_counts() -> None:
+    drafting = run(PAIR, 0, 1.0) | {"gamma": 4.0, "decode_share": 0.0, "drafted": 40, "alpha": 0.5}
+    without = run(PAIR, 1, 1.0) | {"gamma": 0.0, "decode_share": 1.0}
+    found = cell([drafting, without])[PAIR]
+    assert (found["gamma"], found["decode_share"], found["alpha"]) == (2.0, 0.5, 0.5)
+
+
 @pytest.mark.parametrize(("rate", "lines"), [(100 * AIM, 0), (100 * AIM - 0.1, 1)])
 def test_a_pair_that_falls_behind_is_named_and_who_is_missing(rate: float, lines: int) -> None:
     summary = {"demo": {"closed": {"1": cell([run(ALONE, 0, 100.0), run(PAIR, 0, rate)])}}}
@@ -89,14 +96,17 @@ def test_the_engines_share_is_what_lies_between_passes() -> None:
         return argparse.Namespace(token_ids=[7] * tokens, timings=timings)
 
     first, full, part = verdict(5, 1, 1, 9), verdict(0.1, 0.7, 0.2, 9), verdict(3, 0.1, 0.1, 4)
-    found = engine.figures([first, *[full] * engine.LEAST_PASSES, part], 9)  # the first waited for its Decode
-    assert found["share"] == pytest.approx(0.1)
+    text = [first, *[full] * engine.LEAST_PASSES, part]  # the first waited for its Decode
+    assert engine.figures([text], 9)["share"] == pytest.approx(0.1)
+    slow = verdict(1.9, 0.7, 0.2, 9)
+    found = engine.figures([text, [first, *[slow] * engine.LEAST_PASSES]], 9)
+    assert (found["share"], found["passes"]) == (pytest.approx(2.0 / 3.8), engine.LEAST_PASSES), "of both texts' sums"
     row = verdict(0.1, 2.8, 0.1, 9, tokens=engine.LEAST_PASSES)  # of all its passes
-    found = engine.figures([first, row, part], 9)
+    found = engine.figures([[first, row, part]], 9)
     assert (found["passes"], found["share"]) == (engine.LEAST_PASSES, pytest.approx(0.1 / 3))
     assert found["forward_us"] == pytest.approx(2.8 / engine.LEAST_PASSES)
     with pytest.raises(ValueError, match=f"{engine.LEAST_PASSES - 1} passes held three quarters of the 9 sequences"):
-        engine.figures([first, *[full] * (engine.LEAST_PASSES - 1), part], 9)
+        engine.figures([[first, *[full] * (engine.LEAST_PASSES - 1), part]], 9)
 
 
 def test_what_cannot_be_measured_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
