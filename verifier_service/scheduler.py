@@ -78,12 +78,13 @@ class Scheduler:
         self._was_isolated = False  # whether the last step was that of an isolated sequence
         self._prompts_waited = False  # whether prompts had no share of the last step
         self._arrivals = 0
+        self._overtook = 0  # resumed sequences that started while new ones waited, since the last new one
 
     # -------------------------------------------------------------------------------------------------- come and go
 
     def add(self, sequence: TargetSequence) -> bool:
         """Starts a sequence, or queues it. Returns whether it started. Resumed sequences go before new ones in the
-        queue.
+        queue; but after `max_sequences` of them a new one starts, since any client can say that it resumes.
         """
         self._arrivals += 1
         sequence.arrival = self._arrivals
@@ -106,7 +107,15 @@ class Scheduler:
         sequence.slot = None
         self.running.remove(sequence)
         if self.waiting:
-            self._start(self.waiting.popleft())
+            self._start(self._next())
+
+    def _next(self) -> TargetSequence:
+        """Takes the next sequence from the queue."""
+        new = next((each for each in self.waiting if not each.opening.resumed), None)
+        chosen = self.waiting[0] if new is None or self._overtook < self._max_sequences else new
+        self._overtook = self._overtook + 1 if new is not None and chosen.opening.resumed else 0
+        self.waiting.remove(chosen)
+        return chosen
 
     def settle(self, sequence: TargetSequence) -> None:
         """After a verdict, rolls the KV cache back to the committed tokens without the last one (invariant 5)."""

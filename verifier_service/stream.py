@@ -78,6 +78,7 @@ class VerifyStream:
         self._trace = trace
         self._replies: asyncio.Queue[Reply] = asyncio.Queue()
         self._heard = time.perf_counter()
+        self._served = self._heard  # when the last reply was written that is not STALE
         self._posted = 0  # rounds handed to the engine
         self._tally = _Tally()
 
@@ -192,6 +193,8 @@ class VerifyStream:
                     raise idle(text, seconds=limit) from None
                 self._heard = time.perf_counter()
                 kind = reply.WhichOneof("kind")
+                if kind != "verdict" or reply.verdict.status == speculation_pb2.VERDICT_STATUS_JUDGED:
+                    self._served = self._heard
                 if kind in ("verdict", "prompt_logprobs"):
                     sequence.num_written += 1
                     # It may have been paused, also by a reply that the engine has delivered just now.
@@ -244,8 +247,9 @@ class VerifyStream:
             elif silent > limit:
                 text = f"the client sent no message for {limit:g} s (--idle-timeout)"
                 self._replies.put_nowait(idle(text, seconds=limit))
-            elif silent > contended_limit:
-                await self._preempt(f"{silent:.3g}")
+            # Also a client that sends only proposals that are STALE.
+            elif (idle_seconds := time.perf_counter() - max(self._served, sequence.judged_at)) > contended_limit:
+                await self._preempt(f"{idle_seconds:.3g}")
 
     async def _preempt(self, seconds: str) -> None:
         """Ends an idle stream for a queued sequence. It can continue later, or at another verifier now."""

@@ -9,6 +9,7 @@ import uuid
 from collections.abc import AsyncGenerator, Awaitable, Callable, Coroutine, Mapping, Sequence
 from contextlib import aclosing
 from functools import partial
+from reprlib import repr as short_repr
 from typing import Any, TypeVar
 
 from starlette.applications import Starlette
@@ -47,6 +48,10 @@ from outrider.rpc.errors import RequestError
 T = TypeVar("T")
 
 _REQUEST_ID = re.compile(r"[\w.:/+=@-]{1,100}", re.ASCII)
+_TRACE = {
+    "traceparent": re.compile(r"[0-9a-f]{2}-[0-9a-f]{32}-[0-9a-f]{16}-[0-9a-f]{2}(-[ -~]{1,100})?"),
+    "tracestate": re.compile(r"[ -~]{1,512}"),
+}
 
 
 def create_app(
@@ -107,7 +112,7 @@ class Front:
         body = parse(CompletionRequest, read_json(await request.body()))
         body.check()
         await self._check_model(body.model)
-        prompts = body.prompts()
+        prompts = body.prompts(most=self._settings.max_samples, longest=self._pair.most_tokens)
         self._check_samples(body.n, len(prompts))
         options = body.options()
         options["max_new_tokens"] = max(1, body.max_tokens)
@@ -308,7 +313,7 @@ class Front:
     async def _check_model(self, name: str | None) -> None:
         await self._pair.describe()
         if name is not None and name != self._pair.name:
-            message = f"there is no model {name!r}; this server has {self._pair.name!r}"
+            message = f"there is no model {short_repr(name)}; this server has {self._pair.name!r}"
             raise ApiError(404, message, param="model", code="model_not_found")
 
     def _check_samples(self, n: int, prompts: int) -> None:
@@ -346,9 +351,9 @@ class Front:
 
 
 def _trace_context(request: Request) -> dict[str, str]:
-    """The headers of W3C Trace Context that gRPC can carry; the services check what they say."""
-    found = {name: ",".join(request.headers.getlist(name)) for name in ("traceparent", "tracestate")}
-    return {name: text for name, text in found.items() if text and text.isascii() and text.isprintable()}
+    """The headers of W3C Trace Context, as far as they are valid and short: gRPC limits the size of metadata."""
+    found = {name: ",".join(request.headers.getlist(name)) for name in _TRACE}
+    return {name: text for name, text in found.items() if _TRACE[name].fullmatch(text)}
 
 
 # ---------------------------------------------------------------------------------------------------------- streams

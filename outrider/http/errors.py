@@ -18,6 +18,7 @@ import grpc
 from starlette.responses import Response
 
 from outrider.client import OutriderError
+from outrider.rpc.errors import UNSPECIFIED
 
 _logger = logging.getLogger("outrider.http")
 
@@ -99,6 +100,12 @@ _PROMPTS = frozenset({"prompt", "text", "chat", "chat.messages", "token_ids.ids"
 _TOO_LONG = "maximum context length"
 
 
+def too_long(param: str, tokens: int, most: int) -> ApiError:
+    """A prompt has more tokens than the context."""
+    text = f"{param} has {tokens} tokens; at most {most}, this model's {_TOO_LONG}"
+    return ApiError(400, text, param=param, code="context_length_exceeded")
+
+
 def of_service(
     error: OutriderError, *, names: Mapping[str, str] | None = None, models: Mapping[str, str] | None = None
 ) -> ApiError:
@@ -125,6 +132,10 @@ def of_service(
         # The client has added its tries, with the addresses of services.
         message = message.partition("; tries at ")[0]
         return ApiError(429, message, code="rate_limit_exceeded", headers={"retry-after": _seconds(error.retry_after)})
+    if code is grpc.StatusCode.RESOURCE_EXHAUSTED and error.reason == UNSPECIFIED:  # of gRPC itself
+        _logger.warning("a request failed with 413: %s", error)
+        text = "the request is larger than a message between the services may be; shorten it"
+        return ApiError(413, text, code="request_too_large")
     if error.reason == "PAIR_MISMATCH":
         _logger.warning("a request failed with 503: %s", error)
         return ApiError(503, "draft and target do not match at the moment; try again later", code=_code(error))
@@ -151,7 +162,7 @@ def _renamed(text: str, table: Mapping[str, str]) -> str:
 
 
 def _code(error: OutriderError) -> str:
-    return error.code.name.lower() if error.reason == "UNSPECIFIED" else error.reason.lower()
+    return error.code.name.lower() if error.reason == UNSPECIFIED else error.reason.lower()
 
 
 def _seconds(retry_after: float | None) -> str:

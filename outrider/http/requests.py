@@ -21,7 +21,7 @@ from pydantic import (
 )
 
 from outrider.client import Message
-from outrider.http.errors import ApiError, invalid, of_validation, unsupported
+from outrider.http.errors import ApiError, invalid, of_validation, too_long, unsupported
 from outrider.seeds import derive_seed
 
 Prompt: TypeAlias = str | list[int]
@@ -34,6 +34,7 @@ _Parts: TypeAlias = Annotated[list[dict[str, Any]], Field(fail_fast=True)]
 MOST_TOP_LOGPROBS = 20
 # Messages and their parts. Each takes 10 µs, in which no other request is served; a body may hold 600,000.
 _MOST_MESSAGES = 10_000
+_MOST_BIASES = 1024  # as the contract has it
 _MOST_DIGITS = 20  # of a token id; Python refuses to read thousands
 
 Neutral: TypeAlias = dict[str, tuple[Any, ...]]
@@ -142,7 +143,7 @@ class _TextRequest(Body):
     neutral: ClassVar[Neutral] = _NEUTRAL
 
     model: str | None = None
-    n: int = Field(1, ge=1)
+    n: int = Field(1, ge=1, lt=2**31)
     stream: bool = False
     stream_options: StreamOptions | None = None
     temperature: float | None = None
@@ -165,6 +166,8 @@ class _TextRequest(Body):
     @classmethod
     def _token_ids(cls, value: Any, check: ValidatorFunctionWrapHandler) -> Any:
         """Checks up to the first wrong entry, as for lists."""
+        if isinstance(value, dict) and len(value) > _MOST_BIASES:
+            raise ValueError(f"logit_bias has {len(value)} entries; at most {_MOST_BIASES}")
         for key, bias in value.items() if isinstance(value, dict) else ():
             if type(bias) not in (int, float) or not abs(bias) < 2**64:
                 check({key: bias})
@@ -222,22 +225,31 @@ class CompletionRequest(_TextRequest):
     max_tokens: int = Field(16, ge=0)
     echo: bool = False
     logprobs: int | None = Field(None, ge=0, le=MOST_TOP_LOGPROBS)
-    best_of: int | None = None
+    best_of: int | None = Field(None, ge=0, lt=2**31)
 
     @property
     def top_logprobs_asked(self) -> int | None:
         return self.logprobs
 
-    def prompts(self) -> list[Prompt]:
+    def prompts(self, *, most: int, longest: int) -> list[Prompt]:
         """The prompts: one text, one list of token ids, or several of one kind.
 
+        Args:
+            most: prompts of a request.
+            longest: tokens of a prompt.
+
         Raises:
-            ApiError: `prompt` is none of these.
+            ApiError: `prompt` is none of these, or has more. Long lists are not read: that would hold up all requests.
         """
         value = self.prompt
         if isinstance(value, str):
             return [value]
         if isinstance(value, list) and value:
+            if type(value[0]) is not int and len(value) > most:
+                raise invalid("prompt", f"prompt has {len(value)} prompts; at most {most} in one request")
+            for each in [value] if type(value[0]) is int else value:
+                if isinstance(each, list) and len(each) > longest:
+                    raise too_long("prompt", len(each), longest)
             if all(isinstance(each, str) for each in value):
                 return value
             if _are_token_ids(value):

@@ -10,6 +10,7 @@ import ssl
 import sys
 import termios
 import threading
+import time
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
@@ -33,6 +34,21 @@ MAX_CONNECTIONS = 4096
 SEND_BUFFER_BYTES = 256 * 1024
 _CHECK_S = 1.0
 _BACKLOG = 1024
+
+
+class _OneASecond(logging.Filter):
+    """Lets one line a second through: each connection with garbage makes one."""
+
+    _next = 0.0
+
+    def filter(self, record: logging.LogRecord) -> bool:
+        if record.levelno > logging.WARNING or time.monotonic() >= self._next:
+            self._next = time.monotonic() + 1.0
+            return True
+        return False
+
+
+_WARNINGS = _OneASecond()
 
 
 class HttpServer:
@@ -88,6 +104,7 @@ class HttpServer:
                 timeout_graceful_shutdown=max(1, round(settings.grace)),
             )
             config.load()
+            logging.getLogger("uvicorn.error").addFilter(_WARNINGS)  # once, however often
             if self._certificate is not None:
                 config.ssl = self._certificate.context
             self._server = uvicorn.Server(config)

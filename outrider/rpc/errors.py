@@ -351,6 +351,9 @@ def guarded(method: Servicer) -> Servicer:
         except grpc.aio.AbortError:
             raise
         except RequestError as error:
+            # gRPC keeps the abort and its frames in a cycle until the next garbage collection: not the request too.
+            error.__traceback__ = None
+            del request
             await abort(context, error)
         except Exception as error:
             _logger.error("%s failed", method.__qualname__, exc_info=error)

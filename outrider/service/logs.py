@@ -244,11 +244,18 @@ def text_renderer() -> Callable[[dict[str, Any]], str]:
     render = structlog.dev.ConsoleRenderer(colors=colours, pad_event_to=0, pad_level=False)
 
     def line(event: dict[str, Any]) -> str:
-        shown = {key: value for key, value in event.items() if key != "service"}
+        shown = {key: _printable(key, value) for key, value in event.items() if key != "service"}
         shown["timestamp"] = str(event.get("timestamp", ""))[11:19]
         return str(render(None, "", shown))
 
     return line
+
+
+def _printable(key: str, value: Any) -> Any:
+    """A value without control characters, which a client's text may have for the operator's terminal."""
+    if not isinstance(value, str) or value.isprintable() or key in ("exception", "stack"):
+        return value
+    return "".join(each if each.isprintable() else each.encode("unicode_escape").decode() for each in value)
 
 
 def configure_logging(service: str, level: str = "info") -> bool:

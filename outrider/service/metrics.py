@@ -303,7 +303,9 @@ def exposed(metrics: Metrics, address: str) -> Iterator[str]:
         server = _Server(found, family)
     except OSError as error:
         raise StartupError(f"--metrics-listen: cannot listen at {address}: {error.strerror or error}") from error
-    server.set_app(make_wsgi_app(metrics.registry))
+    app = make_wsgi_app(metrics.registry)
+    # Always in Prometheus' text format: the library fails on headers that ask for an unknown version of OpenMetrics.
+    server.set_app(lambda environ, start: app({**environ, "HTTP_ACCEPT": ""}, start))
     thread = threading.Thread(target=server.serve_forever, args=(_POLL_SECONDS,), name="metrics", daemon=True)
     thread.start()
     try:

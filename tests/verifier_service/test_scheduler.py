@@ -298,6 +298,23 @@ def test_while_a_prompt_waits_for_blocks_no_newer_one_begins(monkeypatch: pytest
     assert driver.pool.length(small.slot or 0) == 3
 
 
+def test_resumed_sequences_go_first_but_not_for_ever() -> None:
+    """Any client can say that it resumes a text."""
+    driver = Driver(max_sequences=2)
+    first = [driver.open() for _ in range(2)]
+    new = driver.open()
+    order = list[bool]()
+    for _ in range(6):
+        driver.scheduler.add(make([], prompt=[3], max_new_tokens=8, resumed=True))
+    running = list(first)
+    for _ in range(5):
+        driver.scheduler.remove(running.pop())
+        (started,) = [each for each in driver.scheduler.running if each not in running]
+        running.append(started)
+        order.append(started is new)
+    assert order == [False, False, True, False, False]
+
+
 def test_a_new_sequence_leaves_each_other_one_a_block() -> None:
     """Otherwise the next rounds of the others would preempt it."""
     driver = Driver(blocks=14, max_batch_tokens=64)

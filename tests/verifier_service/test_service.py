@@ -223,6 +223,30 @@ def test_an_idle_stream_ends_for_a_queued_sequence() -> None:
     assert error.retry_after is not None
 
 
+def test_a_stream_of_stale_rounds_ends_for_a_queued_sequence() -> None:
+    """They ask for no work, and would hold the place of a sequence that has some."""
+    with ExitStack() as stack:
+        verifier = stack.enter_context(Cluster("--max-sequences 1 --contended-idle-timeout 1.5")).verifier()
+        verifier.wait_healthy()
+        channel = stack.enter_context(grpc.insecure_channel(verifier.address))
+        holds, waits = (stack.enter_context(Stream(channel, name)) for name in ("holds", "waits"))
+        holds.open()
+        holds.decode(1, PROMPT)
+        alone = list(holds.verdict().token_ids)
+        waits.open()
+        waits.decode(1, PROMPT)
+
+        def stale_rounds() -> None:
+            for number in range(2, 100):
+                holds.decode(number, PROMPT, seen=0)
+                holds.verdict()
+                time.sleep(0.2)
+
+        with pytest.raises(grpc.RpcError, match="others wait in the queue"):
+            stale_rounds()
+        assert list(waits.verdict().token_ids) == alone
+
+
 @pytest.fixture(scope="module")
 def seconds_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """See `slow_steps`."""

@@ -30,6 +30,12 @@ BASE: dict[str, dict[str, Any]] = {COMPLETION: {"prompt": "x"}, CHAT: {"messages
         (COMPLETION, {"prompt": [True]}, "prompt", "True"),
         (COMPLETION, {"prompt": [2**32 - 1]}, "prompt", str(2**32 - 1)),
         (COMPLETION, {"prompt": ""}, "prompt", "empty"),
+        # Of lists that are too long no element is read.
+        (COMPLETION, {"prompt": [[-1]] * 9}, "prompt", "9 prompts; at most 8"),
+        (COMPLETION, {"prompt": [0, *[-1] * 5000]}, "prompt", "5001 tokens; at most 1024"),
+        (COMPLETION, {"prompt": [[0, *[-1] * 5000]]}, "prompt", "5001 tokens; at most 1024"),
+        (COMPLETION, {"logit_bias": {str(i): "x" for i in range(1025)}}, "logit_bias", "1025 entries; at most 1024"),
+        (COMPLETION, {"n": 2**31}, "n", "less than"),
         (COMPLETION, {"max_tokens": -1}, "max_tokens", "-1"),
         (COMPLETION, {"max_tokens": 0}, "max_tokens", "echo"),
         (COMPLETION, {"max_tokens": 10**6}, "max_tokens", "1000000"),
@@ -260,3 +266,17 @@ def test_a_name_shows_no_path(name: str, shown: str) -> None:
     assert served_name(name) == shown
     error = InvalidRequest(f"{name} has no speech encoder", code=grpc.StatusCode.INVALID_ARGUMENT, reason="UNSPECIFIED")
     assert of_service(error, models={name: shown}).message == f"{shown} has no speech encoder"
+
+
+def test_a_name_that_is_echoed_is_cut(http: httpx.Client) -> None:
+    answer = http.post(COMPLETION, json={"prompt": "x", "model": "m" * 100_000})
+    assert answer.status_code == 404
+    assert len(answer.text) < 500
+
+
+def test_an_error_of_grpc_itself_is_not_shown() -> None:
+    error = InvalidRequest("x", code=grpc.StatusCode.RESOURCE_EXHAUSTED, reason="UNSPECIFIED")
+    error.message = "CLIENT: Sent message larger than max (22500049 vs. 16777216)"
+    shown = of_service(error)
+    assert (shown.status, shown.code) == (413, "request_too_large")
+    assert "22500049" not in shown.message

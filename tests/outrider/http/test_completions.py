@@ -321,7 +321,16 @@ def test_the_services_log_the_callers_request_id_and_trace(
 
 
 @pytest.mark.parametrize(
-    "header", [("x-request-id", "a b"), ("x-request-id", '"'), ("x-request-id", "x" * 101), ("traceparent", "é")]
+    "header",
+    [
+        ("x-request-id", "a b"),
+        ("x-request-id", '"'),
+        ("x-request-id", "x" * 101),
+        ("traceparent", "é"),
+        ("traceparent", "x" * 20_000),  # more than gRPC takes
+        ("tracestate", "a=" + "b" * 20_000),
+    ],
+    ids=lambda header: f"{header[0]}-{header[1][:4]}-{len(header[1])}",
 )
 def test_an_id_or_trace_that_the_services_cannot_take_is_left_out(http: httpx.Client, header: tuple[str, str]) -> None:
     name, value = header

@@ -1,6 +1,9 @@
 """An error arrives as it was raised; the text of any other exception stays in the log."""
 
+import contextlib
+import gc
 import logging
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -10,7 +13,8 @@ import pytest
 from outrider.rpc import errors
 from outrider.rpc.channel import open_channel
 from outrider.rpc.errors import RequestError
-from tests.outrider.rpc.probe import Probe, both, many, once, serving
+from outrider.rpc.server import bind, create_server
+from tests.outrider.rpc.probe import NAME, Probe, both, many, once, serving
 
 RAISED: list[tuple[RequestError, grpc.StatusCode]] = [
     (errors.invalid_field("sampling.top_p", "is 0; allowed is (0, 1]", given=0), grpc.StatusCode.INVALID_ARGUMENT),
@@ -91,3 +95,41 @@ async def test_a_call_with_tls_names_a_service_without() -> None:
     arrived = errors.from_rpc_error(caught.value)
     assert arrived.message == f"the service at {address} does not speak TLS, and this call does"
     assert arrived.connection is errors.ConnectionFailure.NO_TLS
+
+
+class _Request:
+    """An object that a weak reference can follow."""
+
+
+@pytest.mark.parametrize("refuses", [True, False])
+async def test_a_request_is_freed_with_its_call_without_garbage_collection(refuses: bool) -> None:
+    """GRPC keeps an abort and its frames in a cycle, and a refused request may take hundreds of megabytes."""
+    received: list[weakref.ref[_Request]] = []
+
+    def decoded(raw: bytes) -> Any:
+        request = _Request()
+        received.append(weakref.ref(request))
+        return request
+
+    class Servicer:
+        @errors.guarded
+        async def Once(self, request: _Request, context: Any) -> bytes:
+            if refuses:
+                raise errors.invalid_field("n", "is 9; at most 8")
+            return b""
+
+    server = create_server(max_message_bytes=1 << 20)
+    handler: Any = grpc.unary_unary_rpc_method_handler(Servicer().Once, decoded)
+    server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler(NAME, {"Once": handler}),))
+    address = bind(server, "127.0.0.1:0")
+    await server.start()
+    gc.disable()
+    try:
+        async with open_channel(address) as channel:
+            for _ in range(3):
+                with contextlib.suppress(grpc.RpcError):
+                    await once(channel)(b"x", timeout=60)
+        assert [each() for each in received[:2]] == [None, None]
+    finally:
+        gc.enable()
+        await server.stop(None)

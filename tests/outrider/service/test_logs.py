@@ -11,7 +11,9 @@ import sys
 from contextlib import ExitStack, suppress
 from pathlib import Path
 
-from outrider.service.logs import LineQueue
+import pytest
+
+from outrider.service.logs import LineQueue, text_renderer
 from tests.commands import full_pipe
 from tests.project.tree import ROOT
 
@@ -137,3 +139,10 @@ def test_on_a_terminal_lines_are_text() -> None:
     assert "it broke" in fourth
     assert "ZeroDivisionError" in text
     assert "{" not in text
+
+
+def test_a_terminal_gets_no_control_characters_of_clients(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("NO_COLOR", "1")
+    line = text_renderer()({"event": "generate", "level": "info", "request_id": "a\x1b]0;title\x07\u202e", "n": 3})
+    assert line.isprintable()
+    assert "a\\x1b]0;title\\x07\\u202e" in line

@@ -3,7 +3,7 @@
 import socket
 import threading
 from contextlib import ExitStack, suppress
-from urllib.request import urlopen
+from urllib.request import Request, urlopen
 
 import pytest
 from prometheus_client import CollectorRegistry, Histogram, generate_latest
@@ -23,6 +23,8 @@ def test_metrics_are_served_and_the_port_is_free_afterwards() -> None:
         shown = urlopen(f"http://{address}/metrics", timeout=10).read().decode()
         assert 'outrider_service_info{model="a \\"b\\"",version="1"} 1.0' in shown
         assert "_created" not in shown
+        odd = Request(f"http://{address}/metrics", headers={"Accept": "application/openmetrics-text; version=zz"})
+        assert urlopen(odd, timeout=10).read().decode() == shown
         in_use = f"^--metrics-listen: cannot listen at {address}: Address already in use$"
         with pytest.raises(StartupError, match=in_use), exposed(Metrics(), address):
             pass
