@@ -321,6 +321,7 @@ class Sequence:
             weights_fingerprint=message.weights_fingerprint,
             cache_salt=message.cache_salt,
             request_id=request.request_id,
+            request_bytes=request.round_sizes.request,
             response_bytes=request.round_sizes.response,
             reopened=reopened,
             isolated=isolated,

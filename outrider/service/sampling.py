@@ -215,8 +215,7 @@ def _check_bias(params: sampling_pb2.SamplingParams, vocab_size: int) -> tuple[t
             "sampling.logit_bias", f"sampling.logit_bias has the token {twice} twice; give each token once", given=twice
         )
     return tuple(
-        (entry.token_id, _within(f"sampling.logit_bias[{i}].bias", entry.bias, -100.0, 100.0))
-        for i, entry in enumerate(params.logit_bias)
+        (entry.token_id, _within("sampling.logit_bias", entry.bias, -100.0, 100.0)) for entry in params.logit_bias
     )
 
 

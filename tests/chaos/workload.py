@@ -28,7 +28,7 @@ from protos.outrider.v1.draft_service_pb2_grpc import DraftServiceStub
 from tests.cluster import MODELS, Cluster, Service, wait_healthy
 from tests.proxy import Proxy
 
-SHORTEST, LONGEST = 12, 32  # tokens of a text
+SHORTEST, LONGEST = 40, 100  # tokens of a text
 PROMPT_CHARS = (8, 60, 140, 500)
 SAMPLING: tuple[Options, ...] = (
     Options(temperature=0.0, rule="tokenwise"),
@@ -38,8 +38,8 @@ SAMPLING: tuple[Options, ...] = (
 
 MAX_SEQUENCES, MAX_WAITING = 32, 12
 """Of the verifier: fewer than there are streams, so that some wait and some are refused."""
-KV_CACHE_MB = 8
-"""Of the verifier: some 1,400 positions, fewer than that many sequences need, so that some are preempted."""
+KV_CACHE_MB = 7
+"""Of the verifier: some 1,200 positions, fewer than that many sequences need, so that some are preempted."""
 SLOW_CLIENT_S = 3.0
 """How long either service waits for a reader that does not read."""
 

@@ -28,31 +28,31 @@ from protos.outrider.v1 import sampling_pb2 as outrider_dot_v1_dot_sampling__pb2
 from protos.outrider.v1 import speculation_pb2 as outrider_dot_v1_dot_speculation__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\"outrider/v1/verifier_service.proto\x12\x0boutrider.v1\x1a\x17outrider/v1/input.proto\x1a\x17outrider/v1/model.proto\x1a\x1aoutrider/v1/sampling.proto\x1a\x1doutrider/v1/speculation.proto\"\x96\x05\n\x0cOpenSequence\x12\x18\n\x10prompt_token_ids\x18\x01 \x03(\r\x12\x1b\n\x13\x63ommitted_token_ids\x18\x02 \x03(\r\x12-\n\x08sampling\x18\x03 \x01(\x0b\x32\x1b.outrider.v1.SamplingParams\x12\x16\n\x0emax_new_tokens\x18\x04 \x01(\r\x12\x16\n\x0emin_new_tokens\x18\x05 \x01(\r\x12\x16\n\x0estop_token_ids\x18\x06 \x03(\r\x12\x12\n\nignore_eos\x18\x07 \x01(\x08\x12-\n\x08logprobs\x18\x08 \x01(\x0b\x32\x1b.outrider.v1.LogprobsParams\x12\x19\n\x11required_features\x18\t \x03(\t\x12\x1b\n\x13weights_fingerprint\x18\n \x01(\t\x12\x12\n\nrequest_id\x18\x0b \x01(\t\x12\x12\n\ncache_salt\x18\x0c \x01(\t\x12\x10\n\x08reopened\x18\r \x01(\x08\x12\x16\n\x0eresponse_bytes\x18\x0f \x01(\r\x12\x10\n\x08isolated\x18\x10 \x01(\x08\x12\x30\n\rencoder_input\x18\x11 \x01(\x0b\x32\x19.outrider.v1.EncoderInput\x12\x34\n\x0fprompt_logprobs\x18\x12 \x01(\x0b\x32\x1b.outrider.v1.LogprobsParams\x12\x1c\n\x14report_probabilities\x18\x13 \x01(\x08\x12\x17\n\x0fjoined_verdicts\x18\x14 \x01(\x08\x12#\n\x06\x64\x65\x63ode\x18\x15 \x01(\x0b\x32\x13.outrider.v1.Decode\x12\x14\n\x07join_ms\x18\x16 \x01(\rH\x00\x88\x01\x01\x42\n\n\x08_join_msJ\x04\x08\x0e\x10\x0fR\rrequest_bytes\"i\n\x06\x44\x65\x63ode\x12\r\n\x05round\x18\x01 \x01(\r\x12\x13\n\x0b\x62\x61se_length\x18\x02 \x01(\r\x12\x13\n\x0bprefix_hash\x18\x03 \x01(\x0c\x12\x12\n\nnum_tokens\x18\x04 \x01(\r\x12\x12\n\nseen_round\x18\x05 \x01(\r\"\xba\x01\n\rVerifyRequest\x12\x13\n\x0bsequence_id\x18\x01 \x01(\t\x12)\n\x04open\x18\x02 \x01(\x0b\x32\x19.outrider.v1.OpenSequenceH\x00\x12)\n\x08proposal\x18\x03 \x01(\x0b\x32\x15.outrider.v1.ProposalH\x00\x12%\n\x06\x64\x65\x63ode\x18\x04 \x01(\x0b\x32\x13.outrider.v1.DecodeH\x00\x12\x0f\n\x07padding\x18\x10 \x03(\x0c\x42\x06\n\x04kind\"\xc7\x01\n\x06Opened\x12\x15\n\rcached_tokens\x18\x01 \x01(\r\x12#\n\x06limits\x18\x02 \x01(\x0b\x32\x13.outrider.v1.Limits\x12*\n\x05rules\x18\x03 \x03(\x0e\x32\x1b.outrider.v1.AcceptanceRule\x12)\n\x04rule\x18\x04 \x01(\x0e\x32\x1b.outrider.v1.AcceptanceRule\x12\x1b\n\x13weights_fingerprint\x18\x05 \x01(\t\x12\r\n\x05round\x18\x06 \x01(\r\"i\n\x06Notice\x12%\n\x04kind\x18\x01 \x01(\x0e\x32\x17.outrider.v1.NoticeKind\x12\x16\n\x0equeue_position\x18\x02 \x01(\r\x12\x0f\n\x07message\x18\x04 \x01(\tJ\x04\x08\x03\x10\x04R\tgamma_cap\"\xed\x01\n\x0eVerifyResponse\x12\x13\n\x0bsequence_id\x18\x01 \x01(\t\x12%\n\x06opened\x18\x02 \x01(\x0b\x32\x13.outrider.v1.OpenedH\x00\x12\'\n\x07verdict\x18\x03 \x01(\x0b\x32\x14.outrider.v1.VerdictH\x00\x12%\n\x06notice\x18\x04 \x01(\x0b\x32\x13.outrider.v1.NoticeH\x00\x12\x36\n\x0fprompt_logprobs\x18\x05 \x01(\x0b\x32\x1b.outrider.v1.PromptLogprobsH\x00\x12\x0f\n\x07padding\x18\x10 \x03(\x0c\x42\x06\n\x04kind\" \n\x1eVerifierServiceGetModelRequest\"H\n\x1fVerifierServiceGetModelResponse\x12%\n\x05model\x18\x01 \x01(\x0b\x32\x16.outrider.v1.ModelInfo*x\n\nNoticeKind\x12\x1b\n\x17NOTICE_KIND_UNSPECIFIED\x10\x00\x12\x16\n\x12NOTICE_KIND_QUEUED\x10\x01\x12\x18\n\x14NOTICE_KIND_DRAINING\x10\x02\"\x04\x08\x03\x10\x03*\x15NOTICE_KIND_GAMMA_CAP2\xbf\x01\n\x0fVerifierService\x12\x45\n\x06Verify\x12\x1a.outrider.v1.VerifyRequest\x1a\x1b.outrider.v1.VerifyResponse(\x01\x30\x01\x12\x65\n\x08GetModel\x12+.outrider.v1.VerifierServiceGetModelRequest\x1a,.outrider.v1.VerifierServiceGetModelResponseb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\"outrider/v1/verifier_service.proto\x12\x0boutrider.v1\x1a\x17outrider/v1/input.proto\x1a\x17outrider/v1/model.proto\x1a\x1aoutrider/v1/sampling.proto\x1a\x1doutrider/v1/speculation.proto\"\x98\x05\n\x0cOpenSequence\x12\x18\n\x10prompt_token_ids\x18\x01 \x03(\r\x12\x1b\n\x13\x63ommitted_token_ids\x18\x02 \x03(\r\x12-\n\x08sampling\x18\x03 \x01(\x0b\x32\x1b.outrider.v1.SamplingParams\x12\x16\n\x0emax_new_tokens\x18\x04 \x01(\r\x12\x16\n\x0emin_new_tokens\x18\x05 \x01(\r\x12\x16\n\x0estop_token_ids\x18\x06 \x03(\r\x12\x12\n\nignore_eos\x18\x07 \x01(\x08\x12-\n\x08logprobs\x18\x08 \x01(\x0b\x32\x1b.outrider.v1.LogprobsParams\x12\x19\n\x11required_features\x18\t \x03(\t\x12\x1b\n\x13weights_fingerprint\x18\n \x01(\t\x12\x12\n\nrequest_id\x18\x0b \x01(\t\x12\x12\n\ncache_salt\x18\x0c \x01(\t\x12\x10\n\x08reopened\x18\r \x01(\x08\x12\x15\n\rrequest_bytes\x18\x0e \x01(\r\x12\x16\n\x0eresponse_bytes\x18\x0f \x01(\r\x12\x10\n\x08isolated\x18\x10 \x01(\x08\x12\x30\n\rencoder_input\x18\x11 \x01(\x0b\x32\x19.outrider.v1.EncoderInput\x12\x34\n\x0fprompt_logprobs\x18\x12 \x01(\x0b\x32\x1b.outrider.v1.LogprobsParams\x12\x1c\n\x14report_probabilities\x18\x13 \x01(\x08\x12\x17\n\x0fjoined_verdicts\x18\x14 \x01(\x08\x12#\n\x06\x64\x65\x63ode\x18\x15 \x01(\x0b\x32\x13.outrider.v1.Decode\x12\x14\n\x07join_ms\x18\x16 \x01(\rH\x00\x88\x01\x01\x42\n\n\x08_join_ms\"i\n\x06\x44\x65\x63ode\x12\r\n\x05round\x18\x01 \x01(\r\x12\x13\n\x0b\x62\x61se_length\x18\x02 \x01(\r\x12\x13\n\x0bprefix_hash\x18\x03 \x01(\x0c\x12\x12\n\nnum_tokens\x18\x04 \x01(\r\x12\x12\n\nseen_round\x18\x05 \x01(\r\"\xba\x01\n\rVerifyRequest\x12\x13\n\x0bsequence_id\x18\x01 \x01(\t\x12)\n\x04open\x18\x02 \x01(\x0b\x32\x19.outrider.v1.OpenSequenceH\x00\x12)\n\x08proposal\x18\x03 \x01(\x0b\x32\x15.outrider.v1.ProposalH\x00\x12%\n\x06\x64\x65\x63ode\x18\x04 \x01(\x0b\x32\x13.outrider.v1.DecodeH\x00\x12\x0f\n\x07padding\x18\x10 \x03(\x0c\x42\x06\n\x04kind\"\xc7\x01\n\x06Opened\x12\x15\n\rcached_tokens\x18\x01 \x01(\r\x12#\n\x06limits\x18\x02 \x01(\x0b\x32\x13.outrider.v1.Limits\x12*\n\x05rules\x18\x03 \x03(\x0e\x32\x1b.outrider.v1.AcceptanceRule\x12)\n\x04rule\x18\x04 \x01(\x0e\x32\x1b.outrider.v1.AcceptanceRule\x12\x1b\n\x13weights_fingerprint\x18\x05 \x01(\t\x12\r\n\x05round\x18\x06 \x01(\r\"i\n\x06Notice\x12%\n\x04kind\x18\x01 \x01(\x0e\x32\x17.outrider.v1.NoticeKind\x12\x16\n\x0equeue_position\x18\x02 \x01(\r\x12\x0f\n\x07message\x18\x04 \x01(\tJ\x04\x08\x03\x10\x04R\tgamma_cap\"\xed\x01\n\x0eVerifyResponse\x12\x13\n\x0bsequence_id\x18\x01 \x01(\t\x12%\n\x06opened\x18\x02 \x01(\x0b\x32\x13.outrider.v1.OpenedH\x00\x12\'\n\x07verdict\x18\x03 \x01(\x0b\x32\x14.outrider.v1.VerdictH\x00\x12%\n\x06notice\x18\x04 \x01(\x0b\x32\x13.outrider.v1.NoticeH\x00\x12\x36\n\x0fprompt_logprobs\x18\x05 \x01(\x0b\x32\x1b.outrider.v1.PromptLogprobsH\x00\x12\x0f\n\x07padding\x18\x10 \x03(\x0c\x42\x06\n\x04kind\" \n\x1eVerifierServiceGetModelRequest\"H\n\x1fVerifierServiceGetModelResponse\x12%\n\x05model\x18\x01 \x01(\x0b\x32\x16.outrider.v1.ModelInfo*x\n\nNoticeKind\x12\x1b\n\x17NOTICE_KIND_UNSPECIFIED\x10\x00\x12\x16\n\x12NOTICE_KIND_QUEUED\x10\x01\x12\x18\n\x14NOTICE_KIND_DRAINING\x10\x02\"\x04\x08\x03\x10\x03*\x15NOTICE_KIND_GAMMA_CAP2\xbf\x01\n\x0fVerifierService\x12\x45\n\x06Verify\x12\x1a.outrider.v1.VerifyRequest\x1a\x1b.outrider.v1.VerifyResponse(\x01\x30\x01\x12\x65\n\x08GetModel\x12+.outrider.v1.VerifierServiceGetModelRequest\x1a,.outrider.v1.VerifierServiceGetModelResponseb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
 _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'protos.outrider.v1.verifier_service_pb2', _globals)
 if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
-  _globals['_NOTICEKIND']._serialized_start=1778
-  _globals['_NOTICEKIND']._serialized_end=1898
+  _globals['_NOTICEKIND']._serialized_start=1780
+  _globals['_NOTICEKIND']._serialized_end=1900
   _globals['_OPENSEQUENCE']._serialized_start=161
-  _globals['_OPENSEQUENCE']._serialized_end=823
-  _globals['_DECODE']._serialized_start=825
-  _globals['_DECODE']._serialized_end=930
-  _globals['_VERIFYREQUEST']._serialized_start=933
-  _globals['_VERIFYREQUEST']._serialized_end=1119
-  _globals['_OPENED']._serialized_start=1122
-  _globals['_OPENED']._serialized_end=1321
-  _globals['_NOTICE']._serialized_start=1323
-  _globals['_NOTICE']._serialized_end=1428
-  _globals['_VERIFYRESPONSE']._serialized_start=1431
-  _globals['_VERIFYRESPONSE']._serialized_end=1668
-  _globals['_VERIFIERSERVICEGETMODELREQUEST']._serialized_start=1670
-  _globals['_VERIFIERSERVICEGETMODELREQUEST']._serialized_end=1702
-  _globals['_VERIFIERSERVICEGETMODELRESPONSE']._serialized_start=1704
-  _globals['_VERIFIERSERVICEGETMODELRESPONSE']._serialized_end=1776
-  _globals['_VERIFIERSERVICE']._serialized_start=1901
-  _globals['_VERIFIERSERVICE']._serialized_end=2092
+  _globals['_OPENSEQUENCE']._serialized_end=825
+  _globals['_DECODE']._serialized_start=827
+  _globals['_DECODE']._serialized_end=932
+  _globals['_VERIFYREQUEST']._serialized_start=935
+  _globals['_VERIFYREQUEST']._serialized_end=1121
+  _globals['_OPENED']._serialized_start=1124
+  _globals['_OPENED']._serialized_end=1323
+  _globals['_NOTICE']._serialized_start=1325
+  _globals['_NOTICE']._serialized_end=1430
+  _globals['_VERIFYRESPONSE']._serialized_start=1433
+  _globals['_VERIFYRESPONSE']._serialized_end=1670
+  _globals['_VERIFIERSERVICEGETMODELREQUEST']._serialized_start=1672
+  _globals['_VERIFIERSERVICEGETMODELREQUEST']._serialized_end=1704
+  _globals['_VERIFIERSERVICEGETMODELRESPONSE']._serialized_start=1706
+  _globals['_VERIFIERSERVICEGETMODELRESPONSE']._serialized_end=1778
+  _globals['_VERIFIERSERVICE']._serialized_start=1903
+  _globals['_VERIFIERSERVICE']._serialized_end=2094
 # @@protoc_insertion_point(module_scope)
