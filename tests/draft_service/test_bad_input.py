@@ -257,8 +257,9 @@ def test_a_clients_limit_counts_sequences_of_all_its_calls(draft: grpc.Channel, 
     wait_until_idle(draft)
 
 
-def test_vanished_clients_free_their_sequences(draft: grpc.Channel) -> None:
-    message = request(temperature=1.0, max_new_tokens=900, ignore_eos=True)
+def test_vanished_clients_free_their_sequences(draft: grpc.Channel, target_process: Service) -> None:
+    """At once: the target does not write their texts to the end."""
+    message = request(temperature=1.0, max_new_tokens=900, ignore_eos=True, request_id="vanished")
     for _ in range(3):
         calls = [DraftServiceStub(draft).Generate(message, timeout=90) for _ in range(VERIFIER_MAX_SEQUENCES)]
         for call in calls:
@@ -267,6 +268,9 @@ def test_vanished_clients_free_their_sequences(draft: grpc.Channel) -> None:
         for call in calls:
             call.cancel()
         wait_until_idle(draft)
+    ended = [line for line in target_process.logged("sequence") if line["request_id"].startswith("vanished")]
+    assert len(ended) == 3 * VERIFIER_MAX_SEQUENCES
+    assert max(line["tokens"] for line in ended) < 900
 
 
 def test_a_client_that_does_not_read_is_cut(draft: grpc.Channel, pair_process: ServiceProcess) -> None:

@@ -483,4 +483,4 @@ async def test_failovers_are_bounded_by_burst_rounds_and_seconds(monkeypatch: py
     for _ in range(20_000):
         (t0, r0, n0), (t1, r1, n1) = sorted(chance.sample(history, 2))
         assert n1 - n0 <= burst + PER_ROUND * (r1 - r0) + PER_SECOND * (t1 - t0) + 1e-6
-    assert taken > 300
+    assert taken > 540, "487 without the income of rounds"

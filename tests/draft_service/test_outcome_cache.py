@@ -3,7 +3,7 @@
 import queue
 import random
 from collections import defaultdict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from itertools import pairwise
 from typing import Any
@@ -13,6 +13,7 @@ import pytest
 from draft_service.drafters.base import Draft, DraftSequence
 from draft_service.drafters.engine import DraftEngine
 from draft_service.drafters.outcome_cache import END, LEAST_CHANCE, SpareTime, Trial
+from draft_service.drafters.sequence import DraftWork, Drawn, ModelSequence
 from kernels.adjustments import LogitRules
 from kernels.sampling import SamplingParams
 from kernels.sparse import SparseDistribution
@@ -35,6 +36,7 @@ class Eager(DraftEngine):
     """Drafts branches in each round until a proposal is requested. `look` runs a function between two steps."""
 
     def start(self) -> None:
+        self.drawn: list[ModelSequence] = []  # of each work, in order
         self.cache.trials = defaultdict(Always)
         self.cache.spare.steps = lambda now, width: 64  # type: ignore[method-assign]
         super().start()
@@ -46,6 +48,10 @@ class Eager(DraftEngine):
 
     def receive(self, message: Any) -> None:
         message() if callable(message) else super().receive(message)
+
+    def draw(self, work: Sequence[DraftWork]) -> Sequence[Drawn]:
+        self.drawn += [item.sequence for item in work]
+        return super().draw(work)
 
 
 @pytest.fixture(params=[1, 3], ids=["one by one", "three a step"])
@@ -135,10 +141,13 @@ def test_a_branch_equals_the_proposal_drafted_after_the_verdict(
 def test_only_tokens_of_the_proposal_count_as_used(engine: Eager) -> None:
     driver = Driver(engine, opening(0.0, Rule.TOKENWISE))
     first = driver.propose(GAMMA)
+    own = engine.drawn[0]
     accepted, token = driver.wait_for_branches()[0]
+    before = sum(each is own for each in engine.drawn)
     draft = driver.propose(2, [*first.token_ids[:accepted], token])
     assert draft.cache_use is not None
     assert draft.cache_use.hit
+    assert sum(each is own for each in engine.drawn) == before > 0, "its tokens are those of the branch"
     assert draft.cache_use.used == len(draft.token_ids) == 2 < draft.cache_use.drafted
 
 

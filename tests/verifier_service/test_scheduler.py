@@ -104,6 +104,7 @@ def test_prompts_are_looked_up_only_in_a_prefix_cache(prefix_cache: bool) -> Non
         driver.submit(sequence)
         driver.run()
         assert driver.plans[-1].looked_up == ([(sequence, found)] if prefix_cache else [])
+        assert driver.tokens[-1] == 2 * BLOCK + 3 - found * prefix_cache, "found tokens do not run again"
         driver.scheduler.remove(sequence)
 
 

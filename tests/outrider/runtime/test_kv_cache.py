@@ -229,10 +229,13 @@ def extended(pool: KVPool, slot: int, text: list[int], rng: random.Random) -> li
     return longer
 
 
-def test_sequences_keep_their_values_under_random_operations() -> None:
-    """Texts over two tokens, so that they share much; a small pool, so that blocks are evicted all the time."""
+@pytest.mark.parametrize("blocks", [8, 48])
+def test_sequences_keep_their_values_under_random_operations(blocks: int) -> None:
+    """Texts over two tokens, so that they share much. In a small pool blocks are evicted all the time; in a larger one
+    sequences move to consecutive blocks.
+    """
     rng, hits = random.Random(5), 0
-    pool, cache = prefixes(blocks=8)
+    pool, cache = prefixes(blocks=blocks)
     texts: dict[int, list[int]] = {}
     operations = ["extend", "keep", "adopt"] * 3 + ["fork", "free", "roll back", "preempt"]
     for _ in range(1500):
