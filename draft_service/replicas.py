@@ -338,11 +338,15 @@ class Replicas:
         return target
 
     async def lost_target(self, seconds: float) -> str:
-        """Returns once all verifiers have been mismatched for so many seconds, with how the first one differs."""
+        """Returns once all verifiers have been mismatched for so many seconds, with how the first one differs.
+
+        Sequences that run on are waited for: a verifier with the target may drain and have left the names.
+        """
         since: float | None = None
         while True:
             replicas, now = self.all(), time.monotonic()
-            if not replicas or not all(each.mismatch for each in replicas):
+            runs = any(each.num_open for each in (*replicas, *self._gone))
+            if runs or not replicas or not all(each.mismatch for each in replicas):
                 since = None
             elif since is None:
                 since = now

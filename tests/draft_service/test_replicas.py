@@ -77,19 +77,32 @@ def failed_call(code: grpc.StatusCode, details: str) -> grpc.RpcError:
 async def test_the_target_is_lost_once_all_verifiers_have_had_another_one_for_a_while(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(draft_service.replicas, "_LOST_POLL", 0.02)
+    now = 0.0
     async with verifier() as one, verifier() as two, found(one, two) as replicas:
+        monkeypatch.setattr(draft_service.replicas, "_LOST_POLL", 0.01)
+        monkeypatch.setattr(draft_service.replicas, "time", SimpleNamespace(monotonic=lambda: now))
         first, second = replicas.all()
-        waiting = asyncio.create_task(replicas.lost_target(1.0))
+        waiting = asyncio.create_task(replicas.lost_target(30.0))
+
+        async def is_lost_after(seconds: float) -> bool:
+            nonlocal now
+            for step in (0.0, seconds):
+                now += step
+                await asyncio.sleep(0.1)  # some polls
+            return waiting.done()
+
         first.mismatched("its limits are lower")
-        await asyncio.sleep(1.2)
+        assert not await is_lost_after(60.0), "the second one has the target"
         second.mismatched("its limits are lower, too")
-        await asyncio.sleep(0.2)
+        assert not await is_lost_after(29.0)
         second.probed(MODEL, "")  # an earlier version is back
-        await asyncio.sleep(1.2)
-        assert not waiting.done()
+        assert not await is_lost_after(60.0)
         second.mismatched("its limits are lower, too")
-        assert await asyncio.wait_for(waiting, 10.0) == "its limits are lower"
+        second.num_open = 1
+        assert not await is_lost_after(60.0), "it still runs a sequence"
+        second.num_open = 0
+        assert await is_lost_after(31.0)
+        assert await waiting == "its limits are lower"
 
 
 @pytest.mark.parametrize(

@@ -203,20 +203,31 @@ def test_sequences_queue_and_too_many_are_refused(channel: grpc.Channel, alone: 
         assert [fresh.verdict().token_ids[0] for _ in range(3)] == alone[:3]
 
 
-def test_an_idle_stream_ends_for_a_queued_sequence() -> None:
-    with ExitStack() as stack:
-        limits = "--max-sequences 1 --max-waiting 1 --idle-timeout 60 --contended-idle-timeout 0.5"
-        verifier = stack.enter_context(Cluster(limits)).verifier()
+@contextmanager
+def holding(limits: str) -> Iterator[tuple[Stream, Stream, list[int]]]:
+    """The one stream that a verifier runs at once, after its first verdict; one in the queue with a round; and the
+    verdict's tokens.
+    """
+    with Cluster(f"--max-sequences 1 --max-waiting 1 {limits}") as cluster:
+        verifier = cluster.verifier()
         verifier.wait_healthy()
-        channel = stack.enter_context(grpc.insecure_channel(verifier.address))
-        idle, waits = (stack.enter_context(Stream(channel, name)) for name in ("idle", "waits"))
-        idle.open()
-        idle.decode(1, PROMPT)
-        alone = list(idle.verdict().token_ids)
-        waits.open()
-        waits.decode(1, PROMPT)
+        with (
+            grpc.insecure_channel(verifier.address) as channel,
+            Stream(channel, "holds") as holds,
+            Stream(channel, "waits") as waits,
+        ):
+            holds.open()
+            holds.decode(1, PROMPT)
+            alone = list(holds.verdict().token_ids)
+            waits.open()
+            waits.decode(1, PROMPT)
+            yield holds, waits, alone
+
+
+def test_an_idle_stream_ends_for_a_queued_sequence() -> None:
+    with holding("--idle-timeout 60 --contended-idle-timeout 0.5") as (holds, waits, alone):
         assert list(waits.verdict().token_ids) == alone
-        error = error_of(idle.call)
+        error = error_of(holds.call)
     assert (error.code, error.reason) == (grpc.StatusCode.RESOURCE_EXHAUSTED, "IDLE")
     assert "others wait in the queue" in error.message
     assert 0.5 <= float(error.metadata["seconds"]) < 4.5, "notices are 5 s apart"
@@ -225,16 +236,7 @@ def test_an_idle_stream_ends_for_a_queued_sequence() -> None:
 
 def test_a_stream_of_stale_rounds_ends_for_a_queued_sequence() -> None:
     """They ask for no work, and would hold the place of a sequence that has some."""
-    with ExitStack() as stack:
-        verifier = stack.enter_context(Cluster("--max-sequences 1 --contended-idle-timeout 1.5")).verifier()
-        verifier.wait_healthy()
-        channel = stack.enter_context(grpc.insecure_channel(verifier.address))
-        holds, waits = (stack.enter_context(Stream(channel, name)) for name in ("holds", "waits"))
-        holds.open()
-        holds.decode(1, PROMPT)
-        alone = list(holds.verdict().token_ids)
-        waits.open()
-        waits.decode(1, PROMPT)
+    with holding("--contended-idle-timeout 1.5") as (holds, waits, alone):
 
         def stale_rounds() -> None:
             for number in range(2, 100):

@@ -1,16 +1,19 @@
 """`outrider gateway` as a user runs it. docs/how-to/openai.md runs `outrider serve --http`."""
 
 import fcntl
+import logging
 import re
 import signal
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import httpx
 import pytest
 from click.testing import CliRunner
 
 from outrider.cli import main
+from outrider.http import server
 from tests.cluster import free_address
 from tests.commands import Command
 
@@ -107,3 +110,17 @@ def test_the_front_needs_its_extra(monkeypatch: pytest.MonkeyPatch) -> None:
     done = CliRunner().invoke(main, ["gateway", "--http", "127.0.0.1:0"])
     assert done.exit_code == 1
     assert "pip install -e '.[http]'" in done.stderr
+
+
+def test_garbage_on_many_connections_writes_one_line_a_second(monkeypatch: pytest.MonkeyPatch) -> None:
+    now = 100.0
+    monkeypatch.setattr(server, "time", SimpleNamespace(monotonic=lambda: now))
+    one_a_second = server._OneASecond()
+
+    def passes(level: int) -> bool:
+        return one_a_second.filter(logging.LogRecord("uvicorn.error", level, "", 0, "Invalid HTTP request", (), None))
+
+    assert [passes(logging.WARNING) for _ in range(3)] == [True, False, False]
+    assert passes(logging.ERROR)
+    now += 1.5
+    assert passes(logging.WARNING)
