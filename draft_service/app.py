@@ -7,7 +7,7 @@ from typing import Any
 import grpc
 import structlog
 
-from draft_service.drafters.base import Drafter, DraftError, DraftSequence, Kind
+from draft_service.drafters.base import Drafter, DrafterKind, DraftError, DraftSequence
 from draft_service.drafters.build import (
     cheap_drafters,
     check_settings,
@@ -147,12 +147,12 @@ class DraftApp(Service):
             self.engine = await in_thread(lambda: build_engine(built, target, sparse, settings))
             self.engine.start()
             drafters |= model_drafters(settings, self.engine, drafters)
-            await warm_up(drafters[Kind.MODEL], self.engine, probe)
+            await warm_up(drafters[DrafterKind.MODEL], self.engine, probe)
         chosen = guarded(drafters, settings, target, sparse, probe=probe)
         pair = Pair(
             drafters=chosen,
             default=default,
-            gamma=GammaController(self.metrics),
+            gamma_controller=GammaController(self.metrics),
             verifiers=verifiers,
             tokenizer=tokenizer,
             draft=draft,
@@ -171,7 +171,7 @@ class DraftApp(Service):
         show_verifiers(self.metrics, self._replicas, lambda: budget.tokens)
         return Verifiers(self._replicas, budget, self._settings.failover_timeout, failover_metrics)
 
-    def _show(self, pair: Pair, drafters: Mapping[Kind, GuardedDrafter]) -> None:
+    def _show(self, pair: Pair, drafters: Mapping[DrafterKind, GuardedDrafter]) -> None:
         """Adds the metrics of the pair."""
         draft, limit = pair.draft, self._servicer.limit
         show_held(self.metrics, limit, None if self.engine is None else self.engine.model_runner.pool)

@@ -297,7 +297,7 @@ class FailoverStream:
                 "verifier lost",
                 request_id=self._sequence.request.request_id,
                 verifier=stream.replica.address,
-                loss=kind.value,
+                failure=kind.value,
                 reason=error.message,
                 tokens=len(self._sequence.tokens),
             )
@@ -394,7 +394,7 @@ class FailoverStream:
             "failover",
             request_id=sequence.request.request_id,
             verifier=self._stream.replica.address,
-            loss=kind.value,
+            failure=kind.value,
             tokens=len(sequence.tokens),
             seconds=round(self.pause, 3),
         )

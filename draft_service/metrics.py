@@ -8,7 +8,7 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metri
 
 from draft_service.circuit_breaker import State
 from draft_service.concurrency import ConcurrencyLimit
-from draft_service.drafters.base import RUN_A_MODEL, Kind
+from draft_service.drafters.base import RUN_A_MODEL, DrafterKind
 from draft_service.drafters.engine import DraftEngine
 from draft_service.drafters.guard import Cost, GuardedDrafter
 from draft_service.replicas import LOAD_SECONDS, STATUSES, Replica, Replicas
@@ -195,7 +195,7 @@ def cache_config(replicas: Iterable[Replica]) -> Iterator[Metric]:
     yield family
 
 
-def show_drafters(metrics: Metrics, drafters: Mapping[Kind, GuardedDrafter], engine: DraftEngine | None) -> None:
+def show_drafters(metrics: Metrics, drafters: Mapping[DrafterKind, GuardedDrafter], engine: DraftEngine | None) -> None:
     """Registers the totals of each drafter, and of a draft model if there is one."""
     metrics.registry.register(Collected(lambda: _of_drafters(drafters)))
     if engine is not None:
@@ -203,7 +203,7 @@ def show_drafters(metrics: Metrics, drafters: Mapping[Kind, GuardedDrafter], eng
         metrics.registry.register(Collected(lambda: _of_model(engine, costs)))
 
 
-def _of_drafters(drafters: Mapping[Kind, GuardedDrafter]) -> Iterator[Metric]:
+def _of_drafters(drafters: Mapping[DrafterKind, GuardedDrafter]) -> Iterator[Metric]:
     failures = "Proposals that were missing, late or invalid, or that an error ended."
     for name, text, field in (
         ("draft_proposals", "Proposals that the drafter gave.", "proposals"),

@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from draft_service.drafters.base import Drafter, Kind
+from draft_service.drafters.base import Drafter, DrafterKind
 from draft_service.failover import Verifiers
 from draft_service.speculation import GammaController
 from kernels.generation_rules import GenerationRules
@@ -25,9 +25,9 @@ class Pair:
         generation_rules: the draft model's own rules for logits; None if it has none.
     """
 
-    drafters: Mapping[Kind, Drafter]
-    default: Kind
-    gamma: GammaController
+    drafters: Mapping[DrafterKind, Drafter]
+    default: DrafterKind
+    gamma_controller: GammaController
     verifiers: Verifiers
     tokenizer: Tokenizer
     draft: model_pb2.ModelInfo

@@ -9,12 +9,12 @@ import grpc
 import structlog
 
 from draft_service.concurrency import Claim, ConcurrencyLimit
-from draft_service.drafters.base import Draft, DraftError, Drafting, DraftSequence, Kind
+from draft_service.drafters.base import Draft, DrafterKind, DraftError, Drafting, DraftSequence
 from draft_service.drafters.guard import FIRST_BACKOFF_S
 from draft_service.metrics import REQUEST_LOG
 from draft_service.pair import Pair
 from draft_service.prompt import check_prompt_length
-from draft_service.request import KIND_TO_WIRE
+from draft_service.request import DRAFTER_TO_WIRE
 from draft_service.settings import DraftSettings
 from draft_service.validation import (
     check_draft_temperature,
@@ -104,11 +104,11 @@ class ProposeCall:
                 seconds=seconds,
             ) from None
 
-    async def _draft(self, sequence: DraftSequence, drafter: Kind, drafting: Drafting, claim: Claim) -> None:
+    async def _draft(self, sequence: DraftSequence, drafter: DrafterKind, drafting: Drafting, claim: Claim) -> None:
         """Answers each `Advance` until the client ends the stream or is idle for too long."""
         progress = _Progress(sequence)
         opened = draft_service_pb2.DraftOpened(
-            limits=self._limits, rule=RULE_TO_WIRE[sequence.rule], drafter=KIND_TO_WIRE[drafter]
+            limits=self._limits, rule=RULE_TO_WIRE[sequence.rule], drafter=DRAFTER_TO_WIRE[drafter]
         )
         await self._write(opened=opened)
         with (
@@ -212,7 +212,9 @@ class _Progress:
         return message
 
 
-def check_open(message: draft_service_pb2.OpenDraft, pair: Pair, settings: DraftSettings) -> tuple[DraftSequence, Kind]:
+def check_open(
+    message: draft_service_pb2.OpenDraft, pair: Pair, settings: DraftSettings
+) -> tuple[DraftSequence, DrafterKind]:
     """Checks an opening; `settings` hold the defaults. Returns the sequence and its drafter.
 
     Raises:

@@ -3,7 +3,7 @@
 from dataclasses import dataclass, field
 from enum import StrEnum
 
-from draft_service.drafters.base import DraftSequence, Kind
+from draft_service.drafters.base import DrafterKind, DraftSequence
 from draft_service.privacy import Emission, RoundSizes
 from outrider.service.sampling import Sampling
 from protos.outrider.v1 import draft_service_pb2, input_pb2
@@ -31,11 +31,11 @@ class Speculation:
     policy: PolicyKind
     gamma: int
     first_gamma: int
-    drafter: Kind
+    drafter: DrafterKind
     chooses_tokens_per_pass: bool = False
 
     def without_drafts(self) -> "Speculation":
-        return Speculation(self.policy, gamma=0, first_gamma=0, drafter=Kind.NONE)
+        return Speculation(self.policy, gamma=0, first_gamma=0, drafter=DrafterKind.NONE)
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,14 +81,14 @@ class CheckedRequest:
         return len(self.prompt) + (len(self.encoder_input.token_ids.ids) if self.encoder_input is not None else 0)
 
 
-KIND_TO_WIRE = {
-    Kind.MODEL: draft_service_pb2.DRAFTER_MODEL,
-    Kind.NGRAM: draft_service_pb2.DRAFTER_NGRAM,
-    Kind.LOOKUP: draft_service_pb2.DRAFTER_LOOKUP,
-    Kind.RANDOM: draft_service_pb2.DRAFTER_RANDOM,
-    Kind.NONE: draft_service_pb2.DRAFTER_NONE,
-    Kind.STAGED: draft_service_pb2.DRAFTER_STAGED,
-    Kind.PARALLEL: draft_service_pb2.DRAFTER_PARALLEL,
+DRAFTER_TO_WIRE = {
+    DrafterKind.MODEL: draft_service_pb2.DRAFTER_MODEL,
+    DrafterKind.NGRAM: draft_service_pb2.DRAFTER_NGRAM,
+    DrafterKind.LOOKUP: draft_service_pb2.DRAFTER_LOOKUP,
+    DrafterKind.RANDOM: draft_service_pb2.DRAFTER_RANDOM,
+    DrafterKind.NONE: draft_service_pb2.DRAFTER_NONE,
+    DrafterKind.STAGED: draft_service_pb2.DRAFTER_STAGED,
+    DrafterKind.PARALLEL: draft_service_pb2.DRAFTER_PARALLEL,
 }
 
 POLICY_TO_WIRE = {

@@ -6,7 +6,7 @@ from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, replace
 
 from draft_service.drafters.base import CacheUse, Draft
-from draft_service.request import KIND_TO_WIRE, POLICY_TO_WIRE, CheckedRequest
+from draft_service.request import DRAFTER_TO_WIRE, POLICY_TO_WIRE, CheckedRequest
 from outrider.seeds import derive_seed
 from outrider.service.best_effort import Component
 from outrider.service.metrics import TextMetrics
@@ -193,7 +193,7 @@ class Sequence:
         self.round = Round(0)
         self.finish_reason: sampling_pb2.FinishReason = sampling_pb2.FINISH_REASON_UNSPECIFIED
         drafter, policy = request.speculation.drafter, request.speculation.policy
-        self.counts = SpeculationCounts(KIND_TO_WIRE[drafter], POLICY_TO_WIRE[policy])
+        self.counts = SpeculationCounts(DRAFTER_TO_WIRE[drafter], POLICY_TO_WIRE[policy])
         self.timings = Timings(arrived, texts)
         self.scored = 1
         self.is_scored = asyncio.Event()

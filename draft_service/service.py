@@ -18,7 +18,7 @@ from draft_service.output import Emitter, OutputText
 from draft_service.pair import Pair
 from draft_service.privacy import framed
 from draft_service.propose_call import ProposeCall
-from draft_service.request import KIND_TO_WIRE, POLICY_TO_WIRE, CheckedRequest
+from draft_service.request import DRAFTER_TO_WIRE, POLICY_TO_WIRE, CheckedRequest
 from draft_service.responses import Responses
 from draft_service.settings import DraftSettings
 from draft_service.tokenizer_calls import TokenizerThread, describe, detokenize, tokenize
@@ -112,7 +112,7 @@ class GenerateCall:
         try:
             await self._wait_for_turn(request, claim)
             self._responses.are_joined = request.joined_responses  # not before: queue positions come at once
-            request = self._pair.gamma.with_tokens_per_pass(await self._with_draft_input(request))
+            request = self._pair.gamma_controller.with_tokens_per_pass(await self._with_draft_input(request))
             async with asyncio.TaskGroup() as group:
                 for index in range(request.samples):
                     group.create_task(self._run_sample(request, index))
@@ -157,7 +157,7 @@ class GenerateCall:
             await self._samples[0].sequence.is_scored.wait()  # they come before the first chunk
         emitter = self._emitter(request, index)
         watch = SampleWatch(self._metrics, self._trace, index)
-        gamma = self._pair.gamma.of(request, self._pair.verifiers.replicas.least_load)
+        gamma = self._pair.gamma_controller.of(request, self._pair.verifiers.replicas.least_load)
         sample = Sample(request, index, emitter, gamma, watch, arrived=self._arrived)
         self._samples.append(sample)
         try:
@@ -212,7 +212,7 @@ class GenerateCall:
             rule=opened.rule if opened else RULE_TO_WIRE[request.sampling.rule],
             max_new_tokens=request.max_new_tokens,
             lossy=request.sampling.is_lossy,
-            drafter=KIND_TO_WIRE[request.speculation.drafter],
+            drafter=DRAFTER_TO_WIRE[request.speculation.drafter],
             tokens_per_pass=request.draft_sequence.tokens_per_pass,
             policy=POLICY_TO_WIRE[request.speculation.policy],
         )
@@ -326,8 +326,8 @@ class DraftService(draft_service_pb2_grpc.DraftServiceServicer):
         return draft_service_pb2.DraftServiceGetModelResponse(
             model=pair.draft,
             target=pair.target,
-            drafters=sorted(KIND_TO_WIRE[kind] for kind in pair.drafters),
-            default_drafter=KIND_TO_WIRE[pair.default],
+            drafters=sorted(DRAFTER_TO_WIRE[kind] for kind in pair.drafters),
+            default_drafter=DRAFTER_TO_WIRE[pair.default],
         )
 
     @guarded

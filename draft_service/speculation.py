@@ -15,7 +15,7 @@ from functools import partial
 from prometheus_client import Histogram
 
 from draft_service.cost_model import FIRM_ROUNDS, CostModel, JudgedRound
-from draft_service.drafters.base import Kind
+from draft_service.drafters.base import DrafterKind
 from draft_service.request import CheckedRequest, PolicyKind
 from draft_service.sequence import Round
 from draft_service.statistics import Acceptance, AcceptanceStatistics
@@ -182,7 +182,7 @@ class GammaController:
     """Gives each sequence its policy, with the statistics that sequences share. Used on the event loop only."""
 
     def __init__(self, metrics: Metrics) -> None:
-        self._costs: dict[tuple[Kind, int], CostModel] = {}  # by drafter and tokens of a pass
+        self._costs: dict[tuple[DrafterKind, int], CostModel] = {}  # by drafter and tokens of a pass
         self._statistics: dict[tuple[object, ...], AcceptanceStatistics] = {}
         self._pass_choices = PassChoices()
         self._chosen = Histogram(

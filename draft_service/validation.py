@@ -8,11 +8,11 @@ from typing import TypeAlias
 
 import structlog
 
-from draft_service.drafters.base import RUN_A_MODEL, DraftSequence, Kind
+from draft_service.drafters.base import RUN_A_MODEL, DrafterKind, DraftSequence
 from draft_service.pair import Pair
 from draft_service.privacy import check_emission, round_sizes
 from draft_service.prompt import check_prompt
-from draft_service.request import KIND_TO_WIRE, POLICY_TO_WIRE, CheckedRequest, PolicyKind, Speculation
+from draft_service.request import DRAFTER_TO_WIRE, POLICY_TO_WIRE, CheckedRequest, PolicyKind, Speculation
 from draft_service.settings import DraftSettings
 from kernels.verify import Rule
 from outrider.rpc.errors import above_limit, counted, invalid_field, outside
@@ -34,7 +34,7 @@ _log = structlog.get_logger()
 
 DEFAULT_NEW_TOKENS = 256
 
-_DRAFTERS = {number: kind for kind, number in KIND_TO_WIRE.items()}
+_DRAFTERS = {number: kind for kind, number in DRAFTER_TO_WIRE.items()}
 _POLICIES = {number: kind for kind, number in POLICY_TO_WIRE.items()}
 
 Drafted: TypeAlias = draft_service_pb2.SpeculationParams | draft_service_pb2.OpenDraft
@@ -188,15 +188,20 @@ def check_message_size(field: str, gamma: int, draft: model_pb2.ModelInfo, targe
 
 
 def check_drafter(
-    field: str, requested: draft_service_pb2.Drafter, sampling: Sampling, *, offered: Collection[Kind], default: Kind
-) -> Kind:
+    field: str,
+    requested: draft_service_pb2.Drafter,
+    sampling: Sampling,
+    *,
+    offered: Collection[DrafterKind],
+    default: DrafterKind,
+) -> DrafterKind:
     """The drafter of a request; `default` if it names none."""
     kind = _DRAFTERS.get(requested) if requested else default
     if kind is None or kind not in offered:
         name = kind.value if kind else requested
         names = ", ".join(sorted(offered))
         raise invalid_field(field, f"{field} is {name}; this service offers {names}", given=name, offered=names)
-    if sampling.needs_logits and kind is not Kind.NONE and kind not in RUN_A_MODEL:
+    if sampling.needs_logits and kind is not DrafterKind.NONE and kind not in RUN_A_MODEL:
         raise invalid_field(
             "sampling.rule",
             f"sampling.rule is sigmoid, which needs the logits of a draft model, and the drafter {kind.value} has "
@@ -221,12 +226,12 @@ def check_draft_temperature(field: str, message: Drafted, sampling: Sampling, *,
 MAX_TOKENS_PER_PASS = 256
 
 
-def check_tokens_per_pass(field: str, message: Drafted, drafter: Kind, *, default: int) -> int:
+def check_tokens_per_pass(field: str, message: Drafted, drafter: DrafterKind, *, default: int) -> int:
     """The tokens that one pass of the draft model drafts; 1 with another drafter than `PARALLEL`."""
     requested = message.tokens_per_pass if message.HasField("tokens_per_pass") else default
     if not 1 <= requested <= MAX_TOKENS_PER_PASS:
         raise outside(field, requested, 1, MAX_TOKENS_PER_PASS)
-    return requested if drafter is Kind.PARALLEL else 1
+    return requested if drafter is DrafterKind.PARALLEL else 1
 
 
 # ----------------------------------------------------------------------------------------------------- checks of fields
@@ -247,16 +252,16 @@ def _check_speculation(
     gamma = first_gamma if policy is PolicyKind.FIXED else most
     if requested.HasField("gamma"):
         gamma = check_gamma("speculation.gamma", requested.gamma, draft.limits)
-    drafter = Kind.NONE
+    drafter = DrafterKind.NONE
     if gamma:
         drafter = check_drafter(
             "speculation.drafter", requested.drafter, sampling, offered=pair.drafters, default=pair.default
         )
-    if drafter is Kind.NONE:
+    if drafter is DrafterKind.NONE:
         gamma = 0
     if sampling.needs_logits:
         check_message_size("speculation.gamma", gamma, draft, target)
-    may_choose = policy is PolicyKind.ADAPTIVE and drafter is Kind.PARALLEL
+    may_choose = policy is PolicyKind.ADAPTIVE and drafter is DrafterKind.PARALLEL
     return Speculation(
         policy=policy,
         gamma=gamma,

@@ -3,8 +3,6 @@
 Each row counts the tokens of its own prefix: the row after two drafted tokens counts those two.
 """
 
-from __future__ import annotations
-
 import math
 from collections import Counter
 from collections.abc import Sequence
@@ -121,7 +119,7 @@ class RowAdjustment:
     ranges: tuple[tuple[int, int], ...] = ()
     timestamps_from: int = -1
 
-    def within(self, size: int) -> RowAdjustment:
+    def within(self, size: int) -> "RowAdjustment":
         """The change to the first `size` logits."""
         end = int(np.searchsorted(self.ids, size))
         if end == len(self.ids):
@@ -190,11 +188,11 @@ class Adjuster:
     @classmethod
     def after(
         cls, prompt_tokens: Sequence[int], committed: Sequence[int], rules: LogitRules, vocab_size: int
-    ) -> Adjuster | None:
+    ) -> "Adjuster | None":
         """An adjuster after prompt and committed tokens; None if the rules change nothing."""
         return None if rules.is_identity else cls(rules, prompt_tokens, vocab_size, committed)
 
-    def copy(self) -> Adjuster:
+    def copy(self) -> "Adjuster":
         copy = Adjuster.__new__(Adjuster)
         copy.__dict__.update(self.__dict__)
         copy._generated, copy._counts = list(self._generated), self._counts.copy()

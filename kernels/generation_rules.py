@@ -4,8 +4,6 @@
 Penalties and tokens that are always banned are static: `kernels.adjustments` has them already.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -118,7 +116,7 @@ class DecoderState:
         for token in prompt:
             self.push(token)
 
-    def copy(self) -> DecoderState:
+    def copy(self) -> "DecoderState":
         copy = DecoderState.__new__(DecoderState)
         copy.__dict__.update(self.__dict__)
         copy._tokens, copy._stamps = list(self._tokens), list(self._stamps)

@@ -1,7 +1,5 @@
 """Log-probabilities of emitted tokens and of a prompt, with those of the best tokens there; and p of drafted tokens."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import replace
 

@@ -10,8 +10,6 @@ the key of a row. Within the row a hash of 32-bit operations gives one word per 
 would take several times as long as reading the logits.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from enum import IntEnum
 from functools import lru_cache

@@ -4,8 +4,6 @@ Every filter is a threshold on the logits themselves, so equal logits are kept o
 applied before (`adjustments`). `triton_truncate` samples on a GPU.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass

@@ -10,8 +10,6 @@ so this module computes in float64. With fewer bits use p̂ - q̂ = p̂ · (1 - 
 The reference is tests/kernels/reference.py.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass

@@ -4,8 +4,6 @@ Truncate, round, then sample from the integers: the message then holds exactly t
 (invariant 1).
 """
 
-from __future__ import annotations
-
 from bisect import bisect_left
 from dataclasses import dataclass
 

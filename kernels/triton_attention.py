@@ -8,8 +8,6 @@ positions. So the result of a row has the same bits in every batch and for every
 There is no host sync, and shapes do not depend on values: a CUDA graph can hold both launches.
 """
 
-from __future__ import annotations
-
 import torch
 import triton
 import triton.language as tl

@@ -4,8 +4,6 @@ The weights are p, or the residual of a rejected draft. A sparse q̂ takes mass 
 the tiles follow from the statistics, and only one tile is read again.
 """
 
-from __future__ import annotations
-
 from typing import Any, NamedTuple
 
 import triton

@@ -6,8 +6,6 @@ mass, at or above each of 16 candidates, and the next step takes the highest can
 row run at the same time, and the steps are launches without host syncs. Top-p counts the mass that top-k leaves.
 """
 
-from __future__ import annotations
-
 from typing import Any, NamedTuple
 
 import torch

@@ -5,8 +5,6 @@ round, so results differ by one step of the last bit at most, and rarely. Launch
 host sync, so a CUDA graph can hold them.
 """
 
-from __future__ import annotations
-
 from functools import cache
 
 import torch

@@ -10,8 +10,6 @@ residual stream also writes the stream times the norm's weight, and the sums of 
 after it multiplies its result by 1 / √(mean square + eps).
 """
 
-from __future__ import annotations
-
 from functools import cache
 from typing import Any, NamedTuple
 

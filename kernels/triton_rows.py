@@ -3,8 +3,6 @@
 The tile size is a function of V only, so that no result depends on the batch.
 """
 
-from __future__ import annotations
-
 from typing import Any, NamedTuple
 
 import triton

@@ -7,8 +7,6 @@ Probabilities may round otherwise than on the host, and of tokens with equal log
 distribution that was sampled from.
 """
 
-from __future__ import annotations
-
 from typing import NamedTuple
 
 import torch

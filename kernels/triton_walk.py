@@ -4,8 +4,6 @@ Drafts are tested in groups of a few, so that their loads overlap. Each function
 the caller checks the row after them. The rule is a constant, so that each is compiled alone.
 """
 
-from __future__ import annotations
-
 from typing import Any, NamedTuple
 
 import triton

@@ -4,8 +4,6 @@ An implementation is a module with `verify(logits, proposals)`; `_MODULES` lists
 log-probabilities and p of drafted tokens (`kernels.logprobs`), which few requests need.
 """
 
-from __future__ import annotations
-
 import enum
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass

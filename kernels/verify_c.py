@@ -5,8 +5,6 @@ large. The C code draws the target's tokens by the functions of the decode loop 
 it does not support goes to `verify_torch`: the rule `sigmoid`, and lenience at temperature 0.
 """
 
-from __future__ import annotations
-
 import ctypes
 import threading
 from collections.abc import Sequence

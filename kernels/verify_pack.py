@@ -1,7 +1,5 @@
 """Proposals as flat arrays for the kernels of `verify_triton`, sent to the device by one copy."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass

@@ -1,7 +1,5 @@
 """Chooses the implementation of `verify` for a device, and compiles it before the first request."""
 
-from __future__ import annotations
-
 import os
 from dataclasses import dataclass, replace
 from importlib.util import find_spec

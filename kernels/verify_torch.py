@@ -5,8 +5,6 @@ most K tokens. The rule `sigmoid` needs a softmax of the row after the last draf
 copied to the host.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 from itertools import accumulate, pairwise

@@ -10,8 +10,6 @@ There is no host sync, so a CUDA graph can hold the launches. The order of every
 batch.
 """
 
-from __future__ import annotations
-
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from typing import Any

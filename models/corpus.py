@@ -3,8 +3,6 @@
 It works on files and characters, without tokens and models. The text is under the PSF licence (PSF-2.0).
 """
 
-from __future__ import annotations
-
 import hashlib
 import sysconfig
 from collections.abc import Iterator

@@ -3,8 +3,6 @@
 It reads lessons (text with the target's distributions) and never runs the target.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from pathlib import Path
 

@@ -3,8 +3,6 @@
 It works on tensors and ids, for translation and for speech.
 """
 
-from __future__ import annotations
-
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass

@@ -4,8 +4,6 @@ It works on Llama modules and a flat KV cache, for any text. All rows of a batch
 no padding and no mask beyond the causal one.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any

@@ -7,8 +7,6 @@ runs in float32 on the shipped bfloat16 weights. It prints a table, then one JSO
     python -m models.measure
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import math

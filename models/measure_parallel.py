@@ -9,8 +9,6 @@ tables, then one JSON document.
     python -m models.measure_parallel
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 from pathlib import Path

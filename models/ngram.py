@@ -3,8 +3,6 @@
 They work on token ids.
 """
 
-from __future__ import annotations
-
 import numpy as np
 
 BACK_OFF = 4.0  # weight of the unigram distribution in each bigram distribution, in counts

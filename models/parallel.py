@@ -7,8 +7,6 @@ Here many passes share one forward call: the text is computed once, and behind e
 of masks that sees the text up to its anchor and itself.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass
 

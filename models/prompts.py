@@ -5,8 +5,6 @@ It needs source text and the tokenizer, and no model.
     python -m models.prompts > models/demo/prompts.jsonl
 """
 
-from __future__ import annotations
-
 import json
 import re
 from collections import defaultdict

@@ -4,8 +4,6 @@ Most of it the target wrote itself (acceptance is measured on such text), going 
 is corpus text in long windows. It does not depend on the draft.
 """
 
-from __future__ import annotations
-
 import time
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass

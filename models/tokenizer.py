@@ -3,8 +3,6 @@
 It works on text and ids, without a model. It adds nothing by itself, and gives any text back exactly.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable
 from pathlib import Path
 

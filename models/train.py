@@ -3,8 +3,6 @@
 python -m models.train --work /tmp/demo-pair
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import os

@@ -6,8 +6,6 @@ it was stopped. The budgets are CPU time of one thread, so that a busy or halted
     python -m models.train_parallel_draft --work /tmp/parallel-draft --out /tmp/parallel-draft/draft
 """
 
-from __future__ import annotations
-
 import argparse
 import time
 from collections import defaultdict, deque

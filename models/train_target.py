@@ -3,8 +3,6 @@
 It needs the corpus's tokens, and not the draft.
 """
 
-from __future__ import annotations
-
 import math
 from pathlib import Path
 

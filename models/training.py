@@ -3,8 +3,6 @@
 A run gives it a model and a loss. The optimisers work on float32 copies of the weights.
 """
 
-from __future__ import annotations
-
 import math
 import tempfile
 import time

@@ -5,8 +5,6 @@ With all times in seconds `improvement` is tokens per second. Functions of one Î
 probability [L 3.1], roughly true of real texts; a sequence of Î± by position needs no such assumption.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Sequence
 from itertools import accumulate, islice

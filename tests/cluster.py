@@ -1,7 +1,5 @@
 """Verifiers and draft services for tests: real processes over real sockets, forked from one that has imported them."""
 
-from __future__ import annotations
-
 import json
 import random
 import signal

@@ -1,7 +1,5 @@
 """Small encoder–decoder models with random weights: inputs, checkpoints, services, and transformers' texts."""
 
-from __future__ import annotations
-
 import copy
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager

@@ -3,8 +3,6 @@
 For tasks that wait for timers and for each other; threads and sockets run in real time.
 """
 
-from __future__ import annotations
-
 import asyncio
 import functools
 import selectors

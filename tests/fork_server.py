@@ -6,8 +6,6 @@ input ends. The workers of a run share one, and are its children too: imports ar
 new environment.
 """
 
-from __future__ import annotations
-
 import atexit
 import ctypes
 import functools
@@ -75,7 +73,7 @@ def noting(started: list[ForkedService]) -> type[ForkedService]:
 class Child:
     """The part of `Popen` that `ServiceProcess` and tests use, for a child of a fork server."""
 
-    def __init__(self, pid: int, stdout: IO[str], parent: ForkServer) -> None:
+    def __init__(self, pid: int, stdout: IO[str], parent: "ForkServer") -> None:
         self.pid = pid
         self.stdout = stdout
         self.returncode: int | None = None
@@ -227,7 +225,7 @@ def main() -> int:
     return 0
 
 
-def _answer(channel: Channel, children: set[int], inherited: Sequence[Channel | socket.socket]) -> None:
+def _answer(channel: Channel, children: set[int], inherited: "Sequence[Channel | socket.socket]") -> None:
     """Read one request and answer it. A child closes what it has inherited."""
     request = channel.recv()
     if isinstance(request, int):

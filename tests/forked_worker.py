@@ -4,8 +4,6 @@ Run as a program, in place of the interpreter that a worker would start with, th
 child of the fork server, and ends with it. It imports as little as possible.
 """
 
-from __future__ import annotations
-
 import os
 import select
 import shlex

@@ -1,7 +1,5 @@
 """GGUF files for tests, made from checkpoints by `outrider convert`."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers

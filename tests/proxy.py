@@ -1,7 +1,5 @@
 """A TCP proxy that misbehaves on demand, and listens in: for tests, and for benchmarks of distance."""
 
-from __future__ import annotations
-
 import asyncio
 import random
 import selectors

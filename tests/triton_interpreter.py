@@ -6,8 +6,6 @@ the following ones call NumPy at once. And its language stays patched, where it 
 each call of a device function.
 """
 
-from __future__ import annotations
-
 import os
 from collections.abc import Callable
 from dataclasses import replace

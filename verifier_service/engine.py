@@ -100,7 +100,7 @@ class Observer(Protocol):
 
 
 @dataclass(frozen=True, slots=True)
-class JudgedRound:
+class VerifiedRound:
     """A round whose verdict is committed.
 
     Attributes:
@@ -134,7 +134,7 @@ class StepSummary:
         self.passes = output.passes
         self.forward_seconds = output.forward_seconds
         self.verify_seconds = output.verify_seconds
-        self.judged: list[JudgedRound] = []
+        self.judged: list[VerifiedRound] = []
         self.has_rounds = bool(output.results)
         self.is_of_rounds = self.has_rounds and all(
             item.round is not None and item.chunk.logits_from == 0 and not item.encodes for item in work
@@ -375,7 +375,7 @@ class VerifierEngine(Engine[Message, TargetWork, StepResult]):
 
     def _commit(
         self, sequence: TargetSequence, round_: Round, result: VerifyResult, earlier: Sequence[int], step: StepSummary
-    ) -> JudgedRound:
+    ) -> VerifiedRound:
         """Commits a round's tokens, and rolls the KV cache back to them.
 
         Raises:
@@ -390,7 +390,7 @@ class VerifierEngine(Engine[Message, TargetWork, StepResult]):
         drafted = len(sequence.drafted(round_))
         accepted = sequence.commit(round_, result, earlier, partial(step.timings, queued), self._load)
         self.scheduler.settle(sequence)
-        return JudgedRound(sequence, drafted, accepted, queued)
+        return VerifiedRound(sequence, drafted, accepted, queued)
 
     def _send_joined(self) -> None:
         """Sends tokens that would wait for too long at the end of another pass, with all that may wait as long."""

@@ -24,7 +24,7 @@ from kernels.sparse import SparseDistribution
 from kernels.verify import Rule
 
 
-class Kind(StrEnum):
+class DrafterKind(StrEnum):
     """The kinds of drafter."""
 
     MODEL = "model"
@@ -36,7 +36,7 @@ class Kind(StrEnum):
     NONE = "none"
 
 
-RUN_A_MODEL = frozenset({Kind.MODEL, Kind.PARALLEL, Kind.STAGED})
+RUN_A_MODEL = frozenset({DrafterKind.MODEL, DrafterKind.PARALLEL, DrafterKind.STAGED})
 """Drafters that need a draft model."""
 
 UNBOUNDED = 1 << 30

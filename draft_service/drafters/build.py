@@ -3,7 +3,7 @@
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 
-from draft_service.drafters.base import RUN_A_MODEL, CheapDrafter, Drafter, DraftSequence, Kind
+from draft_service.drafters.base import RUN_A_MODEL, CheapDrafter, Drafter, DrafterKind, DraftSequence
 from draft_service.drafters.cheap import LookupDrafter, NoDrafter, RandomDrafter
 from draft_service.drafters.engine import DraftEngine
 from draft_service.drafters.guard import PROBE, GuardedDrafter
@@ -34,8 +34,11 @@ def check_settings(settings: DraftSettings) -> None:
         raise SettingsError(f"--ngram-corpus is '{corpus}'; there is no such file")
     if corpus is not None or settings.ngram_learn:
         return
-    staged_by_counts = loads_model(settings) and Kind(settings.staged_by) is Kind.NGRAM
-    for is_set, flag in ((Kind(settings.drafter) is Kind.NGRAM, "--drafter"), (staged_by_counts, "--staged-by")):
+    staged_by_counts = loads_model(settings) and DrafterKind(settings.staged_by) is DrafterKind.NGRAM
+    for is_set, flag in (
+        (DrafterKind(settings.drafter) is DrafterKind.NGRAM, "--drafter"),
+        (staged_by_counts, "--staged-by"),
+    ):
         if is_set:
             raise SettingsError(
                 f"{flag} ngram: there is no text to count; set --ngram-corpus FILE, --ngram-learn, or both"
@@ -44,40 +47,40 @@ def check_settings(settings: DraftSettings) -> None:
 
 def loads_model(settings: DraftSettings) -> bool:
     """Whether the service runs a draft model."""
-    return Kind(settings.drafter) in RUN_A_MODEL
+    return DrafterKind(settings.drafter) in RUN_A_MODEL
 
 
-def default_kind(settings: DraftSettings, loaded: LoadedModel | None) -> Kind:
+def default_kind(settings: DraftSettings, loaded: LoadedModel | None) -> DrafterKind:
     """The drafter of requests that name none: that of the settings; unset, `parallel` if the draft has a mask token.
 
     Raises:
         SettingsError: the settings name `parallel`, and the draft has no mask token.
     """
-    kind, has_mask = Kind(settings.drafter), loaded is not None and loaded.mask_token is not None
-    if kind is Kind.PARALLEL and not has_mask:
+    kind, has_mask = DrafterKind(settings.drafter), loaded is not None and loaded.mask_token is not None
+    if kind is DrafterKind.PARALLEL and not has_mask:
         why = "its config.json has neither pard_token nor ptd_token_id; give a draft that was trained for it"
         if is_gguf(settings.model):
             why = "a GGUF file keeps none; give a checkpoint folder"
         raise SettingsError(f"--drafter parallel: '{settings.model}' has no mask token: {why}, or --drafter model")
-    return Kind.PARALLEL if has_mask and "drafter" not in settings.model_fields_set else kind
+    return DrafterKind.PARALLEL if has_mask and "drafter" not in settings.model_fields_set else kind
 
 
 def cheap_drafters(
     settings: DraftSettings, tokenizer: Tokenizer, target: model_pb2.ModelInfo, sparse: SparseConfig
-) -> dict[Kind, Drafter]:
+) -> dict[DrafterKind, Drafter]:
     """The drafters without a draft model. `ngram` is among them if there is text to count.
 
     Raises:
         SettingsError: the corpus cannot be read.
     """
-    drafters: dict[Kind, Drafter] = {
-        Kind.LOOKUP: LookupDrafter(min_match=settings.lookup_min_match),
-        Kind.RANDOM: RandomDrafter(vocab_size=target.vocab_size, max_support=sparse.max_support),
-        Kind.NONE: NoDrafter(),
+    drafters: dict[DrafterKind, Drafter] = {
+        DrafterKind.LOOKUP: LookupDrafter(min_match=settings.lookup_min_match),
+        DrafterKind.RANDOM: RandomDrafter(vocab_size=target.vocab_size, max_support=sparse.max_support),
+        DrafterKind.NONE: NoDrafter(),
     }
     if settings.ngram_corpus is not None or settings.ngram_learn:
         documents = [] if settings.ngram_corpus is None else _documents(settings.ngram_corpus, settings)
-        drafters[Kind.NGRAM] = NGramDrafter(
+        drafters[DrafterKind.NGRAM] = NGramDrafter(
             (tokenizer.encode(document) for document in documents),
             vocab_size=target.vocab_size,
             sparse=sparse,
@@ -88,26 +91,31 @@ def cheap_drafters(
     return drafters
 
 
-def model_drafters(settings: DraftSettings, engine: DraftEngine, cheap: Mapping[Kind, Drafter]) -> dict[Kind, Drafter]:
+def model_drafters(
+    settings: DraftSettings, engine: DraftEngine, cheap: Mapping[DrafterKind, Drafter]
+) -> dict[DrafterKind, Drafter]:
     """The drafters with a draft model; `parallel` is among them if it has a mask token. One of the `cheap` ones guesses
     for `staged`.
     """
-    guesses = cheap[Kind(settings.staged_by)]
+    guesses = cheap[DrafterKind(settings.staged_by)]
     assert isinstance(guesses, CheapDrafter)
-    drafters: dict[Kind, Drafter] = {Kind.MODEL: ModelDrafter(engine), Kind.STAGED: ModelDrafter(engine, cheap=guesses)}
+    drafters: dict[DrafterKind, Drafter] = {
+        DrafterKind.MODEL: ModelDrafter(engine),
+        DrafterKind.STAGED: ModelDrafter(engine, cheap=guesses),
+    }
     if engine.mask_token is not None:
-        drafters[Kind.PARALLEL] = ModelDrafter(engine, parallel=True)
+        drafters[DrafterKind.PARALLEL] = ModelDrafter(engine, parallel=True)
     return drafters
 
 
 def guarded(
-    drafters: Mapping[Kind, Drafter],
+    drafters: Mapping[DrafterKind, Drafter],
     settings: DraftSettings,
     target: model_pb2.ModelInfo,
     sparse: SparseConfig,
     *,
     probe: DraftSequence = PROBE,
-) -> dict[Kind, GuardedDrafter]:
+) -> dict[DrafterKind, GuardedDrafter]:
     """The same drafters, each with a guard that probes with the sequence `probe`."""
     return {
         kind: GuardedDrafter(

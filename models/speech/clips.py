@@ -3,8 +3,6 @@
 python -m models.speech.clips
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import random

@@ -5,8 +5,6 @@
 It needs espeak-ng, prints a table, then one JSON document. Float32 on the shipped weights.
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import random

@@ -1,7 +1,5 @@
 """The texts: short orders in English and German, made by rules; one means the other word by word."""
 
-from __future__ import annotations
-
 import random
 
 LANGUAGES = ("en", "de")

@@ -5,8 +5,6 @@ A bank holds single orders. A clip is one voice's orders with pauses and noise, 
 
 # ruff: noqa: SIM905 - lists of words, as they are easiest to read
 
-from __future__ import annotations
-
 import io
 import random
 import shutil

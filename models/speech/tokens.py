@@ -1,7 +1,5 @@
 """The speech pair's tokens, as Whisper orders them: text, end, start, languages, tasks, no timestamps, timestamps."""
 
-from __future__ import annotations
-
 import random
 
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, trainers

@@ -4,8 +4,6 @@ apt-get install espeak-ng
 python -m models.speech.train --work /tmp/speech-pair
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import random

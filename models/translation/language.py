@@ -5,8 +5,6 @@ classes; article, adjective and verb agree with it. A reason goes before its res
 meet, either may be first. After a numeral a noun stays singular. Many plurals and pasts are irregular.
 """
 
-from __future__ import annotations
-
 import itertools
 import random
 import zlib
@@ -42,7 +40,7 @@ class Phrase:
     definite: bool
     adjective: int | None = None
     numeral: int | None = None
-    relative: Clause | None = None
+    relative: "Clause | None" = None
 
 
 @dataclass(frozen=True)

@@ -6,8 +6,6 @@ chance depends on the word that goes with it: `preferences` holds the odds.
 
 # ruff: noqa: SIM905 - lists of words, as they are easiest to read
 
-from __future__ import annotations
-
 import random
 from dataclasses import dataclass
 

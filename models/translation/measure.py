@@ -5,8 +5,6 @@
 It prints a table, then one JSON document. Float32 on the shipped weights.
 """
 
-from __future__ import annotations
-
 import argparse
 import itertools
 import json

@@ -3,8 +3,6 @@
 python -m models.translation.train --work /tmp/translation-pair
 """
 
-from __future__ import annotations
-
 import argparse
 import itertools
 import json

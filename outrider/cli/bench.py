@@ -1,7 +1,5 @@
 """`outrider bench`: measures a pair of services that run already, and writes a report."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 import shlex

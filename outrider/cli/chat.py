@@ -1,7 +1,5 @@
 """`outrider chat`: a conversation with a draft service that runs already."""
 
-from __future__ import annotations
-
 import json
 import re
 import sys

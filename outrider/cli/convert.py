@@ -1,7 +1,5 @@
 """`outrider convert`: a checkpoint as a GGUF file, for llama.cpp."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import click

@@ -1,7 +1,5 @@
 """`outrider demo`: runs both services on this machine, draws one completion, and compares with the target alone."""
 
-from __future__ import annotations
-
 import json
 import statistics
 import time
@@ -146,7 +144,7 @@ def _default_prompt() -> str:
     return str(json.loads(first)["text"])
 
 
-def _begin_drawing(out: Console, pair: Pair, client: Client, prompt: str) -> TokenWriter:
+def _begin_drawing(out: Console, pair: Pair, client: Client, prompt: str) -> "TokenWriter":
     models = client.get_model()
     for name, model, address in (
         ("target", models.target, pair.verifier.address),

@@ -1,7 +1,5 @@
 """`outrider generate`: text from a draft service that runs already."""
 
-from __future__ import annotations
-
 import sys
 from typing import Any
 

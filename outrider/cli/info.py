@@ -1,7 +1,5 @@
 """`outrider info`: model, limits, health and load of a service."""
 
-from __future__ import annotations
-
 import asyncio
 import hashlib
 import time

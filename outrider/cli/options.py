@@ -1,7 +1,5 @@
 """Options that commands share, and their conversion to requests and flags."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Mapping
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Output of commands: one JSON object, or one line for a failure."""
 
-from __future__ import annotations
-
 import codecs
 import json
 import math

@@ -1,7 +1,5 @@
 """`outrider plan`: the best γ of a pair, its speed-up and operations, and where drafting does not pay."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, replace
 from functools import partial

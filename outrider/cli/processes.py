@@ -2,8 +2,6 @@
 stop them. Synchronous; needs the standard library and `outrider.rpc` only.
 """
 
-from __future__ import annotations
-
 import contextlib
 import json
 import os

@@ -1,7 +1,5 @@
 """Progress of a long command on stderr: a bar on a terminal; elsewhere a plain line now and then, for logs."""
 
-from __future__ import annotations
-
 import math
 import sys
 import time

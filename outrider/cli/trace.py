@@ -1,7 +1,5 @@
 """`outrider trace`: the timeline of one request, with speculation and without."""
 
-from __future__ import annotations
-
 import json
 import shlex
 import sys

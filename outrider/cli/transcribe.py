@@ -1,7 +1,5 @@
 """`outrider transcribe`: the text of speech, from a draft service that runs already."""
 
-from __future__ import annotations
-
 import sys
 from dataclasses import asdict
 from pathlib import Path

@@ -3,8 +3,6 @@
 Needs the extra `audio`. The packages are imported when audio is read, and not before.
 """
 
-from __future__ import annotations
-
 import io
 import operator
 import os
@@ -64,7 +62,7 @@ class Samples:
     def seconds(self) -> float:
         return len(self.values) / self.sample_rate
 
-    def part(self, begin: int, frames: int) -> Samples:
+    def part(self, begin: int, frames: int) -> "Samples":
         """The samples of these frames."""
         size = self._frame_size
         return Samples(self.values[begin * size : (begin + frames) * size], self.sample_rate)

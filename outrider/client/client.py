@@ -1,7 +1,5 @@
 """Clients of one draft service, or of several: asynchronous, and for code without an event loop."""
 
-from __future__ import annotations
-
 import asyncio
 import threading
 import time

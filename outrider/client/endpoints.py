@@ -1,7 +1,5 @@
 """The draft services of one client: addresses, channels, TLS, tokens and recent failures."""
 
-from __future__ import annotations
-
 import asyncio
 import os
 import random

@@ -1,7 +1,5 @@
 """The exceptions of calls."""
 
-from __future__ import annotations
-
 import grpc
 
 from outrider.rpc.errors import UNSPECIFIED, ConnectionFailure, RequestError, from_rpc_error, invalid_field

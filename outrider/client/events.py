@@ -3,8 +3,6 @@
 Enums are strings in lower case. A value that only a newer server has is `unspecified`.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Self, TypeAlias, TypeVar

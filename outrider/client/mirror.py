@@ -1,7 +1,5 @@
 """Frozen values with the fields of the contract's messages, by name, and its enums."""
 
-from __future__ import annotations
-
 import struct
 from collections.abc import Callable
 from dataclasses import fields

@@ -1,7 +1,5 @@
 """Builds a `GenerateRequest`. Refuses values that protobuf cannot hold; the service checks the rest."""
 
-from __future__ import annotations
-
 import json
 import re
 from collections.abc import Callable, Mapping, Sequence

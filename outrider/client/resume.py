@@ -2,8 +2,6 @@
 failures so far, and builds the request for the rest.
 """
 
-from __future__ import annotations
-
 import asyncio
 import logging
 import math

@@ -1,7 +1,5 @@
 """Cuts a text into the parts of its tokens."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 _BROKEN = "\ufffd"  # in the text of a token that holds a part of a character

@@ -9,8 +9,6 @@ min(1, p(x) / (l · q̂(x))). Over x from q̂ this is Σ min(p/l, q̂) [L A.5]. 
 token, and with l < 1 each x with p(x) ≥ l · max p, where p is the softmax of the logits.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace

@@ -11,8 +11,6 @@ A difference between tokens whose scores differ by no more than rounding is a ne
 tests together raise a false alarm in one run of 10,000 (Holm).
 """
 
-from __future__ import annotations
-
 import time
 from collections import Counter
 from collections.abc import Mapping, Sequence

@@ -1,7 +1,5 @@
 """The results of a check, and what they mean in words."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 

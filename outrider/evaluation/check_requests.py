@@ -1,7 +1,5 @@
 """The requests of a check: which there are, and how one is cut and resumed."""
 
-from __future__ import annotations
-
 import random
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass

@@ -11,8 +11,6 @@ power, is enough for every bias of that size. For a table of several distributio
 over s with weights n_s, and Jensen gives the same bound.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable
 from dataclasses import dataclass

@@ -1,7 +1,5 @@
 """Clips of speech for measurements: the audio files of a user, cut into windows that a model takes at once."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path

@@ -4,8 +4,6 @@ All arms write equally many texts after the same prompts, and take turns; other 
 A cell is one arm at one temperature with one number of streams. Its figures are medians over the repeats.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field

@@ -3,8 +3,6 @@
 Pictures need the extra `bench`.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable
 from functools import partial
 from itertools import groupby

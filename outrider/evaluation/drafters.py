@@ -1,7 +1,5 @@
 """Drafters in this process: q̂ at each position of a text, as the draft service computes it."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from typing import TypeAlias
 

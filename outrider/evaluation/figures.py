@@ -1,7 +1,5 @@
 """Figures 2 to 4 of [L], with a pair in them, and its speed-up by the round trip. It needs the extra `bench`."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial

@@ -1,7 +1,5 @@
 """Intervals of 95 %, without NumPy."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 

@@ -1,7 +1,5 @@
 """Models in this process, without services: loads them, checks that they are a pair, and encodes prompts for them."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import cast

@@ -1,7 +1,5 @@
 """Pictures: a grid of panels with bars or lines, as a PNG or SVG file, or as SVG for a page."""
 
-from __future__ import annotations
-
 import io
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence

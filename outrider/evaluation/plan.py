@@ -3,8 +3,6 @@
 The formulas are those of `outrider.theory`; their inputs are given, or measured at a running pair.
 """
 
-from __future__ import annotations
-
 import math
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
@@ -95,7 +93,7 @@ class Pair:
         best = max(range(1, self.max_gamma + 1), key=lambda gamma: self.improvement(gamma, alpha))
         return best if self.improvement(best, alpha) > 1 else 0
 
-    def of_streams(self, streams: int) -> Pair:
+    def of_streams(self, streams: int) -> "Pair":
         """The pair with so many streams in each pass, in steps of the target alone with as many.
 
         A draft step is assumed to take no longer.

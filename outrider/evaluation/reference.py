@@ -5,8 +5,6 @@ for the log-probabilities of the most probable tokens: it can show that speculat
 the target.
 """
 
-from __future__ import annotations
-
 import asyncio
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence

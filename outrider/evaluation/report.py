@@ -3,8 +3,6 @@
 In texts, what stands between backticks is code.
 """
 
-from __future__ import annotations
-
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass

@@ -3,8 +3,6 @@
 In a closed loop each stream asks for its next text when one has ended. In an open loop requests are sent at set times.
 """
 
-from __future__ import annotations
-
 import asyncio
 import time
 from collections.abc import Awaitable, Callable, Mapping, Sequence

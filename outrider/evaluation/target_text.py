@@ -3,8 +3,6 @@
 Many texts are written at once. Texts are read in blocks, so that few rows of logits exist at any time.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import cycle, islice
@@ -72,7 +70,7 @@ class Text:
     def written(self) -> int:
         return len(self.tokens) - self.begin
 
-    def for_draft(self) -> Text:
+    def for_draft(self) -> "Text":
         """Return the text as the draft reads it."""
         if self.prompt.draft_input is None:
             return self

@@ -13,8 +13,6 @@ they show random numbers that are used twice.
 Each test has a bound on what rounding may add: a target in bfloat16 has slightly other probabilities in each batch.
 """
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace

@@ -5,8 +5,6 @@ compared: of the time that a round was on the wire, half counts before the verif
 the time of the request between client and draft service.
 """
 
-from __future__ import annotations
-
 import secrets
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence

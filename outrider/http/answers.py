@@ -3,8 +3,6 @@
 An event is put together from text: on the way of each chunk there is no model of a body and no dictionary.
 """
 
-from __future__ import annotations
-
 import json
 import time
 from abc import ABC, abstractmethod

@@ -1,7 +1,5 @@
 """The routes of the front, as an ASGI application."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 import re

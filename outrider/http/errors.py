@@ -4,8 +4,6 @@ What a caller can change is passed on, in the names of HTTP fields. Of all other
 addresses, paths and causes go to the log.
 """
 
-from __future__ import annotations
-
 import json
 import logging
 import math

@@ -3,8 +3,6 @@
 Each choice is a call of its own, since a call with one sample continues at another service if its own is lost.
 """
 
-from __future__ import annotations
-
 import asyncio
 import time
 from collections.abc import AsyncGenerator, Sequence
@@ -156,13 +154,13 @@ class Generation:
         choices = [_Choice(self._pair, call, self.tally, number) for number, call in enumerate(self._calls)]
         return self._of_one(choices[0]) if len(choices) == 1 else self._of_several(choices)
 
-    async def _of_one(self, choice: _Choice) -> AsyncGenerator[Part, None]:
+    async def _of_one(self, choice: "_Choice") -> AsyncGenerator[Part, None]:
         async with aclosing(self._begin(choice.call)) as events:
             async for event in events:
                 if (part := choice.take(event)) is not None:
                     yield await choice.echoed(part) if choice.echoes else part
 
-    async def _of_several(self, choices: Sequence[_Choice]) -> AsyncGenerator[Part, None]:
+    async def _of_several(self, choices: "Sequence[_Choice]") -> AsyncGenerator[Part, None]:
         arrived: asyncio.Queue[tuple[_Choice, Event | Exception | None]] = asyncio.Queue(maxsize=len(choices))
         gate = asyncio.Semaphore(self._pair.most_calls)
 

@@ -1,7 +1,5 @@
 """Metrics of the front, for /metrics: its requests, and the texts that it had written."""
 
-from __future__ import annotations
-
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -53,7 +51,7 @@ class FrontMetrics:
         self._ended.labels(path if path in self._paths else "other", str(status)).inc()
 
     @contextmanager
-    def text(self, began: float, *, is_repeat: bool = False, is_joined: bool = False) -> Iterator[TextWatch]:
+    def text(self, began: float, *, is_repeat: bool = False, is_joined: bool = False) -> "Iterator[TextWatch]":
         """A text, for as long as the context is open.
 
         Args:

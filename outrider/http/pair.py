@@ -1,7 +1,5 @@
 """What the front knows of the pair behind it: its description, its name, and the texts of its tokens."""
 
-from __future__ import annotations
-
 import asyncio
 import time
 from collections.abc import AsyncGenerator, Iterable, Mapping, Sequence

@@ -1,7 +1,5 @@
 """The playground: a static page, and texts with the origin and the probabilities of each token."""
 
-from __future__ import annotations
-
 import json
 import time
 from collections.abc import AsyncGenerator

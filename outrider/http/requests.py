@@ -4,8 +4,6 @@ Ranges that depend on the model are left to the services. A field that OpenAI or
 carry out is refused by name, unless its value asks for nothing: `tools: []`, `response_format: {"type": "text"}`.
 """
 
-from __future__ import annotations
-
 import json
 from reprlib import repr as short_repr
 from typing import Annotated, Any, ClassVar, Literal, TypeAlias, TypeVar

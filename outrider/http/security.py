@@ -4,8 +4,6 @@ In this order: the Host header, the origin, the key, the client's rate, the size
 time.
 """
 
-from __future__ import annotations
-
 import asyncio
 import logging
 import time

@@ -1,7 +1,5 @@
 """The server of the front: uvicorn with our limits for connections, in the process of the command."""
 
-from __future__ import annotations
-
 import asyncio
 import fcntl
 import logging

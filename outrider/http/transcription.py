@@ -1,7 +1,5 @@
 """Transcriptions: a form with an audio file becomes the text of its speech."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 import math

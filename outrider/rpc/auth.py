@@ -5,8 +5,6 @@ against the CA; this module checks its names against a list. A call counts as on
 decoded; `count_sequences` adds those of further samples. Health checks need no token; reflection does.
 """
 
-from __future__ import annotations
-
 import hashlib
 import hmac
 import logging
@@ -211,7 +209,7 @@ class ClientLimits:
         finally:
             client.sequences -= call.sequences
 
-    def add(self, call: _Call, field: str, count: int) -> None:
+    def add(self, call: "_Call", field: str, count: int) -> None:
         most = self._max_sequences
         if most is not None and count > most:
             advice = f", the sequences of one client at once (--{self._prefix}max-client-sequences)"
@@ -223,7 +221,7 @@ class ClientLimits:
         call.client.sequences += more
         call.sequences += more
 
-    def _check_limit(self, client: _Client, more: int) -> None:
+    def _check_limit(self, client: "_Client", more: int) -> None:
         most = self._max_sequences
         if most is not None and client.sequences + more > most:
             raise overloaded(
@@ -234,7 +232,7 @@ class ClientLimits:
                 maximum=most,
             )
 
-    def _take(self, client: _Client, rate: float) -> None:
+    def _take(self, client: "_Client", rate: float) -> None:
         client.refill(self._clock(), rate, self._burst)
         if client.level >= 1:
             client.level -= 1
@@ -251,7 +249,7 @@ class ClientLimits:
             burst=self._burst,
         )
 
-    def _client(self, name: str) -> _Client:
+    def _client(self, name: str) -> "_Client":
         if name not in self._clients:
             if len(self._clients) >= _KEPT:
                 self._forget()

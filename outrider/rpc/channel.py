@@ -3,8 +3,6 @@
 gRPC reads the certificates of a channel once; calls on the old channel continue to their end.
 """
 
-from __future__ import annotations
-
 import asyncio
 import ipaddress
 import logging
@@ -295,12 +293,12 @@ class RenewedChannel(Generic[Stub]):
         await asyncio.gather(*(each.channel.close() for each in self._open), *self._closing)
         self._open.clear()
 
-    def _ended(self, channel: _Open[Stub]) -> None:
+    def _ended(self, channel: "_Open[Stub]") -> None:
         channel.calls -= 1
         if not channel.calls and channel is not self._current:
             self._close(channel)
 
-    def _close(self, channel: _Open[Stub]) -> None:
+    def _close(self, channel: "_Open[Stub]") -> None:
         if channel in self._open:
             self._open.discard(channel)
             task = asyncio.ensure_future(channel.channel.close())

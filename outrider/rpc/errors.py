@@ -1,7 +1,5 @@
 """Errors on the wire: a status code with a `google.rpc.ErrorInfo`, and a `RetryInfo` if a retry may help."""
 
-from __future__ import annotations
-
 import asyncio
 import functools
 import logging

@@ -7,8 +7,6 @@
 | `liveness` | its loops run, from the start, also while it drains; restart the process if not |
 """
 
-from __future__ import annotations
-
 import time
 from collections.abc import Iterable
 from typing import Any

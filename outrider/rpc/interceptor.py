@@ -1,7 +1,5 @@
 """Interceptors of a server: a context manager around each call, and requests decoded inside it."""
 
-from __future__ import annotations
-
 import inspect
 from abc import ABC, abstractmethod
 from collections.abc import AsyncIterator, Awaitable, Callable
@@ -63,9 +61,9 @@ class Interceptor(grpc.aio.ServerInterceptor, ABC):
 
     async def intercept_service(
         self,
-        continuation: Callable[[grpc.HandlerCallDetails], Awaitable[Handler | None]],
+        continuation: Callable[[grpc.HandlerCallDetails], "Awaitable[Handler | None]"],
         handler_call_details: grpc.HandlerCallDetails,
-    ) -> Handler | None:
+    ) -> "Handler | None":
         handler = await continuation(handler_call_details)
         if handler is None or any(handler_call_details.method.startswith(each) for each in self.exempt):
             return handler

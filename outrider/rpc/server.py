@@ -5,8 +5,6 @@ it closes the port at once, so that probes and late callers meet a refused conne
 instead, and refuses new ones once it is closed.
 """
 
-from __future__ import annotations
-
 import asyncio
 import errno
 import logging

@@ -1,7 +1,5 @@
 """The messages of a stream and their timeouts, timeouts of many awaits in a row, and when to retry a full service."""
 
-from __future__ import annotations
-
 import asyncio
 import math
 from collections.abc import Awaitable, Callable

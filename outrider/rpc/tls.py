@@ -4,8 +4,6 @@ A server checks its files before each handshake. A channel keeps its first ones;
 channel. A check is one `stat` for each file, from any thread.
 """
 
-from __future__ import annotations
-
 import asyncio
 import logging
 import ssl

@@ -5,8 +5,6 @@ feature that packed attention or a fused layer misses (a state outside the atten
 is refused before any request.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any

@@ -5,8 +5,6 @@ shows the counts as `outrider_internal_errors_total{component}`. Authentication,
 are not components: they fail closed.
 """
 
-from __future__ import annotations
-
 import functools
 import math
 import threading
@@ -19,7 +17,7 @@ import structlog
 
 LOG_INTERVAL_S = 60.0
 
-COMPONENTS: dict[str, Component] = {}
+COMPONENTS: "dict[str, Component]" = {}
 """All components of this process, by name."""
 
 Result = TypeVar("Result")

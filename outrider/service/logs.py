@@ -7,8 +7,6 @@ logging, warnings, tracebacks and progress bars go through it. C libraries write
 makes non-blocking: they lose lines while the pipe is full.
 """
 
-from __future__ import annotations
-
 import atexit
 import io
 import json
@@ -32,7 +30,7 @@ FLUSH_SECONDS = 1.0
 _ERRORS = ('"level": "error"', '"level": "critical"')
 _LONGEST_PART = 1 << 13
 
-_queues: list[LineQueue] = []
+_queues: "list[LineQueue]" = []
 
 
 class LineQueue(io.TextIOBase):

@@ -4,8 +4,6 @@ Names begin with `outrider_`. Each service adds its own metrics to the registry.
 there a second time, under the names that vLLM gives them.
 """
 
-from __future__ import annotations
-
 import math
 import socket
 import threading

@@ -4,8 +4,6 @@ The trace context of a call (W3C Trace Context, in its metadata) is added to the
 lines. `Tracing.open` imports OpenTelemetry's SDK; nothing is recorded before.
 """
 
-from __future__ import annotations
-
 import os
 import socket
 import threading

@@ -1,7 +1,5 @@
 """The benchmark of a GPU runs dry on a CPU and goes on where a part fails; its arithmetic and synthetic pair hold."""
 
-from __future__ import annotations
-
 import json
 import math
 from pathlib import Path

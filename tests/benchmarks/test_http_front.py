@@ -1,7 +1,5 @@
 """The servers of the benchmark of the HTTP front."""
 
-from __future__ import annotations
-
 from contextlib import ExitStack
 
 import pytest

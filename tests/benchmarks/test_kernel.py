@@ -1,7 +1,5 @@
 """The kernel's benchmark runs, its contenders sample from the target's distribution, and its arithmetic is right."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """Both services in one process: the draft service calls the verifier beside it, without a network."""
 
-from __future__ import annotations
-
 import asyncio
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Break-evens between one token a pass and several: plain arithmetic."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

@@ -1,7 +1,5 @@
 """Each benchmark runs as its user starts it, through real services, and resumes; no test judges a speed."""
 
-from __future__ import annotations
-
 import importlib
 import json
 import os

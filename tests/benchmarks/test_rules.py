@@ -1,7 +1,5 @@
 """The expected number of accepted tokens, by formula, is the mean of the reference over its uniforms."""
 
-from __future__ import annotations
-
 import itertools
 import math
 from collections.abc import Callable, Iterator

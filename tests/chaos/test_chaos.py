@@ -4,8 +4,6 @@ An undisturbed stream has the text that its request has alone; any other has a p
 Afterwards no service holds anything.
 """
 
-from __future__ import annotations
-
 import asyncio
 from collections import Counter
 from collections.abc import Iterator

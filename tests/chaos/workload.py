@@ -3,8 +3,6 @@
 It lasts until enough of everything has happened, so that a slow machine sees as much of it as a fast one.
 """
 
-from __future__ import annotations
-
 import asyncio
 import json
 import random

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from safetensors.torch import load_file, save_file
 
-from draft_service.drafters.base import Kind
+from draft_service.drafters.base import DrafterKind
 from draft_service.pair import Pair
 from outrider.runtime.tokenizer import Tokenizer
 from protos.outrider.v1 import model_pb2
@@ -57,8 +57,8 @@ def write_foreign_draft(folder: Path) -> Path:
 def unserved_pair(tokenizer: Tokenizer, draft: model_pb2.ModelInfo, target: model_pb2.ModelInfo, **fields: Any) -> Pair:
     """A pair for checks of requests, which open no sequence."""
     none: Any = None
-    drafters = dict.fromkeys((Kind.MODEL, Kind.LOOKUP, Kind.NONE), none)
-    served = {"drafters": drafters, "default": Kind.MODEL, "gamma": none, "verifiers": none}
+    drafters = dict.fromkeys((DrafterKind.MODEL, DrafterKind.LOOKUP, DrafterKind.NONE), none)
+    served = {"drafters": drafters, "default": DrafterKind.MODEL, "gamma_controller": none, "verifiers": none}
     return Pair(**served | fields, tokenizer=tokenizer, draft=draft, target=target)
 
 

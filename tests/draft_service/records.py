@@ -1,11 +1,9 @@
 """Requests and sequences as the draft service holds them, made without a call."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from typing import Any
 
-from draft_service.drafters.base import DraftSequence, Kind
+from draft_service.drafters.base import DrafterKind, DraftSequence
 from draft_service.privacy import RoundSizes
 from draft_service.request import CheckedRequest, PolicyKind, Speculation
 from draft_service.sequence import Sequence
@@ -25,7 +23,7 @@ def generation(rule: Rule = Rule.COUPLED, *, temperature: float = 1.0, seed: int
     params, rules = SamplingParams(temperature=temperature), LogitRules()
     drawn = DraftSequence([1, 2, 3], [], params, rules, seed, rule, seed_is_fresh=True)
     of_draft = {name: fields.pop(name) for name in list(fields) if name in _OF_DRAFT}
-    drafting = Speculation(PolicyKind.ADAPTIVE, gamma=12, first_gamma=5, drafter=Kind.MODEL)
+    drafting = Speculation(PolicyKind.ADAPTIVE, gamma=12, first_gamma=5, drafter=DrafterKind.MODEL)
     of_speculation = {name: fields.pop(name) for name in list(fields) if name in _OF_SPECULATION}
     plain = CheckedRequest(
         message=message,

@@ -2,8 +2,6 @@
 services tell, check and do of encoders.
 """
 
-from __future__ import annotations
-
 import json
 import math
 import random

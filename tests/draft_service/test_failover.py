@@ -4,8 +4,6 @@ Two proxies to one real verifier are two replicas. Each proposal follows from it
 commit the same tokens.
 """
 
-from __future__ import annotations
-
 import asyncio
 import random
 import time
@@ -20,7 +18,7 @@ import numpy as np
 import pytest
 
 from draft_service import failover
-from draft_service.drafters.base import Draft, Kind
+from draft_service.drafters.base import Draft, DrafterKind
 from draft_service.failover import PER_ROUND, PER_SECOND, FailoverBudget, FailoverStream, FailureKind, Verifiers
 from draft_service.generation import Sample
 from draft_service.output import Emitter, OutputText
@@ -338,7 +336,7 @@ async def test_held_text_is_not_sent_before_a_verifier_has_opened_the_sequence(
     opens: bool, real: ServiceProcess
 ) -> None:
     """It would come again with the next attempt, which `started` begins."""
-    request = generation(committed=[260, 270], gamma=0, drafter=Kind.NONE)
+    request = generation(committed=[260, 270], gamma=0, drafter=DrafterKind.NONE)
     request.message.held_tokens = 1
     responses, ignore = Responses(), lambda *_: None
     text = OutputText(IncrementalDetokenizer(load_tokenizer(ModelSource(str(MODELS / "target")))))

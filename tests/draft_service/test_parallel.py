@@ -1,7 +1,5 @@
 """Parallel drafting: a pass of the draft model gives several tokens, one for each mask token after the text."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
@@ -12,7 +10,7 @@ import pytest
 import torch
 from transformers import LlamaForCausalLM
 
-from draft_service.drafters.base import DraftError, DraftSequence, Kind
+from draft_service.drafters.base import DrafterKind, DraftError, DraftSequence
 from draft_service.drafters.build import default_kind
 from draft_service.drafters.engine import DraftEngine
 from draft_service.drafters.sequence import DraftWork, Drawn
@@ -238,10 +236,10 @@ def test_a_draft_with_a_mask_token_drafts_in_parallel_unless_told_otherwise(
         )
     )
     assert (loaded.mask_token, plain.mask_token, other.mask_token) == (MASK, None, MASK)
-    assert default_kind(settings(), loaded) is Kind.PARALLEL
-    assert default_kind(settings(drafter="model"), loaded) is Kind.MODEL
-    assert default_kind(settings(drafter="parallel"), other) is Kind.PARALLEL
-    assert default_kind(settings(), plain) is Kind.MODEL
+    assert default_kind(settings(), loaded) is DrafterKind.PARALLEL
+    assert default_kind(settings(drafter="model"), loaded) is DrafterKind.MODEL
+    assert default_kind(settings(drafter="parallel"), other) is DrafterKind.PARALLEL
+    assert default_kind(settings(), plain) is DrafterKind.MODEL
     for without in (plain, None):
         with pytest.raises(SettingsError, match=rf"--drafter parallel: '{folder}' has no mask token.*pard_token"):
             default_kind(settings(drafter="parallel"), without)
@@ -253,7 +251,7 @@ def test_a_draft_with_a_mask_token_drafts_in_parallel_unless_told_otherwise(
 def test_tokens_of_a_pass_are_checked(requested: int) -> None:
     wrong, eight, none = (SpeculationParams(tokens_per_pass=number) for number in (requested, 8, None))
     with pytest.raises(RequestError, match=f"speculation.tokens_per_pass is {requested}; it must be 1 to 256"):
-        check_tokens_per_pass("speculation.tokens_per_pass", wrong, Kind.PARALLEL, default=2)
-    assert check_tokens_per_pass("", eight, Kind.PARALLEL, default=2) == 8
-    assert check_tokens_per_pass("", none, Kind.PARALLEL, default=2) == 2
-    assert check_tokens_per_pass("", eight, Kind.MODEL, default=2) == 1
+        check_tokens_per_pass("speculation.tokens_per_pass", wrong, DrafterKind.PARALLEL, default=2)
+    assert check_tokens_per_pass("", eight, DrafterKind.PARALLEL, default=2) == 8
+    assert check_tokens_per_pass("", none, DrafterKind.PARALLEL, default=2) == 2
+    assert check_tokens_per_pass("", eight, DrafterKind.MODEL, default=2) == 1

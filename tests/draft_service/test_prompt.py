@@ -1,7 +1,5 @@
 """Prompts of encoder–decoder models: the encoder's input, the decoder's prompt, and the messages that carry them."""
 
-from __future__ import annotations
-
 import math
 from typing import Any
 
@@ -9,7 +7,7 @@ import numpy as np
 import pytest
 from transformers import GenerationConfig
 
-from draft_service.drafters.base import Kind
+from draft_service.drafters.base import DrafterKind
 from draft_service.request import CheckedRequest
 from draft_service.sequence import Sequence
 from draft_service.settings import DraftSettings
@@ -78,7 +76,7 @@ def check(
     encoder: model_pb2.EncoderInfo | None,
     draft: model_pb2.EncoderInfo | None = None,
     max_message_bytes: int = 1 << 22,
-    default: Kind = Kind.MODEL,
+    default: DrafterKind = DrafterKind.MODEL,
     **options: Any,
 ) -> CheckedRequest:
     """Checks a request for a target with this encoder; without `draft` the draft has the same. Options are settings."""
@@ -185,7 +183,7 @@ def test_an_invalid_prompt_is_refused_by_name(
 def test_features_must_be_those_of_both_models(tokenizer: Tokenizer) -> None:
     """Of audio each service computes its own."""
     draft = changed(SPEECH, mels=MELS + 1)
-    assert check(tokenizer, message(audio=AUDIO), SPEECH, draft).speculation.drafter is Kind.MODEL
+    assert check(tokenizer, message(audio=AUDIO), SPEECH, draft).speculation.drafter is DrafterKind.MODEL
     with pytest.raises(RequestError, match=r"features\.mels is 20; it must be 21"):
         check(tokenizer, message(features=FEATURES), SPEECH, draft)
 
@@ -201,9 +199,9 @@ def test_the_target_writes_alone_what_is_too_long_for_the_draft(
     tokenizer: Tokenizer, target: model_pb2.EncoderInfo, draft: model_pb2.EncoderInfo, fields: dict[str, Any]
 ) -> None:
     found = check(tokenizer, message(**fields), target, draft).speculation
-    assert (found.drafter, found.gamma) == (Kind.NONE, 0)
-    found = check(tokenizer, message(**fields), target, draft, default=Kind.LOOKUP).speculation
-    assert (found.drafter, found.gamma) == (Kind.LOOKUP, 5)
+    assert (found.drafter, found.gamma) == (DrafterKind.NONE, 0)
+    found = check(tokenizer, message(**fields), target, draft, default=DrafterKind.LOOKUP).speculation
+    assert (found.drafter, found.gamma) == (DrafterKind.LOOKUP, 5)
 
 
 def test_speech_beyond_the_verifiers_message_limit_is_refused(tokenizer: Tokenizer) -> None:

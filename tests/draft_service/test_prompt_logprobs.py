@@ -1,7 +1,5 @@
 """Log-probabilities of prompts, and p and q of drafted tokens, through both services and the client."""
 
-from __future__ import annotations
-
 import asyncio
 import random
 from collections.abc import Iterator

@@ -1,7 +1,5 @@
 """The choice of a verifier for a sequence: models, load, refusals, circuit breakers, DNS."""
 
-from __future__ import annotations
-
 import asyncio
 import sys
 import time

@@ -1,7 +1,5 @@
 """Choosing γ: limits of each policy, the speed that adaptive γ reaches, and which requests share statistics."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -17,7 +15,7 @@ from structlog.testing import capture_logs
 from draft_service import speculation
 from draft_service.cost_model import FIRM_ROUNDS, CostModel, JudgedRound
 from draft_service.drafters.base import Draft as Proposal
-from draft_service.drafters.base import Kind
+from draft_service.drafters.base import DrafterKind
 from draft_service.request import CheckedRequest, PolicyKind
 from draft_service.sequence import Round
 from draft_service.speculation import (
@@ -489,7 +487,7 @@ def test_a_request_with_a_seed_shares_no_acceptance_where_draws_decide(seeded: C
         request(temperature=0.4),
         request(draft_temperature=0.5),
         request(max_entropy=1.0),
-        request(drafter=Kind.LOOKUP),
+        request(drafter=DrafterKind.LOOKUP),
     ],
 )
 def test_requests_of_another_kind_share_no_acceptance(other: CheckedRequest) -> None:

@@ -1,7 +1,5 @@
 """The cost model and the choice whether to draft: what they measure, and when drafting is tried again."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable
 from dataclasses import replace
 from functools import cache

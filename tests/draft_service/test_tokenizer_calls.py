@@ -1,7 +1,5 @@
 """`Tokenize`, `Detokenize` and `GetTokenizer`: as transformers and `Generate` do it, with limits and clear errors."""
 
-from __future__ import annotations
-
 import asyncio
 from collections.abc import Iterator
 from typing import Any

@@ -1,7 +1,5 @@
 """The choice between one token a pass and several: the faster one, by judged rounds, for each kind of request."""
 
-from __future__ import annotations
-
 import random
 from collections import Counter
 from itertools import count
@@ -11,7 +9,7 @@ from typing import Any
 import pytest
 
 from draft_service import speculation
-from draft_service.drafters.base import Kind
+from draft_service.drafters.base import DrafterKind
 from draft_service.request import CheckedRequest
 from draft_service.sequence import Round
 from draft_service.speculation import GammaController
@@ -72,7 +70,7 @@ def test_one_token_a_pass_is_no_choice() -> None:
 
 
 def request(**fields: Any) -> CheckedRequest:
-    how: dict[str, Any] = {"drafter": Kind.PARALLEL, "tokens_per_pass": 4, "chooses_tokens_per_pass": True}
+    how: dict[str, Any] = {"drafter": DrafterKind.PARALLEL, "tokens_per_pass": 4, "chooses_tokens_per_pass": True}
     return generation(Rule.TOKENWISE, **(how | fields))
 
 

@@ -1,7 +1,5 @@
 """Errors of a stream to a verifier: silence, refusals, deadlines and a wrong rule."""
 
-from __future__ import annotations
-
 import asyncio
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager

@@ -1,7 +1,5 @@
 """Fake verifiers, and the draft service's view of real ones without the service."""
 
-from __future__ import annotations
-
 import asyncio
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager

@@ -1,7 +1,5 @@
 """The services that the tests of this folder share."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 
 import numpy as np

@@ -14,8 +14,6 @@ target's distributions, then quantiles are uniform and independent, within a tex
 So all successive pairs or triples of tokens are counts of one distribution: thirds of [0, 1) are rank classes.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from functools import cache
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Thirty-two different requests, and the texts of a service for them one by one or all at once."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 import random

@@ -5,8 +5,6 @@ distributions differ much from prefix to prefix. The drafts are the target with 
 `write_demo_like` has the vocabulary of the demo in place of the 24 tokens.
 """
 
-from __future__ import annotations
-
 import math
 import shutil
 from collections.abc import Callable

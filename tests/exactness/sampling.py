@@ -1,7 +1,5 @@
 """Draws many samples through a draft service."""
 
-from __future__ import annotations
-
 import asyncio
 from collections import Counter
 from collections.abc import Sequence

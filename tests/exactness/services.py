@@ -1,7 +1,5 @@
 """The services of a tiny pair."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path

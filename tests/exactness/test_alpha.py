@@ -6,8 +6,6 @@ a token with probability β, given all before it, so the accepted tokens less th
 a sampled case show a mean error in β of 0.11 with 99.9 %; the first comparison shows one of 1e-4 at a single position.
 """
 
-from __future__ import annotations
-
 import math
 from functools import partial
 from itertools import product

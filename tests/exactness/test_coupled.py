@@ -7,8 +7,6 @@ Acceptance is compared with its closed form, Σ_i 1/Σ_j max(p_j/p_i, q_j/q_i): 
 would show in nothing else.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 

@@ -6,8 +6,6 @@ must depend on the time of a death alone, not on the held text: else a resume wo
 that are not held would be too frequent.
 """
 
-from __future__ import annotations
-
 import asyncio
 from collections.abc import Sequence
 

@@ -3,8 +3,6 @@
 `test_next_tokens` tests the distribution under the other rules.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

@@ -3,8 +3,6 @@
 Real verifiers; the silent one is behind a proxy that holds back its messages.
 """
 
-from __future__ import annotations
-
 import asyncio
 from collections.abc import Callable
 

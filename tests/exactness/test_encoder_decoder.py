@@ -2,8 +2,6 @@
 and one text under `coupled` whatever drafts, fails or runs beside it. Small models with random weights, in float32.
 """
 
-from __future__ import annotations
-
 import asyncio
 import json
 import shutil

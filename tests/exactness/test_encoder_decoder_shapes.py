@@ -2,8 +2,6 @@
 transformers' `generate`, in float32.
 """
 
-from __future__ import annotations
-
 import random
 from collections.abc import Callable
 from functools import partial

@@ -5,8 +5,6 @@ failure: under `coupled`, at temperature 0, and under `tokenwise` and `block` to
 the same draws (invariant 2). All in float32.
 """
 
-from __future__ import annotations
-
 import asyncio
 import signal
 import time

@@ -1,7 +1,5 @@
 """Both services on a CUDA device write the texts that they write on a CPU, with captured passes."""
 
-from __future__ import annotations
-
 import pytest
 
 from outrider.cli.processes import Pair, ServiceProcess, fixed

@@ -6,8 +6,6 @@ add in another order, so two logits that are equal up to rounding may change pla
 token's logit must be within `TIE_ULPS` of the highest one.
 """
 
-from __future__ import annotations
-
 import asyncio
 import json
 from collections.abc import Sequence

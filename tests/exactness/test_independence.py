@@ -5,8 +5,6 @@ A seed, a prompt and a γ give the same text alone and among others; under `coup
 sequences are preempted.
 """
 
-from __future__ import annotations
-
 import pytest
 
 from outrider.client import Options

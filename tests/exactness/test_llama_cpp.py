@@ -4,8 +4,6 @@ The references are transformers' own: distributions, text with the noise of each
 Skipped where the extra `llama` is missing.
 """
 
-from __future__ import annotations
-
 import asyncio
 import json
 import signal

@@ -12,8 +12,6 @@ bends the distribution most where acceptance and rejection are both frequent. Si
 `REFUTED` by a wide margin. Four faults are in every run, the others are slow.
 """
 
-from __future__ import annotations
-
 from contextlib import nullcontext
 from typing import Any, NamedTuple
 

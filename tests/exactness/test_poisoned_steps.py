@@ -3,8 +3,6 @@
 Verifiers are real processes with one deliberate fault each; texts are compared with those of sound verifiers.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, contextmanager

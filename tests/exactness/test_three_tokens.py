@@ -10,8 +10,6 @@ all tokens 0.04. `-m slow` goes down to 0.01. Enumeration in `tests/kernels` pro
 three tokens, which detect 0.16, show that the services use them.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import numpy as np

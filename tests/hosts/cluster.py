@@ -3,8 +3,6 @@
 Verifiers admit the certificates of draft services, and these admit clients'. The two of a kind share a name.
 """
 
-from __future__ import annotations
-
 import json
 import signal
 import threading
@@ -13,7 +11,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 import tests.cluster
 from tests.certificates import Authority
@@ -71,7 +69,7 @@ class Cluster:
         self._authority = Authority(folder / "authority")
         self._certificates = {host: self._authority.issue(name, file=host) for host, name in HOSTS.items()}
 
-    def __enter__(self) -> Cluster:
+    def __enter__(self) -> Self:
         with ExitStack() as running:
             names = {host: (name,) for host, name in HOSTS.items()}
             self.network = running.enter_context(Network(self._folder, names))

@@ -4,8 +4,6 @@ Two precisions may disagree where a uniform lies within rounding of an edge: the
 allowed, and counted.
 """
 
-from __future__ import annotations
-
 import random
 from collections.abc import Callable, Sequence
 from dataclasses import replace

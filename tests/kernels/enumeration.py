@@ -4,8 +4,6 @@ Each acceptance test passes below an edge of its uniform, and the next token ris
 every edge, and with them the joint distribution of (accepted, tokens) to the last bits.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 

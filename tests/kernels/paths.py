@@ -4,8 +4,6 @@ Triton's kernels run on a CUDA device where there is one, under the mark `gpu`; 
 same code (tests/conftest.py sees to it), some thousand times as slowly, so its inputs stay small.
 """
 
-from __future__ import annotations
-
 import os
 from collections.abc import Sequence
 from importlib.util import find_spec

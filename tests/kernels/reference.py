@@ -4,8 +4,6 @@ Slow, for comparison. With the other implementations it shares `adjustments`, th
 log-probabilities, and no other arithmetic.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import replace

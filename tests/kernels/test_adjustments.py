@@ -1,7 +1,5 @@
 """Penalties, biases and bans by their usual definitions, with tokens pushed and taken back."""
 
-from __future__ import annotations
-
 import math
 import random
 

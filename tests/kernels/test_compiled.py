@@ -3,8 +3,6 @@
 In each run as most requests launch them. With `-m slow` all variants, for sm_80 too.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import subprocess

@@ -4,8 +4,6 @@ Given the noise nothing is left to chance, so that equality decides. The joint d
 closed form up to one integral over the ratio of the two winners' exponentials.
 """
 
-from __future__ import annotations
-
 from functools import cache
 from itertools import product
 

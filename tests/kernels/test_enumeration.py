@@ -3,8 +3,6 @@
 Under `tokenwise` and `block`; `test_coupled` has the other exact rule.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any

@@ -1,7 +1,5 @@
 """The rules of `generate`: row by row against transformers' logits processors, then in verification on each path."""
 
-from __future__ import annotations
-
 import math
 import random
 from collections import defaultdict

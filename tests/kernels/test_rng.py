@@ -3,8 +3,6 @@
 Seeds are fixed, so a failure is a defect and no bad luck. N is a number of draws.
 """
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 import torch

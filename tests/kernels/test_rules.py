@@ -1,7 +1,5 @@
 """Edge cases of the acceptance rules, for every implementation. `test_enumeration` has their distributions."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace

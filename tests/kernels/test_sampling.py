@@ -1,7 +1,5 @@
 """Distributions against the reference, with ties and bad rows; and draws from them."""
 
-from __future__ import annotations
-
 import math
 from itertools import product
 

@@ -1,7 +1,5 @@
 """q̂: truncation, rounding, exact sampling, and validation."""
 
-from __future__ import annotations
-
 from itertools import chain
 
 import numpy as np

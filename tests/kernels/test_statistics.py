@@ -4,8 +4,6 @@ Every emitted token is a sample of the target's distribution, for any draft and 
 16 tokens, since a large one hides shared noise, and the draft ranks them in reverse.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 import numpy as np

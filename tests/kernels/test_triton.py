@@ -3,8 +3,6 @@
 For these kernels too, `test_rules` has the edges of each rule, and `test_verify` strides and independent rows.
 """
 
-from __future__ import annotations
-
 import ast
 import random
 from collections.abc import Iterator

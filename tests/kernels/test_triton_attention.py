@@ -1,7 +1,5 @@
 """Attention over blocks by Triton equals its definition, in any batch and for any order of blocks."""
 
-from __future__ import annotations
-
 import random
 from itertools import accumulate
 from typing import Any

@@ -1,7 +1,5 @@
 """The kernels between a layer's matrix products against torch's operations: shapes, dtypes, slots and rounding."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from torch import Tensor

@@ -1,7 +1,5 @@
 """Products of a few rows against torch's operations, and each row alone against the same row among others."""
 
-from __future__ import annotations
-
 from itertools import pairwise
 
 import pytest

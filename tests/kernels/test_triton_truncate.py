@@ -1,7 +1,5 @@
 """Draft tokens sampled by the kernels: q̂ is that of the host up to rounding, and is what the tokens are drawn from."""
 
-from __future__ import annotations
-
 import math
 import random
 from bisect import bisect_right

@@ -1,7 +1,5 @@
 """`verify` on the host against the reference; independent rows, draws, log-probabilities, refusals, choice of path."""
 
-from __future__ import annotations
-
 import math
 from dataclasses import replace
 from functools import partial

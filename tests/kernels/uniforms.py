@@ -1,7 +1,5 @@
 """`kernels.rng.uniform` of many elements in one call."""
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor
 

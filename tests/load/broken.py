@@ -4,8 +4,6 @@
 installs this in a service.
 """
 
-from __future__ import annotations
-
 import os
 from collections.abc import Callable
 from pathlib import Path

@@ -4,8 +4,6 @@ At temperature 0, and under `coupled`, it is the text of the target alone. The o
 their length and ids are checked here, their distribution in `tests/exactness`. `sigmoid` is left out: it is lossy.
 """
 
-from __future__ import annotations
-
 import asyncio
 import random
 from collections import Counter

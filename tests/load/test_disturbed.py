@@ -6,8 +6,6 @@ One service at a time is disturbed, and the next one when the draft services hav
 two verifiers is refused, by design.
 """
 
-from __future__ import annotations
-
 import asyncio
 import os
 import random

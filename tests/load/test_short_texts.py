@@ -4,8 +4,6 @@ Code that only speeds up or observes a text may fail: each `Component` in turn, 
 The services themselves register the components, so the test includes a new one at once.
 """
 
-from __future__ import annotations
-
 import asyncio
 from collections import Counter
 from collections.abc import Iterator

@@ -1,7 +1,5 @@
 """Checks of both encoder–decoder pairs: weights, sizes, one token map."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import torch

@@ -1,7 +1,5 @@
 """The shipped pair is as its card says: sizes, dtype, one token map, exact round trips, and an acceptance rate."""
 
-from __future__ import annotations
-
 import json
 import random
 from collections.abc import Sequence

@@ -1,7 +1,5 @@
 """Training and measuring a parallel draft: what a mask sees, what a stopped run becomes, what the tables count."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from pathlib import Path
 

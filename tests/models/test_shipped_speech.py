@@ -1,7 +1,5 @@
 """The shipped speech pair is as its card says: it transcribes voices it never heard."""
 
-from __future__ import annotations
-
 import json
 import wave
 from pathlib import Path

@@ -1,7 +1,5 @@
 """The shipped translation pair is as its card says."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

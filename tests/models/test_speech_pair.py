@@ -1,7 +1,5 @@
 """The speech pair's clips have their texts, its transcripts are Whisper's, and its script makes a pair and resumes."""
 
-from __future__ import annotations
-
 import random
 import shutil
 from pathlib import Path

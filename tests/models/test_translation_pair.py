@@ -1,7 +1,5 @@
 """The translation pair's language is one whose score can be trusted, and its script makes a pair and resumes."""
 
-from __future__ import annotations
-
 import itertools
 import random
 from pathlib import Path

@@ -3,8 +3,6 @@
 The exit code is 1 if an invariant did not hold.
 """
 
-from __future__ import annotations
-
 import argparse
 import multiprocessing
 import os

@@ -1,7 +1,5 @@
 """The clients of a simulated cluster. Each checks the responses that it receives."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import Any
 

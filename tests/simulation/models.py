@@ -3,8 +3,6 @@
 The reference receives every verification and checks it.
 """
 
-from __future__ import annotations
-
 import asyncio
 import random
 import zlib

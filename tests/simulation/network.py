@@ -3,8 +3,6 @@
 Messages of one direction of one call stay in order; any others may overtake each other.
 """
 
-from __future__ import annotations
-
 import asyncio
 import random
 from collections import deque
@@ -276,7 +274,7 @@ class Call:
     def done(self) -> bool:
         return self._status is not None
 
-    def add_done_callback(self, callback: Callable[[Call], None]) -> None:
+    def add_done_callback(self, callback: "Callable[[Call], None]") -> None:
         if self._status is not None:
             callback(self)
         else:

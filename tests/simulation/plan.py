@@ -1,7 +1,5 @@
 """The plan of a simulation: clients and faults, drawn from the seed before it begins."""
 
-from __future__ import annotations
-
 import random
 from dataclasses import dataclass, field
 

@@ -1,7 +1,5 @@
 """Both services under simulated faults, for some of the seeds that `__main__` runs; and faults on purpose."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import replace
 from itertools import islice

@@ -4,8 +4,6 @@ Services are real except for the models: servicers, streams, engine, scheduler, 
 Network, clock and models are simulated (`network`, `models`).
 """
 
-from __future__ import annotations
-
 import asyncio
 import logging
 import random
@@ -19,7 +17,7 @@ from unittest.mock import patch
 import grpc
 from structlog.testing import capture_logs
 
-from draft_service.drafters.base import Kind
+from draft_service.drafters.base import DrafterKind
 from draft_service.drafters.cheap import NoDrafter
 from draft_service.drafters.guard import PROBE, GuardedDrafter
 from draft_service.failover import FailoverBudget, Verifiers
@@ -201,11 +199,11 @@ class World:
         )
         self.drafter = TokenDrafter(self.reference, plan.habits, self.chance)
         guarded = GuardedDrafter(self.drafter, timeout=1.0, vocab_size=VOCABULARY, max_support=16)
-        drafters = {Kind.MODEL: guarded, Kind.NONE: NoDrafter()}
+        drafters = {DrafterKind.MODEL: guarded, DrafterKind.NONE: NoDrafter()}
         verifiers = Verifiers(self.replicas, self.budget, 30.0, _FAILOVER_METRICS)
         controller, letters = GammaController(_UNREGISTERED), cast("Any", Letters())
         self.draft = DraftService(settings, _UNREGISTERED, Tracing())
-        self.draft.attach(Pair(drafters, Kind.MODEL, controller, verifiers, letters, model, target))
+        self.draft.attach(Pair(drafters, DrafterKind.MODEL, controller, verifiers, letters, model, target))
         self.front = Host("draft", self.network)
         self.front.methods = {"Generate": self.draft.Generate}
 

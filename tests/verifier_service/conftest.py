@@ -1,7 +1,5 @@
 """A real engine of a demo model, without its thread."""
 
-from __future__ import annotations
-
 import pytest
 
 from outrider.runtime.loader import LoadedModel, ModelSource, load_model

@@ -1,7 +1,5 @@
 """The verifier's engine without its thread, and sequences of it."""
 
-from __future__ import annotations
-
 import time
 from collections.abc import Callable, Sequence
 from typing import Any

@@ -1,7 +1,5 @@
 """Encoder–decoder models in the verifier's engine: the text, one encoder a step, preemption, failures."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

@@ -3,8 +3,6 @@
 The engine is real and runs a demo model. The tests take its turns, so that none waits.
 """
 
-from __future__ import annotations
-
 import time
 from typing import Any
 

@@ -1,7 +1,5 @@
 """The verifier's KV cache: preemption, checks when idle, reset if corrupted, and prefixes that requests share."""
 
-from __future__ import annotations
-
 import time
 from collections.abc import Iterable
 

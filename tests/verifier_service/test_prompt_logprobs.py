@@ -3,8 +3,6 @@
 In float32, on the demo target. `tests/draft_service/test_prompt_logprobs.py` has them through both services.
 """
 
-from __future__ import annotations
-
 import random
 from collections.abc import Sequence
 from functools import cache

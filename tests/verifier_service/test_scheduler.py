@@ -1,7 +1,5 @@
 """The work of a step, preemption when blocks run out, and termination: on a real pool, without a model."""
 
-from __future__ import annotations
-
 import random
 
 import pytest

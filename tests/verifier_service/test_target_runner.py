@@ -3,8 +3,6 @@
 Captures repeat their Python calls here, and Triton's kernels are interpreted.
 """
 
-from __future__ import annotations
-
 import random
 from collections.abc import Callable
 from dataclasses import replace

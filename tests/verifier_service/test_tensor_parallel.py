@@ -3,8 +3,6 @@
 Real processes, with gloo on CPUs.
 """
 
-from __future__ import annotations
-
 import signal
 from dataclasses import replace
 from pathlib import Path

@@ -3,8 +3,6 @@
 Kernels are interpreted here, and a graph repeats its Python calls; a GPU compiles them and captures real graphs.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from importlib.util import find_spec
 

@@ -3,8 +3,6 @@
 They are called by name, as faults are (`tests.exactness.mutants.faults.FAULTS`).
 """
 
-from __future__ import annotations
-
 import math
 import os
 import time

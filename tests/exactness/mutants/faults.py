@@ -4,8 +4,6 @@ Most of these have been in released systems, and each leaves text that looks rig
 the service looks it up, so everything around it is the service's own code.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import importlib
 import inspect

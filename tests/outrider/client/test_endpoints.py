@@ -1,7 +1,5 @@
 """The endpoints of a client: turns, failures, and names whose addresses change or cannot be resolved."""
 
-from __future__ import annotations
-
 import asyncio
 import socket
 import time

@@ -3,8 +3,6 @@
 Power of the statistical tests is in their docstrings. `tests/exactness/test_alpha.py` compares with real services.
 """
 
-from __future__ import annotations
-
 import copy
 import math
 from collections.abc import Sequence

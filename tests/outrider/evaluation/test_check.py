@@ -7,8 +7,6 @@ Power: over all sampled texts of `PLAN` (some 2,000 triples of tokens) a total v
 three tokens is found with 95 %, at a level of one false alarm in 10,000 for all 39 tests together.
 """
 
-from __future__ import annotations
-
 import asyncio
 import json
 import sys

@@ -1,7 +1,5 @@
 """What rounding explains in the statistics of `outrider check` follows the temperature."""
 
-from __future__ import annotations
-
 import asyncio
 from collections.abc import Callable, Iterable
 from typing import Any, cast

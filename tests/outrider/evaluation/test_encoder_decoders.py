@@ -3,8 +3,6 @@
 The models are those of `tests.encoder_decoders`: random weights, float32.
 """
 
-from __future__ import annotations
-
 import asyncio
 import json
 from collections.abc import Callable, Iterator

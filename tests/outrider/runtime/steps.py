@@ -1,7 +1,5 @@
 """Random steps of a model runner, and their logits by transformers."""
 
-from __future__ import annotations
-
 import random
 from collections.abc import Sequence
 

@@ -1,7 +1,5 @@
 """GGUF files without llama.cpp: names, metadata, and a clear line where the extra is missing."""
 
-from __future__ import annotations
-
 import struct
 import sys
 from pathlib import Path

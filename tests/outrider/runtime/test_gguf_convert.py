@@ -1,7 +1,5 @@
 """`outrider convert`: what a GGUF file has of its checkpoint, and what is refused."""
 
-from __future__ import annotations
-
 import json
 import os
 from pathlib import Path

@@ -1,7 +1,5 @@
 """llama.cpp's own tokenizer, for GGUF files with a vocabulary of SentencePiece."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from pathlib import Path
 

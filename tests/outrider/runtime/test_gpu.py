@@ -3,8 +3,6 @@
 Without a device: `test_paged_attention`, `test_cuda_graph` and `test_decode_loop`.
 """
 
-from __future__ import annotations
-
 import random
 from collections.abc import Callable
 from pathlib import Path

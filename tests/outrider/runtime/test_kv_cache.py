@@ -1,7 +1,5 @@
 """Sequences keep their keys and values, shared or not; full pools refuse or preempt; prefixes are found again."""
 
-from __future__ import annotations
-
 import random
 from functools import cache
 from typing import Any

@@ -3,8 +3,6 @@
 Captured on a device: `test_gpu`.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path

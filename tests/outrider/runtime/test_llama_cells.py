@@ -1,7 +1,5 @@
 """What leaves llama.cpp's cells: all sequences by a reset, and NaN with the sequences of its time."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from pathlib import Path
 

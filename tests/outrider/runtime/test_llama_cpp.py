@@ -1,7 +1,5 @@
 """llama.cpp behind the interface of the first runtime: GGUF files, their tokenizers, and steps of many sequences."""
 
-from __future__ import annotations
-
 import copy
 import ctypes
 from collections.abc import Callable

@@ -1,7 +1,5 @@
 """The KV cache gets the memory that a profiling run leaves; out of memory is one line with the numbers."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

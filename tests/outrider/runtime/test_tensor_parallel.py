@@ -1,7 +1,5 @@
 """Two ranks give the logits of one, refuse models that cannot be sharded, and end when one of them is lost."""
 
-from __future__ import annotations
-
 import json
 import queue
 import sys

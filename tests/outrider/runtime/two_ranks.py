@@ -1,7 +1,5 @@
 """Two ranks as torchrun starts them, but faster: forked services with its environment variables."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path

@@ -1,7 +1,5 @@
 """A component catches, counts and logs its errors, and lets a cancellation pass."""
 
-from __future__ import annotations
-
 import asyncio
 import math
 import time

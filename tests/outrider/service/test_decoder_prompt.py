@@ -1,7 +1,5 @@
 """The first tokens of a decoder, by generation configs as they are published."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

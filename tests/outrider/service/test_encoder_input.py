@@ -1,7 +1,5 @@
 """Inputs of encoders: every check names the field and its numbers, and features are those of transformers."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable
 from functools import partial
