@@ -231,6 +231,13 @@ def test_queued_calls_get_their_position(draft: grpc.Channel) -> None:
     wait_until_idle(draft)
 
 
+def test_a_time_limit_that_passes_in_the_queue_ends_the_text(draft: grpc.Channel) -> None:
+    with fill(draft, MAX_SEQUENCES):
+        sample = write(draft, time_limit=Duration(nanos=200_000_000))
+    assert (sample.reason, sample.ids) == ("TIME_LIMIT", [])
+    wait_until_idle(draft)
+
+
 def test_an_idle_stream_ends_for_a_queued_request(draft: grpc.Channel) -> None:
     with fill(draft, MAX_SEQUENCES) as streams:
         assert write(draft, max_new_tokens=2, ignore_eos=True).reason == "LENGTH"

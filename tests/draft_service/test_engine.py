@@ -223,6 +223,31 @@ def test_nan_logits_end_one_sequence(engine: DraftEngine) -> None:
     assert len(good.result().token_ids) == 2
 
 
+@pytest.mark.parametrize("step", ["_begin", "_work_of", "_take"])
+def test_an_error_outside_the_pass_ends_one_sequence(
+    loaded: LoadedModel, monkeypatch: pytest.MonkeyPatch, step: str
+) -> None:
+    engine = engine_of(loaded)
+    method = getattr(engine, step)
+
+    def fails(part: Any, *more: Any, **how: Any) -> Any:
+        if getattr(part, "sequence", part) is bad.sequence:
+            raise RuntimeError("a bug")
+        return method(part, *more, **how)
+
+    with running(engine):
+        bad, good = Driver(engine, sequence()), Driver(engine, sequence())
+        monkeypatch.setattr(engine, step, fails)
+        bad.request(2)
+        good.request(2)
+        with pytest.raises(DraftError, match="RuntimeError: a bug"):
+            bad.result()
+        assert len(good.result().token_ids) == 2
+        bad.close()
+        good.close()
+    assert engine.model_runner.pool.used_blocks == 0
+
+
 @pytest.mark.parametrize("raises", [False, True], ids=["NaN", "an error"])
 def test_sampled_tokens_are_sent_also_if_the_next_pass_fails(
     loaded: LoadedModel, monkeypatch: pytest.MonkeyPatch, *, raises: bool

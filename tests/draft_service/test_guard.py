@@ -5,6 +5,7 @@ Only a failed probe takes a drafter down.
 
 import asyncio
 from collections.abc import Awaitable, Callable, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from typing import Any
 
@@ -13,7 +14,14 @@ import pytest
 import torch
 
 from draft_service.drafters.base import Draft, Drafter, DraftError, Drafting, DraftSequence
-from draft_service.drafters.guard import FAILURES_IN_A_ROW, FIRST_BACKOFF_S, LONGEST_BACKOFF_S, PROBE, GuardedDrafter
+from draft_service.drafters.guard import (
+    FAILURES_IN_A_ROW,
+    FIRST_BACKOFF_S,
+    LONGEST_BACKOFF_S,
+    PROBE,
+    SOUND_AFTER,
+    GuardedDrafter,
+)
 from kernels.adjustments import LogitRules
 from kernels.sampling import SamplingParams
 from kernels.sigmoid import EXCLUDED, DraftLogits
@@ -124,6 +132,12 @@ def test_an_invalid_proposal_is_an_error_with_the_reason(sequence: DraftSequence
     asyncio.run(failure(FaultyDrafter(lambda n: draft).guarded().open(sequence), words))
 
 
+@fake_clock
+async def test_a_proposal_at_every_limit_is_valid() -> None:
+    largest = Draft([0, V - 1, 1, 2], [q(0), q(1, 2, V - 1), None, q(1, 2, 3)], 0.25)
+    assert await FaultyDrafter(lambda n: largest).guarded().open(PLAIN).propose(4) is largest
+
+
 @pytest.mark.parametrize("broken", ["open", "capacity", "advance", "propose"])
 @fake_clock
 async def test_an_exception_fails_one_proposal(broken: str) -> None:
@@ -161,6 +175,21 @@ async def test_after_the_backoff_a_sequence_reopens_with_all_committed_tokens() 
     assert [*last.sequence.committed, *last.advanced] == [4, *written]
     drafting.close()
     assert [each.closed for each in drafter.opened] == [1] * 3
+
+
+@pytest.mark.parametrize(("proposals", "resets"), [(SOUND_AFTER - 1, False), (SOUND_AFTER, True)])
+@fake_clock
+async def test_proposals_in_a_row_reset_the_backoff(proposals: int, resets: bool) -> None:
+    drafter = FaultyDrafter(lambda n: FINE if 1 < n < 2 + proposals else RuntimeError())
+    drafting = drafter.guarded().open(PLAIN)
+    for rest in (FIRST_BACKOFF_S, 2 * FIRST_BACKOFF_S):
+        await failure(drafting)
+        await asyncio.sleep(rest)
+    for _ in range(proposals):
+        await drafting.propose(4)
+    await failure(drafting)
+    await asyncio.sleep(FIRST_BACKOFF_S)
+    assert drafting.is_ready() is resets
 
 
 @fake_clock
@@ -254,6 +283,17 @@ async def test_a_failed_probe_takes_the_drafter_down_until_a_probe_succeeds(fail
     await asyncio.sleep(0.1)
     assert await waiting.propose(4) is FINE
     assert all(each.closed for each in drafter.opened if each.sequence is PROBE)
+
+
+@fake_clock
+async def test_failures_with_a_proposal_between_them_start_no_probe() -> None:
+    drafter = FaultyDrafter(lambda n: FINE if n == FAILURES_IN_A_ROW - 1 else RuntimeError())
+    guard, requests = drafter.guarded(), 2 * FAILURES_IN_A_ROW - 1
+    for _ in range(requests):
+        with suppress(DraftError):
+            await guard.open(PLAIN).propose(4)
+    await asyncio.sleep(0.1)
+    assert (drafter.requests, guard.cost.failures) == (requests, requests - 1)
 
 
 @fake_clock

@@ -188,6 +188,19 @@ def test_rounds_are_compared_after_the_first(engine: Eager) -> None:
     assert [*compared, driver.sequence.judged] == [0, 0, GAMMA, 0, GAMMA]
 
 
+def test_a_cache_that_fails_frees_all_branches(engine: Eager, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*_: object) -> None:
+        raise RuntimeError("broken")
+
+    driver = Driver(engine, opening(1.0, Rule.COUPLED))
+    driver.propose(GAMMA)
+    driver.wait_for_branches()
+    monkeypatch.setattr(engine.cache, "drop", fail)
+    driver.close()
+    engine.stop()
+    assert engine.model_runner.pool.used_blocks == 0
+
+
 def test_sequences_that_end_free_their_branches(engine: Eager) -> None:
     drivers = [Driver(engine, opening(1.0, rule, seed=i)) for i, rule in enumerate((Rule.COUPLED, Rule.BLOCK))]
     for driver in drivers:
