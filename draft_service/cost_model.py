@@ -23,8 +23,9 @@ PURE = 0.9
 # token of a `Decode` counts as a round here too.
 REMEMBERED_ACTIVE = 8
 # Cycles of each sequence that a mean covers; the weight of the formula, in cycles; and the longest cycle that counts,
-# as a multiple of the formula.
-REMEMBERED_CYCLES, FORMULA_WEIGHT, LARGEST_RATIO = 128, 4, 2.0
+# as a multiple of the formula. The first cycle of a sequence also holds its prompt, which takes as long with drafts as
+# without: there so many steps of `Decode` count in addition.
+REMEMBERED_CYCLES, FORMULA_WEIGHT, LARGEST_RATIO, PROMPT_STEPS = 128, 4, 2.0, 16
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,16 +38,18 @@ class JudgedRound:
         drafted: tokens in the proposal; fewer than γ if the drafter ended it early.
         judged: tokens that were tested: the accepted ones and the first rejected one.
         beta: chance of acceptance of each judged token; empty if the rule gives none.
-        overhead: from the previous verdict to this one, without `at_verifier`: drafting and the round trip. None if
-            something else took time in between.
+        overhead: of a proposal: `seconds` without `at_verifier`, which is drafting and the round trip. In the first
+            round the draft reads the prompt, too.
         at_verifier: queue, forward pass and verification.
         step: the verifier's published cost of a step; None if it published none.
         active: sequences that share the verifier's steps.
         tokens: in the step of this verdict, over all sequences.
         sequences: in the step of this verdict.
-        seconds: from the previous verdict, or from the start of the sequence, to this one. None as for `overhead`.
+        seconds: from the previous verdict, or from the start of the sequence, to this one. None if something else took
+            time in between.
         drafting: the part of `overhead` until the proposal was sent.
         wanted: γ before the text's length limit cut it; not below `gamma`.
+        is_first: of its sequence; the step may hold its prompt.
     """
 
     gamma: int
@@ -64,6 +67,7 @@ class JudgedRound:
     drafting: float = 0.0
     decoded: int = 1
     wanted: int = 0
+    is_first: bool = False
 
 
 @dataclass(slots=True)
@@ -93,7 +97,7 @@ class _Cycles:
             self.expected = FORMULA_WEIGHT * active * expected / count
             self.measured = prior * self.expected
         kept = (1 - 1 / (REMEMBERED_CYCLES * active)) ** count
-        self.measured = kept * self.measured + min(seconds, LARGEST_RATIO * expected)
+        self.measured = kept * self.measured + seconds
         self.expected = kept * self.expected + expected
 
     @property
@@ -184,8 +188,8 @@ class CostModel:
         drafts = round_.drafted > 0
         if (self._drafting if drafts else 1 - self._drafting) < PURE:
             return
-        if round_.gamma and not drafts:
-            return  # an empty proposal costs more than a token of a `Decode`
+        if round_.wanted and not drafts:
+            return  # an empty proposal, or the text's last token: it costs more than a token of a `Decode`
         self._now.cycles[drafts].add_step(self._step, self.active)
         is_typical = self._add_proposal(round_) if drafts else ALIKE < round_.sequences / self.active < 1 / ALIKE
         if is_typical and self._now.overhead is not None:
@@ -197,18 +201,18 @@ class CostModel:
         weight = 1 - (1 - 1 / (REMEMBERED_ACTIVE * active)) ** round_.decoded if self._mean_active else 1.0
         self._most_active = max(self._most_active, active)
         self._set_active(self._mean_active + weight * (active - self._mean_active))
-        kept = (1 - 1 / (4 * self.active)) ** round_.decoded
-        self._drafting += (1 - kept) * ((round_.drafted > 0) - self._drafting)
+        if round_.drafted or not round_.wanted:
+            kept = (1 - 1 / (4 * self.active)) ** round_.decoded
+            self._drafting += (1 - kept) * ((round_.drafted > 0) - self._drafting)
 
     def _add_proposal(self, round_: JudgedRound) -> bool:
         """Measure the overhead of a proposal. Return whether its cycle is typical."""
         measured = self._now
         had_overhead = measured.overhead is not None
         measured.rounds += had_overhead
-        if round_.overhead is None:
-            return True  # the first round: its step holds prompts
-        is_typical = ALIKE < (round_.drafted + 1) * round_.sequences / round_.tokens < 1 / ALIKE
-        if math.isfinite(round_.overhead) and (is_typical or not had_overhead):
+        is_typical = round_.is_first or ALIKE < (round_.drafted + 1) * round_.sequences / round_.tokens < 1 / ALIKE
+        is_usual = is_typical and not round_.is_first
+        if round_.overhead is not None and math.isfinite(round_.overhead) and (is_usual or not had_overhead):
             passes = -(-round_.drafted // self._tokens_per_pass)
             measured.add_overhead(passes, max(round_.overhead, 1e-9), round_.drafting)
         return is_typical
@@ -218,8 +222,12 @@ class CostModel:
         if round_.seconds is not None and 0 < round_.seconds < math.inf:
             drafts = round_.drafted > 0
             expected = round_.decoded * self._formula(drafts=drafts)(round_.drafted)
+            most = LARGEST_RATIO * expected
+            if round_.is_first:
+                most = expected + PROMPT_STEPS * self._formula(drafts=False)(0)
             prior = self._cycles(drafts=drafts).ratio or 1.0
-            self._now.cycles[drafts].add(round_.decoded, round_.seconds, expected, self.active, prior)
+            seconds = min(round_.seconds, most)
+            self._now.cycles[drafts].add(round_.decoded, seconds, expected, self.active, prior)
 
     def expect(self, active: int) -> None:
         """Raise B at once if a sequence begins at a verifier with more than twice as many. Not above the largest B so

@@ -75,7 +75,7 @@ class Fixed(Policy):
 
     def __init__(self, gamma: int, costs: CostModel | None = None) -> None:
         """`costs` is updated: adaptive policies of other requests use the times of this one."""
-        self._gamma = gamma
+        self._gamma = self.wanted = gamma
         self._costs = costs
 
     def next(self, most: int) -> int:
@@ -129,8 +129,8 @@ class Adaptive(Policy):
 
     def next(self, most: int) -> int:
         most = min(most, self._ceiling)
-        self.pause = self.wanted = 0
-        if most < 1:
+        self.pause, self.wanted = 0, self._gamma
+        if most < 1:  # the text's last token
             return 0
         gamma = self._choice if self.is_prepared else self._choose()
         self.is_prepared = False
@@ -297,7 +297,7 @@ class SequenceGamma:
         seconds = None if since is None else now - since
         if self._on_round is not None and seconds is not None and self._last_gamma is not None:
             self._on_round(tokens=len(verdict.token_ids), seconds=seconds, active=load.active)
-        is_usual = gamma and self._last_gamma
+        is_first = self._last_gamma is None
         self._since, self._last_gamma = now, gamma
         self._unlearned = JudgedRound(
             gamma=gamma,
@@ -307,8 +307,9 @@ class SequenceGamma:
             accepted=verdict.accepted,
             beta=verdict.beta if self._has_beta else (),
             seconds=seconds,
+            is_first=is_first,
             decoded=1 if drafted else len(verdict.token_ids),
-            overhead=seconds - at_verifier if seconds is not None and is_usual else None,
+            overhead=seconds - at_verifier if seconds is not None and gamma else None,
             drafting=0.0 if since is None else round_.sent - since,
             at_verifier=at_verifier,
             step=_step_cost(load),

@@ -171,18 +171,21 @@ class AcceptanceStatistics:
 
     def choose(self, costs: CostModel, ceiling: int) -> int:
         """Return the best γ for all sequences; 0 if drafting does not pay."""
+        choice = self._choice = self._choices.setdefault(costs.size, _Choice())
+        if not choice.drafts and choice.left > 0:
+            self.pause = choice.left
+            return 0
         rates = costs.rates(self.accepted.chances(ceiling), self.drafted_share)
         best = max(range(1, ceiling + 1), key=rates.__getitem__)
         if not 0 < self.gamma <= ceiling or rates[best] > (1 + SAME) * rates[self.gamma]:
             self.gamma = best
-        choice = self._choice = self._choices.setdefault(costs.size, _Choice())
-        if choice.left <= 0 and not choice.drafts:
+        if not choice.drafts:
             choice.resume()
             if choice.left:
                 costs.begin_trial(drafts=True)
                 self.accepted.forget(KEPT_FOR_A_TRIAL)
         is_over = choice.left <= 0 or choice.lost > TRIAL_SHARE * LONGEST_PAUSE
-        if choice.drafts and is_over and costs.is_firm and self.texts >= FIRM_TEXTS:
+        if is_over and costs.is_firm and self.texts >= FIRM_TEXTS:
             self._pause(costs, gain=rates[self.gamma] / rates[0])
         self.pause = 0.0 if choice.drafts else choice.left
         return self.gamma if choice.drafts else 0

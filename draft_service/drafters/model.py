@@ -1,7 +1,7 @@
 """The drafter that runs a small model on the engine's thread."""
 
 import asyncio
-from collections.abc import Awaitable, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from contextlib import suppress
 from dataclasses import replace
 
@@ -26,7 +26,7 @@ class ModelDrafter(Drafter):
         self._parallel = parallel
 
     def open(self, sequence: DraftSequence) -> Drafting:
-        return _ModelDrafting(self._engine, self.begin(sequence))
+        return _ModelDrafting(self._engine, sequence, self.begin)
 
     def begin(self, sequence: DraftSequence) -> ModelSequence:
         """The engine's state of a sequence."""
@@ -43,14 +43,21 @@ class ModelDrafter(Drafter):
 
 
 class _ModelDrafting(Drafting):
-    def __init__(self, engine: DraftEngine, sequence: ModelSequence) -> None:
+    """Until a proposal is requested the engine has nothing of the sequence: the target may write the whole text."""
+
+    def __init__(
+        self, engine: DraftEngine, opening: DraftSequence, begin: Callable[[DraftSequence], ModelSequence]
+    ) -> None:
         self._engine = engine
-        self._sequence = sequence
+        self._opening = opening
+        self._begin = begin
+        self._sequence: ModelSequence | None = None
         self._capacity = engine.model_runner.max_length + 1  # the last drafted token never runs
         self._vocab_size = engine.model_runner.loaded.vocab_size
         self._committed: list[int] = []
         self._loop = asyncio.get_running_loop()
-        self._count(sequence.tokens)
+        self._count(opening.prompt)
+        self._count(opening.committed)
 
     def capacity(self) -> int:
         return max(0, self._capacity)
@@ -68,6 +75,8 @@ class _ModelDrafting(Drafting):
         if not self._engine.alive:
             future.set_exception(DraftError("the draft engine has stopped"))
             return future
+        if self._sequence is None:
+            self._sequence = self._begin(self._opening)
         committed, self._committed = self._committed, []
 
         def done(result: Draft | DraftError) -> None:
@@ -78,7 +87,8 @@ class _ModelDrafting(Drafting):
         return future
 
     def close(self) -> None:
-        if self._engine.alive:  # an engine that has ended reads no messages, and a message holds the sequence
+        # An engine that has ended reads no messages, and a message holds the sequence.
+        if self._sequence is not None and self._engine.alive:
             self._engine.post(Close(self._sequence))
 
     def _count(self, tokens: Sequence[int]) -> None:

@@ -389,7 +389,7 @@ def test_a_round_is_measured_without_the_time_of_other_work(monkeypatch: pytest.
     policy = Recorder()
     sequence = sequence_gamma(policy, has_beta=has_beta)
     cases = [  # drafted and accepted tokens; measured overhead and seconds
-        (4, 2, None, 0.025),  # includes the prefill
+        (4, 2, 0.015, 0.025),  # the first, which may hold the prompt
         (3, 3, 0.015, 0.025),
         (0, 0, None, 0.02),
         (0, 0, None, 0.02),
@@ -416,6 +416,7 @@ def test_a_round_is_measured_without_the_time_of_other_work(monkeypatch: pytest.
     sequence.learn()
     for found, (drafted, accepted, overhead, seconds) in zip(policy.rounds, cases, strict=True):
         assert (found.gamma, found.drafted, found.accepted) == (4 if drafted else 0, drafted, accepted)
+        assert found.is_first is (found is policy.rounds[0])
         assert found.overhead == (None if overhead is None else pytest.approx(overhead))
         assert found.seconds == (None if seconds is None else pytest.approx(seconds))
         assert seconds is None or found.drafting == pytest.approx(0.005 if drafted else 0.0)

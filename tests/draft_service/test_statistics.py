@@ -7,7 +7,7 @@ from functools import cache
 import pytest
 
 from draft_service.cost_model import CostModel, JudgedRound
-from draft_service.speculation import LEAST_DECODED
+from draft_service.speculation import LEAST_DECODED, Adaptive
 from draft_service.statistics import LONGEST_PAUSE, AcceptanceStatistics
 from outrider.service.fitted_cost import CostLine
 
@@ -90,7 +90,7 @@ def test_an_empty_proposal_is_no_decode() -> None:
     for _ in range(100):
         costs.add(judged(4, accepted=2))
     for _ in range(100):
-        costs.add(replace(judged(4, accepted=0), drafted=0, judged=0, decoded=1))
+        costs.add(replace(judged(4, accepted=0), drafted=0, judged=0, decoded=1, wanted=4))
     assert not costs.has_decoded
 
 
@@ -277,3 +277,73 @@ def test_tokens_of_a_verdict_are_forgotten_one_by_one() -> None:
             decode = replace(judged(0, accepted=0), seconds=16 * share * STEP_COST.seconds(1), decoded=16)
             costs.add(decode)
     assert costs.cycle(0) < 0.3 * STEP_COST.seconds(1)
+
+
+@pytest.mark.parametrize(("tokens", "accepted"), [(2, 0), (2, 1), (4, 1), (4, 2)])
+@pytest.mark.parametrize(("proposal", "late"), [(0.03, 0.0), (0.0022, 0.1)])
+def test_short_texts_do_not_draft_where_it_does_not_pay(
+    tokens: int, accepted: int, proposal: float, late: float
+) -> None:
+    """They have one proposal or two, and may end with a `Decode` of one token. Drafts may make first rounds late."""
+    drafted = texts_with_drafts(tokens, accepted, prompt=0.01, proposal=proposal, token=0.002, late=late)
+    assert all(drafted[:10])
+    assert sum(drafted[300:]) < 20
+
+
+@pytest.mark.parametrize("prompt", [0.0, 0.05, 1.0])
+@pytest.mark.parametrize(("proposal", "pays"), [(0.018, True), (0.05, False)])
+def test_prompts_do_not_change_whether_drafting_pays(prompt: float, proposal: float, pays: bool) -> None:
+    """They take as long with drafts as without."""
+    drafted = texts_with_drafts(64, 4, prompt=prompt, proposal=proposal, token=0.0063)
+    assert sum(drafted[-20:]) == 20 if pays else sum(drafted[-20:]) < 3
+
+
+def test_first_rounds_show_overhead_only_while_no_others_have() -> None:
+    """In them the draft reads the prompt."""
+    typical, costs = judged(4, accepted=2), CostModel()
+    assert typical.overhead is not None
+    first = replace(typical, overhead=typical.overhead + 0.5, is_first=True)
+    for _ in range(16):
+        costs.add(typical)
+    for _ in range(100):
+        costs.add(first)
+    assert costs.cycle(4) == pytest.approx(typical.seconds, rel=0.1)
+
+
+def texts_with_drafts(
+    tokens: int, most_accepted: int, *, prompt: float, proposal: float, token: float, late: float = 0.0
+) -> list[bool]:
+    """Whether each text, one after another, has proposals. Times, in seconds, are of a prompt, of a round with a
+    proposal, of a token of a `Decode`, and what drafts add to the first round after 50 texts.
+    """
+    statistics, costs, drafted = AcceptanceStatistics(), CostModel(), list[bool]()
+    step = CostLine(0.9 * token, 0.02 * token)
+    for number in range(600):
+        policy = Adaptive(5, ceiling=CEILING, statistics=statistics, costs=costs)
+        left, gammas = tokens, list[int]()
+        while left:
+            gamma = policy.next(left - 1)
+            accepted = min(gamma, most_accepted)
+            sizes = [accepted + 1] if gamma else [min(left, max(1, policy.pause))]
+            if not gamma and not gammas and sizes[0] > 1:
+                sizes = [1, sizes[0] - 1]  # the first token comes at once
+            for nth, size in enumerate(sizes):
+                is_first = not gammas and not nth
+                own = proposal + late * (is_first and number >= 50) if gamma else size * token
+                reads = bool(gamma and gammas and not gammas[-1])  # the draft first reads the tokens of the `Decode`
+                round_ = JudgedRound(gamma, gamma, min(gamma, accepted + 1), accepted, step=step, is_first=is_first)
+                at_verifier = step.seconds(gamma + 1)
+                round_ = replace(
+                    round_,
+                    at_verifier=at_verifier,
+                    overhead=None if reads or not gamma else own - at_verifier,
+                    seconds=None if reads else own + prompt * is_first,
+                    tokens=gamma + 1,
+                    decoded=1 if gamma else size,
+                    wanted=max(gamma, policy.wanted),
+                )
+                policy.observe(round_)
+                left -= size
+            gammas.append(gamma)
+        drafted.append(any(gammas))
+    return drafted
