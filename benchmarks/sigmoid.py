@@ -1,18 +1,16 @@
-"""The lossy rule `sigmoid` [W 3.2.2]: its loss in distribution and its gain in time, on the demo pair.
+"""The lossy rule `sigmoid` [W 3.2.2]: its loss in distribution and its gain in tokens, on the demo pair.
 
 Its page is `docs/explanation/lossy-rules.md`.
 
 Acceptance and distances are computed from the distributions, at every position of texts that the target wrote at
 temperature 1; only the rounds of several tokens are drawn. With q the distribution that drafts are sampled from, a(x)
-the chance that x is accepted, and r the distribution after a rejection, the output has q·a + (1 - Σ q·a)·r. Speed is
-given in ratios, on the host, all rules in turns in one run.
+the chance that x is accepted, and r the distribution after a rejection, the output has q·a + (1 - Σ q·a)·r. Its time
+is in `benchmarks.verification`.
 """
 
 import math
-import random
 import statistics
 import sys
-import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -38,15 +36,15 @@ from outrider.evaluation.intervals import ratio_error, student_quantile
 PAPERS = (1e1, 1e3, 1e4, 1e5)  # ± of [W Tables 2 and 7]
 SWEEP = [round(10 ** (k / 4), 6) for k in range(-4, 21)]
 ONE_APART = range(-10, 31, 2)  # α of the other sweep, in which β is α + 1
-PROMPT_TOKENS, GAMMA, LARGE = 16, 5, 151_936
+PROMPT_TOKENS, GAMMA = 16, 5
 PLAIN = SamplingParams()
 KEPT = SparseConfig()  # the default of the draft service
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     parser = harness.parser("sigmoid", __doc__, quick="two texts")
-    parser.set_defaults(texts=64, tokens=48, repeats=5)  # texts of one prompt and so many tokens each
-    few = {"texts": 2, "tokens": 16, "repeats": 1}
+    parser.set_defaults(texts=64, tokens=48)  # texts of one prompt and so many tokens each
+    few = {"texts": 2, "tokens": 16}
 
     def table(document: Json) -> str:
         return "\n\n".join(tables(document).values())
@@ -64,8 +62,8 @@ def _measured(bench: Bench) -> Json:
     texts = texts_of(bench, target, draft, PROMPT_TOKENS)
     progress("drafting rounds")
     cases = rounds(target, draft, texts, GAMMA, every=8)
-    progress("verifying and timing")
-    return figures(texts, cases, given.repeats)
+    progress("verifying")
+    return figures(texts, cases)
 
 
 @dataclass(frozen=True, slots=True)
@@ -228,26 +226,12 @@ def rounds(target: LlamaForCausalLM, draft: LlamaForCausalLM, texts: Texts, gamm
     return cases
 
 
-def synthetic(vocab_size: int, gamma: int, count: int) -> list[Case]:
-    """Rounds over a large vocabulary: random logits, and a draft that is the target with noise."""
-    generator = torch.Generator().manual_seed(3)
-    cases = []
-    for nth in range(count):
-        z = torch.randn(gamma + 1, vocab_size, generator=generator) * 3
-        v = z[:gamma] + torch.randn(gamma, vocab_size, generator=generator)
-        q = tuple(truncated(v))
-        tokens = tuple(each.token_at(uniform(nth, 1, i, Domain.DRAFT)) for i, each in enumerate(q))
-        cases.append(Case(z, v, tokens, q, nth, 1))
-    return cases
-
-
-def figures(texts: Texts, cases: Sequence[Case], repeats: int) -> Json:
+def figures(texts: Texts, cases: Sequence[Case]) -> Json:
     sparse = [6 * len(q.ids) for case in cases for q in case.q]  # bytes on the wire
     return {
         "distributions": _distributions(*texts.places),
         "rounds": _rounds(cases),
         "bytes": {"sparse_mean": statistics.mean(sparse), "logits": 2 * cases[0].target.shape[1]},
-        "speed": _speed(cases, repeats),
     }
 
 
@@ -307,41 +291,8 @@ def _margin(cases: Sequence[Case], counts: Sequence[int]) -> float:
     return student_quantile(len(by_text) - 1) * error
 
 
-def _speed(cases: Sequence[Case], repeats: int) -> Json:
-    demo, large = cases[:: max(1, len(cases) // 64)], synthetic(LARGE, GAMMA, 6)
-    return {
-        "gamma": GAMMA,
-        "by_vocabulary": {f"{demo[0].target.shape[1]}": _timed(demo, repeats), f"{LARGE}": _timed(large, repeats * 2)},
-    }
-
-
-def _timed(cases: Sequence[Case], repeats: int) -> Json:
-    """One round a call for each rule, in random order; ratios to `tokenwise` in the same turn."""
-    ways: dict[str, Json] = {
-        "tokenwise": {"rule": Rule.TOKENWISE},
-        "block": {"rule": Rule.BLOCK},
-        "sigmoid ±10": {"rule": Rule.SIGMOID, "scales": _around(10)},
-        "sigmoid ±10000": {"rule": Rule.SIGMOID, "scales": _around(1e4)},
-    }
-    asked = [{name: case.proposed(**way) for name, way in ways.items()} for case in cases]
-    ratios: dict[str, list[float]] = {name: [] for name in ways}
-    order = random.Random(7)
-    for turn in range(-1, repeats):  # the first one warms up
-        for case, proposals in zip(cases, asked, strict=True):
-            seconds = {}
-            for name in order.sample(list(ways), len(ways)):
-                began = time.perf_counter()
-                verify(case.target, [proposals[name]])
-                seconds[name] = time.perf_counter() - began
-            for name, own in ratios.items():
-                if turn >= 0:
-                    own.append(seconds[name] / seconds["tokenwise"])
-    names = ("low", "median", "high")
-    return {name: dict(zip(names, statistics.quantiles(own, n=4), strict=True)) for name, own in ratios.items()}
-
-
 def tables(document: Json) -> dict[str, str]:
-    found, by_vocabulary = document["distributions"], document["speed"]["by_vocabulary"]
+    found = document["distributions"]
     exact, apart, by_precision = found["tokenwise"], found["target_from_draft"], found["sigmoid"]
     scales = list(by_precision["as served"])
     served = [
@@ -355,11 +306,6 @@ def tables(document: Json) -> dict[str, str]:
     several = [
         [_rule(name), f"{each['tokens']:.2f} ± {each['error']:.2f}", _share(each["drafts_accepted"])]
         for name, each in document["rounds"]["by_rule"].items()
-    ]
-    quartiles = "{median:.2f} ({low:.2f} to {high:.2f})"
-    speed = [
-        [_rule(name), *(quartiles.format(**by_way[name]) for by_way in by_vocabulary.values())]
-        for name in next(iter(by_vocabulary.values()))
     ]
     what = ("scores", "acceptance", "TV(text, target)")
     rows = [
@@ -375,7 +321,6 @@ def tables(document: Json) -> dict[str, str]:
         "rounds": harness.table(
             ["rule", f"tokens of a round, γ = {document['rounds']['gamma']}", "drafts accepted"], several
         ),
-        "speed": harness.table(["rule", *(f"V = {int(size):,}" for size in by_vocabulary)], speed),
     }
 
 
