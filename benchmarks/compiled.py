@@ -4,8 +4,6 @@ Instructions are counted in the code, run or not: a part that few launches need 
 programs the registers allow on a multiprocessor at once.
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import re

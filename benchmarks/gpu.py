@@ -4,8 +4,6 @@ Each part has its own time, and one that fails does not stop the others. All wri
 `gpu_checks` and `gpu_speed`.
 """
 
-from __future__ import annotations
-
 import argparse
 import gc
 import json
