@@ -23,9 +23,8 @@ PURE = 0.9
 # token of a `Decode` counts as a round here too.
 REMEMBERED_ACTIVE = 8
 # Cycles of each sequence that a mean covers; the weight of the formula, in cycles; and the longest cycle that counts,
-# as a multiple of the formula. The first cycle of a sequence also holds its prompt, which takes as long with drafts as
-# without: there so many steps of `Decode` count in addition.
-REMEMBERED_CYCLES, FORMULA_WEIGHT, LARGEST_RATIO, PROMPT_STEPS = 128, 4, 2.0, 16
+# as a multiple of the formula.
+REMEMBERED_CYCLES, FORMULA_WEIGHT, LARGEST_RATIO = 128, 4, 2.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,7 +96,7 @@ class _Cycles:
             self.expected = FORMULA_WEIGHT * active * expected / count
             self.measured = prior * self.expected
         kept = (1 - 1 / (REMEMBERED_CYCLES * active)) ** count
-        self.measured = kept * self.measured + seconds
+        self.measured = kept * self.measured + min(seconds, LARGEST_RATIO * expected)
         self.expected = kept * self.expected + expected
 
     @property
@@ -222,12 +221,8 @@ class CostModel:
         if round_.seconds is not None and 0 < round_.seconds < math.inf:
             drafts = round_.drafted > 0
             expected = round_.decoded * self._formula(drafts=drafts)(round_.drafted)
-            most = LARGEST_RATIO * expected
-            if round_.is_first:
-                most = expected + PROMPT_STEPS * self._formula(drafts=False)(0)
             prior = self._cycles(drafts=drafts).ratio or 1.0
-            seconds = min(round_.seconds, most)
-            self._now.cycles[drafts].add(round_.decoded, seconds, expected, self.active, prior)
+            self._now.cycles[drafts].add(round_.decoded, round_.seconds, expected, self.active, prior)
 
     def expect(self, active: int) -> None:
         """Raise B at once if a sequence begins at a verifier with more than twice as many. Not above the largest B so

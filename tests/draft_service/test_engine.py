@@ -11,7 +11,7 @@ import torch
 from draft_service.drafters.base import DraftError, DraftSequence
 from draft_service.drafters.engine import DraftEngine
 from draft_service.drafters.model import ModelDrafter
-from draft_service.drafters.sequence import DraftWork
+from draft_service.drafters.sequence import Close, DraftWork, Propose
 from kernels.adjustments import LogitRules
 from kernels.rng import Domain, uniform
 from kernels.sampling import NO_LOGITS, Sample, SamplingParams, probabilities
@@ -361,11 +361,34 @@ def test_only_equal_salts_share_a_prefix(loaded: LoadedModel) -> None:
         assert engine.prefix_queries == 5 * len(LONG)
 
 
-async def test_an_engine_that_has_ended_keeps_no_later_sequence(loaded: LoadedModel) -> None:
+async def test_the_engine_learns_of_a_sequence_with_its_first_proposal(
+    loaded: LoadedModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Else each text that the target writes alone would wake the engine's thread."""
+    engine, posted = engine_of(loaded), list[type]()
+    post = engine.post
+
+    def noted(message: Any) -> None:
+        posted.append(type(message))
+        post(message)
+
+    monkeypatch.setattr(engine, "post", noted)
+    with running(engine):
+        silent, drafting = (ModelDrafter(engine).open(sequence()) for _ in range(2))
+        silent.advance([1, 2])
+        await drafting.propose(2)
+        silent.close()
+        drafting.close()
+    assert posted == [Propose, Close]
+    assert engine.model_runner.pool.used_blocks == 0
+
+
+async def test_a_message_to_an_engine_that_has_ended_holds_no_sequence(loaded: LoadedModel) -> None:
     with running(engine_of(loaded)) as engine:
-        drafter = ModelDrafter(engine)
+        drafting = ModelDrafter(engine).open(sequence())
+        await drafting.propose(1)
     before = engine._inbox.qsize()
-    drafter.open(sequence()).close()
+    drafting.close()
     assert engine._inbox.qsize() == before
 
 

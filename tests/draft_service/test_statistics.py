@@ -280,12 +280,9 @@ def test_tokens_of_a_verdict_are_forgotten_one_by_one() -> None:
 
 
 @pytest.mark.parametrize(("tokens", "accepted"), [(2, 0), (2, 1), (4, 1), (4, 2)])
-@pytest.mark.parametrize(("proposal", "late"), [(0.03, 0.0), (0.0022, 0.1)])
-def test_short_texts_do_not_draft_where_it_does_not_pay(
-    tokens: int, accepted: int, proposal: float, late: float
-) -> None:
-    """They have one proposal or two, and may end with a `Decode` of one token. Drafts may make first rounds late."""
-    drafted = texts_with_drafts(tokens, accepted, prompt=0.01, proposal=proposal, token=0.002, late=late)
+def test_short_texts_do_not_draft_where_it_does_not_pay(tokens: int, accepted: int) -> None:
+    """They have one proposal or two, and may end with a `Decode` of one token."""
+    drafted = texts_with_drafts(tokens, accepted, prompt=0.01, proposal=0.03, token=0.002)
     assert all(drafted[:10])
     assert sum(drafted[300:]) < 20
 
@@ -310,15 +307,13 @@ def test_first_rounds_show_overhead_only_while_no_others_have() -> None:
     assert costs.cycle(4) == pytest.approx(typical.seconds, rel=0.1)
 
 
-def texts_with_drafts(
-    tokens: int, most_accepted: int, *, prompt: float, proposal: float, token: float, late: float = 0.0
-) -> list[bool]:
+def texts_with_drafts(tokens: int, most_accepted: int, *, prompt: float, proposal: float, token: float) -> list[bool]:
     """Whether each text, one after another, has proposals. Times, in seconds, are of a prompt, of a round with a
-    proposal, of a token of a `Decode`, and what drafts add to the first round after 50 texts.
+    proposal, and of a token of a `Decode`.
     """
     statistics, costs, drafted = AcceptanceStatistics(), CostModel(), list[bool]()
     step = CostLine(0.9 * token, 0.02 * token)
-    for number in range(600):
+    for _ in range(600):
         policy = Adaptive(5, ceiling=CEILING, statistics=statistics, costs=costs)
         left, gammas = tokens, list[int]()
         while left:
@@ -329,7 +324,7 @@ def texts_with_drafts(
                 sizes = [1, sizes[0] - 1]  # the first token comes at once
             for nth, size in enumerate(sizes):
                 is_first = not gammas and not nth
-                own = proposal + late * (is_first and number >= 50) if gamma else size * token
+                own = proposal if gamma else size * token
                 reads = bool(gamma and gammas and not gammas[-1])  # the draft first reads the tokens of the `Decode`
                 round_ = JudgedRound(gamma, gamma, min(gamma, accepted + 1), accepted, step=step, is_first=is_first)
                 at_verifier = step.seconds(gamma + 1)
