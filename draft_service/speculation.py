@@ -269,6 +269,7 @@ class SequenceGamma:
         self._on_round = on_round
         self._since: float | None = None  # the last verdict or the start; None if other work followed it
         self._last_gamma: int | None = None  # of the last verdict's round
+        self._wanted = 0  # of the policy for this round; 0 if it was not asked, since the drafter is not ready
         self._unlearned: JudgedRound | None = None
 
     @property
@@ -283,6 +284,7 @@ class SequenceGamma:
         most = max(0, most)
         default = min(self._default, most)
         self.gamma = int(GAMMA.bounded(lambda: self._policy.next(most), default, low=0, high=most))
+        self._wanted = self._policy.wanted
         return self.gamma
 
     @GAMMA.quiet
@@ -301,7 +303,7 @@ class SequenceGamma:
         self._since, self._last_gamma = now, gamma
         self._unlearned = JudgedRound(
             gamma=gamma,
-            wanted=max(gamma, self._policy.wanted),
+            wanted=max(gamma, self._wanted),
             drafted=drafted,
             judged=verdict.judged,
             accepted=verdict.accepted,
@@ -317,6 +319,7 @@ class SequenceGamma:
             tokens=max(1, timings.pass_tokens),
             sequences=max(1, timings.pass_sequences),
         )
+        self._wanted = 0
 
     @GAMMA.quiet
     def learn(self) -> None:

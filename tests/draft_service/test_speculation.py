@@ -417,6 +417,9 @@ def test_a_round_is_measured_without_the_time_of_other_work(monkeypatch: pytest.
     for found, (drafted, accepted, overhead, seconds) in zip(policy.rounds, cases, strict=True):
         assert (found.gamma, found.drafted, found.accepted) == (4 if drafted else 0, drafted, accepted)
         assert found.is_first is (found is policy.rounds[0])
+        assert found.wanted == (4 if drafted else 0), (
+            "the policy is not asked for a Decode while a drafter is in backoff"
+        )
         assert found.overhead == (None if overhead is None else pytest.approx(overhead))
         assert found.seconds == (None if seconds is None else pytest.approx(seconds))
         assert seconds is None or found.drafting == pytest.approx(0.005 if drafted else 0.0)
