@@ -9,11 +9,13 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import count
 
-from draft_service.cost_model import JudgedRound
-from draft_service.speculation import Policy
+from draft_service.cost_model import CostModel, JudgedRound
+from draft_service.speculation import Adaptive, Policy
+from draft_service.statistics import AcceptanceStatistics
 from outrider.service.fitted_cost import CostLine, FittedCost
 from verifier_service.sequence import Turnaround, seconds_to_linger
 
+CEILING = 16
 MAX_LINGER = 0.02
 SPREAD = 0.2  # of drafting and round trip together: deviation over mean
 NOISE = 0.05  # of a step
@@ -52,6 +54,16 @@ class Draft:
             reached *= self.alpha_at(position)
             tokens += reached
         return tokens
+
+
+def adaptive(sequences: int = 1, *, is_shared: bool = True, tokens_per_pass: int = 1) -> list[Adaptive]:
+    """A policy for each sequence: all of one draft service, or each of its own."""
+    shared = (AcceptanceStatistics(), CostModel(tokens_per_pass))
+    policies = []
+    for _ in range(sequences):
+        statistics, costs = shared if is_shared else (AcceptanceStatistics(), CostModel(tokens_per_pass))
+        policies.append(Adaptive(5, ceiling=CEILING, statistics=statistics, costs=costs))
+    return policies
 
 
 class DecodeOnly(Policy):
