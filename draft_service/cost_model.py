@@ -13,8 +13,9 @@ FIRM_ROUNDS = 10
 # begins as a line through the medians of their round trips and drafting times, at these numbers of passes.
 FIRST_ROUNDS, FIRST_ROUNDS_OF_ONE = 16, 5
 FITTED_PASSES = (1, 16)
-# A cycle counts as typical if its tokens and the mean tokens of a sequence in its step differ by at most this ratio;
-# for `Decode`, if the sequences in the step and the active ones do.
+# The overhead of a proposal counts if its tokens and the mean tokens of a sequence in its step differ by at most this
+# ratio. So does its cycle, but prompts in the step do not matter. A cycle of `Decode` counts if the sequences in the
+# step and the active ones differ by at most this ratio.
 ALIKE = 0.7
 # Cycles of a kind, proposals or `Decode`, are measured while at least this share of the last rounds is of that kind.
 # Each token of a `Decode` counts as a round.
@@ -23,8 +24,11 @@ PURE = 0.9
 # token of a `Decode` counts as a round here too.
 REMEMBERED_ACTIVE = 8
 # Cycles of each sequence that a mean covers; the weight of the formula, in cycles; and the longest cycle that counts,
-# as a multiple of the formula.
+# as a multiple of the mean.
 REMEMBERED_CYCLES, FORMULA_WEIGHT, LARGEST_RATIO = 128, 4, 2.0
+# First cycles of each sequence that a mean covers; and the weight, in first cycles, of the mean of both kinds: a pause
+# holds few of them.
+REMEMBERED_FIRST, SHARED_FIRST = 32, 2
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,20 +72,31 @@ class JudgedRound:
     wanted: int = 0
     is_first: bool = False
 
+    @property
+    def drafts(self) -> bool:
+        """Whether the policy chose to draft. The drafter may have had no tokens, or the text one token left."""
+        return self.drafted > 0 or self.wanted > 0
+
 
 @dataclass(slots=True)
 class _Cycles:
-    """Cycles of one kind (proposals, or `Decode`) at one number of active sequences.
+    """Cycles of one kind (proposals, or `Decode`) at one number of active sequences. All sums decay.
 
     Attributes:
         step: running mean of the published cost of a step; None before the first cycle.
-        measured: seconds, a sum with decay.
-        expected: the formula's seconds for the same cycles, a sum with decay.
+        measured: seconds of all but the first cycles of texts.
+        expected: the formula's seconds for the same cycles.
+        texts: the number of first cycles.
+        first_measured: their seconds.
+        first_expected: the formula's seconds for them.
     """
 
     step: CostLine | None = None
     measured: float = 0.0
     expected: float = 0.0
+    texts: float = 0.0
+    first_measured: float = 0.0
+    first_expected: float = 0.0
 
     def add_step(self, step: CostLine, active: int) -> None:
         old = self.step or step
@@ -96,12 +111,33 @@ class _Cycles:
             self.expected = FORMULA_WEIGHT * active * expected / count
             self.measured = prior * self.expected
         kept = (1 - 1 / (REMEMBERED_CYCLES * active)) ** count
-        self.measured = kept * self.measured + min(seconds, LARGEST_RATIO * expected)
+        self.measured = kept * self.measured + min(seconds, LARGEST_RATIO * self.measured / self.expected * expected)
         self.expected = kept * self.expected + expected
+
+    def add_first(self, seconds: float, expected: float, active: int) -> None:
+        if self.texts:
+            seconds = min(seconds, LARGEST_RATIO * self.first_measured / self.texts)
+        kept = 1 - 1 / (REMEMBERED_FIRST * active)
+        self.texts = kept * self.texts + 1
+        self.first_measured = kept * self.first_measured + seconds
+        self.first_expected = kept * self.first_expected + expected
+
+    def forget(self) -> None:
+        """Reduce the weight of all measurements to that of the formula."""
+        kept = FORMULA_WEIGHT / REMEMBERED_CYCLES
+        self.step = None
+        self.measured, self.expected = kept * self.measured, kept * self.expected
+        self.texts *= kept
+        self.first_measured, self.first_expected = kept * self.first_measured, kept * self.first_expected
 
     @property
     def ratio(self) -> float | None:
         return self.measured / self.expected if self.expected else None
+
+    @property
+    def first_excess(self) -> float:
+        """Seconds by which the first cycles together were longer than as many others."""
+        return self.first_measured - (self.ratio or 1.0) * self.first_expected
 
 
 class _Measured:
@@ -144,9 +180,11 @@ class CostModel:
     the verifier publishes. Where overhead is long, the sequences do not share one step; x shows what that changes.
 
     x and x₀ are measured cycles divided by these formulas, each with the cost of a step published at that time: a
-    verifier is slower beside a busy draft. A cycle lasts from verdict to verdict; the first one from the start of the
-    sequence. Measurements are kept for each power of two of B, since sequences that draft together wait for each other.
-    Where overhead was not measured, or no cycle, those of the nearest B that has them count.
+    verifier is slower beside a busy draft, and its steps hold prompts of other sequences. A cycle lasts from verdict to
+    verdict. The first one of a text lasts from its start, and reads the prompt: the mean by which it is longer is known
+    with drafts and without, so that short texts draft only if the whole text is written faster. Measurements are kept
+    for each power of two of B, since sequences that draft together wait for each other. Where overhead was not
+    measured, or no cycle, those of the nearest B that has them count.
 
     Attributes:
         active: B, a running mean: texts begin and end all the time.
@@ -164,6 +202,7 @@ class CostModel:
         self._by_size: dict[int, _Measured] = {}
         self._now = _Measured(0)  # at the current number of active sequences
         self._drafting = 1.0  # share of the last rounds that were proposals
+        self._texts = self._tokens = 0.0  # sums with decay: their ratio is the mean length of a text
 
     @property
     def is_measured(self) -> bool:
@@ -184,13 +223,15 @@ class CostModel:
         """Record a round. Only typical rounds are measured: no `Decode` beside proposals, for example."""
         self._count(round_)
         self._step = round_.step or CostLine(round_.at_verifier, 0.0)
-        drafts = round_.drafted > 0
-        if (self._drafting if drafts else 1 - self._drafting) < PURE:
+        if (self._drafting if round_.drafts else 1 - self._drafting) < PURE:
             return
-        if round_.wanted and not drafts:
-            return  # an empty proposal, or the text's last token: it costs more than a token of a `Decode`
-        self._now.cycles[drafts].add_step(self._step, self.active)
-        is_typical = self._add_proposal(round_) if drafts else ALIKE < round_.sequences / self.active < 1 / ALIKE
+        self._now.cycles[round_.drafts].add_step(self._step, self.active)
+        if round_.drafted:
+            self._add_proposal(round_)
+        if round_.drafts:
+            is_typical = (round_.drafted + 1) * round_.sequences / round_.tokens < 1 / ALIKE
+        else:
+            is_typical = ALIKE < round_.sequences / self.active < 1 / ALIKE
         if is_typical and self._now.overhead is not None:
             self._add_cycle(round_)
 
@@ -200,29 +241,33 @@ class CostModel:
         weight = 1 - (1 - 1 / (REMEMBERED_ACTIVE * active)) ** round_.decoded if self._mean_active else 1.0
         self._most_active = max(self._most_active, active)
         self._set_active(self._mean_active + weight * (active - self._mean_active))
-        if round_.drafted or not round_.wanted:
-            kept = (1 - 1 / (4 * self.active)) ** round_.decoded
-            self._drafting += (1 - kept) * ((round_.drafted > 0) - self._drafting)
+        kept = (1 - 1 / (4 * self.active)) ** round_.decoded
+        self._drafting += (1 - kept) * (round_.drafts - self._drafting)
+        if round_.is_first:
+            kept = 1 - 1 / (REMEMBERED_FIRST * self.active)
+            self._texts, self._tokens = kept * self._texts + 1, kept * self._tokens
+        self._tokens += round_.accepted + 1 if round_.drafted else round_.decoded
 
-    def _add_proposal(self, round_: JudgedRound) -> bool:
-        """Measure the overhead of a proposal. Return whether its cycle is typical."""
+    def _add_proposal(self, round_: JudgedRound) -> None:
+        """Measure the overhead of a proposal."""
         measured = self._now
         had_overhead = measured.overhead is not None
         measured.rounds += had_overhead
-        is_typical = round_.is_first or ALIKE < (round_.drafted + 1) * round_.sequences / round_.tokens < 1 / ALIKE
-        is_usual = is_typical and not round_.is_first
+        is_alike = ALIKE < (round_.drafted + 1) * round_.sequences / round_.tokens < 1 / ALIKE
+        is_usual = is_alike and not round_.is_first
         if round_.overhead is not None and math.isfinite(round_.overhead) and (is_usual or not had_overhead):
             passes = -(-round_.drafted // self._tokens_per_pass)
             measured.add_overhead(passes, max(round_.overhead, 1e-9), round_.drafting)
-        return is_typical
 
     def _add_cycle(self, round_: JudgedRound) -> None:
         """Measure the time from verdict to verdict, beside that of the formula."""
         if round_.seconds is not None and 0 < round_.seconds < math.inf:
-            drafts = round_.drafted > 0
-            expected = round_.decoded * self._formula(drafts=drafts)(round_.drafted)
-            prior = self._cycles(drafts=drafts).ratio or 1.0
-            self._now.cycles[drafts].add(round_.decoded, round_.seconds, expected, self.active, prior)
+            cycles, expected = self._now.cycles[round_.drafts], self._formula(drafts=round_.drafts)(round_.drafted)
+            if round_.is_first:
+                cycles.add_first(round_.seconds, round_.decoded * expected, self.active)
+            else:
+                prior = self._cycles(drafts=round_.drafts).ratio or 1.0
+                cycles.add(round_.decoded, round_.seconds, round_.decoded * expected, self.active, prior)
 
     def expect(self, active: int) -> None:
         """Raise B at once if a sequence begins at a verifier with more than twice as many. Not above the largest B so
@@ -234,14 +279,21 @@ class CostModel:
 
     def begin_trial(self, *, drafts: bool) -> None:
         """Give the old measurements of proposals, or of `Decode`, little weight: they are tried again."""
-        cycles = self._now.cycles[drafts]
-        cycles.step = None
-        cycles.measured *= FORMULA_WEIGHT / REMEMBERED_CYCLES
-        cycles.expected *= FORMULA_WEIGHT / REMEMBERED_CYCLES
+        self._now.cycles[drafts].forget()
 
     def cycle(self, gamma: float) -> float:
         """Return the seconds from one verdict to the next; at γ = 0 those of one token of a `Decode`."""
         return self.cycle_by_gamma(drafts=gamma > 0)(gamma)
+
+    def first_excess(self, *, drafts: bool) -> float:
+        """Return the seconds by which the first cycle of a text, which reads the prompt, is longer than another."""
+        measured = self._nearest(lambda each: any(cycles.texts for cycles in each.cycles.values()))
+        own, other = measured.cycles[drafts], measured.cycles[not drafts]
+        if not own.texts + other.texts:
+            return 0.0
+        shared = (own.first_excess + other.first_excess) / (own.texts + other.texts)
+        weight = SHARED_FIRST * self.active
+        return max(0.0, (weight * shared + own.first_excess) / (weight + own.texts))
 
     def cycle_by_gamma(self, *, drafts: bool) -> Callable[[float], float]:
         """Return `cycle` for γ > 0, or for γ = 0."""
@@ -249,14 +301,15 @@ class CostModel:
         return lambda gamma: ratio * formula(gamma)
 
     def rates(self, chances: Sequence[float], drafted_share: float) -> list[float]:
-        """Return tokens/s of one sequence at γ = 0, 1, .. `len(chances)`, where `chances` are β_1, β_2, .."""
-        rates = [1 / self.cycle(0)]
-        cycle = self.cycle_by_gamma(drafts=True)
+        """Return tokens/s of a text of mean length at γ = 0, 1, .. `len(chances)`, where `chances` are β_1, β_2, .."""
+        texts_per_token = self._texts / self._tokens if self._tokens else 0.0
+        rates = [1 / (self.cycle(0) + texts_per_token * self.first_excess(drafts=False))]
+        cycle, excess = self.cycle_by_gamma(drafts=True), texts_per_token * self.first_excess(drafts=True)
         expected = reached = 1.0
         for position, chance in enumerate(chances):
             reached *= chance
             expected += reached
-            rates.append(expected / cycle(drafted_share * (position + 1)))
+            rates.append(1 / (cycle(drafted_share * (position + 1)) / expected + excess))
         return rates
 
     def _set_active(self, mean: float) -> None:

@@ -153,7 +153,7 @@ class Adaptive(Policy):
         chances = round_.beta or [float(position < round_.accepted) for position in range(round_.judged)]
         for position, chance in enumerate(chances):
             self._accepted.add(position, chance)
-        if round_.gamma and round_.accepted == round_.drafted < round_.wanted:
+        if round_.accepted == round_.drafted < round_.wanted:
             # The drafter or the text's length limit ended the proposal: count the next position as rejected.
             self._accepted.add(round_.drafted, 0.0)
 

@@ -1,7 +1,9 @@
 """Acceptance statistics, and whether drafting pays."""
 
 import math
+import operator
 from dataclasses import dataclass
+from itertools import accumulate
 
 import structlog
 
@@ -162,7 +164,8 @@ class AcceptanceStatistics:
         """Record a round, without its acceptance. In a trial, rounds of both kinds count: each delays the others."""
         if self.is_trial and round_.seconds is not None and 0 < round_.seconds < math.inf:
             tokens = round_.accepted + 1 if round_.drafted else round_.decoded
-            self._choice.lost += (round_.seconds / costs.cycle(0) - tokens) / max(1, round_.active)
+            seconds = round_.seconds - (costs.first_excess(drafts=False) if round_.is_first else 0.0)
+            self._choice.lost += (seconds / costs.cycle(0) - tokens) / max(1, round_.active)
         if round_.gamma:
             self.rounds += 1
             self.drafted_share += RECENT * (round_.drafted / max(round_.wanted, round_.gamma) - self.drafted_share)
@@ -194,7 +197,7 @@ class AcceptanceStatistics:
         """Stop drafting if it does not pay, or else if `Decode` is to be measured. `gain` is over `Decode`."""
         choice = self._choice
         self._log(costs, gain)
-        tokens = gain * costs.cycle(self.drafted_share * self.gamma) / costs.cycle(0)  # of a round
+        tokens = 1 + sum(accumulate(self.accepted.chances(self.gamma), operator.mul))  # of a round
         is_untried = not costs.has_decoded and not choice.pause  # one pause: it may not have counted as typical
         if gain < 1:
             choice.stop(FIRM_ROUNDS * tokens * (1 / gain - 1))

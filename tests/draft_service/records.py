@@ -1,8 +1,10 @@
-"""Requests and sequences as the draft service holds them, made without a call."""
+"""Requests, sequences and judged rounds as the draft service holds them, made without a call."""
 
 from dataclasses import replace
+from functools import cache
 from typing import Any
 
+from draft_service.cost_model import JudgedRound
 from draft_service.drafters.base import DrafterKind, DraftSequence
 from draft_service.privacy import RoundSizes
 from draft_service.request import CheckedRequest, PolicyKind, Speculation
@@ -10,9 +12,11 @@ from draft_service.sequence import Sequence
 from kernels.adjustments import LogitRules
 from kernels.sampling import SamplingParams
 from kernels.verify import Rule
+from outrider.service.fitted_cost import CostLine
 from outrider.service.sampling import Sampling
 from protos.outrider.v1 import draft_service_pb2
 
+STEP_COST = CostLine(0.008, 0.0003)
 _OF_DRAFT = frozenset({"seed_is_fresh", "draft_temperature", "max_entropy", "tokens_per_pass"})
 _OF_SPECULATION = frozenset({"policy", "gamma", "first_gamma", "drafter", "chooses_tokens_per_pass"})
 
@@ -47,3 +51,16 @@ def generation(rule: Rule = Rule.COUPLED, *, temperature: float = 1.0, seed: int
 
 def record(rule: Rule = Rule.COUPLED, **fields: Any) -> Sequence:
     return Sequence(generation(rule, **fields))
+
+
+@cache
+def judged(gamma: int, accepted: int, active: int = 1) -> JudgedRound:
+    """A round: 1 ms for each drafted token, 1 ms of round trip, and a step of all active sequences."""
+    tokens = active * (gamma + 1)
+    step = STEP_COST.seconds(tokens)
+    overhead = 0.001 * (gamma + 1) if gamma else None
+    seconds = step + (overhead or 0.0)
+    return JudgedRound(
+        gamma, gamma, min(gamma, accepted + 1), accepted, (), overhead, step, STEP_COST, active, tokens, active,
+        seconds, 0.001 * gamma,
+    )  # fmt: skip

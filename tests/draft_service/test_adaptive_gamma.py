@@ -183,6 +183,8 @@ def test_the_end_of_a_text_counts_as_a_rejection() -> None:
     assert after[1] > before[1]
     assert after[2] < before[2]
     assert policy._statistics.drafted_share < 1
+    policy.observe(JudgedRound(0, wanted=policy.wanted))  # the last token
+    assert policy._accepted.chances(1)[0] < after[0]
 
 
 def test_gamma_is_positive_for_a_verifier_without_published_cost() -> None:

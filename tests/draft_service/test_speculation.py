@@ -67,6 +67,10 @@ rounds = st.builds(
     active=st.integers(0, 1 << 20),
     tokens=st.integers(1, 1 << 20),
     sequences=st.integers(1, 1 << 10),
+    seconds=st.none() | numbers,
+    decoded=st.integers(0, 64),
+    wanted=counts,
+    is_first=st.booleans(),
 )
 
 
