@@ -29,6 +29,8 @@ REMEMBERED_CYCLES, FORMULA_WEIGHT, LARGEST_RATIO = 128, 4, 2.0
 # First cycles of each sequence that a mean covers; and the weight, in first cycles, of the mean of both kinds: a pause
 # holds few of them.
 REMEMBERED_FIRST, SHARED_FIRST = 32, 2
+# The least time of a token of a text, as a share of that after the first cycle: the mean length may be old.
+LEAST_SHARE = 0.1
 
 
 @dataclass(frozen=True, slots=True)
@@ -132,7 +134,10 @@ class _Cycles:
 
     @property
     def ratio(self) -> float | None:
-        return self.measured / self.expected if self.expected else None
+        """x, of all but first cycles, or else of those: a text of one verdict has no others."""
+        if self.expected:
+            return self.measured / self.expected
+        return self.first_measured / self.first_expected if self.texts else None
 
     @property
     def first_excess(self) -> float:
@@ -288,12 +293,13 @@ class CostModel:
     def first_excess(self, *, drafts: bool) -> float:
         """Return the seconds by which the first cycle of a text, which reads the prompt, is longer than another."""
         measured = self._nearest(lambda each: any(cycles.texts for cycles in each.cycles.values()))
-        own, other = measured.cycles[drafts], measured.cycles[not drafts]
-        if not own.texts + other.texts:
+        own = measured.cycles[drafts]
+        known = [cycles for cycles in measured.cycles.values() if cycles.texts and cycles.expected]
+        if not known or (own.texts and not own.expected):  # x holds them
             return 0.0
-        shared = (own.first_excess + other.first_excess) / (own.texts + other.texts)
+        shared = sum(cycles.first_excess for cycles in known) / sum(cycles.texts for cycles in known)
         weight = SHARED_FIRST * self.active
-        return max(0.0, (weight * shared + own.first_excess) / (weight + own.texts))
+        return (weight * shared + own.first_excess) / (weight + own.texts)
 
     def cycle_by_gamma(self, *, drafts: bool) -> Callable[[float], float]:
         """Return `cycle` for γ > 0, or for γ = 0."""
@@ -302,15 +308,19 @@ class CostModel:
 
     def rates(self, chances: Sequence[float], drafted_share: float) -> list[float]:
         """Return tokens/s of a text of mean length at γ = 0, 1, .. `len(chances)`, where `chances` are β_1, β_2, .."""
-        texts_per_token = self._texts / self._tokens if self._tokens else 0.0
-        rates = [1 / (self.cycle(0) + texts_per_token * self.first_excess(drafts=False))]
-        cycle, excess = self.cycle_by_gamma(drafts=True), texts_per_token * self.first_excess(drafts=True)
+        rates = [self._rate(self.cycle(0), self.first_excess(drafts=False))]
+        cycle, excess = self.cycle_by_gamma(drafts=True), self.first_excess(drafts=True)
         expected = reached = 1.0
         for position, chance in enumerate(chances):
             reached *= chance
             expected += reached
-            rates.append(1 / (cycle(drafted_share * (position + 1)) / expected + excess))
+            rates.append(self._rate(cycle(drafted_share * (position + 1)) / expected, excess))
         return rates
+
+    def _rate(self, seconds: float, first_excess: float) -> float:
+        """Return tokens/s of a text of mean length, with so many seconds for a token after the first cycle."""
+        texts_per_token = self._texts / self._tokens if self._tokens else 0.0
+        return 1 / max(seconds + texts_per_token * first_excess, LEAST_SHARE * seconds)
 
     def _set_active(self, mean: float) -> None:
         self._mean_active = mean

@@ -73,6 +73,7 @@ class Opening:
     isolated: bool = False
     joined_verdicts: bool = False  # a verdict may hold several tokens of a Decode
     seconds_joined: float = JOIN_MS / 1e3  # for which they may wait for later ones
+    joins_first: bool = False  # whether the first token of the sequence may wait, too
     first_round: "Round | None" = None  # a Decode
     encoder_input: Tensor | None = field(default=None, repr=False, compare=False)
 
@@ -162,6 +163,7 @@ def check_open(
         isolated=message.isolated,
         joined_verdicts=message.joined_verdicts,
         seconds_joined=(message.join_ms if message.HasField("join_ms") else JOIN_MS) / 1e3,
+        joins_first=message.HasField("join_ms"),
         first_round=check_decode(message.decode) if message.HasField("decode") else None,
     )
 

@@ -331,7 +331,8 @@ class TargetSequence:
     ) -> int:
         """Commits the tokens of a result, cut at the end of the sequence, and delivers the verdict.
 
-        Within a `Decode`, after the first token of the sequence, `send` delivers it later, joined with the next ones.
+        Within a `Decode`, `send` delivers it later, joined with the next ones. The sequence's first token waits only if
+        the opening says so.
         `earlier` are tokens of a `Decode` before the result's.
 
         Returns:
@@ -344,8 +345,8 @@ class TargetSequence:
         if self.adjuster is not None:
             for token in tokens:
                 self.adjuster.push(token)
-        is_first, due = not self.judged_at, self.judged_at + self.opening.seconds_joined
-        self.judged_at = time.perf_counter()
+        since, self.judged_at = self.judged_at, time.perf_counter()
+        due = (since or self.judged_at) + self.opening.seconds_joined
         self.is_isolated = False
         self.decoded += len(tokens)
         if self.decoded >= round_.decode:
@@ -359,8 +360,8 @@ class TargetSequence:
             self.unsent = verdict
         else:
             self.unsent.join(verdict)
-        may_wait = self.decoded and self._joins_verdicts and not (is_first or self.finished)
-        if not may_wait:
+        may_wait = self._joins_verdicts and bool(since or self.opening.joins_first)
+        if not may_wait or not self.decoded or self.finished:
             self.send()
         if self.finished:
             self.deliver(None)

@@ -248,6 +248,23 @@ def test_first_cycles_are_known_at_the_nearest_number_of_sequences() -> None:
     assert costs.first_excess(drafts=True) == pytest.approx(0.4, rel=0.03)
 
 
-def test_first_cycles_that_are_shorter_than_others_count_as_equal() -> None:
-    costs = model_of(*[text(10, -0.005, gamma=4)] * 100)
-    assert costs.first_excess(drafts=True) == 0
+@pytest.mark.parametrize("tokens", [10, 64])
+def test_texts_of_one_verdict_are_measured_by_it(tokens: int) -> None:
+    """Their only cycle is the first one, also beside some texts that have more."""
+    whole = replace(judged(0, accepted=0), decoded=tokens, seconds=0.4, is_first=True)
+    drafts = text(tokens, 0.3, gamma=4)
+    costs = model_of(*[drafts] * 100, *[[whole]] * 100)
+    assert costs.has_decoded
+    assert costs.first_excess(drafts=True) == pytest.approx(0.3, rel=0.01)
+    assert seconds_of_tokens(costs) == pytest.approx((costs.cycle(4) + 0.3 / tokens, 0.4 / tokens), rel=0.03)
+    for round_ in [*[judged(0, accepted=0)] * 40, *[whole] * 100]:
+        costs.add(round_)
+    assert seconds_of_tokens(costs)[1] == pytest.approx(0.4 / tokens, rel=0.15)
+
+
+def test_a_rate_is_positive_while_the_mean_length_is_old() -> None:
+    whole = replace(judged(0, accepted=0), decoded=64, seconds=0.05, is_first=True)
+    costs = model_of(*[text(10, 0.0, gamma=4)] * 3, *[[*[judged(0, accepted=0)] * 40, whole]] * 3)
+    costs._tokens = 2.0 * costs._texts
+    assert costs.first_excess(drafts=False) < -2 * costs.cycle(0)
+    assert seconds_of_tokens(costs)[1] == pytest.approx(0.1 * costs.cycle(0))

@@ -200,10 +200,11 @@ def test_tokens_in_a_row_take_a_bounded_time(engine: VerifierEngine) -> None:
 def test_tokens_of_a_decode_wait_to_be_sent_together(engine: VerifierEngine) -> None:
     """The first one does not, nor do the last ones, nor those of a client that wants a verdict for each.
 
-    Those of another client may wait for longer.
+    Those of another client may wait for longer, and of the last client the first one, too.
     """
     engine.cost = FittedCost([(1, 600.0)])  # a row has one token
-    hows: list[dict[str, Any]] = [PATIENT, {"joined_verdicts": False}, PATIENT | {"seconds_joined": 1e6}]
+    patient: list[dict[str, Any]] = [PATIENT, PATIENT | {"seconds_joined": 1e6}, PATIENT | {"joins_first": True}]
+    hows = [patient[0], {"joined_verdicts": False}, *patient[1:]]
     clients = [Client(engine, **how, max_new_tokens=10) for how in hows]
     for client in clients:
         client.submit(decode=6)
@@ -216,8 +217,8 @@ def test_tokens_of_a_decode_wait_to_be_sent_together(engine: VerifierEngine) -> 
         engine.run_once()
         sent.append([[len(each.token_ids) for each in client.verdicts] for client in clients])
     assert [each[0] for each in sent] == [[1], [1], [1], [1, 3], [1, 3], [1, 3, 2]]
-    assert sent[-1][1:] == [[1] * 6, [1, 5]]
-    joined, single, _ = (client.verdicts for client in clients)
+    assert sent[-1][1:] == [[1] * 6, [1, 5], [4, 2]]
+    joined, single = (client.verdicts for client in clients[:2])
     assert [each.base_length for each in joined] == [3, 4, 7]
     assert [token for each in joined for token in each.token_ids] == [each.token_ids[0] for each in single]
     for name in ("forward_us", "verify_us"):

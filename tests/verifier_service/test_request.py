@@ -226,3 +226,12 @@ def test_the_size_bound_of_a_message_with_logits(gamma: int, size: int) -> None:
     bound = bytes_with_logits(gamma, size)
     assert request.ByteSize() <= bound <= request.ByteSize() + 1100
     assert (most_logits(bound, size), most_logits(bound - 1, size), most_logits(5, size)) == (gamma, gamma - 1, 0)
+
+
+def test_the_first_token_waits_only_for_the_time_that_the_opening_names() -> None:
+    checked = check_open(opening(), MODEL)
+    assert (checked.joins_first, checked.seconds_joined) == (False, 0.1)
+    message = opening()
+    message.join_ms = 500
+    checked = check_open(message, MODEL)
+    assert (checked.joins_first, checked.seconds_joined) == (True, 0.5)
