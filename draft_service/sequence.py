@@ -82,11 +82,13 @@ class Timings:
 
     Attributes:
         arrived: the arrival of the request, by `time.perf_counter()`.
+        joined: how long the first token of the last verdict had waited for others.
         failover: spent without a verifier, until the next one had opened the sequence.
     """
 
     arrived: float
     texts: TextMetrics | None = None
+    joined: float = 0.0
     first_token: float | None = None
     draft: float = 0.0
     verdict: float = 0.0
@@ -113,9 +115,10 @@ class Timings:
         now, before = time.perf_counter(), self._last_token
         self._last_token = now  # first: metrics may fail
         if self.first_token is None:
-            self.first_token = now - self.arrived
+            self.first_token = now - self.joined - self.arrived
             if self.texts is not None:
                 self.texts.first_token.observe(self.first_token)
+                self.texts.next_tokens(self.joined, count - 1 if self.joined else 0)
         elif self.texts is not None:
             self.texts.next_tokens(now - before, count)
 
@@ -253,6 +256,7 @@ class Sequence:
         """Appends the tokens of the round's next verdict."""
         self.tokens += verdict.token_ids
         self._hash.extend(verdict.token_ids)
+        self.timings.joined = verdict.timings.joined_us / 1e6
         self.round.owed -= len(verdict.token_ids) if self.round.draft is None else 1
         self.finish_reason = verdict.finish_reason
 

@@ -10,7 +10,7 @@ from typing import Any
 from kernels.adjustments import Adjuster
 from kernels.verify import Proposed, TokenLogprobs, VerifyResult
 from outrider.rpc.errors import RequestError, counted, internal, out_of_order, wrong_base
-from outrider.service.wire import PROMPT_POSITIONS, PrefixHash, encode_logprobs
+from outrider.service.wire import PROMPT_POSITIONS, PrefixHash, encode_logprobs, round_micros
 from protos.outrider.v1 import sampling_pb2, speculation_pb2, verifier_service_pb2
 from verifier_service.request import Opening, Round
 
@@ -84,6 +84,8 @@ class Unsent:
         timings: of each step that wrote some of the tokens.
         load: after the last one.
         due: when it must be delivered, by `time.perf_counter()`.
+        committed: the same when its first token was committed.
+        waited: seconds from then until it was delivered, if it was joined with later ones.
     """
 
     round: int
@@ -95,6 +97,8 @@ class Unsent:
     timings: list[Callable[[], speculation_pb2.VerdictTimings]]
     load: speculation_pb2.VerifierLoad
     due: float
+    committed: float
+    waited: float = 0.0
 
     def join(self, later: "Unsent") -> None:
         """Adds the tokens of a later step of the same `Decode`."""
@@ -355,7 +359,7 @@ class TargetSequence:
             self.decoded = 0
         self.finished = reason != sampling_pb2.FINISH_REASON_UNSPECIFIED
         judged = min(result.accepted + 1, len(drafted))
-        verdict = Unsent(round_.number, base, judged, tokens, result, reason, [timings], load, due)
+        verdict = Unsent(round_.number, base, judged, tokens, result, reason, [timings], load, due, self.judged_at)
         if self.unsent is None:
             self.unsent = verdict
         else:
@@ -373,6 +377,8 @@ class TargetSequence:
         """Delivers the verdict that is not sent, if there is one."""
         if self.unsent is not None:
             self.num_replies += 1
+            if len(self.unsent.timings) > 1:
+                self.unsent.waited = time.perf_counter() - self.unsent.committed
             self.deliver(partial(_encode_verdict, self.sequence_id, self.unsent))
             self.unsent = None
 
@@ -427,5 +433,6 @@ def _encode_verdict(sequence_id: str, unsent: Unsent) -> verifier_service_pb2.Ve
         last.forward_us += each.forward_us
         last.verify_us += each.verify_us
     verdict.timings.CopyFrom(last)
+    verdict.timings.joined_us = round_micros(unsent.waited)
     verdict.load.CopyFrom(unsent.load)
     return reply

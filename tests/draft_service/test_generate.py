@@ -260,6 +260,12 @@ def test_joined_responses_are_those_of_a_stream(draft: grpc.Channel, gamma: int)
     assert not any(each.joined for each in DraftServiceStub(draft).Generate(message, timeout=60))
 
 
+def test_the_first_token_of_a_joined_text_is_timed_when_it_was_written(draft: grpc.Channel) -> None:
+    timings = write(draft, gamma=0, max_new_tokens=200, ignore_eos=True, joined_responses=True).end.timings
+    assert timings.first_round.forward_us > 0.9 * timings.forward_us, "one verdict has all tokens"
+    assert 0 < timings.time_to_first_token_us < 0.5 * timings.total_us
+
+
 @pytest.mark.parametrize("gamma", [0, 4])
 def test_logprobs_are_the_targets(draft: grpc.Channel, gamma: int) -> None:
     params = sampling(0.8, seed=3, top_k=30, top_p=0.9)

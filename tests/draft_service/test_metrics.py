@@ -1,11 +1,15 @@
 """Metrics of both services as processes, scraped over HTTP, against the statistics of the requests."""
 
+import time
+
 import grpc
 import pytest
+from prometheus_client import CollectorRegistry
 
 from draft_service.metrics import RequestMetrics
+from draft_service.sequence import Timings
 from outrider.cli.processes import Pair
-from outrider.service.metrics import Metrics
+from outrider.service.metrics import Metrics, TextMetrics
 from protos.outrider.v1 import draft_service_pb2
 from tests.cluster import Service, wait_until
 from tests.draft_service.calls import sampling, write
@@ -52,3 +56,14 @@ def test_counters_grow_by_the_requests_statistics(demo_pair: Pair, rule: str, dr
     assert tokens == counts.num_draft_tokens
     assert proposals >= counts.num_drafts
     assert seconds == pytest.approx(end.timings.draft_us / 1e6, rel=0.01, abs=1e-4)
+
+
+@pytest.mark.parametrize(("joined", "later"), [(0.0, 0), (30.0, 4)])
+def test_tokens_that_waited_for_others_count_at_their_own_time(joined: float, later: int) -> None:
+    registry = CollectorRegistry()
+    timings = Timings(time.perf_counter() - 40.0, TextMetrics(registry, "t_", "requests"), joined)
+    timings.tokens_out(5)
+    found = [registry.get_sample_value(f"t_{name}_seconds_{what}") for name, what in (
+        ("time_to_first_token", "sum"), ("inter_token_latency", "count"), ("inter_token_latency", "sum")
+    )]  # fmt: skip
+    assert found == pytest.approx([40.0 - joined, later, joined], abs=1.0)

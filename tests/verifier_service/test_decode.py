@@ -219,6 +219,8 @@ def test_tokens_of_a_decode_wait_to_be_sent_together(engine: VerifierEngine) -> 
     assert [each[0] for each in sent] == [[1], [1], [1], [1, 3], [1, 3], [1, 3, 2]]
     assert sent[-1][1:] == [[1] * 6, [1, 5], [4, 2]]
     joined, single = (client.verdicts for client in clients[:2])
+    assert [each.timings.joined_us > 0 for each in joined] == [False, True, True]
+    assert not any(each.timings.joined_us for each in single)
     assert [each.base_length for each in joined] == [3, 4, 7]
     assert [token for each in joined for token in each.token_ids] == [each.token_ids[0] for each in single]
     for name in ("forward_us", "verify_us"):

@@ -25,15 +25,15 @@ _sym_db = _symbol_database.Default()
 from protos.outrider.v1 import sampling_pb2 as outrider_dot_v1_dot_sampling__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1doutrider/v1/speculation.proto\x12\x0boutrider.v1\x1a\x1aoutrider/v1/sampling.proto\"8\n\x12SparseDistribution\x12\x11\n\ttoken_ids\x18\x01 \x01(\x0c\x12\x0f\n\x07weights\x18\x02 \x01(\x0c\"\x0b\n\tPointMass\"\x1d\n\x0b\x44\x65nseLogits\x12\x0e\n\x06values\x18\x01 \x01(\x0c\"\xa8\x01\n\x11TokenDistribution\x12\x31\n\x06sparse\x18\x01 \x01(\x0b\x32\x1f.outrider.v1.SparseDistributionH\x00\x12,\n\npoint_mass\x18\x02 \x01(\x0b\x32\x16.outrider.v1.PointMassH\x00\x12*\n\x06logits\x18\x03 \x01(\x0b\x32\x18.outrider.v1.DenseLogitsH\x00\x42\x06\n\x04\x66orm\"\xa1\x01\n\x08Proposal\x12\r\n\x05round\x18\x01 \x01(\r\x12\x13\n\x0b\x62\x61se_length\x18\x02 \x01(\r\x12\x13\n\x0bprefix_hash\x18\x03 \x01(\x0c\x12\x11\n\ttoken_ids\x18\x04 \x03(\r\x12\x35\n\rdistributions\x18\x05 \x03(\x0b\x32\x1e.outrider.v1.TokenDistribution\x12\x12\n\nseen_round\x18\x06 \x01(\r\"v\n\x0eVerdictTimings\x12\x10\n\x08queue_us\x18\x01 \x01(\r\x12\x12\n\nforward_us\x18\x02 \x01(\r\x12\x11\n\tverify_us\x18\x03 \x01(\r\x12\x13\n\x0bpass_tokens\x18\x04 \x01(\r\x12\x16\n\x0epass_sequences\x18\x05 \x01(\r\"\x80\x01\n\x0cVerifierLoad\x12\x0f\n\x07running\x18\x01 \x01(\r\x12\x0f\n\x07waiting\x18\x02 \x01(\r\x12\x10\n\x08kv_usage\x18\x03 \x01(\x02\x12\x15\n\rpass_fixed_us\x18\x04 \x01(\x02\x12\x15\n\rpass_token_us\x18\x05 \x01(\x02\x12\x0e\n\x06\x61\x63tive\x18\x06 \x01(\r\"\xf4\x02\n\x07Verdict\x12\r\n\x05round\x18\x01 \x01(\r\x12\x13\n\x0b\x62\x61se_length\x18\x02 \x01(\r\x12*\n\x06status\x18\x03 \x01(\x0e\x32\x1a.outrider.v1.VerdictStatus\x12\x0e\n\x06judged\x18\x04 \x01(\r\x12\x10\n\x08\x61\x63\x63\x65pted\x18\x05 \x01(\r\x12\x11\n\ttoken_ids\x18\x06 \x03(\r\x12\x0c\n\x04\x62\x65ta\x18\x07 \x03(\x02\x12/\n\x08logprobs\x18\x08 \x03(\x0b\x32\x1d.outrider.v1.PositionLogprobs\x12\x30\n\rfinish_reason\x18\t \x01(\x0e\x32\x19.outrider.v1.FinishReason\x12,\n\x07timings\x18\n \x01(\x0b\x32\x1b.outrider.v1.VerdictTimings\x12\'\n\x04load\x18\x0b \x01(\x0b\x32\x19.outrider.v1.VerifierLoad\x12\x1c\n\x14target_probabilities\x18\x0c \x03(\x02*d\n\rVerdictStatus\x12\x1e\n\x1aVERDICT_STATUS_UNSPECIFIED\x10\x00\x12\x19\n\x15VERDICT_STATUS_JUDGED\x10\x01\x12\x18\n\x14VERDICT_STATUS_STALE\x10\x02\x62\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1doutrider/v1/speculation.proto\x12\x0boutrider.v1\x1a\x1aoutrider/v1/sampling.proto\"8\n\x12SparseDistribution\x12\x11\n\ttoken_ids\x18\x01 \x01(\x0c\x12\x0f\n\x07weights\x18\x02 \x01(\x0c\"\x0b\n\tPointMass\"\x1d\n\x0b\x44\x65nseLogits\x12\x0e\n\x06values\x18\x01 \x01(\x0c\"\xa8\x01\n\x11TokenDistribution\x12\x31\n\x06sparse\x18\x01 \x01(\x0b\x32\x1f.outrider.v1.SparseDistributionH\x00\x12,\n\npoint_mass\x18\x02 \x01(\x0b\x32\x16.outrider.v1.PointMassH\x00\x12*\n\x06logits\x18\x03 \x01(\x0b\x32\x18.outrider.v1.DenseLogitsH\x00\x42\x06\n\x04\x66orm\"\xa1\x01\n\x08Proposal\x12\r\n\x05round\x18\x01 \x01(\r\x12\x13\n\x0b\x62\x61se_length\x18\x02 \x01(\r\x12\x13\n\x0bprefix_hash\x18\x03 \x01(\x0c\x12\x11\n\ttoken_ids\x18\x04 \x03(\r\x12\x35\n\rdistributions\x18\x05 \x03(\x0b\x32\x1e.outrider.v1.TokenDistribution\x12\x12\n\nseen_round\x18\x06 \x01(\r\"\x89\x01\n\x0eVerdictTimings\x12\x10\n\x08queue_us\x18\x01 \x01(\r\x12\x12\n\nforward_us\x18\x02 \x01(\r\x12\x11\n\tverify_us\x18\x03 \x01(\r\x12\x13\n\x0bpass_tokens\x18\x04 \x01(\r\x12\x16\n\x0epass_sequences\x18\x05 \x01(\r\x12\x11\n\tjoined_us\x18\x06 \x01(\r\"\x80\x01\n\x0cVerifierLoad\x12\x0f\n\x07running\x18\x01 \x01(\r\x12\x0f\n\x07waiting\x18\x02 \x01(\r\x12\x10\n\x08kv_usage\x18\x03 \x01(\x02\x12\x15\n\rpass_fixed_us\x18\x04 \x01(\x02\x12\x15\n\rpass_token_us\x18\x05 \x01(\x02\x12\x0e\n\x06\x61\x63tive\x18\x06 \x01(\r\"\xf4\x02\n\x07Verdict\x12\r\n\x05round\x18\x01 \x01(\r\x12\x13\n\x0b\x62\x61se_length\x18\x02 \x01(\r\x12*\n\x06status\x18\x03 \x01(\x0e\x32\x1a.outrider.v1.VerdictStatus\x12\x0e\n\x06judged\x18\x04 \x01(\r\x12\x10\n\x08\x61\x63\x63\x65pted\x18\x05 \x01(\r\x12\x11\n\ttoken_ids\x18\x06 \x03(\r\x12\x0c\n\x04\x62\x65ta\x18\x07 \x03(\x02\x12/\n\x08logprobs\x18\x08 \x03(\x0b\x32\x1d.outrider.v1.PositionLogprobs\x12\x30\n\rfinish_reason\x18\t \x01(\x0e\x32\x19.outrider.v1.FinishReason\x12,\n\x07timings\x18\n \x01(\x0b\x32\x1b.outrider.v1.VerdictTimings\x12\'\n\x04load\x18\x0b \x01(\x0b\x32\x19.outrider.v1.VerifierLoad\x12\x1c\n\x14target_probabilities\x18\x0c \x03(\x02*d\n\rVerdictStatus\x12\x1e\n\x1aVERDICT_STATUS_UNSPECIFIED\x10\x00\x12\x19\n\x15VERDICT_STATUS_JUDGED\x10\x01\x12\x18\n\x14VERDICT_STATUS_STALE\x10\x02\x62\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
 _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'protos.outrider.v1.speculation_pb2', _globals)
 if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
-  _globals['_VERDICTSTATUS']._serialized_start=1137
-  _globals['_VERDICTSTATUS']._serialized_end=1237
+  _globals['_VERDICTSTATUS']._serialized_start=1157
+  _globals['_VERDICTSTATUS']._serialized_end=1257
   _globals['_SPARSEDISTRIBUTION']._serialized_start=74
   _globals['_SPARSEDISTRIBUTION']._serialized_end=130
   _globals['_POINTMASS']._serialized_start=132
@@ -44,10 +44,10 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_TOKENDISTRIBUTION']._serialized_end=345
   _globals['_PROPOSAL']._serialized_start=348
   _globals['_PROPOSAL']._serialized_end=509
-  _globals['_VERDICTTIMINGS']._serialized_start=511
-  _globals['_VERDICTTIMINGS']._serialized_end=629
-  _globals['_VERIFIERLOAD']._serialized_start=632
-  _globals['_VERIFIERLOAD']._serialized_end=760
-  _globals['_VERDICT']._serialized_start=763
-  _globals['_VERDICT']._serialized_end=1135
+  _globals['_VERDICTTIMINGS']._serialized_start=512
+  _globals['_VERDICTTIMINGS']._serialized_end=649
+  _globals['_VERIFIERLOAD']._serialized_start=652
+  _globals['_VERIFIERLOAD']._serialized_end=780
+  _globals['_VERDICT']._serialized_start=783
+  _globals['_VERDICT']._serialized_end=1155
 # @@protoc_insertion_point(module_scope)

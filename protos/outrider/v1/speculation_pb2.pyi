@@ -62,18 +62,20 @@ class Proposal(_message.Message):
     def __init__(self, round: _Optional[int] = ..., base_length: _Optional[int] = ..., prefix_hash: _Optional[bytes] = ..., token_ids: _Optional[_Iterable[int]] = ..., distributions: _Optional[_Iterable[_Union[TokenDistribution, _Mapping]]] = ..., seen_round: _Optional[int] = ...) -> None: ...
 
 class VerdictTimings(_message.Message):
-    __slots__ = ("queue_us", "forward_us", "verify_us", "pass_tokens", "pass_sequences")
+    __slots__ = ("queue_us", "forward_us", "verify_us", "pass_tokens", "pass_sequences", "joined_us")
     QUEUE_US_FIELD_NUMBER: _ClassVar[int]
     FORWARD_US_FIELD_NUMBER: _ClassVar[int]
     VERIFY_US_FIELD_NUMBER: _ClassVar[int]
     PASS_TOKENS_FIELD_NUMBER: _ClassVar[int]
     PASS_SEQUENCES_FIELD_NUMBER: _ClassVar[int]
+    JOINED_US_FIELD_NUMBER: _ClassVar[int]
     queue_us: int
     forward_us: int
     verify_us: int
     pass_tokens: int
     pass_sequences: int
-    def __init__(self, queue_us: _Optional[int] = ..., forward_us: _Optional[int] = ..., verify_us: _Optional[int] = ..., pass_tokens: _Optional[int] = ..., pass_sequences: _Optional[int] = ...) -> None: ...
+    joined_us: int
+    def __init__(self, queue_us: _Optional[int] = ..., forward_us: _Optional[int] = ..., verify_us: _Optional[int] = ..., pass_tokens: _Optional[int] = ..., pass_sequences: _Optional[int] = ..., joined_us: _Optional[int] = ...) -> None: ...
 
 class VerifierLoad(_message.Message):
     __slots__ = ("running", "waiting", "kv_usage", "pass_fixed_us", "pass_token_us", "active")
