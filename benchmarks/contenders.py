@@ -328,11 +328,14 @@ class OutriderServer:
 
 
 def _with_first(served: Served) -> Served:
+    """The text with its first token when the service had it: its client waits for all of them."""
     if served.finished is None:
         return served
     (came, count), *later = served.stamps
-    first = served.due + served.finished.timings.time_to_first_token_us / 1e6
-    return replace(served, stamps=((min(first, came), count), *later))
+    first = min(served.due + served.finished.timings.time_to_first_token_us / 1e6, came)
+    if count > 1 and not served.finished.statistics.num_drafts:  # one message of a text by the target alone
+        return replace(served, stamps=((first, 1), (came, count - 1), *later))
+    return replace(served, stamps=((first, count), *later))
 
 
 class ContinuousBatching:

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from benchmarks import engine, load
+from benchmarks.contenders import _with_first
 from benchmarks.load import AIM, ALONE, BATCHING, PAIR, SERVER, arrivals, cell, figures, tasks
 from outrider.client import Finished
 from outrider.evaluation.streams import Served
@@ -43,6 +44,16 @@ def test_tokens_of_one_piece_have_not_waited_for_each_other() -> None:
     assert (found["gamma"], found["decode_share"], found["tokens_per_round"]) == (3.0, 0.5, 2.5)
     assert found["tokens_per_second"] == pytest.approx(5 / 0.8)
     assert (found["verifier_cpu_us"], found["draft_cpu_us"]) == (pytest.approx(2000.0), pytest.approx(4000.0))
+
+
+@pytest.mark.parametrize(("drafts", "stamps"), [(0, ((1.2, 1), (1.9, 3))), (1, ((1.2, 4),))])
+def test_the_first_token_of_a_text_in_one_message_is_that_of_the_service(
+    drafts: int, stamps: tuple[tuple[float, int], ...]
+) -> None:
+    statistics = pb.SpeculationStatistics(num_rounds=1, num_drafts=drafts)
+    timings = pb.GenerateTimings(time_to_first_token_us=200_000)
+    finished = Finished.of(pb.GenerateFinished(statistics=statistics, timings=timings))
+    assert _with_first(Served(due=1.0, stamps=((1.9, 4),), finished=finished)).stamps == stamps
 
 
 def test_refused_requests_are_counted_and_have_no_times() -> None:
