@@ -18,7 +18,8 @@ FIRM_TEXTS = 3
 # Pauses of drafting, in tokens that each sequence writes with `Decode`. The first one only measures `Decode`, which may
 # cost far less than the formula says. A longer one ends with a trial of drafting. It is as long as makes the trial cost
 # TRIAL_SHARE of the time, from LEAST_PAUSE to LONGEST_PAUSE. A trial ends early once it has cost TRIAL_SHARE of
-# LONGEST_PAUSE. Where drafting pays, a first pause measures `Decode` again, for the same share of the time.
+# LONGEST_PAUSE. Where drafting pays, a first pause measures `Decode` again: after a trial, and then for the same share
+# of the time.
 FIRST_PAUSE, LEAST_PAUSE, LONGEST_PAUSE, TRIAL_SHARE = 32, 64, 4096, 0.0025
 # Weight, in judged tokens, that the old statistics of a position keep when drafting is tried again.
 KEPT_FOR_A_TRIAL = 16.0
@@ -199,9 +200,11 @@ class AcceptanceStatistics:
         self._log(costs, gain)
         tokens = 1 + sum(accumulate(self.accepted.chances(self.gamma), operator.mul))  # of a round
         is_untried = not costs.has_decoded and not choice.pause  # one pause: it may not have counted as typical
+        is_trial_over = choice.pause > FIRST_PAUSE  # the machine may have been slower before it
+        is_old = -choice.left * tokens > max(LONGEST_PAUSE, FIRST_PAUSE * (gain - 1) / TRIAL_SHARE)
         if gain < 1:
             choice.stop(FIRM_ROUNDS * tokens * (1 / gain - 1))
-        elif is_untried or -choice.left * tokens > max(LONGEST_PAUSE, FIRST_PAUSE * (gain - 1) / TRIAL_SHARE):
+        elif is_untried or is_trial_over or is_old:
             choice.measure_decode()
             costs.begin_trial(drafts=False)
 

@@ -7,7 +7,7 @@ import pytest
 
 from draft_service.cost_model import CostModel, JudgedRound
 from draft_service.speculation import LEAST_DECODED, Adaptive
-from draft_service.statistics import LONGEST_PAUSE, AcceptanceStatistics
+from draft_service.statistics import FIRST_PAUSE, LONGEST_PAUSE, AcceptanceStatistics
 from outrider.service.fitted_cost import CostLine
 from tests.draft_service.closed_loop import CEILING
 from tests.draft_service.records import STEP_COST, judged
@@ -166,6 +166,27 @@ def test_prompts_do_not_change_whether_drafting_pays(tokens: int, prompt: float,
     """They take as long with drafts as without."""
     drafted = texts_with_drafts(tokens, 4, prompt=prompt, proposal=proposal, token=0.0063)
     assert sum(drafted[-20:]) == 20 if pays else sum(drafted[-20:]) < 3
+
+
+def test_a_slow_moment_before_a_trial_does_not_let_all_draft() -> None:
+    """`Decode` is measured again before drafting goes on."""
+    statistics, costs, gamma, proposals, trials = AcceptanceStatistics(), CostModel(), 5, 0, 0
+    for number in range(5000):
+        was_trial = statistics.is_trial
+        gamma = chosen(statistics, costs, gamma, number)
+        trials += statistics.is_trial and not was_trial
+        round_ = judged(gamma, accepted=0)
+        assert round_.seconds is not None
+        if not gamma and statistics._choice.pause > FIRST_PAUSE and statistics._choice.left < 200:
+            round_ = replace(round_, seconds=3 * round_.seconds)
+        costs.add(round_)
+        statistics.add(round_, costs)
+        if gamma:
+            statistics.accepted.add(0, 0.0)
+            statistics.texts += 1
+            proposals += 1
+    assert trials > 2
+    assert proposals < 100 + 15 * trials
 
 
 def test_a_prompt_is_no_cost_of_a_trial() -> None:
