@@ -435,7 +435,7 @@ def _draw_panel(panel: Axes, part: str, by_level: Json, figure: str, dotted: str
         panel.yaxis.set_major_formatter("{x:g}")
         panel.yaxis.set_minor_formatter(NullFormatter())
     else:
-        panel.set_ylim(bottom=0)
+        panel.set_ylim(0, 1.05 * panel.dataLim.y1)
     panel.set_xlabel(LEVELS[part], fontsize=8)
 
 
