@@ -28,6 +28,7 @@ from outrider.cli.output import (
 from outrider.cli.processes import Pair, busy_processors, processors, running_pair, terminated_as_interrupted
 from outrider.client import AcceptanceRule, Chunk, Client, Completion, Event, TokenOrigin, Unavailable
 from outrider.client.texts import parts_of_tokens
+from outrider.evaluation.streams import target_passes
 from outrider.rpc.channel import is_local
 from outrider.rpc.errors import counted
 
@@ -172,14 +173,14 @@ Complete = Callable[..., Completion]
 
 @dataclass(frozen=True, slots=True)
 class Cost:
-    """Tokens, rounds and speed of one mode: with the draft, or the target alone.
+    """Tokens, passes of the target and speed of one mode: with the draft, or the target alone.
 
     `alpha` and `mean_acceptance_length` are None if nothing was drafted. `tokens_per_second` is by the client's
     clock, prompt and wire included, and the median of the repeats.
     """
 
     tokens: int
-    rounds: int
+    passes: int
     alpha: float | None
     mean_acceptance_length: float | None
     tokens_per_second: float
@@ -223,7 +224,7 @@ def _cost(runs: list[tuple[Completion, float]]) -> Cost:
     drafted = last.statistics.num_drafts > 0
     return Cost(
         tokens=last.usage.completion_tokens,
-        rounds=last.statistics.num_rounds,
+        passes=target_passes(last.statistics, last.usage.completion_tokens),
         alpha=last.statistics.alpha or None,  # 0: nothing was drafted
         mean_acceptance_length=last.statistics.mean_acceptance_length if drafted else None,
         tokens_per_second=statistics.median(done.usage.completion_tokens / seconds for done, seconds in runs),
@@ -232,14 +233,14 @@ def _cost(runs: list[tuple[Completion, float]]) -> Cost:
 
 def draw_comparison(out: Console, comparison: Comparison, shown: Completion, *, promised: bool) -> None:
     """Draws both modes as a table of 76 columns, and whether their texts are equal, if `promised`."""
-    modes = table("", "tokens", "rounds", "α", "mean acceptance\nlength", "tokens/s", "ratio")
+    modes = table("", "tokens", "passes", "α", "mean acceptance\nlength", "tokens/s", "ratio")
     for name, cost, ratio in (
         ("draft + target", comparison.pair, comparison.ratio),
         ("target alone", comparison.target_alone, 1.0),
     ):
         known = ("–" if each is None else f"{each:.2f}" for each in (cost.alpha, cost.mean_acceptance_length))
         rate = f"{cost.tokens_per_second:.1f}"
-        modes.add_row(name, str(cost.tokens), str(cost.rounds), *known, rate, f"{ratio:.2f}")
+        modes.add_row(name, str(cost.tokens), str(cost.passes), *known, rate, f"{ratio:.2f}")
     out.print()
     print_table(out, modes)
     out.print()

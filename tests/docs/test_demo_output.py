@@ -14,10 +14,10 @@ _ALONE = re.compile(r"^target alone +(\d+) +(\d+) ", re.MULTILINE)
 _REJECTED, _OWN = re.compile(r"\[-.*?-\]"), re.compile(r"\{\+(.*?)↵?\+\}")
 
 
-def _alone(text: str) -> tuple[int, int]:
-    """Tokens and rounds of the target alone."""
-    ((tokens, rounds),) = _ALONE.findall(text)
-    return int(tokens), int(rounds)
+def _alone(text: str) -> tuple[str, str]:
+    """Tokens and passes of the target alone."""
+    (found,) = _ALONE.findall(text)
+    return found
 
 
 @pytest.mark.slow
@@ -29,7 +29,5 @@ def test_the_demo_prints_what_the_tutorial_shows() -> None:
     legend, text = drawn.split("\n\n", 1)
     assert legend in printed
     assert _OWN.sub(r"\1", _REJECTED.sub("", text)) in _OWN.sub(r"\1", _REJECTED.sub("", printed))
-    (shown_tokens, shown_rounds), (tokens, rounds) = _alone(table), _alone(printed)
-    assert shown_tokens == tokens
-    assert rounds / 8 < shown_rounds < rounds * 8  # a verdict answers the tokens of 100 ms
+    assert _alone(table) == _alone(printed)
     assert table.strip().splitlines()[-1] in printed
