@@ -308,19 +308,15 @@ class CostModel:
 
     def rates(self, chances: Sequence[float], drafted_share: float) -> list[float]:
         """Return tokens/s of a text of mean length at γ = 0, 1, .. `len(chances)`, where `chances` are β_1, β_2, .."""
-        rates = [self._rate(self.cycle(0), self.first_excess(drafts=False))]
-        cycle, excess = self.cycle_by_gamma(drafts=True), self.first_excess(drafts=True)
+        texts_per_token = self._texts / self._tokens if self._tokens else 0.0
+        rates = [_rate(self.cycle(0), texts_per_token * self.first_excess(drafts=False))]
+        cycle, excess = self.cycle_by_gamma(drafts=True), texts_per_token * self.first_excess(drafts=True)
         expected = reached = 1.0
         for position, chance in enumerate(chances):
             reached *= chance
             expected += reached
-            rates.append(self._rate(cycle(drafted_share * (position + 1)) / expected, excess))
+            rates.append(_rate(cycle(drafted_share * (position + 1)) / expected, excess))
         return rates
-
-    def _rate(self, seconds: float, first_excess: float) -> float:
-        """Return tokens/s of a text of mean length, with so many seconds for a token after the first cycle."""
-        texts_per_token = self._texts / self._tokens if self._tokens else 0.0
-        return 1 / max(seconds + texts_per_token * first_excess, LEAST_SHARE * seconds)
 
     def _set_active(self, mean: float) -> None:
         self._mean_active = mean
@@ -362,3 +358,8 @@ class CostModel:
             return seconds if seconds > 1e-9 else 1e-9
 
         return seconds
+
+
+def _rate(seconds: float, excess: float) -> float:
+    """Return tokens/s. `seconds` are of a token after the first cycle, and `excess` is what that cycle adds to each."""
+    return 1 / max(seconds + excess, LEAST_SHARE * seconds)

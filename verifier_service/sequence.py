@@ -1,5 +1,6 @@
 """A sequence at the verifier: its tokens, KV slot, outstanding rounds and replies."""
 
+import math
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
@@ -349,8 +350,9 @@ class TargetSequence:
         if self.adjuster is not None:
             for token in tokens:
                 self.adjuster.push(token)
-        since, self.judged_at = self.judged_at, time.perf_counter()
-        due = (since or self.judged_at) + self.opening.seconds_joined
+        # The time of a long prompt counts: the client takes a verifier that sends nothing for too long for lost.
+        since = self.judged_at or (round_.arrived if self.opening.joins_first else -math.inf)
+        due, self.judged_at = since + self.opening.seconds_joined, time.perf_counter()
         self.is_isolated = False
         self.decoded += len(tokens)
         if self.decoded >= round_.decode:
@@ -364,8 +366,7 @@ class TargetSequence:
             self.unsent = verdict
         else:
             self.unsent.join(verdict)
-        may_wait = self._joins_verdicts and bool(since or self.opening.joins_first)
-        if not may_wait or not self.decoded or self.finished:
+        if not self._joins_verdicts or due < self.judged_at or not self.decoded or self.finished:
             self.send()
         if self.finished:
             self.deliver(None)

@@ -3,6 +3,7 @@
 The engine is real and runs a demo model. The tests take its turns, so that none waits.
 """
 
+import time
 from collections.abc import Sequence
 from dataclasses import replace
 from itertools import count
@@ -226,6 +227,18 @@ def test_tokens_of_a_decode_wait_to_be_sent_together(engine: VerifierEngine) -> 
     for name in ("forward_us", "verify_us"):
         assert getattr(joined[1].timings, name) == sum(getattr(each.timings, name) for each in single[1:4])
     assert joined[1].timings.queue_us // 10_000_000 == 3
+
+
+@pytest.mark.parametrize(("waited", "sent"), [(0.0, []), (2000.0, [1])])
+def test_a_first_token_does_not_wait_if_its_prompt_took_as_long(
+    engine: VerifierEngine, waited: float, sent: list[int]
+) -> None:
+    """A draft service moves the sequence away from a verifier that is silent for too long."""
+    engine.cost = FittedCost([(1, 600.0)])
+    client = Client(engine, **PATIENT, joins_first=True, max_new_tokens=10)
+    client.submit(decode=6, arrived=time.perf_counter() - waited)
+    engine.run_once()
+    assert [len(each.token_ids) for each in client.verdicts] == sent
 
 
 def test_tokens_of_all_that_wait_as_long_are_sent_with_the_first_that_must(engine: VerifierEngine) -> None:
