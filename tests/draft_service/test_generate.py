@@ -378,7 +378,7 @@ def test_the_target_continues_alone_if_the_drafter_fails(draft: grpc.Channel, pa
     sample = write(draft, prompt, request_id="breaks", gamma=5, max_new_tokens=12, ignore_eos=True)
     assert sample.ids == oracle.greedy(prompt, 12)
     assert sample.end.statistics.num_drafts == 0
-    assert any("drafting failed" in line and "breaks" in line for line in pair_process.log_lines())
+    wait_until(lambda: any("drafting failed" in line and "breaks" in line for line in pair_process.log_lines()))
 
 
 def test_tokens_before_a_failure_of_the_drafter_are_sent(draft: grpc.Channel, pair_process: ServiceProcess) -> None:
@@ -388,7 +388,7 @@ def test_tokens_before_a_failure_of_the_drafter_are_sent(draft: grpc.Channel, pa
     counts = sample.end.statistics
     assert (counts.num_drafts, counts.num_draft_tokens, counts.num_draft_recoveries) == (1, 1, 0)
     assert counts.num_draft_failures >= 1
-    assert any("drafting failed" in line and "breaks late" in line for line in pair_process.log_lines())
+    wait_until(lambda: any("drafting failed" in line and "breaks late" in line for line in pair_process.log_lines()))
 
 
 SIGMOID = sampling_pb2.ACCEPTANCE_RULE_SIGMOID
