@@ -78,6 +78,7 @@ test: $(DEV)
 test-llama: $(LLAMA)
 	@$(BIN)/python -m pytest -n 0 tests/outrider/runtime/test_gguf_convert.py tests/outrider/runtime/test_gguf_tokenizer.py \
 		tests/outrider/runtime/test_llama_cells.py tests/outrider/runtime/test_llama_cpp.py \
+		tests/outrider/runtime/test_llama_prefixes.py \
 		tests/exactness/test_llama_cpp.py $(TEST_ARGS)
 
 # The demo pair for llama.cpp, in bfloat16 and with its draft in 8 bits.

@@ -21,7 +21,6 @@ from outrider.rpc.errors import RequestError, counted, internal, unavailable, yi
 from outrider.runtime.block_pool import PoolCorrupted
 from outrider.runtime.engine import Engine
 from outrider.runtime.model_runner import Chunk, ModelRunner
-from outrider.runtime.prefix_cache import PrefixCache
 from outrider.service.best_effort import Component
 from outrider.service.fitted_cost import FittedCost
 from outrider.service.wire import round_micros
@@ -179,8 +178,7 @@ class VerifierEngine(Engine[Message, TargetWork, StepResult]):
         self.target_runner = TargetRunner(model_runner, vocab_size=model.vocab_size, verify_path=verify_path)
         self.observer: Observer | None = None
         self.flush: Callable[[], None] = lambda: None
-        # With an encoder, keys and values of a prefix depend on its input too.
-        self.prefixes = PrefixCache(model_runner.pool, enabled=prefix_cache and model_runner.loaded.encoder is None)
+        self.prefixes = model_runner.prefix_cache(enabled=prefix_cache)
         self.cost: FittedCost  # of steps; set by `prepare`
         self.scheduler = Scheduler(
             model_runner.pool,

@@ -23,7 +23,6 @@ from outrider.runtime.encoder_decoder import encoder_length
 from outrider.runtime.engine import Engine
 from outrider.runtime.kv_cache import grow_with_preemption
 from outrider.runtime.model_runner import Chunk, ModelRunner
-from outrider.runtime.prefix_cache import PrefixCache
 from outrider.service.best_effort import Component
 
 OUTCOME_CACHE = Component("outcome_cache")
@@ -72,8 +71,7 @@ class DraftEngine(Engine[Propose | Close, DraftWork, Sequence[Drawn]]):
         self._prefill_tokens = prefill_tokens
         self._busy: list[ModelSequence] = []  # with a round in progress, in the order of requests
         self._held: dict[ModelSequence, None] = {}  # with a slot, by the time of the last request
-        # With an encoder, keys and values of a prefix depend on its input too.
-        self._prefixes = PrefixCache(model_runner.pool, enabled=prefix_cache and model_runner.loaded.encoder is None)
+        self._prefixes = model_runner.prefix_cache(enabled=prefix_cache)
         self.prefix_queries = self.prefix_hits = 0
         self._was_of_pieces = False  # whether the last step was of pieces of prompts
         self._goes_first: set[ModelSequence] = set()  # their proposals end before the next such step

@@ -63,10 +63,7 @@ class KVPool:
     Attributes:
         paged: the memory of a paged pool, or None.
         by_head: the memory of a pool that is not paged, or None.
-        keeps_blocks: whether a free block keeps its content until it is taken again, which the prefix cache needs.
     """
-
-    keeps_blocks = True
 
     def __init__(
         self,

@@ -1,13 +1,11 @@
 """The second runtime: llama.cpp, by the low-level functions of llama-cpp-python.
 
-`LlamaRunner` is a `ModelRunner`, and `LlamaPool` a `KVPool`. llama.cpp keeps keys and values in cells that it places
-itself, so the pool counts blocks, and tells llama.cpp which positions of a sequence to drop or to share.
+`LlamaRunner` is a `ModelRunner`. Its pool is in `outrider.runtime.llama_pool`.
 """
 
 import ctypes
 from collections.abc import Sequence
 from types import ModuleType
-from typing import Any
 
 import numpy as np
 import torch
@@ -17,12 +15,14 @@ from kernels.cpu_decode_loop import LlamaBatchStruct, LlamaStruct, LoopArrays
 from kernels.cpu_decoder import library as decoder_library
 from kernels.sampling import NO_LOGITS, Sample
 from outrider.runtime.batch import Chunk, last_rows
-from outrider.runtime.block_pool import PoolCorrupted, PoolExhausted
+from outrider.runtime.block_pool import PoolExhausted
 from outrider.runtime.errors import CheckpointError
-from outrider.runtime.kv_cache import BLOCK_TOKENS, KVPool
+from outrider.runtime.kv_cache import BLOCK_TOKENS
 from outrider.runtime.llama_loader import Handle, LlamaModel, errors, library, no_text
+from outrider.runtime.llama_pool import LlamaPool, SavedPrefixes
 from outrider.runtime.loader import LoadedModel
 from outrider.runtime.model_runner import ModelRunner
+from outrider.runtime.prefix_cache import PrefixCache
 
 _MOST_SEQUENCES = 256  # of one context, in llama.cpp
 # llama.cpp reuses the cells of a sequence behind its sliding window, which a rollback would need again, but no cell
@@ -33,136 +33,6 @@ _MICRO_BATCH = 512  # rows that llama.cpp computes at once
 _LEAST_BATCH = 2048
 _TILE = 64  # rows from which its flash attention computes, on a CPU, with the cells of other sequences too
 _NO_SLOT = 1  # of llama_decode: too few cells
-
-
-# ----------------------------------------------------------------------------------------------------------------- pool
-
-
-class LlamaPool(KVPool):
-    """Counts blocks as the pool of torch does, and keeps llama.cpp's sequences at the same lengths.
-
-    A sequence never takes more cells than its blocks have positions, so that llama.cpp cannot run out of cells before
-    the pool is exhausted. The memory of its blocks has a size and no content: keys and values are in llama.cpp's cells,
-    and a sequence that goes on from a shared block writes cells of its own.
-
-    Args:
-        context: of llama.cpp, with a cell for each position of all blocks.
-        sequences: the most that hold positions at once.
-        copies: sequences of llama.cpp for each of ours, `sequences` apart.
-
-    Attributes:
-        holds_nan: whether a cell may hold NaN. Attention without flash attention reads the cells of other sequences and
-            free ones too, and multiplies them by 0. So no pass is of use until all sequences have left.
-    """
-
-    keeps_blocks = False
-    holds_nan = False
-
-    def __init__(
-        self,
-        llama_cpp: ModuleType,
-        context: Any,
-        loaded: LlamaModel,
-        *,
-        sequences: int,
-        blocks: int,
-        max_length: int,
-        copies: int = 1,
-    ) -> None:
-        self._llama_cpp = llama_cpp
-        self._copies = range(0, copies * sequences, sequences)
-        self._memory_handle = llama_cpp.llama_get_memory(context)
-        self._most = sequences
-        self._sequences: dict[int, int] = {}  # llama.cpp's sequence of each slot that has one
-        self._free_sequences = list(range(self._most))
-        self._written: dict[int, int] = {}  # positions of each slot in llama.cpp
-        layer = loaded.layers[0]  # all are alike
-        assert loaded.kv_dtype is not None
-        super().__init__(
-            len(loaded.layers), layer.kv_heads, layer.head_dim,
-            blocks=blocks, max_length=max_length, dtype=loaded.kv_dtype, device="meta",
-        )  # fmt: skip
-
-    def sequence(self, slot: int) -> int:
-        """llama.cpp's sequence of a slot.
-
-        Raises:
-            PoolExhausted: llama.cpp has no more.
-        """
-        found = self._sequences.get(slot)
-        if found is None:
-            if not self._free_sequences:
-                raise PoolExhausted(f"llama.cpp holds {self._most} sequences at most")
-            found = self._sequences[slot] = self._free_sequences.pop()
-            self._written[slot] = 0
-        return found
-
-    def blocks_needed(self, slot: int, length: int) -> int:
-        """See `KVPool`; more than there are if llama.cpp has no sequence left for the slot."""
-        if slot not in self._sequences and not self._free_sequences:
-            return self.blocks.count + 1
-        return super().blocks_needed(slot, length)
-
-    def grow(self, slot: int, length: int) -> None:
-        super().grow(slot, length)
-        if not self.is_empty(slot):
-            self.sequence(slot)
-
-    def wrote(self, slot: int, length: int) -> None:
-        """llama.cpp holds `length` positions of a slot now."""
-        self._written[slot] = length
-
-    def truncate(self, slot: int, length: int) -> None:
-        """Drops the positions from `length` on in llama.cpp; the length of the slot is unchanged."""
-        if self._written.get(slot, 0) > length:
-            for copy in self._copies:
-                self._llama_cpp.llama_memory_seq_rm(self._memory_handle, self._sequences[slot] + copy, length, -1)
-            self._written[slot] = length
-
-    def rollback(self, slot: int, length: int) -> None:
-        super().rollback(slot, length)
-        self.truncate(slot, length)
-        if not length and slot in self._sequences:
-            self._free_sequences.append(self._sequences.pop(slot))
-            del self._written[slot]
-            if self.holds_nan and not self._sequences:
-                self._clear()
-
-    def fork(self, slot: int) -> int:
-        length = self.length(slot)
-        if length and not self._free_sequences:
-            raise PoolExhausted(f"llama.cpp holds {self._most} sequences at most")
-        fork = super().fork(slot)
-        if length:
-            source, target = self._sequences[slot], self.sequence(fork)
-            for copy in self._copies:
-                self._llama_cpp.llama_memory_seq_cp(self._memory_handle, source + copy, target + copy, 0, length)
-            self.wrote(fork, length)
-        return fork
-
-    def reset(self) -> None:
-        super().reset()
-        self._clear()
-        self._sequences, self._written = {}, {}
-        self._free_sequences = list(range(self._most))
-
-    def _clear(self) -> None:
-        """Sets all cells to zeros."""
-        self._llama_cpp.llama_memory_clear(self._memory_handle, True)
-        self.holds_nan = False
-
-    def check_integrity(self) -> None:
-        super().check_integrity()
-        for slot, sequence in self._sequences.items():
-            held = self._llama_cpp.llama_memory_seq_pos_max(self._memory_handle, sequence) + 1
-            first = self._llama_cpp.llama_memory_seq_pos_min(self._memory_handle, sequence)
-            if held != self._written[slot] or held < self.length(slot) or (held and first):
-                raise PoolCorrupted(
-                    f"slot {slot} holds {self.length(slot)} positions, and llama.cpp {first} to {held - 1} of them"
-                )
-
-
-# --------------------------------------------------------------------------------------------------------------- runner
 
 
 class LlamaRunner(ModelRunner):
@@ -263,6 +133,9 @@ class LlamaRunner(ModelRunner):
         if code == _NO_SLOT:
             raise PoolExhausted(f"llama.cpp has too few cells for {rows} rows: {errors()}")
         raise RuntimeError(f"llama_decode returned {code} for {rows} rows: {errors()}")
+
+    def prefix_cache(self, *, enabled: bool) -> PrefixCache:
+        return SavedPrefixes(self._pool, enabled=enabled and self._pool.can_be_saved)
 
     def has_loop_in_c(self, sequences: int) -> bool:
         return sequences < _TILE and decoder_library() is not None and self._batch.fits_loop

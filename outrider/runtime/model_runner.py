@@ -17,6 +17,7 @@ from outrider.runtime.kv_cache import KVPool
 from outrider.runtime.layer_ops import LayerOps
 from outrider.runtime.loader import LoadedModel
 from outrider.runtime.paged_attention import ORDINARY, AttentionChoice
+from outrider.runtime.prefix_cache import PrefixCache
 
 __all__ = ["Chunk", "ModelRunner"]
 
@@ -77,6 +78,11 @@ class ModelRunner(ABC):
         Raises:
             PoolExhausted: the pool has too few free blocks.
         """
+
+    def prefix_cache(self, *, enabled: bool) -> PrefixCache:
+        """The prefix cache of the pool. It stays empty if it is not `enabled`, or if prefixes cannot be cached."""
+        # With an encoder, keys and values of a prefix depend on its input too.
+        return PrefixCache(self.pool, enabled=enabled and self.loaded.encoder is None)
 
     def capture(
         self,

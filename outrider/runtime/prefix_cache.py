@@ -13,12 +13,12 @@ class PrefixCache:
     """The cached prefixes of a pool. `find` may be called from any thread, the other methods from the pool's thread.
 
     Attributes:
-        enabled: whether prefixes are cached: not if the pool does not keep the content of free blocks.
+        enabled: whether prefixes are cached.
     """
 
     def __init__(self, pool: KVPool, *, enabled: bool = True) -> None:
         self._pool = pool
-        self.enabled = enabled and pool.keeps_blocks
+        self.enabled = enabled
 
     def find(self, tokens: Sequence[int], salt: str = "") -> int:
         """The length of the cached prefix of `tokens`; always below `len(tokens)`, since the last token must run."""
