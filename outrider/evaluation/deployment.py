@@ -8,6 +8,7 @@ import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import count, product
+from random import Random
 from statistics import median
 from typing import Any
 
@@ -190,10 +191,16 @@ async def measure(
     for repeat in range(settings.repeats):
         stage = f"Repeat {repeat + 1} of {settings.repeats}"
         for nth, (temperature, streams) in enumerate(cells):
-            first = (repeat + nth) % len(arms)  # none always follows the same one
-            for arm in [*arms, *arms][first : first + len(arms)]:
+            for arm in _in_turn(arms, repeat, nth):
                 run = Run(temperature, streams, arm, repeat)
                 runs.append(await write(stage, run, settings.texts, settings.max_new_tokens))
+
+
+def _in_turn(arms: Iterable[str], repeat: int, cell: int) -> list[str]:
+    """The arms of a cell in an order of its own, always the same one: no arm follows another one in all repeats."""
+    order = [*arms]
+    Random(f"{repeat} {cell}").shuffle(order)
+    return order
 
 
 def _turn(settings: Settings, repeat: int, number: int) -> Iterator[Source]:

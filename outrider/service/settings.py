@@ -155,7 +155,12 @@ class ServiceSettings(SecuritySettings):
         "8192",
     )
     kv_cache_mb: int | None = Field(
-        None, ge=1, description="size of the KV cache in MiB; default: 1024 on a CPU, by --kv-memory-fraction on a GPU"
+        None,
+        ge=1,
+        description=(
+            "size of the KV cache in MiB, and the most that the prefix cache of a GGUF file takes beside it; default: "
+            "1024 on a CPU, by --kv-memory-fraction on a GPU"
+        ),
     )
     kv_memory_fraction: float = Field(
         0.85,

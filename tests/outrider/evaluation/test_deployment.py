@@ -12,6 +12,7 @@ from outrider.evaluation.deployment import (
     POLICY,
     Run,
     Settings,
+    _in_turn,
     _turn,
     measure,
     missing,
@@ -141,6 +142,13 @@ def _concluded(*cells: tuple[str, float, float, float, float], repeats: int = 5)
     ]  # fmt: skip
     (sentence,) = deployment_report.conclusions({"cells": known})
     return sentence
+
+
+def test_no_arm_follows_another_one_in_all_repeats() -> None:
+    for cell in range(4):
+        orders = [_in_turn("abcd", repeat, cell) for repeat in range(3)]
+        assert [sorted(order) for order in orders] == [[*"abcd"]] * 3
+        assert not set.intersection(*(set(itertools.pairwise(order)) for order in orders))
 
 
 def test_an_arm_is_fastest_only_if_no_range_overlaps() -> None:
