@@ -3,6 +3,7 @@
 from collections.abc import Sequence
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
@@ -10,6 +11,7 @@ from torch import Tensor
 from outrider.client import Client, Completion
 from outrider.runtime import llama_pool
 from outrider.runtime.batch import Chunk
+from outrider.runtime.block_pool import PoolExhausted
 from outrider.runtime.gguf_convert import convert
 from outrider.runtime.llama_cpp import LlamaRunner
 from outrider.runtime.llama_pool import LEAST_SAVED_TOKENS, LlamaPool
@@ -148,6 +150,20 @@ def test_positions_beyond_the_length_of_a_slot_are_not_saved(tmp_path: Path) -> 
     prefixes.keep(slot, [*TEXT, *OTHER])
     assert prefixes.adopt(other, [*TEXT, 9]) == len(TEXT)
     pool.check_integrity()
+
+
+def test_a_sequence_that_llama_cpp_does_not_restore_can_still_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    runner, prefixes = make(tmp_path)
+    monkeypatch.setattr(LlamaPool, "save", lambda *_: np.zeros(8, np.uint8))
+    expected = save(runner, prefixes, TEXT)
+    slot = runner.pool.allocate()
+    with pytest.raises(PoolExhausted, match=f"cannot restore {len(TEXT)} positions"):
+        prefixes.adopt(slot, [*TEXT, 9])
+    runner.pool.rollback(slot, 0)  # as both engines do
+    runner.pool.check_integrity()
+    assert torch.equal(logits(runner, TEXT, slot), expected)
 
 
 def test_what_nan_may_have_reached_is_not_saved(tmp_path: Path) -> None:
