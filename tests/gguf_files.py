@@ -1,12 +1,34 @@
-"""GGUF files for tests, made from checkpoints by `outrider convert`."""
+"""GGUF files for tests, made from checkpoints by `outrider convert`, and the models that they are made of."""
 
+from collections.abc import Callable
 from pathlib import Path
 
+import transformers
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
-from transformers import PreTrainedTokenizerFast
+from transformers import PreTrainedConfig, PreTrainedTokenizerFast
+
+from outrider.runtime.llama_cpp import LlamaRunner
+from outrider.runtime.llama_loader import load_gguf
+from outrider.runtime.loader import ModelSource
+from tests.outrider.runtime import tiny
+from tests.outrider.runtime.steps import MAX_LENGTH
+from tests.outrider.runtime.tiny import SHAPE, WINDOW
 
 TEMPLATE = "{{ bos_token }}{% for m in messages %}[{{ m.role }}]{{ m.content }}{% endfor %}[answer{{ mood }}]"
 TEXTS = ("the hat", " then and than ", "a<tool>b<end>", "thethe  the\n\nend", "", "é漢 🙂")
+# llama.cpp scales the queries of Gemma 3 by the size of a head.
+GEMMA3 = transformers.Gemma3TextConfig(
+    **SHAPE,
+    num_key_value_heads=2,
+    head_dim=8,
+    query_pre_attn_scalar=8,
+    sliding_window=WINDOW,
+    layer_types=["sliding_attention", "full_attention", "sliding_attention"],
+)
+FAMILIES: dict[str, Callable[[], PreTrainedConfig]] = {
+    **{name: tiny.FAMILIES[name] for name in ("llama", "llama-tied-mqa", "qwen2", "qwen3", "mistral", "gpt2")},
+    "gemma3": lambda: GEMMA3,
+}
 
 
 def write_gguf(folder: Path, kind: str = "f32") -> Path:
@@ -17,6 +39,12 @@ def write_gguf(folder: Path, kind: str = "f32") -> Path:
     if not path.exists():
         convert(str(folder), path, kind)
     return path
+
+
+def build(path: Path, *, sequences: int = 8, length: int = MAX_LENGTH) -> LlamaRunner:
+    """Load a GGUF file, with blocks for half of the sequences at their longest."""
+    loaded, _ = load_gguf(ModelSource(str(path), device="cpu"))
+    return LlamaRunner(loaded, blocks=sequences * -(-length // 32), max_length=length, threads=1)
 
 
 def save_tokenizer(folder: Path, size: int, *, chat_template: str | None = None) -> PreTrainedTokenizerFast:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from functools import partial
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any, cast
 
@@ -10,6 +11,7 @@ import torch
 
 from outrider.rpc.errors import draining, to_status
 from outrider.runtime.errors import ModelLost
+from outrider.runtime.prefix_cache import PrefixCache
 from outrider.service.tracing import Tracing
 from protos.outrider.v1 import model_pb2
 from tests.simulation.models import VIOLATIONS, TokenPool, TokenRunner, require
@@ -50,7 +52,11 @@ class Verifier(Host):
         self.pool = TokenPool(blocks=plan.blocks, max_length=MAX_TOKENS, block_tokens=4)
         loaded = SimpleNamespace(device=torch.device("cpu"), encoder=None, generation_rules=None)
         packed = SimpleNamespace(
-            pool=self.pool, loaded=loaded, max_length=MAX_TOKENS, allocate_for_trial=self.pool.allocate
+            pool=self.pool,
+            loaded=loaded,
+            max_length=MAX_TOKENS,
+            allocate_for_trial=self.pool.allocate,
+            prefix_cache=partial(PrefixCache, self.pool),
         )
         self.engine = SimulatedEngine(packed, world.model, linger=plan.linger)
         self.runner = TokenRunner(self.pool, world.reference, world.chance)

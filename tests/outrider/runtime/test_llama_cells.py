@@ -13,10 +13,12 @@ from kernels.sparse import SparseConfig
 from outrider.runtime.batch import Chunk
 from outrider.runtime.decode_loop import DecodeLoop
 from outrider.runtime.llama_cpp import LlamaRunner
-from tests.gguf_files import save_tokenizer, write_gguf
+from tests.gguf_files import build, save_tokenizer, write_gguf
 from tests.outrider.runtime import tiny
-from tests.outrider.runtime.test_llama_cpp import build
 from tests.outrider.runtime.tiny import VOCABULARY
+
+pytest.importorskip("llama_cpp", reason="the extra `llama` is not installed: make test-llama")
+pytest.importorskip("gguf", reason="the extra `llama` is not installed: make test-llama")
 
 BAD, TOKENS = 50, [5, 6, 7]
 

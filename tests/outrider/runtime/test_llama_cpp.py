@@ -10,8 +10,6 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-import transformers
-from transformers import PreTrainedConfig
 
 from draft_service.drafters.engine import OUTCOME_CACHE
 from draft_service.drafters.staged import Staging
@@ -35,28 +33,15 @@ from outrider.service.settings import SettingsError
 from tests.cluster import MODELS, wait_until
 from tests.draft_service.engines import running
 from tests.draft_service.test_outcome_cache import GAMMA, Driver, Eager, opening
-from tests.gguf_files import TEMPLATE, TEXTS, save_tokenizer, write_gguf
+from tests.gguf_files import FAMILIES, GEMMA3, TEMPLATE, TEXTS, build, save_tokenizer, write_gguf
 from tests.outrider.runtime import tiny
-from tests.outrider.runtime.steps import MAX_LENGTH, random_steps, reference_logits
-from tests.outrider.runtime.tiny import SHAPE, VOCABULARY, WINDOW, Reference
+from tests.outrider.runtime.steps import random_steps, reference_logits
+from tests.outrider.runtime.tiny import VOCABULARY, Reference
 from verifier_service.settings import VerifierSettings
 
 pytest.importorskip("llama_cpp", reason="the extra `llama` is not installed: make test-llama")
 pytest.importorskip("gguf", reason="the extra `llama` is not installed: make test-llama")
 
-# llama.cpp scales the queries of Gemma 3 by the size of a head.
-GEMMA3 = transformers.Gemma3TextConfig(
-    **SHAPE,
-    num_key_value_heads=2,
-    head_dim=8,
-    query_pre_attn_scalar=8,
-    sliding_window=WINDOW,
-    layer_types=["sliding_attention", "full_attention", "sliding_attention"],
-)
-FAMILIES: dict[str, Callable[[], PreTrainedConfig]] = {
-    **{name: tiny.FAMILIES[name] for name in ("llama", "llama-tied-mqa", "qwen2", "qwen3", "mistral", "gpt2")},
-    "gemma3": lambda: GEMMA3,
-}
 # llama.cpp reads GELU from a table in float16 on a CPU, also between tensors of float32.
 NEAR = {"gemma3": 1e-3, "gpt2": 1e-3}
 
@@ -73,11 +58,6 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
         return made[name]
 
     return get
-
-
-def build(path: Path, *, sequences: int = 8, length: int = MAX_LENGTH) -> LlamaRunner:
-    loaded, _ = load_gguf(ModelSource(str(path), device="cpu"))
-    return LlamaRunner(loaded, blocks=sequences * -(-length // 32), max_length=length, threads=1)
 
 
 def test_a_model_whose_windows_no_layer_has_runs(tmp_path: Path) -> None:

@@ -17,11 +17,13 @@ from outrider.runtime.llama_cpp import LlamaRunner
 from outrider.runtime.llama_pool import LEAST_SAVED_TOKENS, LlamaPool
 from outrider.runtime.prefix_cache import PrefixCache
 from tests.cluster import MODELS, Cluster, wait_healthy
-from tests.gguf_files import save_tokenizer, write_gguf
+from tests.gguf_files import FAMILIES, build, save_tokenizer, write_gguf
 from tests.metrics import scrape
 from tests.outrider.runtime import tiny
-from tests.outrider.runtime.test_llama_cpp import FAMILIES, build
 from tests.outrider.runtime.tiny import VOCABULARY
+
+pytest.importorskip("llama_cpp", reason="the extra `llama` is not installed: make test-llama")
+pytest.importorskip("gguf", reason="the extra `llama` is not installed: make test-llama")
 
 LENGTH = 64
 LEAST = 8  # in place of LEAST_SAVED_TOKENS: the tiny models have short contexts
