@@ -42,7 +42,7 @@ def write_gguf(folder: Path, kind: str = "f32") -> Path:
 
 
 def build(path: Path, *, sequences: int = 8, length: int = MAX_LENGTH) -> LlamaRunner:
-    """Load a GGUF file, with blocks for half of the sequences at their longest."""
+    """Load a GGUF file, with blocks for so many sequences at their longest."""
     loaded, _ = load_gguf(ModelSource(str(path), device="cpu"))
     return LlamaRunner(loaded, blocks=sequences * -(-length // 32), max_length=length, threads=1)
 

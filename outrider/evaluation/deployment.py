@@ -197,7 +197,7 @@ async def measure(
 
 
 def _in_turn(arms: Iterable[str], repeat: int, cell: int) -> list[str]:
-    """The arms of a cell in an order of its own, always the same one: no arm follows another one in all repeats."""
+    """The arms of a cell, in an order that depends on both numbers alone: no arm always follows the same one."""
     order = [*arms]
     Random(f"{repeat} {cell}").shuffle(order)
     return order

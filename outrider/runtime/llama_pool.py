@@ -197,16 +197,17 @@ class SavedPrefixes(PrefixCache):
     copied, and another one begins with what both have in common.
     """
 
+    _pool: LlamaPool
+
     def __init__(self, pool: LlamaPool, *, enabled: bool = True) -> None:
         super().__init__(pool, enabled=enabled)
-        self._cells = pool
         self._saved: list[_Saved] = []  # the longest unused first; replaced whole, as other threads read it
 
     def find(self, tokens: Sequence[int], salt: str = "") -> int:
         return self._longest(tokens, salt)[1]
 
     def adopt(self, slot: int, tokens: Sequence[int], salt: str = "") -> int:
-        pool = self._cells
+        pool = self._pool
         if not pool.is_empty(slot):
             raise ValueError(f"slot {slot} holds {pool.length(slot)} positions; only an empty one adopts a prefix")
         saved, length = self._longest(tokens, salt)
@@ -220,7 +221,7 @@ class SavedPrefixes(PrefixCache):
         return length
 
     def keep(self, slot: int, tokens: Sequence[int], salt: str = "") -> None:
-        pool, length = self._cells, self._cells.length(slot)
+        pool, length = self._pool, self._pool.length(slot)
         if not self.enabled or length < LEAST_SAVED_TOKENS or pool.holds_nan:
             return
         own = np.asarray(tokens[:length], np.int32)
